@@ -1,0 +1,30 @@
+"""The AgenticRun API: spec, status and progress as pydantic models. The source of truth of the CRD, the operator and the workers."""
+
+from agenticrun_api.load import InvalidRun, load_run, parse_run
+from agenticrun_api.names import Role
+from agenticrun_api.pipeline import Pipeline
+from agenticrun_api.progress import Activity, Commands, FinalReport, Outcome, Progress
+from agenticrun_api.run import AgenticRun, Metadata
+from agenticrun_api.spec import AgenticRunSpec
+from agenticrun_api.status import AgenticRunStatus, Condition, ConditionType, Phase, Reason
+
+__all__ = [
+    "Activity",
+    "AgenticRun",
+    "AgenticRunSpec",
+    "AgenticRunStatus",
+    "Commands",
+    "Condition",
+    "ConditionType",
+    "FinalReport",
+    "InvalidRun",
+    "Metadata",
+    "Outcome",
+    "Phase",
+    "Pipeline",
+    "Progress",
+    "Reason",
+    "Role",
+    "load_run",
+    "parse_run",
+]

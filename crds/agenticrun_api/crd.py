@@ -1,0 +1,180 @@
+"""The CustomResourceDefinition, generated from the models: `python -m agenticrun_api.crd > crds/agenticruns.yaml`."""
+
+from __future__ import annotations
+
+import sys
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+
+from agenticrun_api import names
+from agenticrun_api.base import Model
+from agenticrun_api.run import AgenticRun
+from agenticrun_api.spec import AgenticRunSpec
+from agenticrun_api.status import AgenticRunStatus
+
+COLUMNS: tuple[tuple[str, str, str, int], ...] = (
+    ("Phase", "string", ".status.phase", 0),
+    ("Step", "string", ".status.progress", 0),
+    ("Reward", "string", ".status.reward", 0),
+    ("Tok/s", "string", ".status.tokensPerSecond", 0),
+    ("Staleness", "string", ".status.staleness", 0),
+    ("Last-Step", "date", ".status.lastStepTime", 0),
+    ("Restarts", "integer", ".status.restarts", 0),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+    ("Model", "string", ".spec.model.path", 1),
+    ("Algorithm", "string", ".spec.pipeline.algorithm.name", 1),
+    ("ETA", "string", ".status.eta", 1),
+    ("Message", "string", ".status.message", 1),
+)
+"""(name, type, JSONPath, priority): priority 1 shows with `-o wide`."""
+
+_KEEP = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "minLength", "maxLength", "minItems",
+         "maxItems", "maxProperties", "format", "x-kubernetes-int-or-string")  # fmt: skip
+
+
+def custom_resource_definition() -> dict[str, Any]:
+    """The CRD as a dictionary, in apiextensions.k8s.io/v1."""
+    schema = {
+        "type": "object",
+        "description": (AgenticRun.__doc__ or "").strip(),
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": model_schema(AgenticRunSpec),
+            "status": _status_schema(),
+        },
+        **_validations(AgenticRun),
+    }
+    columns = [
+        {"name": name, "type": kind, "jsonPath": path, **({"priority": priority} if priority else {})}
+        for name, kind, path, priority in COLUMNS
+    ]
+    version = {
+        "name": names.VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {"status": {}},
+        "additionalPrinterColumns": columns,
+        "schema": {"openAPIV3Schema": schema},
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{names.PLURAL}.{names.GROUP}"},
+        "spec": {
+            "group": names.GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": names.KIND,
+                "listKind": f"{names.KIND}List",
+                "plural": names.PLURAL,
+                "singular": names.SINGULAR,
+                "shortNames": [names.SHORT_NAME],
+                "categories": ["all"],
+            },
+            "versions": [version],
+        },
+    }
+
+
+def model_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The structural schema of one model, everything inlined, rules as x-kubernetes-validations."""
+    full = model.model_json_schema(by_alias=True, mode="validation")
+    return _structural(full, full.get("$defs", {}), model)
+
+
+def _status_schema() -> dict[str, Any]:
+    schema = model_schema(AgenticRunStatus)
+    for name, key in (("conditions", "type"), ("metrics", "name"), ("roles", "name")):
+        schema["properties"][name] |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+    return _without_defaults(schema)
+
+
+def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) -> dict[str, Any]:
+    """One JSON schema node of pydantic's as Kubernetes wants it. `model` is the Python type behind it, if it is one of ours."""
+    if "anyOf" in node:  # Optional[X]: absent, never null
+        (inner,) = (part for part in node["anyOf"] if part.get("type") != "null")
+        node = {**{k: v for k, v in node.items() if k not in ("anyOf", "default")}, **inner}
+    if "$ref" in node:
+        node = {**defs[node["$ref"].rsplit("/", 1)[1]], **{k: v for k, v in node.items() if k != "$ref"}}
+    out: dict[str, Any] = {key: node[key] for key in _KEEP if key in node}
+    if "const" in node:
+        out |= {"type": "string", "enum": [node["const"]]}
+    if description := node.get("description"):
+        out["description"] = " ".join(description.split())
+    if node.get("default") is not None:
+        out["default"] = node["default"]
+    for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if exclusive in out:  # OpenAPI v3.0: the bound, and a flag beside it
+            out |= {bound: out[exclusive], exclusive: True}
+    if "items" in node:
+        out["items"] = _structural(node["items"], defs, _item_type(model))
+    if "properties" in node:
+        fields = _field_types(model)
+        out["properties"] = {name: _structural(child, defs, fields.get(name)) for name, child in node["properties"].items()}
+        if required := node.get("required"):
+            out["required"] = required
+        if not required and "default" not in out:
+            out["default"] = {}  # so that the defaults of nested fields apply
+        if model is not None:
+            out |= _validations(model)
+    elif node.get("type") == "object":
+        extra = node.get("additionalProperties")
+        if isinstance(extra, dict) and extra:
+            out["additionalProperties"] = _structural(extra, defs, None)
+        else:
+            out["x-kubernetes-preserve-unknown-fields"] = True
+    return out
+
+
+def _validations(model: type) -> dict[str, Any]:
+    rules = [
+        {
+            "rule": rule.cel,
+            "message": rule.message,
+            "reason": rule.reason,
+            **({"fieldPath": rule.path} if rule.path else {}),
+        }
+        for rule in getattr(model, "RULES", ())
+    ]
+    return {"x-kubernetes-validations": rules} if rules else {}
+
+
+def _field_types(model: type | None) -> dict[str, type | None]:
+    if not (isinstance(model, type) and issubclass(model, Model)):
+        return {}
+    return {info.alias or name: _plain(info.annotation) for name, info in model.model_fields.items()}
+
+
+def _plain(annotation: Any) -> Any:
+    """`X | None` and `Annotated[X, ...]` as X."""
+    if get_origin(annotation) in (Union, UnionType):
+        (annotation,) = (part for part in get_args(annotation) if part is not type(None))
+    if hasattr(annotation, "__metadata__"):
+        annotation = get_args(annotation)[0]
+    return annotation
+
+
+def _item_type(annotation: Any) -> Any:
+    arguments = get_args(annotation)
+    return _plain(arguments[0]) if arguments else None
+
+
+def _without_defaults(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        return {key: _without_defaults(value) for key, value in schema.items() if key != "default"}
+    return schema
+
+
+def main() -> None:
+    sys.stdout.write("# Generated from crds/agenticrun_api by `make generate`. Do not edit.\n")
+    yaml.safe_dump(custom_resource_definition(), sys.stdout, sort_keys=False, width=140)
+
+
+if __name__ == "__main__":
+    main()

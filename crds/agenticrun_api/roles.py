@@ -1,0 +1,78 @@
+"""`spec.roles`: what the pods of each role get."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from agenticrun_api.base import Model, Name, Quantity
+from agenticrun_api.names import Role
+
+OpenList = Annotated[list[dict[str, Any]], Field(default_factory=list, max_length=32)]
+
+
+class PodRole(Model):
+    """Resources and scheduling of one role's pods."""
+
+    cpus: Quantity = "1"
+    """CPU request of a pod. There is no CPU limit: throttled RL is slow RL."""
+    memory: Quantity = "2Gi"
+    """Memory request and limit of a pod."""
+    gpus: Annotated[int, Field(ge=0, le=16)] = 0
+    """GPUs of a pod, requested under `gpuResourceName`. A trainer pod runs one rank per GPU (one without)."""
+    gpu_resource_name: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu"
+    node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(default_factory=dict, max_length=16)]
+    tolerations: OpenList
+    """As in a pod spec."""
+    affinity: Annotated[dict[str, Any], Field(default_factory=dict)]
+    """As in a pod spec."""
+    priority_class_name: Name | None = None
+    runtime_class_name: Name | None = None
+    termination_grace_period_seconds: Annotated[int, Field(ge=0, le=3600)] = 30
+    env: OpenList
+    """Environment variables of the role's containers, as in a pod spec."""
+    env_from: OpenList
+    """As in a container spec."""
+    volumes: OpenList
+    """As in a pod spec."""
+    volume_mounts: OpenList
+    """As in a container spec."""
+    shm_size: Quantity = "1Gi"
+    """Size limit of /dev/shm, where Ray keeps its objects. It counts against `memory`."""
+
+
+class WorkerRole(PodRole):
+    """A role with its own pods."""
+
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+
+
+class DriverRole(PodRole):
+    """The head pod: Ray's control plane, the driver and the reporter."""
+
+    cpus: Quantity = "500m"
+    memory: Quantity = "3Gi"
+
+
+class Roles(Model):
+    """The pods of a run. Actors land only on the pods of their role."""
+
+    driver: DriverRole = DriverRole()
+    trainer: WorkerRole = WorkerRole()
+    inference: WorkerRole = WorkerRole()
+    env: WorkerRole = WorkerRole()
+
+    def of(self, role: Role) -> PodRole:
+        """The settings of one role."""
+        found: PodRole = getattr(self, role.value)
+        return found
+
+    def replicas(self, role: Role) -> int:
+        """How many pods a role has; the driver has one."""
+        settings = self.of(role)
+        return settings.replicas if isinstance(settings, WorkerRole) else 1
+
+    def ranks(self, role: Role) -> int:
+        """How many actors of the role a pod carries: one per GPU, or one without GPUs."""
+        return max(1, self.of(role).gpus)

@@ -1,0 +1,65 @@
+"""The AgenticRun object."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from agenticrun_api.base import Model, Rule
+from agenticrun_api.names import API_VERSION, KIND, MAX_NAME_LENGTH
+from agenticrun_api.spec import AgenticRunSpec
+from agenticrun_api.status import AgenticRunStatus
+
+DNS_1035 = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+
+
+class Metadata(Model):
+    """The part of metadata that a run's own code reads; the rest passes through unread."""
+
+    model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, extra="ignore", frozen=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH, pattern=DNS_1035)]
+    namespace: str = "default"
+    uid: str = ""
+    generation: int = 1
+    creation_timestamp: str | None = None
+    deletion_timestamp: str | None = None
+    resource_version: str | None = None
+    labels: Annotated[dict[str, str], Field(default_factory=dict)]
+    annotations: Annotated[dict[str, str], Field(default_factory=dict)]
+
+
+class AgenticRun(Model):
+    """One RL run, as the user writes it and as the apiserver returns it."""
+
+    RULES = (
+        Rule(
+            f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && self.metadata.name.matches('{DNS_1035}')",
+            f"metadata.name must be at most {MAX_NAME_LENGTH} lower-case letters, digits and '-', and begin with a letter",
+            "",
+            None,
+        ),
+    )
+
+    api_version: Literal["agenticrun.dev/v1alpha1"] = API_VERSION
+    kind: Literal["AgenticRun"] = KIND
+    metadata: Metadata
+    spec: AgenticRunSpec
+    status: AgenticRunStatus = AgenticRunStatus(conditions=[], metrics=[], roles=[])
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(namespace, name)"""
+        return self.metadata.namespace, self.metadata.name
+
+    def document(self) -> dict[str, Any]:
+        """What is mounted in the pods: identity and spec, no status."""
+        keep = {"name", "namespace", "uid", "generation"}
+        return {
+            "apiVersion": self.api_version,
+            "kind": self.kind,
+            "metadata": {k: v for k, v in self.metadata.to_dict().items() if k in keep},
+            "spec": self.spec.to_dict(),
+        }

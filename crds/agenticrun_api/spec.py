@@ -1,0 +1,153 @@
+"""`spec` of an AgenticRun."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from agenticrun_api.base import Model, Name, Quantity, Rule
+from agenticrun_api.pipeline import Count, Pipeline
+from agenticrun_api.roles import Roles
+
+RAY_VERSION = "2.60.0"
+"""The Ray of the worker image that this release builds."""
+
+
+class InitializeModel(Model):
+    """A tiny causal LM with random weights and a word-level tokenizer, for demos and tests: no download."""
+
+    RULES = (
+        Rule(
+            "self.hiddenSize % self.heads == 0",
+            "hiddenSize must be a multiple of heads",
+            ".hiddenSize",
+            lambda m: m.hidden_size % m.heads == 0,
+        ),
+    )
+
+    architecture: Literal["qwen2", "llama"] = "qwen2"
+    hidden_size: Annotated[int, Field(ge=8, le=8192)] = 128
+    layers: Annotated[int, Field(ge=1, le=128)] = 2
+    heads: Annotated[int, Field(ge=1, le=128)] = 4
+    intermediate_size: Annotated[int, Field(ge=8, le=32_768)] = 256
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    words: Annotated[list[Annotated[str, Field(min_length=1, max_length=64)]], Field(default_factory=list, max_length=4096)]
+    """Words of the vocabulary beside those that the run's environments declare."""
+
+
+class ModelSpec(Model):
+    """The policy to train."""
+
+    RULES = (
+        Rule(
+            "has(self.path) != has(self.initialize)",
+            "set exactly one of path (a Hugging Face name or folder) and initialize",
+            ".path",
+            lambda m: (m.path is None) != (m.initialize is None),
+        ),
+    )
+
+    path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Name on the hub, or a folder that every pod sees."""
+    initialize: InitializeModel | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    trust_remote_code: bool = False
+
+
+class CodeSpec(Model):
+    """The user's own modules."""
+
+    config_map: Name
+    """A ConfigMap whose keys are file names; its folder is on PYTHONPATH in every Ray container."""
+
+
+class VolumeClaim(Model):
+    """Storage for checkpoints, mounted at /checkpoints in the head and trainer pods."""
+
+    RULES = (
+        Rule(
+            "has(self.claimName) != has(self.size)",
+            "set exactly one of claimName (an existing claim, kept) and size (a claim made and deleted with the run)",
+            ".claimName",
+            lambda v: (v.claim_name is None) != (v.size is None),
+        ),
+    )
+
+    claim_name: Name | None = None
+    size: Quantity | None = None
+    storage_class_name: Name | None = None
+    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = "ReadWriteOnce"
+    """Pods on several nodes need ReadWriteMany."""
+
+
+class Checkpoint(Model):
+    """Where training state goes, and what to go on from."""
+
+    uri: Annotated[str, Field(min_length=1, max_length=1024)] = "/checkpoints"
+    """A folder that head and trainer pods share. Each run writes below <uri>/<name>-<uid>."""
+    volume_claim: VolumeClaim | None = None
+    keep: Annotated[int, Field(ge=1, le=1000)] = 2
+    """Newest checkpoints that are kept."""
+    resume: Annotated[str, Field(min_length=1, max_length=1024)] = "Auto"
+    """Auto: the newest complete checkpoint of this run. Never. Or the folder of a checkpoint, of any run."""
+
+
+class Tracking(Model):
+    """Where metrics go beside .status and Prometheus. metrics.jsonl is always written."""
+
+    tensorboard: bool = True
+
+
+class FailurePolicy(Model):
+    """What happens when the driver fails in a way that may pass."""
+
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
+    backoff_seconds: Annotated[int, Field(ge=0, le=3600)] = 10
+    """Wait before the first restart; doubles each time, at most 10 minutes."""
+
+
+class Cleanup(Model):
+    """What happens to the RayCluster (never to the run) at the end."""
+
+    on_success: Literal["Delete", "Keep"] = "Delete"
+    on_failure: Literal["Delete", "Keep"] = "Delete"
+
+
+def _immutable(field: str, required: bool) -> Rule:
+    same = f"self.{field} == oldSelf.{field}"
+    present = f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || {same})"
+    return Rule(same if required else present, f"{field} cannot change once the run exists: delete the run and apply it again", f".{field}", None)
+
+
+class AgenticRunSpec(Model):
+    """One RL run."""
+
+    RULES = (
+        *(_immutable(field, required=True) for field in ("model", "roles", "pipeline", "rayVersion", "imagePullPolicy", "placement", "tracking")),
+        *(_immutable(field, required=False) for field in ("image", "code", "checkpoint")),
+        Rule(
+            "!has(self.checkpoint) || !has(self.checkpoint.volumeClaim) || self.checkpoint.uri.startsWith('/checkpoints')",
+            "checkpoint.uri must lie below /checkpoints, where checkpoint.volumeClaim is mounted",
+            ".checkpoint.uri",
+            lambda s: s.checkpoint is None or s.checkpoint.volume_claim is None or s.checkpoint.uri.startswith("/checkpoints"),
+        ),
+    )
+
+    image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Worker image; default: the operator's (chart value worker.image)."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    image_pull_secrets: Annotated[list[Name], Field(default_factory=list, max_length=16)]
+    ray_version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", max_length=16)] = RAY_VERSION
+    """The Ray inside the image; at least 2.52 for token authentication."""
+    model: ModelSpec
+    code: CodeSpec | None = None
+    roles: Roles = Roles()
+    placement: Literal["Disaggregated"] = "Disaggregated"
+    pipeline: Pipeline
+    checkpoint: Checkpoint | None = None
+    tracking: Tracking = Tracking()
+    failure_policy: FailurePolicy = FailurePolicy()
+    cleanup: Cleanup = Cleanup()
+    ttl_seconds_after_finished: Count | None = None
+    """Delete the run this long after it finished."""

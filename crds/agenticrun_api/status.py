@@ -1,0 +1,150 @@
+"""`status` of an AgenticRun: written by the operator only."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from agenticrun_api.base import Model
+
+ShortText = Annotated[str, Field(max_length=256)]
+LongText = Annotated[str, Field(max_length=4096)]
+Time = Annotated[str, Field(max_length=40, json_schema_extra={"format": "date-time"})]
+"""RFC 3339 in UTC, whole seconds."""
+
+MAX_METRICS = 64
+MAX_METRIC_NAME = 96
+
+
+class Phase(StrEnum):
+    PENDING = "Pending"
+    STARTING = "Starting"
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+    @property
+    def finished(self) -> bool:
+        return self in (Phase.SUCCEEDED, Phase.FAILED)
+
+
+class ConditionType(StrEnum):
+    CLUSTER_PROVISIONED = "ClusterProvisioned"
+    """The RayCluster and everything that it mounts exist."""
+    ROLES_READY = "RolesReady"
+    """Every pod of every role is ready; else the message says which is not, and why."""
+    TRAINING = "Training"
+    """The driver runs and reports."""
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class Reason(StrEnum):
+    """Reasons of conditions and names of events."""
+
+    WAITING_FOR_PREVIOUS_RUN = "WaitingForPreviousRun"
+    NAME_CONFLICT = "NameConflict"
+    INVALID_CONFIG = "InvalidConfig"
+    CLUSTER_CREATING = "ClusterCreating"
+    CLUSTER_CREATED = "ClusterCreated"
+    CLUSTER_DELETED = "ClusterDeleted"
+    PODS_PENDING = "PodsPending"
+    PODS_READY = "PodsReady"
+    IMAGE_PULL_FAILED = "ImagePullFailed"
+    UNSCHEDULABLE = "Unschedulable"
+    CONTAINER_CRASHED = "ContainerCrashed"
+    SUBMITTING = "Submitting"
+    DRIVER_RUNNING = "DriverRunning"
+    PROGRESS_UNAVAILABLE = "ProgressUnavailable"
+    DRIVER_FAILED = "DriverFailed"
+    DRIVER_LOST = "DriverLost"
+    CLUSTER_LOST = "ClusterLost"
+    BACKING_OFF = "BackingOff"
+    RETRIES_EXHAUSTED = "RetriesExhausted"
+    NOT_RETRYABLE = "NotRetryable"
+    RUN_SUCCEEDED = "RunSucceeded"
+    NOT_FINISHED = "NotFinished"
+
+
+class Condition(Model):
+    type: Annotated[str, Field(max_length=64)]
+    status: Literal["True", "False", "Unknown"]
+    reason: Annotated[str, Field(min_length=1, max_length=64)]
+    message: Annotated[str, Field(max_length=1024)] = ""
+    last_transition_time: Time
+    observed_generation: int
+
+
+class Metric(Model):
+    """A number as a string: Kubernetes objects hold no floats that clients agree on."""
+
+    name: Annotated[str, Field(max_length=MAX_METRIC_NAME)]
+    value: Annotated[str, Field(max_length=32)]
+
+
+class RoleStatus(Model):
+    name: Annotated[str, Field(max_length=32)]
+    desired: int
+    ready: int
+    gpus: int
+    """GPUs requested by the role's pods together."""
+    message: ShortText = ""
+
+
+class RayClusterStatus(Model):
+    name: ShortText
+    incarnation: ShortText = ""
+    """`<head pod uid>/<restarts of the head container>`: Ray forgets its jobs when it changes."""
+
+
+class JobStatus(Model):
+    """Written ahead: attempt and submissionId are stored before the job is submitted."""
+
+    attempt: int
+    submission_id: ShortText
+    incarnation: ShortText = ""
+    """The cluster that the attempt was submitted to."""
+    status: ShortText = ""
+    """As Ray says: PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED; empty before the submission."""
+
+
+class CheckpointStatus(Model):
+    step: int
+    uri: Annotated[str, Field(max_length=1024)]
+    time: Time
+
+
+class AgenticRunStatus(Model):
+    phase: Phase = Phase.PENDING
+    observed_generation: int = 0
+    conditions: Annotated[list[Condition], Field(default_factory=list, max_length=16)]
+    step: int | None = None
+    max_steps: int | None = None
+    progress: ShortText | None = None
+    """`120/1000`"""
+    reward: ShortText | None = None
+    """Mean score of the newest step's trajectories."""
+    tokens_per_second: ShortText | None = None
+    staleness: ShortText | None = None
+    eta: ShortText | None = None
+    """`12m`"""
+    estimated_completion_time: Time | None = None
+    last_step_time: Time | None = None
+    policy_version: int | None = None
+    activity: ShortText | None = None
+    """What the driver does now: starting, warm-up, rollout, training, validation, checkpoint, finished."""
+    metrics: Annotated[list[Metric], Field(default_factory=list, max_length=MAX_METRICS)]
+    roles: Annotated[list[RoleStatus], Field(default_factory=list, max_length=8)]
+    ray_cluster: RayClusterStatus | None = None
+    job: JobStatus | None = None
+    restarts: int = 0
+    next_retry_time: Time | None = None
+    checkpoint: CheckpointStatus | None = None
+    start_time: Time | None = None
+    completion_time: Time | None = None
+    message: LongText | None = None
+    log_tail: LongText | None = None
+    """The end of the driver's log, kept after a failure because the cluster is deleted."""

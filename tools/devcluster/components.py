@@ -1,0 +1,138 @@
+"""Which processes make the cluster, with their flags. Pure: settings and paths in, process specifications out."""
+
+from pathlib import Path
+
+from devcluster import configs
+from devcluster.processes import ProcessSpec
+from devcluster.settings import Settings
+
+
+class Components:
+    """The process specifications of the one-node cluster.
+
+    Args:
+        programs: path of each program that we built, by name.
+        cni_plugins: folder of the CNI plugins.
+    """
+
+    def __init__(self, settings: Settings, programs: dict[str, Path], cni_plugins: Path) -> None:
+        """See the class."""
+        self._settings = settings
+        self._programs = programs
+        self._cni_plugins = cni_plugins
+
+    def etcd(self) -> ProcessSpec:
+        """One member; no fsync, because the data never outlives the machine's uptime."""
+        url = f"http://127.0.0.1:{self._settings.etcd_port}"
+        argv = ["etcd", "--data-dir", f"{self._settings.state}/etcd", "--unsafe-no-fsync", "--listen-client-urls", url]
+        argv += ["--advertise-client-urls", url, "--listen-peer-urls", "http://127.0.0.1:2380"]
+        return ProcessSpec("etcd", (*argv, "--logger", "zap", "--log-level", "warn"))
+
+    def apiserver(self) -> ProcessSpec:
+        """RBAC and the Node authorizer on, as on a production cluster."""
+        settings, pki = self._settings, self._settings.pki
+        flags = {
+            "etcd-servers": f"http://127.0.0.1:{settings.etcd_port}",
+            "bind-address": "0.0.0.0",
+            "advertise-address": settings.node_ip,
+            "secure-port": settings.apiserver_port,
+            "service-cluster-ip-range": settings.service_cidr,
+            "service-account-issuer": "https://kubernetes.default.svc.cluster.local",
+            "service-account-key-file": pki / "service-accounts.pub",
+            "service-account-signing-key-file": pki / "service-accounts.key",
+            "client-ca-file": pki / "ca.crt",
+            "tls-cert-file": pki / "apiserver.crt",
+            "tls-private-key-file": pki / "apiserver.key",
+            "kubelet-client-certificate": pki / "apiserver-kubelet.crt",
+            "kubelet-client-key": pki / "apiserver-kubelet.key",
+            "kubelet-certificate-authority": pki / "ca.crt",
+            "kubelet-preferred-address-types": "InternalIP",
+            "authorization-mode": "Node,RBAC",
+            "enable-admission-plugins": "NodeRestriction",
+            "allow-privileged": "true",
+            "profiling": "false",
+        }
+        return self._kubernetes("kube-apiserver", flags)
+
+    def controller_manager(self) -> ProcessSpec:
+        """All default controllers; the flex volume folder is moved, else it makes /usr/libexec/kubernetes."""
+        settings, pki = self._settings, self._settings.pki
+        flags = {
+            "kubeconfig": pki / "kube-controller-manager.kubeconfig",
+            "leader-elect": "false",
+            "bind-address": "127.0.0.1",
+            "use-service-account-credentials": "true",
+            "service-account-private-key-file": pki / "service-accounts.key",
+            "root-ca-file": pki / "ca.crt",
+            "cluster-signing-cert-file": pki / "ca.crt",
+            "cluster-signing-key-file": pki / "ca.key",
+            "flex-volume-plugin-dir": settings.state / "kubelet" / "volume-plugins",
+            "profiling": "false",
+        }
+        return self._kubernetes("kube-controller-manager", flags)
+
+    def scheduler(self) -> ProcessSpec:
+        """The default scheduler."""
+        flags = {
+            "kubeconfig": self._settings.pki / "kube-scheduler.kubeconfig",
+            "leader-elect": "false",
+            "bind-address": "127.0.0.1",
+            "profiling": "false",
+        }
+        return self._kubernetes("kube-scheduler", flags)
+
+    def kubelet(self) -> ProcessSpec:
+        """The node agent; the resolv.conf that it hands to pods is empty but for cluster DNS."""
+        settings = self._settings
+        config = settings.etc / "kubelet.yaml"
+        flags = {
+            "config": config,
+            "kubeconfig": settings.pki / "kubelet.kubeconfig",
+            "root-dir": settings.state / "kubelet",
+            "cert-dir": settings.state / "kubelet-pki",
+            "hostname-override": settings.node_name,
+            "node-ip": settings.node_ip,
+        }
+        return self._kubernetes("kubelet", flags, {config: configs.kubelet(settings), settings.etc / "resolv.conf": ""})
+
+    def proxy(self) -> ProcessSpec:
+        """Services, by iptables in the node's network namespace."""
+        config = self._settings.etc / "kube-proxy.yaml"
+        return self._kubernetes("kube-proxy", {"config": config}, {config: configs.kube_proxy(self._settings)})
+
+    def containerd(self) -> ProcessSpec:
+        """The container runtime, with the CNI and registry configuration that it reads."""
+        settings = self._settings
+        config = settings.etc / "containerd.toml"
+        files = {
+            config: configs.containerd(settings, self._cni_plugins),
+            settings.etc / "cni" / "10-bridge.conflist": configs.cni(settings),
+            settings.etc / "registries" / settings.registry / "hosts.toml": configs.registry_hosts(settings),
+        }
+        return ProcessSpec("containerd", ("containerd", "--config", str(config)), files)
+
+    def registry(self) -> ProcessSpec:
+        """The image registry, on the host's side."""
+        config = self._settings.etc / "registry.yaml"
+        argv = (str(self._programs["registry"]), "serve", str(config))
+        return ProcessSpec("registry", argv, {config: configs.registry(self._settings)}, in_netns=False)
+
+    def coredns(self) -> ProcessSpec:
+        """Cluster DNS as a plain process on the Service address."""
+        config = self._settings.etc / "Corefile"
+        return ProcessSpec("coredns", (str(self._programs["coredns"]), "-conf", str(config)), {config: configs.coredns(self._settings)})
+
+    def fake_gpus(self) -> ProcessSpec:
+        """The device plugin that advertises imaginary GPUs."""
+        return ProcessSpec("fakegpu", (str(self._programs["fakegpu"]), "-count", str(self._settings.fake_gpus)))
+
+    def volumes(self) -> ProcessSpec:
+        """The provisioner behind the default StorageClass."""
+        settings = self._settings
+        argv = [str(self._programs["volumes"]), "-kubeconfig", f"{settings.pki}/volumes.kubeconfig"]
+        argv += ["-folder", f"{settings.state}/volumes", "-node", settings.node_name]
+        return ProcessSpec("volumes", tuple(argv))
+
+    def _kubernetes(self, name: str, flags: dict[str, object], files: dict[Path, str] | None = None) -> ProcessSpec:
+        argv = (str(self._programs[name]), *(f"--{flag}={value}" for flag, value in flags.items()))
+        return ProcessSpec(name, argv, files or {})

@@ -1,0 +1,3 @@
+module agenticrun.dev/devcluster/pause
+
+go 1.24.0

@@ -1,0 +1,3 @@
+module agenticrun.dev/devcluster/volumes
+
+go 1.24.0

@@ -1,0 +1,126 @@
+"""The cluster's certificate authority, its certificates and kubeconfigs, made with openssl (no Python package needed)."""
+
+import base64
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from devcluster.settings import Settings
+from devcluster.shell import run, write_if_changed
+
+_DAYS = "3650"
+_DONE = ".complete"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A leaf certificate: file name, X.509 subject, extended key usages, subject alternative names."""
+
+    name: str
+    subject: str
+    usages: str = "clientAuth"
+    alternative_names: str = ""
+
+
+def certificates(settings: Settings) -> list[Certificate]:
+    """Every leaf certificate of the cluster. The subject is the user and group that RBAC and the Node authorizer see."""
+    apiserver_names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc"]
+    apiserver_names += ["kubernetes.default.svc.cluster.local", "localhost"]
+    apiserver_ips = ["127.0.0.1", settings.apiserver_service_ip, settings.node_ip]
+    node = settings.node_name
+    return [
+        Certificate(
+            "apiserver",
+            "/CN=kube-apiserver",
+            "serverAuth",
+            ",".join([*(f"DNS:{name}" for name in apiserver_names), *(f"IP:{ip}" for ip in apiserver_ips)]),
+        ),
+        Certificate("apiserver-kubelet", "/O=system:masters/CN=kube-apiserver-kubelet-client"),
+        Certificate(
+            "kubelet",
+            f"/O=system:nodes/CN=system:node:{node}",
+            "clientAuth,serverAuth",
+            f"DNS:{node},IP:{settings.node_ip},IP:127.0.0.1",
+        ),
+        Certificate("admin", "/O=system:masters/CN=admin"),
+        Certificate("kube-controller-manager", "/CN=system:kube-controller-manager"),
+        Certificate("kube-scheduler", "/CN=system:kube-scheduler"),
+        Certificate("kube-proxy", "/CN=system:kube-proxy"),
+        Certificate("coredns", "/CN=system:coredns"),
+        Certificate("volumes", "/CN=agenticrun:volume-provisioner"),
+    ]
+
+
+def kubeconfig(settings: Settings, user: str, authority: bytes, certificate: bytes, key: bytes) -> str:
+    """A kubeconfig with everything inside, so that it can be copied."""
+
+    def encoded(data: bytes) -> str:
+        return base64.b64encode(data).decode()
+
+    return f"""\
+apiVersion: v1
+kind: Config
+clusters:
+- name: {settings.name}
+  cluster:
+    server: https://{settings.node_ip}:{settings.apiserver_port}
+    certificate-authority-data: {encoded(authority)}
+users:
+- name: {user}
+  user:
+    client-certificate-data: {encoded(certificate)}
+    client-key-data: {encoded(key)}
+contexts:
+- name: {settings.name}
+  context: {{cluster: {settings.name}, user: {user}}}
+current-context: {settings.name}
+"""
+
+
+def create(settings: Settings) -> None:
+    """Makes the whole PKI once; a complete one is left alone, a half-made one is made again."""
+    folder = settings.pki
+    if (folder / _DONE).exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    _key(folder / "ca.key")
+    run(
+        ["openssl", "req", "-x509", "-new", "-key", folder / "ca.key", "-subj", f"/CN={settings.name}-ca"]
+        + ["-days", _DAYS, "-out", folder / "ca.crt"]
+    )
+    _key(folder / "service-accounts.key")
+    run(["openssl", "ec", "-in", folder / "service-accounts.key", "-pubout", "-out", folder / "service-accounts.pub"])
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda certificate: _issue(settings, certificate), certificates(settings)))
+    write_if_changed(settings.kubeconfig, (folder / "admin.kubeconfig").read_text(), mode=0o600)
+    (folder / _DONE).touch()
+
+
+def _key(path: Path) -> None:
+    run(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", path])
+
+
+def _issue(settings: Settings, certificate: Certificate) -> None:
+    """Writes key, certificate and kubeconfig of one leaf."""
+    folder = settings.pki
+    key, request, signed = (folder / f"{certificate.name}.{suffix}" for suffix in ("key", "csr", "crt"))
+    extensions = folder / f"{certificate.name}.ext"
+    lines = ["basicConstraints=critical,CA:FALSE", "keyUsage=critical,digitalSignature,keyEncipherment"]
+    lines.append(f"extendedKeyUsage={certificate.usages}")
+    if certificate.alternative_names:
+        lines.append(f"subjectAltName={certificate.alternative_names}")
+    extensions.write_text("\n".join(lines) + "\n")
+    _key(key)
+    run(["openssl", "req", "-new", "-key", key, "-subj", certificate.subject, "-out", request])
+    # A random serial each: a shared serial file would be a race between threads.
+    serial = "0x" + run(["openssl", "rand", "-hex", "16"]).strip()
+    run(
+        ["openssl", "x509", "-req", "-in", request, "-CA", folder / "ca.crt", "-CAkey", folder / "ca.key"]
+        + ["-set_serial", serial, "-days", _DAYS, "-extfile", extensions, "-out", signed]
+    )
+    request.unlink()
+    extensions.unlink()
+    authority = (folder / "ca.crt").read_bytes()
+    text = kubeconfig(settings, certificate.name, authority, signed.read_bytes(), key.read_bytes())
+    write_if_changed(folder / f"{certificate.name}.kubeconfig", text, mode=0o600)

@@ -1,0 +1,150 @@
+"""Starting, finding and stopping our own processes.
+
+A process is known by its pid AND its start time (field 22 of /proc/<pid>/stat), so that a recycled pid is never
+signalled: not after a crash, not after a restart of the machine.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from devcluster.errors import DevclusterError
+from devcluster.shell import write_if_changed
+
+_TERM_THEN_KILL_SECONDS = 5.0
+_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process of the cluster.
+
+    Attributes:
+        files: configuration it reads, path to content; written before the start.
+        in_netns: runs in the node's network namespace (else in the host's).
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    files: Mapping[Path, str] = field(default_factory=dict)
+    in_netns: bool = True
+
+    @property
+    def digest(self) -> str:
+        """Changes when the process would have to be started anew: other binary, flags or configuration."""
+        files = {str(path): content for path, content in sorted(self.files.items())}
+        return hashlib.sha256(json.dumps([self.argv, files, self.in_netns]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """What is written down about a started process."""
+
+    pid: int
+    start_ticks: int
+    digest: str
+
+
+def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
+    """Start time of a living process in clock ticks since boot; None when it is gone or a zombie."""
+    try:
+        text = (proc / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the command name before may hold spaces and parentheses
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class ProcessTable:
+    """The processes that this tool started, as files in `folder`, one per name."""
+
+    def __init__(self, folder: Path, logs: Path, netns: Path) -> None:
+        """Args: folder for the records, folder for the logs, path of the network namespace."""
+        self._folder = folder
+        self._logs = logs
+        self._netns = netns
+
+    def record(self, name: str) -> ProcessRecord | None:
+        """The record of `name` if that very process is alive."""
+        try:
+            record = ProcessRecord(**json.loads((self._folder / f"{name}.json").read_text()))
+        except (FileNotFoundError, ValueError, TypeError):  # never started, or a file cut short by a crash
+            return None
+        return record if start_ticks(record.pid) == record.start_ticks else None
+
+    def alive(self, name: str) -> bool:
+        """Whether the process is running."""
+        return self.record(name) is not None
+
+    def names(self) -> list[str]:
+        """All names on record, dead or alive."""
+        return sorted(path.stem for path in self._folder.glob("*.json"))
+
+    def log(self, name: str) -> Path:
+        """Where the process writes."""
+        return self._logs / f"{name}.log"
+
+    def start(self, spec: ProcessSpec) -> bool:
+        """Starts a process unless it runs as specified; one that runs otherwise is replaced. Says whether it started."""
+        running = self.record(spec.name)
+        if running is not None:
+            if running.digest == spec.digest:
+                return False
+            self.stop([spec.name])
+        for path, content in spec.files.items():
+            write_if_changed(path, content)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        enter = ("nsenter", f"--net={self._netns}", "--") if spec.in_netns else ()
+        with self.log(spec.name).open("a") as log:
+            process = subprocess.Popen(
+                [*enter, *spec.argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_ENVIRONMENT,
+                start_new_session=True,
+            )
+        ticks = start_ticks(process.pid)
+        if ticks is None:
+            raise DevclusterError(f"{spec.name} ended at once; see {self.log(spec.name)}")
+        record = ProcessRecord(process.pid, ticks, spec.digest)
+        write_if_changed(self._folder / f"{spec.name}.json", json.dumps(record.__dict__))
+        return True
+
+    def stop(self, names: Iterable[str], grace_seconds: float = _TERM_THEN_KILL_SECONDS) -> None:
+        """TERM to all, KILL to what is left after the grace period; returns when they are gone.
+
+        Raises:
+            DevclusterError: a process survived SIGKILL for five seconds.
+        """
+        names = list(names)
+        self._signal(names, signal.SIGTERM)
+        if not self._wait_gone(names, grace_seconds):
+            self._signal(names, signal.SIGKILL)
+            if not self._wait_gone(names, 5.0):
+                raise DevclusterError(f"did not die: {', '.join(name for name in names if self.alive(name))}")
+        for name in names:
+            (self._folder / f"{name}.json").unlink(missing_ok=True)
+
+    def _signal(self, names: Iterable[str], number: signal.Signals) -> None:
+        for name in names:
+            record = self.record(name)
+            if record is not None:
+                with contextlib.suppress(ProcessLookupError):  # it may end by itself in between
+                    os.kill(record.pid, number)
+
+    def _wait_gone(self, names: Iterable[str], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while any(self.alive(name) for name in names):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.05)
+        return True

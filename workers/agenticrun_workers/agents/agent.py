@@ -1,0 +1,33 @@
+"""The agent protocol: a coroutine that plays one episode and returns what the policy saw and sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from agenticrun_workers.envs.env import Env
+from agenticrun_workers.types import EpisodeKey, Generation, GenerationRequest, Trajectory
+
+Generate = Callable[[GenerationRequest], Awaitable[Generation]]
+"""Samples one response; load balancing, retries and partial rollout happen behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What an agent is asked to play."""
+
+    key: EpisodeKey
+    tag: str
+    env_seed: int
+    """Equal for all members of a group: they play the same level."""
+    sampling_seed: int
+    """Different for every member."""
+
+
+class Agent(Protocol):
+    """Drives environments turn by turn. One instance serves many episodes at once, so it keeps no state of an episode."""
+
+    async def collect_trajectory(self, episode: Episode, env: Env, generate: Generate) -> Trajectory:
+        """Play one episode. What the environment does wrong ends as a StopReason, not as an exception."""
+        ...

@@ -1,0 +1,54 @@
+"""The environment protocol: gym-like, text in and text out, sync or async."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from agenticrun_workers.types import Stream
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one action led to.
+
+    `metrics` are summed over the episode by the agent, except `success`, of which the last value counts.
+    """
+
+    observation: str
+    reward: float
+    terminated: bool
+    truncated: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Env(Protocol):
+    """One episode at a time. Owns its random numbers: the same (seed, split) gives the same episode on any machine.
+
+    `split` is `train` or `validation`: an environment that generates levels must never give the same level in both.
+    """
+
+    instruction: str
+    """What the task is and how to answer, for the first prompt."""
+
+    def reset(self, seed: int, split: Stream) -> str | Awaitable[str]:
+        """Begin an episode and return its first observation."""
+        ...
+
+    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
+        """Play the text of an answer. An invalid action is a normal step with `action_is_valid: 0`, never an exception."""
+        ...
+
+    def valid_actions(self) -> list[str]:
+        """The answers that are valid now, if they can be listed (warm-up and the random policy need them)."""
+        ...
+
+
+@runtime_checkable
+class HasVocabulary(Protocol):
+    """An environment whose texts are made of a fixed set of pieces, so that a tiny tokenizer can be built for it."""
+
+    def vocabulary(self) -> list[str]:
+        """The pieces; every observation and answer is a concatenation of them."""
+        ...

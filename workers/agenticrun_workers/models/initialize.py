@@ -1,0 +1,70 @@
+"""Make a tiny causal language model from nothing: random weights and a task tokenizer, as a normal Hugging Face folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from agenticrun_workers.models.task_tokenizer import build_task_tokenizer
+
+_CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "llama": LlamaConfig}
+
+
+@dataclass(frozen=True, slots=True)
+class InitializeSpec:
+    """The shape of a model. Sizes are counted in elements; `heads` must divide `hidden_size`."""
+
+    words: tuple[str, ...]
+    """The pieces of text that the tokenizer knows (`HasVocabulary.vocabulary`, `words_of`)."""
+    architecture: str = "qwen2"
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    layers: int = 2
+    heads: int = 4
+    key_value_heads: int | None = None
+    """None: as many as `heads`."""
+    max_position_embeddings: int = 1024
+    tie_word_embeddings: bool = True
+    rope_theta: float = 10000.0
+    initializer_range: float = 0.02
+    seed: int = 0
+
+
+def initialize_model(folder: Path, spec: InitializeSpec) -> None:
+    """Write config, weights (float32 safetensors), tokenizer and chat template into `folder`.
+
+    The same spec gives the same weights. Raises `ValueError` for a shape that cannot be built.
+    """
+    if spec.architecture not in _CONFIGS:
+        raise ValueError(f"architecture must be one of {', '.join(_CONFIGS)}, not {spec.architecture!r}")
+    key_value_heads = spec.key_value_heads or spec.heads
+    if spec.hidden_size % (2 * spec.heads) or spec.heads % key_value_heads:
+        raise ValueError(
+            f"heads ({spec.heads}) must divide hiddenSize ({spec.hidden_size}) into an even size "
+            f"and be a multiple of keyValueHeads ({key_value_heads})"
+        )
+    tokenizer = build_task_tokenizer(spec.words, spec.max_position_embeddings)
+    config = _CONFIGS[spec.architecture](
+        vocab_size=len(tokenizer),
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=key_value_heads,
+        max_position_embeddings=spec.max_position_embeddings,
+        tie_word_embeddings=spec.tie_word_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        initializer_range=spec.initializer_range,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

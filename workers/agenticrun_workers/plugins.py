@@ -1,0 +1,117 @@
+"""Named plug-ins: registered in code, by an entry point of an installed package, or addressed as `module:Class`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class PluginError(Exception):
+    """Base of what looking up or building a plug-in raises. The message names the plug-in and what to do."""
+
+
+class PluginNotFound(PluginError):
+    """No plug-in of that name is registered or installed."""
+
+
+class PluginImportError(PluginError):
+    """The module of the plug-in could not be imported; carries the original error's text."""
+
+
+class PluginConfigError(PluginError):
+    """The plug-in does not know a config key, or refuses a value."""
+
+
+@dataclass(frozen=True)
+class ErrorTypes:
+    """What a registry raises, so that each kind of plug-in has errors of its own name."""
+
+    not_found: type[PluginNotFound] = PluginNotFound
+    import_failed: type[PluginImportError] = PluginImportError
+    bad_config: type[PluginConfigError] = PluginConfigError
+
+
+@dataclass
+class Registry(Generic[T]):
+    """Factories of one kind of plug-in. `kind` is the word used in messages, `group` the entry point group."""
+
+    kind: str
+    group: str
+    errors: ErrorTypes = field(default_factory=ErrorTypes)
+    _factories: dict[str, Callable[..., T]] = field(default_factory=dict)
+
+    def register(self, name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+        """Decorator: make a class or a factory known as `name`. The last one registered wins."""
+
+        def remember(factory: Callable[..., T]) -> Callable[..., T]:
+            self._factories[name] = factory
+            return factory
+
+        return remember
+
+    def find(self, name: str) -> Callable[..., T]:
+        """The factory called `name`, an entry point's name, or `module:Class`."""
+        if name in self._factories:
+            return self._factories[name]
+        module_name, _, attribute = name.partition(":")
+        if not attribute:
+            found = [point for point in entry_points(group=self.group) if point.name == name]
+            if not found:
+                known = ", ".join(sorted({*self._factories, *(p.name for p in entry_points(group=self.group))}))
+                raise self.errors.not_found(
+                    f"no {self.kind} is called {name!r} (known: {known}); write module:Class for one of your own"
+                )
+            module_name, _, attribute = found[0].value.partition(":")
+        return self._import(name, module_name, attribute)
+
+    def make(self, name: str, config: Mapping[str, Any], **fixed: Any) -> T:
+        """Build the plug-in from its config, whose camelCase keys become the factory's keyword arguments.
+
+        `fixed` are arguments that the caller provides and a config may not set.
+        """
+        factory = self.find(name)
+        arguments = {snake_case(key): value for key, value in config.items()}
+        parameters = inspect.signature(factory).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        known = [key for key in parameters if key not in fixed]
+        for original, key in zip(config, arguments, strict=True):
+            if key in fixed or (key not in known and not takes_any):
+                raise self.errors.bad_config(
+                    f"{self.kind} {name!r} has no config key {original!r} (known: {', '.join(map(camel_case, known))})"
+                )
+        try:
+            return factory(**arguments, **fixed)
+        except (TypeError, ValueError) as error:
+            raise self.errors.bad_config(f"{self.kind} {name!r} refuses its config: {error}") from error
+
+    def _import(self, name: str, module_name: str, attribute: str) -> Callable[..., T]:
+        try:
+            target: Any = importlib.import_module(module_name)
+        except Exception as error:  # a user's module may raise anything while it is imported
+            raise self.errors.import_failed(
+                f"{self.kind} {name!r}: importing {module_name} failed: {type(error).__name__}: {error}"
+            ) from error
+        for part in attribute.split("."):
+            if not hasattr(target, part):
+                raise self.errors.import_failed(f"{self.kind} {name!r}: {module_name} has no {attribute}")
+            target = getattr(target, part)
+        factory: Callable[..., T] = target
+        return factory
+
+
+def snake_case(key: str) -> str:
+    """`isSlippery` -> `is_slippery`; snake_case stays as it is."""
+    return re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", key).lower()
+
+
+def camel_case(key: str) -> str:
+    """`is_slippery` -> `isSlippery`."""
+    head, *rest = key.split("_")
+    return head + "".join(part.capitalize() for part in rest)

@@ -1,0 +1,190 @@
+"""The values that flow through a run: what a policy sampled, in which turn, with which outcome.
+
+Everything here is a frozen dataclass over NumPy arrays: cheap to send between processes, never padded, never re-tokenised.
+Array names carry their shape: `_T` is the number of tokens of one piece (ragged).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended. Each becomes the metric `stop/<reason>`."""
+
+    COMPLETED = "completed"
+    """The environment terminated the episode."""
+    MAX_TURNS = "max_turns"
+    """The turn limit of the environment was reached."""
+    MAX_TOKENS = "max_tokens"
+    """A response was cut at its token limit and the agent does not go on after that."""
+    CONTEXT_OVERFLOW = "context_overflow"
+    """The next prompt would not fit into `sequenceLength`."""
+    PARSE_ERROR = "parse_error"
+    """The agent gave up on an answer that it could not parse."""
+    ENV_ERROR = "env_error"
+    """The environment raised, or returned something that is not a valid step."""
+    TIMEOUT = "timeout"
+    """The environment or the episode took longer than allowed."""
+    ABORTED = "aborted"
+    """The run stopped, or an engine gave the request up."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the trajectory counts in group statistics and in the loss (rl-semantics, unusual trajectories)."""
+        return self not in (StopReason.ENV_ERROR, StopReason.TIMEOUT, StopReason.ABORTED)
+
+
+class FinishReason(StrEnum):
+    """Why an engine stopped generating."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Stream(StrEnum):
+    """Named seed streams. Levels, sampling and order derive from (seed, stream, ...) and never from each other."""
+
+    TRAIN = "train"
+    VALIDATION = "validation"
+    WARMUP = "warmup"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a response is sampled. `temperature == 0` is greedy decoding."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 = off."""
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One response to sample.
+
+    `request_id` is unique among the requests in flight. `session` names the trajectory: requests of one session extend each
+    other's prompts, so an engine may keep their prefix. `seed` makes sampling independent of what else is in the batch.
+    """
+
+    request_id: str
+    session: str
+    prompt_tokens: IntArray
+    sampling: SamplingParams
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What an engine sampled.
+
+    `tokens_T` includes the stop token. `logprobs_T` is log_softmax(logits / temperature) over the full vocabulary (for greedy
+    decoding: temperature 1). `versions_T` is the policy version each token was sampled with.
+    """
+
+    tokens_T: IntArray
+    logprobs_T: FloatArray
+    versions_T: IntArray
+    finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange: the tokens put before the policy since its last response, and its response."""
+
+    prompt_T: IntArray
+    response_T: IntArray
+    logprobs_T: FloatArray
+    versions_T: IntArray
+    reward: float
+    """Reward of the environment for this turn (0 if the action did not reach it)."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class EpisodeKey:
+    """Identity of one episode: `member` of group number `group` of `stream`. Same key, same level, same seeds."""
+
+    stream: Stream
+    group: int
+    member: int
+
+    def __str__(self) -> str:
+        return f"{self.stream}-{self.group}-{self.member}"
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One finished episode, token for token as the policy saw and sampled it."""
+
+    key: EpisodeKey
+    tag: str
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the environment measured, for example success, action_is_valid, num_actions."""
+    error: str = ""
+    """For env_error and timeout: one line for people."""
+
+    @cached_property
+    def tokens_T(self) -> IntArray:
+        """All tokens in order, int32 [T]."""
+        parts = [part for turn in self.turns for part in (turn.prompt_T, turn.response_T)]
+        return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+
+    @cached_property
+    def response_mask_T(self) -> BoolArray:
+        """True exactly on tokens that the policy sampled, bool [T]."""
+        parts: list[Any] = []
+        for turn in self.turns:
+            parts += [np.zeros(len(turn.prompt_T), np.bool_), np.ones(len(turn.response_T), np.bool_)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.bool_)
+
+    @cached_property
+    def logprobs_T(self) -> FloatArray:
+        """The engine's log-probs, 0 on prompt tokens, float32 [T]."""
+        return self._spread(lambda turn: turn.logprobs_T, np.float32)
+
+    @cached_property
+    def versions_T(self) -> IntArray:
+        """Policy version of each sampled token, -1 on prompt tokens, int32 [T]."""
+        return self._spread(lambda turn: turn.versions_T, np.int32, fill=-1)
+
+    @property
+    def score(self) -> float:
+        """Sum of the turns' rewards."""
+        return float(sum(turn.reward for turn in self.turns))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(turn.prompt_T) + len(turn.response_T) for turn in self.turns)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(len(turn.response_T) for turn in self.turns)
+
+    @property
+    def oldest_version(self) -> int:
+        """Smallest policy version among the sampled tokens; -1 without any."""
+        versions = [int(turn.versions_T.min()) for turn in self.turns if len(turn.versions_T)]
+        return min(versions, default=-1)
+
+    def _spread(self, values: Any, dtype: Any, fill: float = 0) -> Any:
+        parts: list[Any] = []
+        for turn in self.turns:
+            parts += [np.full(len(turn.prompt_T), fill, dtype), np.asarray(values(turn), dtype)]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype)
