@@ -1,0 +1,210 @@
+"""The Go programs of the cluster: built from pinned modules (go/<name>/go.mod and go.sum), kept in the cache.
+
+A program's folder in the cache carries a hash of its module's files and build flags: a changed version or source gives a new
+folder, an unchanged one is never built again.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from devcluster.console import progress, say
+from devcluster.errors import CommandFailed, DevclusterError
+from devcluster.settings import HELM_VERSION, KUBERNETES_VERSION, Settings
+from devcluster.shell import run
+
+MINIMUM_GO = (1, 25)
+_KEY_CHARACTERS = 12
+
+
+@dataclass(frozen=True)
+class GoProgram:
+    """One program.
+
+    Attributes:
+        name: folder below go/, and file name of the result.
+        typical_seconds: of a build on two cores with nothing cached; shown while it runs.
+        package: what to build: "." or a package of a required module.
+        variables: linker variables, for the versions that programs print.
+        links: further names for the file; kube-all picks its command by the name it is called by.
+        module_folder: (module, folder) to keep beside the program; KubeRay's manifests come with its module.
+    """
+
+    name: str
+    typical_seconds: int
+    package: str = "."
+    variables: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    module_folder: tuple[str, str] | None = None
+
+
+_MINOR = KUBERNETES_VERSION.split(".")[1]
+_KUBERAY = "github.com/ray-project/kuberay/ray-operator"
+
+PROGRAMS: tuple[GoProgram, ...] = (
+    GoProgram(
+        "kube-all",
+        300,
+        variables=(
+            f"k8s.io/component-base/version.gitVersion={KUBERNETES_VERSION}",
+            "k8s.io/component-base/version.gitMajor=1",
+            f"k8s.io/component-base/version.gitMinor={_MINOR}",
+        ),
+        links=("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"),
+    ),
+    GoProgram("kuberay-operator", 60, package=_KUBERAY, module_folder=(_KUBERAY, "config")),
+    GoProgram("coredns", 45),
+    GoProgram(
+        "helm",
+        45,
+        package="helm.sh/helm/v3/cmd/helm",
+        variables=(
+            f"helm.sh/helm/v3/internal/version.version={HELM_VERSION}",
+            "helm.sh/helm/v3/pkg/lint/rules.k8sVersionMajor=1",
+            f"helm.sh/helm/v3/pkg/lint/rules.k8sVersionMinor={_MINOR}",
+            "helm.sh/helm/v3/pkg/chartutil.k8sVersionMajor=1",
+            f"helm.sh/helm/v3/pkg/chartutil.k8sVersionMinor={_MINOR}",
+        ),
+    ),
+    GoProgram("registry", 20),
+    GoProgram("volumes", 15),
+    GoProgram("fakegpu", 5),
+    GoProgram("pause", 1),
+)
+
+
+def module_key(program: GoProgram, sources: Path) -> str:
+    """Hash of everything that decides what the build gives, but for the Go release."""
+    digest = hashlib.sha256(repr(program).encode())
+    for path in sorted(path for path in sources.iterdir() if path.is_file()):
+        digest.update(f"\0{path.name}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:_KEY_CHARACTERS]
+
+
+class Binaries:
+    """The built programs in the cache."""
+
+    def __init__(self, settings: Settings, sources: Path | None = None) -> None:
+        """`sources`: the folder with one Go module per program; by default the one beside this file."""
+        self._root = settings.cache / "bin"
+        self._sources = sources or Path(__file__).parent / "go"
+        self._logs = settings.cache / "log"
+
+    def folder(self, program: GoProgram) -> Path:
+        """Where the program is, or would be once built."""
+        return self._root / f"{program.name}-{module_key(program, self._sources / program.name)}"
+
+    def paths(self, programs: Sequence[GoProgram] = PROGRAMS) -> dict[str, Path]:
+        """Path of every program and link by name."""
+        return {name: self.folder(program) / name for program in programs for name in (program.name, *program.links)}
+
+    @property
+    def current(self) -> Path:
+        """A folder for PATH with kubectl and helm."""
+        return self._root / "current"
+
+    def missing(self) -> list[GoProgram]:
+        """Programs that have to be built."""
+        return [program for program in PROGRAMS if not self.folder(program).is_dir()]
+
+    def build(self) -> None:
+        """Builds what is missing, one program at a time (the compiler uses every core by itself).
+
+        Raises:
+            DevclusterError: no usable Go, or a build failed.
+        """
+        self._root.mkdir(parents=True, exist_ok=True)
+        with _locked(self._root / "lock"):
+            missing = self.missing()
+            if missing:
+                go = find_go()
+                total = sum(program.typical_seconds for program in missing)
+                say(f"building {len(missing)} Go programs, once; about {total // 60 + 1} minutes on two cores")
+                for number, program in enumerate(missing, 1):
+                    self._build(go, program, f"[{number}/{len(missing)}] {program.name}")
+            self._link_current()
+
+    def _build(self, go: str, program: GoProgram, title: str) -> None:
+        source, target = self._sources / program.name, self.folder(program)
+        partial = self._root / f".partial-{program.name}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        log = self._logs / f"build-{program.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        linker = " ".join(["-s", "-w", *(f"-X {variable}" for variable in program.variables)])
+        argv = ["nice", "-n", "5", go, "build", "-v", "-trimpath", "-ldflags", linker, "-o", str(partial / program.name), program.package]
+        packages = _LineCounter()
+        with progress(f"{title} (about {program.typical_seconds} s)", lambda: f"({packages.count} packages compiled)"), log.open("w") as sink:
+            process = subprocess.Popen(argv, cwd=source, env=_go_environment(), stderr=subprocess.PIPE, text=True)
+            assert process.stderr is not None
+            for line in process.stderr:
+                packages.count += 1
+                sink.write(line)
+            if process.wait() != 0:
+                sink.flush()
+                raise CommandFailed(f"building {program.name} failed; the end of {log}:\n{log.read_text()[-2000:]}")
+        for link in program.links:
+            (partial / link).symlink_to(program.name)
+        if program.module_folder is not None:
+            module, folder = program.module_folder
+            where = run([go, "list", "-m", "-f", "{{.Dir}}", module], cwd=source, env=_go_environment()).strip()
+            shutil.copytree(Path(where) / folder, partial / folder, copy_function=shutil.copyfile)
+            run(["chmod", "-R", "u+w", partial / folder])  # Go's module cache is read-only
+        partial.rename(target)
+
+    def _link_current(self) -> None:
+        self.current.mkdir(exist_ok=True)
+        paths = self.paths()
+        for name in ("kubectl", "helm"):
+            partial = self.current / f".{name}"
+            partial.unlink(missing_ok=True)
+            partial.symlink_to(paths[name])
+            partial.replace(self.current / name)
+
+
+class _LineCounter:
+    """How many packages `go build -v` has named so far."""
+
+    count = 0
+
+
+def find_go() -> str:
+    """Path of a Go that is recent enough.
+
+    Raises:
+        DevclusterError: there is none; the message says what to install.
+    """
+    go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
+    wanted = ".".join(str(number) for number in MINIMUM_GO)
+    if go is None:
+        raise DevclusterError(f"Go {wanted} or newer is needed to build the cluster's programs: install it and put `go` on PATH")
+    version = run([go, "env", "GOVERSION"]).strip()
+    if not recent_enough(version):
+        raise DevclusterError(f"{go} is {version}; Go {wanted} or newer is needed to build the cluster's programs")
+    return go
+
+
+def recent_enough(version: str) -> bool:
+    """Whether a `go env GOVERSION` such as "go1.26.8" is at least MINIMUM_GO."""
+    found = re.match(r"(?:devel )?go(\d+)\.(\d+)", version)
+    return found is not None and (int(found[1]), int(found[2])) >= MINIMUM_GO
+
+
+def _go_environment() -> dict[str, str]:
+    return {**os.environ, "GOFLAGS": "-mod=readonly -buildvcs=false", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"}
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

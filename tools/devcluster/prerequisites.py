@@ -1,0 +1,78 @@
+"""What the machine must have: root, Linux, and a few Debian packages, which are installed when they are missing."""
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from devcluster.console import progress
+from devcluster.errors import DevclusterError, NoClusterPossible
+from devcluster.settings import Settings
+from devcluster.shell import run
+
+# A file that each package brings, and the package. Names in angle brackets stand for commands on PATH.
+PACKAGES: Mapping[str, str] = {
+    "etcd": "etcd-server",
+    "containerd": "containerd",
+    "runc": "runc",
+    "ip": "iproute2",
+    "iptables": "iptables",
+    "conntrack": "conntrack",
+    "nsenter": "util-linux",
+    "sysctl": "procps",
+    "openssl": "openssl",
+    "buildah": "buildah",
+    "debootstrap": "debootstrap",
+}
+_CNI_FOLDERS = (Path("/usr/lib/cni/bridge"), Path("/opt/cni/bin/bridge"))
+_KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+
+
+def missing_packages() -> list[str]:
+    """Debian packages whose files this machine lacks."""
+    missing = [package for command, package in PACKAGES.items() if shutil.which(command) is None]
+    if not any(path.exists() for path in _CNI_FOLDERS):
+        missing.append("containernetworking-plugins")
+    if not _KEYRING.exists():
+        missing.append("debian-archive-keyring")
+    return missing
+
+
+def host_refusal() -> str | None:
+    """Why this machine can't be a node, in one line; None when it can."""
+    if platform.system() != "Linux":
+        return f"{platform.system()} is not Linux"
+    if os.geteuid() != 0:
+        return "not root"
+    if missing_packages() and shutil.which("apt-get") is None:
+        return f"no apt-get to install {', '.join(missing_packages())}"
+    return None
+
+
+def require_host() -> None:
+    """Raises NoClusterPossible, with the reasons of all kinds of cluster in one line."""
+    refusal = host_refusal()
+    if refusal is not None:
+        raise NoClusterPossible(
+            f"no Kubernetes can be brought up here: no CONTEXT= given, no working Docker with kind, and no single node on this host ({refusal})"
+        )
+
+
+def install_packages(settings: Settings) -> None:
+    """Installs what is missing.
+
+    Raises:
+        CommandFailed: apt-get failed.
+        DevclusterError: it succeeded and something is still missing.
+    """
+    missing = missing_packages()
+    if not missing:
+        return
+    environment = {"DEBIAN_FRONTEND": "noninteractive"}
+    with progress(f"installing Debian packages {' '.join(missing)}"):
+        log = settings.cache / "log" / "apt.log"
+        run(["apt-get", "update"], env=environment, log=log)
+        run(["apt-get", "install", "-y", "--no-install-recommends", *missing], env=environment, log=log)
+    if still := missing_packages():
+        raise DevclusterError(f"still missing after apt-get install: {', '.join(still)}")
