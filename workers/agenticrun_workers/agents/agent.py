@@ -25,6 +25,21 @@ class Episode:
     """Different for every member."""
 
 
+@dataclass(frozen=True, slots=True)
+class AgentLimits:
+    """What bounds an episode and how responses are sampled: the run's settings, equal for every kind of agent."""
+
+    max_turns: int
+    max_tokens_per_step: int
+    sequence_length: int
+    """Of the whole trajectory, prompts and responses."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    step_timeout: float | None = None
+    """Seconds that the environment may take for one reset or step (None: any)."""
+
+
 class Agent(Protocol):
     """Drives environments turn by turn. One instance serves many episodes at once, so it keeps no state of an episode."""
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from agenticrun_workers.models.task_tokenizer import build_task_tokenizer
 
-_CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "llama": LlamaConfig}
+_CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+"""Not qwen2: transformers' AutoTokenizer replaces any tokenizer in a qwen2 folder by its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +20,14 @@ class InitializeSpec:
 
     words: tuple[str, ...]
     """The pieces of text that the tokenizer knows (`HasVocabulary.vocabulary`, `words_of`)."""
-    architecture: str = "qwen2"
+    architecture: str = "llama"
     hidden_size: int = 128
     intermediate_size: int = 256
     layers: int = 2
     heads: int = 4
     key_value_heads: int | None = None
     """None: as many as `heads`."""
+    attention_bias: bool = False
     max_position_embeddings: int = 1024
     tie_word_embeddings: bool = True
     rope_theta: float = 10000.0
@@ -54,6 +56,8 @@ def initialize_model(folder: Path, spec: InitializeSpec) -> None:
         num_hidden_layers=spec.layers,
         num_attention_heads=spec.heads,
         num_key_value_heads=key_value_heads,
+        head_dim=spec.hidden_size // spec.heads,
+        attention_bias=spec.attention_bias,
         max_position_embeddings=spec.max_position_embeddings,
         tie_word_embeddings=spec.tie_word_embeddings,
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},

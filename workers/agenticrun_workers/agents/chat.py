@@ -1,0 +1,83 @@
+"""The chat template, rendered piece by piece so that nothing is ever tokenised twice.
+
+A conversation grows by what the template puts between two responses: the end of the assistant's turn, the user's message
+and the start of the next answer. Each piece is rendered inside a small conversation with a marker where the response
+stands, and only the text after the marker is tokenised. Joined with the sampled tokens, the pieces are what the template
+would have rendered for the whole conversation.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from agenticrun_workers.types import IntArray
+
+_MARKER = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
+
+
+class ChatTemplateError(Exception):
+    """The chat template cannot be rendered piece by piece."""
+
+
+class ChatFormat:
+    """Token pieces of conversations in the tokenizer's own chat template.
+
+    `end_of_turn` is the token that ends an assistant's turn, found in the template itself.
+    Raises `ChatTemplateError` if the template changes or hides what an assistant said.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        tail = self._after_marker(None)
+        for token_id in sorted(tokenizer.all_special_ids, key=lambda i: -len(tokenizer.convert_ids_to_tokens(i))):
+            if tail.startswith(tokenizer.convert_ids_to_tokens(token_id)):
+                self.end_of_turn = int(token_id)
+                break
+        else:
+            raise ChatTemplateError(f"after an answer the chat template writes {tail!r}, which starts with no special token")
+        self._end_text: str = tokenizer.convert_ids_to_tokens(self.end_of_turn)
+        self._cached_next = lru_cache(maxsize=4096)(self._next)
+
+    def first(self, system: str, user: str) -> IntArray:
+        """Tokens up to the start of the first answer, int32 [T]. An empty `system` adds no system message."""
+        messages = [{"role": "system", "content": system}] if system else []
+        return self._encode(self._render([*messages, {"role": "user", "content": user}], prompt=True))
+
+    def next(self, user: str, *, ended: bool) -> IntArray:
+        """Tokens between an answer and the next one, int32 [T]; `ended` says that the policy sampled the end of turn itself."""
+        return self._cached_next(user, ended)
+
+    def answer(self, text: str) -> IntArray:
+        """An answer as a policy would sample it, end of turn included, int32 [T]."""
+        return np.append(self._encode(text), np.int32(self.end_of_turn))
+
+    def text(self, response_T: IntArray) -> str:
+        """What a response says, without the end of turn."""
+        if len(response_T) and int(response_T[-1]) == self.end_of_turn:
+            response_T = response_T[:-1]
+        return self._tokenizer.decode(response_T.tolist(), skip_special_tokens=False)
+
+    def _next(self, user: str, ended: bool) -> IntArray:
+        tail = self._after_marker(user)
+        tokens = self._encode(tail.removeprefix(self._end_text) if ended else tail)
+        tokens.setflags(write=False)
+        return tokens
+
+    def _after_marker(self, user: str | None) -> str:
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
+        if user is not None:
+            messages.append({"role": "user", "content": user})
+        _, marker, tail = self._render(messages, prompt=user is not None).partition(_MARKER)
+        if not marker:
+            raise ChatTemplateError("the chat template does not write an assistant's message as it was given")
+        return tail
+
+    def _render(self, messages: list[dict[str, str]], prompt: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        return text
+
+    def _encode(self, text: str) -> IntArray:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)

@@ -1,0 +1,27 @@
+"""A policy that answers with a uniformly random valid action: the baseline, and the teacher of the format.
+
+Nothing in it knows the way. What it plays is a floor for success, and as warm-up data it teaches how an answer looks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agenticrun_workers.agents.agent import Generate
+from agenticrun_workers.agents.chat import ChatFormat
+from agenticrun_workers.envs.env import Env
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
+
+
+def random_valid_policy(env: Env, chat: ChatFormat) -> Generate:
+    """A `Generate` for episodes in `env`, deterministic in the request's seed; log-probs and versions are 0."""
+
+    async def generate(request: GenerationRequest) -> Generation:
+        actions = env.valid_actions()
+        choice = int(np.random.default_rng(request.seed).integers(len(actions)))
+        tokens_T = chat.answer(actions[choice])
+        return Generation(
+            tokens_T, np.zeros(len(tokens_T), np.float32), np.zeros(len(tokens_T), np.int32), FinishReason.STOP
+        )
+
+    return generate
