@@ -33,7 +33,9 @@ class Rule:
 class Model(BaseModel):
     """camelCase in YAML, snake_case in Python, immutable, unknown fields refused."""
 
-    model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
 
     RULES: ClassVar[tuple[Rule, ...]] = ()
 
@@ -62,5 +64,5 @@ Quantity = Annotated[
 Tag = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")]
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 Text = Annotated[str, Field(max_length=4096)]
-Open = Annotated[dict[str, Any], Field(default_factory=dict)]
+Open = dict[str, Any]
 """A mapping that the schema leaves open; whoever reads it validates it before anything is trained."""

@@ -92,7 +92,8 @@ def _status_schema() -> dict[str, Any]:
     schema = model_schema(AgenticRunStatus)
     for name, key in (("conditions", "type"), ("metrics", "name"), ("roles", "name")):
         schema["properties"][name] |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
-    return _without_defaults(schema)
+    without: dict[str, Any] = _without_defaults(schema)
+    return without
 
 
 def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) -> dict[str, Any]:

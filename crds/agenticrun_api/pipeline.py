@@ -91,7 +91,7 @@ class AgentSpec(Model):
     """Who drives an environment."""
 
     type: PlugIn = "multi_turn"
-    config: Open
+    config: Open = {}
     """Keyword arguments of the agent."""
 
 
@@ -101,7 +101,7 @@ class EnvSpec(Model):
     tag: Tag
     type: PlugIn
     """A registered environment (frozen_lake) or `module:Class` from spec.code or the image."""
-    config: Open
+    config: Open = {}
     """Keyword arguments of the environment."""
     max_steps: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Turn limit of an episode."""
@@ -228,8 +228,7 @@ class Pipeline(Model):
             "!has(self.actorTrain.training.miniBatchSize) || self.actorTrain.training.miniBatchSize % self.trainEnvs.groupSize == 0",
             "actorTrain.training.miniBatchSize must be a multiple of trainEnvs.groupSize: groups are kept whole",
             ".actorTrain.training.miniBatchSize",
-            lambda p: not p.actor_train.training.mini_batch_size
-            or p.actor_train.training.mini_batch_size % p.train_envs.group_size == 0,
+            lambda p: not p.actor_train.training.mini_batch_size or p.actor_train.training.mini_batch_size % p.train_envs.group_size == 0,
         ),
         Rule(
             "!has(self.actorTrain.training.miniBatchSize) || self.rolloutBatchSize % self.actorTrain.training.miniBatchSize == 0",

@@ -68,8 +68,8 @@ class Progress(Model):
     staleness: FiniteFloat | None = None
     metrics: Annotated[
         dict[Annotated[str, Field(max_length=MAX_METRIC_NAME, pattern=r"^[A-Za-z0-9_./@<>-]+$")], FiniteFloat],
-        Field(default_factory=dict, max_length=MAX_METRICS),
-    ]
+        Field(max_length=MAX_METRICS),
+    ] = {}
     """The newest step's most telling numbers. The whole set is in metrics.jsonl."""
     checkpoint: CheckpointStatus | None = None
     message: Annotated[str, Field(max_length=1024)] = ""

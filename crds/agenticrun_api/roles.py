@@ -9,7 +9,7 @@ from pydantic import Field
 from agenticrun_api.base import Model, Name, Quantity
 from agenticrun_api.names import Role
 
-OpenList = Annotated[list[dict[str, Any]], Field(default_factory=list, max_length=32)]
+OpenList = Annotated[list[dict[str, Any]], Field(max_length=32)]
 
 
 class PodRole(Model):
@@ -22,21 +22,21 @@ class PodRole(Model):
     gpus: Annotated[int, Field(ge=0, le=16)] = 0
     """GPUs of a pod, requested under `gpuResourceName`. A trainer pod runs one rank per GPU (one without)."""
     gpu_resource_name: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu"
-    node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(default_factory=dict, max_length=16)]
-    tolerations: OpenList
+    node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=16)] = {}
+    tolerations: OpenList = []
     """As in a pod spec."""
-    affinity: Annotated[dict[str, Any], Field(default_factory=dict)]
+    affinity: dict[str, Any] = {}
     """As in a pod spec."""
     priority_class_name: Name | None = None
     runtime_class_name: Name | None = None
     termination_grace_period_seconds: Annotated[int, Field(ge=0, le=3600)] = 30
-    env: OpenList
+    env: OpenList = []
     """Environment variables of the role's containers, as in a pod spec."""
-    env_from: OpenList
+    env_from: OpenList = []
     """As in a container spec."""
-    volumes: OpenList
+    volumes: OpenList = []
     """As in a pod spec."""
-    volume_mounts: OpenList
+    volume_mounts: OpenList = []
     """As in a container spec."""
     shm_size: Quantity = "1Gi"
     """Size limit of /dev/shm, where Ray keeps its objects. It counts against `memory`."""

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 from agenticrun_api.base import Model, Rule
-from agenticrun_api.names import API_VERSION, KIND, MAX_NAME_LENGTH
+from agenticrun_api.names import MAX_NAME_LENGTH
 from agenticrun_api.spec import AgenticRunSpec
 from agenticrun_api.status import AgenticRunStatus
 
@@ -27,8 +27,8 @@ class Metadata(Model):
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
     resource_version: str | None = None
-    labels: Annotated[dict[str, str], Field(default_factory=dict)]
-    annotations: Annotated[dict[str, str], Field(default_factory=dict)]
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
 
 
 class AgenticRun(Model):
@@ -43,11 +43,11 @@ class AgenticRun(Model):
         ),
     )
 
-    api_version: Literal["agenticrun.dev/v1alpha1"] = API_VERSION
-    kind: Literal["AgenticRun"] = KIND
+    api_version: Literal["agenticrun.dev/v1alpha1"] = "agenticrun.dev/v1alpha1"
+    kind: Literal["AgenticRun"] = "AgenticRun"
     metadata: Metadata
     spec: AgenticRunSpec
-    status: AgenticRunStatus = AgenticRunStatus(conditions=[], metrics=[], roles=[])
+    status: AgenticRunStatus = AgenticRunStatus()
 
     @property
     def key(self) -> tuple[str, str]:

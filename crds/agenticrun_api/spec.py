@@ -32,7 +32,7 @@ class InitializeModel(Model):
     heads: Annotated[int, Field(ge=1, le=128)] = 4
     intermediate_size: Annotated[int, Field(ge=8, le=32_768)] = 256
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    words: Annotated[list[Annotated[str, Field(min_length=1, max_length=64)]], Field(default_factory=list, max_length=4096)]
+    words: Annotated[list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=4096)] = []
     """Words of the vocabulary beside those that the run's environments declare."""
 
 
@@ -117,14 +117,19 @@ class Cleanup(Model):
 def _immutable(field: str, required: bool) -> Rule:
     same = f"self.{field} == oldSelf.{field}"
     present = f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || {same})"
-    return Rule(same if required else present, f"{field} cannot change once the run exists: delete the run and apply it again", f".{field}", None)
+    return Rule(
+        same if required else present, f"{field} cannot change once the run exists: delete the run and apply it again", f".{field}", None
+    )
 
 
 class AgenticRunSpec(Model):
     """One RL run."""
 
     RULES = (
-        *(_immutable(field, required=True) for field in ("model", "roles", "pipeline", "rayVersion", "imagePullPolicy", "placement", "tracking")),
+        *(
+            _immutable(field, required=True)
+            for field in ("model", "roles", "pipeline", "rayVersion", "imagePullPolicy", "placement", "tracking")
+        ),
         *(_immutable(field, required=False) for field in ("image", "code", "checkpoint")),
         Rule(
             "!has(self.checkpoint) || !has(self.checkpoint.volumeClaim) || self.checkpoint.uri.startsWith('/checkpoints')",
@@ -137,7 +142,7 @@ class AgenticRunSpec(Model):
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Worker image; default: the operator's (chart value worker.image)."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    image_pull_secrets: Annotated[list[Name], Field(default_factory=list, max_length=16)]
+    image_pull_secrets: Annotated[list[Name], Field(max_length=16)] = []
     ray_version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", max_length=16)] = RAY_VERSION
     """The Ray inside the image; at least 2.52 for token authentication."""
     model: ModelSpec

@@ -120,7 +120,7 @@ class CheckpointStatus(Model):
 class AgenticRunStatus(Model):
     phase: Phase = Phase.PENDING
     observed_generation: int = 0
-    conditions: Annotated[list[Condition], Field(default_factory=list, max_length=16)]
+    conditions: Annotated[list[Condition], Field(max_length=16)] = []
     step: int | None = None
     max_steps: int | None = None
     progress: ShortText | None = None
@@ -136,8 +136,8 @@ class AgenticRunStatus(Model):
     policy_version: int | None = None
     activity: ShortText | None = None
     """What the driver does now: starting, warm-up, rollout, training, validation, checkpoint, finished."""
-    metrics: Annotated[list[Metric], Field(default_factory=list, max_length=MAX_METRICS)]
-    roles: Annotated[list[RoleStatus], Field(default_factory=list, max_length=8)]
+    metrics: Annotated[list[Metric], Field(max_length=MAX_METRICS)] = []
+    roles: Annotated[list[RoleStatus], Field(max_length=8)] = []
     ray_cluster: RayClusterStatus | None = None
     job: JobStatus | None = None
     restarts: int = 0

@@ -1,0 +1,100 @@
+# One command per task. `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEVCLUSTER := $(PYTHON) tools/devcluster
+LOCKS := operator workers dev
+
+.PHONY: help
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+##@ Set-up
+.PHONY: setup
+setup: $(VENV)/.done ## Make the Python environment in .venv from locks/dev.txt
+$(VENV)/.done: locks/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "AgenticRun needs Python 3.11 or newer: set PYTHON=/path/to/python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed: install the package python3-venv"; exit 1; }
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet "$$(sed -nE 's/^(uv==[0-9.]+).*/\1/p' locks/dev.txt)"
+	@echo "installing locks/dev.txt into $(VENV) (PyTorch is several GB the first time)"
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --require-hashes -r locks/dev.txt
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $@
+
+.PHONY: lock
+lock: setup ## Compile locks/*.txt from pyproject.toml
+	@for name in $(LOCKS); do \
+	  $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
+	    --extra $$name $$([ $$name = dev ] || echo --constraint locks/dev.txt) pyproject.toml -o locks/$$name.txt; done
+
+.PHONY: generate
+generate: setup ## Generate the CRD, the chart's copy of it, and docs/reference.md from the models
+	@$(BIN)/python -m agenticrun_api.crd > crds/agenticruns.yaml
+	@cp crds/agenticruns.yaml charts/agenticrun/crds/agenticruns.yaml
+	@$(BIN)/python tools/docs/reference.py > docs/reference.md
+
+.PHONY: check-generated
+check-generated: setup
+	@$(BIN)/python -m agenticrun_api.crd | diff -u crds/agenticruns.yaml - || { echo "run: make generate"; exit 1; }
+	@diff -u crds/agenticruns.yaml charts/agenticrun/crds/agenticruns.yaml || { echo "run: make generate"; exit 1; }
+	@$(BIN)/python tools/docs/reference.py | diff -u docs/reference.md - || { echo "run: make generate"; exit 1; }
+
+##@ Checks
+.PHONY: lint
+lint: setup check-generated ## ruff, mypy --strict, import contracts, generated files
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+.PHONY: format
+format: setup ## Format and fix what ruff can
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff check --quiet --fix .
+
+.PHONY: test-unit
+test-unit: setup ## Unit tests
+	@$(BIN)/pytest tests/unit -q
+
+.PHONY: test-integration
+test-integration: setup ## Real apiserver, Ray, engine and trainer
+	@$(BIN)/pytest tests/integration -q
+
+.PHONY: test-e2e
+test-e2e: setup ## The whole way on a real cluster
+	@$(BIN)/pytest tests/e2e -q
+
+.PHONY: test
+test: ## Everything that must pass: lint, unit, integration, e2e (tier one of docs/testing.md)
+	@$(PYTHON) tools/ci.py
+
+.PHONY: bench
+bench: setup ## Benchmarks, by hand; results go to benchmarks/results
+	@for file in benchmarks/*.py; do $(BIN)/python $$file --json benchmarks/results/$$(date +%F)-$$(basename $$file .py).json; done
+
+##@ Cluster
+.PHONY: demo
+demo: setup ## Bring up a cluster, install everything, train examples/frozen-lake.yaml, show progress
+	@$(BIN)/python tools/demo.py
+
+.PHONY: up
+up: ## Bring up the development cluster (CONTEXT=<name> uses an existing one)
+	@$(DEVCLUSTER) up
+
+.PHONY: images
+images: ## Build the operator and worker images and make them available to the cluster
+	@$(DEVCLUSTER) images
+
+.PHONY: down
+down: ## Stop the development cluster and remove what it made (caches stay)
+	@$(DEVCLUSTER) down
+
+.PHONY: status
+status: ## Show the development cluster's components
+	@$(DEVCLUSTER) status
+
+.PHONY: clean
+clean: ## Remove the Python environment and local outputs
+	@rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,69 @@
+"""`make test`: every stage that must pass, in order, with the minutes each took.
+
+Stages share one cluster. A cluster that was already up is used and left up; one that this program started is stopped at the end,
+whatever happened in between. Standard library only: it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTEST = [str(ROOT / ".venv/bin/pytest"), "-q", "--durations=5"]
+DEVCLUSTER = [sys.executable, str(ROOT / "tools/devcluster")]
+
+
+class Stages:
+    """Runs commands and remembers how long each took."""
+
+    def __init__(self) -> None:
+        self.took: list[tuple[str, float, bool]] = []
+
+    def run(self, name: str, command: list[str], env: dict[str, str] | None = None) -> bool:
+        """Run one stage in the foreground; True if it succeeded."""
+        print(f"\n=== {name}: {' '.join(Path(part).name if '/' in part else part for part in command)}", flush=True)
+        start = time.monotonic()
+        ok = subprocess.run(command, cwd=ROOT, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL, check=False).returncode == 0
+        self.took.append((name, time.monotonic() - start, ok))
+        return ok
+
+    def report(self) -> bool:
+        """Print the table; True if every stage succeeded."""
+        print("\n=== stages")
+        for name, seconds, ok in self.took:
+            print(f"{name:<14} {seconds / 60:6.1f} min  {'ok' if ok else 'FAILED'}")
+        print(f"{'all':<14} {sum(seconds for _, seconds, _ in self.took) / 60:6.1f} min", flush=True)
+        return all(ok for _, _, ok in self.took)
+
+
+def test(stages: Stages) -> None:
+    """The stages; one that cannot work without an earlier one is not begun after that failed."""
+    if not stages.run("environment", ["make", "--no-print-directory", "setup"]):
+        return
+    stages.run("lint", ["make", "--no-print-directory", "lint"])
+    stages.run("unit", [*PYTEST, "tests/unit"])
+    if not stages.run("cluster", [*DEVCLUSTER, "up"]) or not stages.run("images", [*DEVCLUSTER, "images"]):
+        return
+    kubeconfig = subprocess.run([*DEVCLUSTER, "kubeconfig"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    stages.run("integration", [*PYTEST, "tests/integration"], {"KUBECONFIG": kubeconfig})
+    stages.run("e2e", [*PYTEST, "tests/e2e"], {"KUBECONFIG": kubeconfig})
+
+
+def main() -> int:
+    was_up = subprocess.run([*DEVCLUSTER, "status"], cwd=ROOT, capture_output=True, check=False).returncode == 0
+    stages = Stages()
+    try:
+        test(stages)
+    finally:
+        if not was_up:
+            stages.run("down", [*DEVCLUSTER, "down"])
+        ok = stages.report()
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
