@@ -1,0 +1,48 @@
+"""Talking to our containerd through its own command line."""
+
+from pathlib import Path
+
+from devcluster.settings import Settings
+from devcluster.shell import run, succeeds
+
+
+class Containerd:
+    """The node's container runtime; every call is in the namespace that the kubelet uses."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Nothing is started here."""
+        self._settings = settings
+        self._ctr: list[str | Path] = ["ctr", "--address", settings.containerd_socket, "--namespace", "k8s.io"]
+
+    def answers(self) -> bool:
+        """Whether it serves requests."""
+        return succeeds([*self._ctr, "version"])
+
+    def images(self) -> set[str]:
+        """Names of the images that are unpacked or imported."""
+        return set(run([*self._ctr, "images", "list", "--quiet"]).split())
+
+    def load(self, archive: Path) -> None:
+        """Imports a docker-archive or oci-archive."""
+        run([*self._ctr, "images", "import", archive])
+
+    def tag(self, reference: str, name: str) -> None:
+        """Gives an image a second name."""
+        run([*self._ctr, "images", "tag", "--force", reference, name])
+
+    def remove_images(self, references: set[str]) -> None:
+        """Removes images by name; layers that nobody needs are dropped."""
+        if references:
+            run([*self._ctr, "images", "remove", *sorted(references)])
+
+    def remove_containers(self) -> bool:
+        """Kills every task and removes every container and its writable layer; images stay. Says whether there were any."""
+        tasks = run([*self._ctr, "tasks", "list", "--quiet"]).split()
+        for task in tasks:
+            succeeds([*self._ctr, "tasks", "kill", "--signal", "SIGKILL", task])
+        for task in tasks:
+            succeeds([*self._ctr, "tasks", "remove", "--force", task])
+        containers = run([*self._ctr, "containers", "list", "--quiet"]).split()
+        if containers:
+            run([*self._ctr, "containers", "remove", *containers])
+        return bool(containers)

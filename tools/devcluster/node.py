@@ -1,0 +1,244 @@
+"""The host cluster: one node made of the real components, in a network namespace of this machine.
+
+`up` starts what is not running and returns when a pod could run; `down` leaves nothing but the cache. A cluster does not
+outlive the machine's uptime: after a restart its state is dropped and `up` makes a new one, with the images still there.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from devcluster import archive, cgroups, configs, network, pki
+from devcluster.binaries import PROGRAMS, Binaries
+from devcluster.components import Components
+from devcluster.console import say
+from devcluster.containerd import Containerd
+from devcluster.errors import DevclusterError
+from devcluster.kubectl import Kubectl
+from devcluster.processes import ProcessTable, start_ticks
+from devcluster.settings import KUBERAY_VERSION, Settings
+from devcluster.shell import run, wait_until, write_if_changed
+
+KUBERAY_IMAGE = f"localhost/kuberay/operator:{KUBERAY_VERSION}"
+_MANIFESTS = Path(__file__).parent / "manifests"
+# Places compiled into the components, which no flag moves: `down` removes those that were not there before.
+_FIXED_PATHS = tuple(
+    Path(path)
+    for path in ("/var/lib/kubelet", "/run/containerd", "/var/lib/cni", "/var/log/containers", "/run/xtables.lock", "/run/netns")
+)
+# What the kubelet sets for the whole machine.
+_SYSCTLS = ("vm.overcommit_memory", "kernel.panic", "kernel.panic_on_oops")
+_BEFORE = "before.json"
+_NEEDS_CONTAINERS_GONE = ("containerd", "etcd", "kube-apiserver", "registry")
+
+
+class Node:
+    """The one-node cluster of this machine."""
+
+    def __init__(self, settings: Settings, binaries: Binaries) -> None:
+        """Starts nothing."""
+        self._settings = settings
+        self._binaries = binaries
+        self._processes = ProcessTable(settings.state / "processes", settings.logs, settings.netns_path)
+        self._containerd = Containerd(settings)
+        self._kubectl = Kubectl(binaries.paths()["kubectl"], settings.kubeconfig)
+        self._components = Components(settings, binaries.paths(), configs.cni_plugin_folder())
+
+    def up(self) -> None:
+        """Brings the cluster up; see the module.
+
+        Raises:
+            DevclusterError: a component did not become ready; the message names it and its log.
+        """
+        if self._left_over():
+            say("removing what is left of a cluster from before the machine restarted")
+            self.down()
+        first_start = not self._processes.names()
+        self._remember_machine()
+        network.create(self._settings)
+        pki.create(self._settings)
+        cgroups.create(self._settings.name)
+        with ThreadPoolExecutor() as pool:
+            self._start_control_plane()
+            runtime = pool.submit(self._start_runtime, first_start)
+            self._wait("kube-apiserver", 90, lambda: self._kubectl.ok("get", "--raw", "/readyz"))
+            say("apiserver is ready")
+            for component in (self._components.controller_manager(), self._components.scheduler()):
+                self._processes.start(component)
+            kuberay = pool.submit(self._install_base)
+            runtime.result()
+            for component in (
+                self._components.kubelet(),
+                self._components.proxy(),
+                self._components.coredns(),
+                self._components.fake_gpus(),
+                self._components.volumes(),
+            ):
+                self._processes.start(component)
+            self._wait("kubelet", 60, self._node_ready)
+            say(f"node {self._settings.node_name} is Ready with {self._settings.fake_gpus} nvidia.com/gpu")
+            self._wait("kube-controller-manager", 60, lambda: self._kubectl.ok("get", "serviceaccount", "default"))
+            kuberay.result()
+        self._wait("kubelet", 120, lambda: self._kubectl.deployment_available("kuberay-system", "kuberay-operator"))
+        say(f"KubeRay {KUBERAY_VERSION} is available")
+
+    def down(self, *, purge: bool = False) -> None:
+        """Stops everything that `up` started and removes what it made; with `purge` the whole cache too."""
+        settings = self._settings
+        others = [name for name in self._processes.names() if name not in _NEEDS_CONTAINERS_GONE]
+        self._processes.stop(others, grace_seconds=2)
+        if self._processes.alive("containerd"):
+            self._containerd.remove_containers()  # while it can still say which there are
+        self._processes.stop(self._processes.names(), grace_seconds=3)
+        self._kill_shims()
+        self._unmount()
+        network.remove(settings)
+        cgroups.remove(settings.name)
+        self._restore_machine()
+        shutil.rmtree(settings.state, ignore_errors=True)
+        if settings.state.exists():
+            raise DevclusterError(f"could not remove {settings.state}; is something mounted or open there?")
+        if purge:
+            shutil.rmtree(settings.cache)
+
+    def problems(self) -> list[str]:
+        """One line per thing that keeps the cluster from being usable; empty when it is up."""
+        if not self._processes.names():
+            return ["down"]
+        found = [f"{name} is not running (log: {self._processes.log(name)})" for name in self._processes.names() if not self._processes.alive(name)]
+        if not self._kubectl.ok("get", "--raw", "/readyz"):
+            return [*found, "the apiserver does not answer"]
+        if not self._node_ready():
+            found.append("the node is not Ready")
+        if not self._kubectl.deployment_available("kuberay-system", "kuberay-operator"):
+            found.append("KubeRay's operator is not available")
+        return found
+
+    # --- up ---------------------------------------------------------------------------------------------------------
+
+    def _left_over(self) -> bool:
+        """Whether the state is of an earlier boot of the machine."""
+        before = self._settings.state / _BEFORE
+        return before.exists() and json.loads(before.read_text())["boot"] != _boot_id()
+
+    def _remember_machine(self) -> None:
+        """Notes once what `down` has to put back."""
+        before = self._settings.state / _BEFORE
+        if not before.exists():
+            absent = [str(path) for path in _FIXED_PATHS if not path.exists()]
+            sysctls = {name: run(["sysctl", "-n", name]).strip() for name in _SYSCTLS}
+            write_if_changed(before, json.dumps({"boot": _boot_id(), "absent": absent, "sysctls": sysctls}))
+
+    def _start_control_plane(self) -> None:
+        self._processes.start(self._components.registry())
+        self._processes.start(self._components.etcd())
+        self._processes.start(self._components.apiserver())
+
+    def _start_runtime(self, first_start: bool) -> None:
+        """containerd, without containers of an earlier life, with the images that pods need from the first second."""
+        spec = self._components.containerd()
+        self._processes.start(spec)
+        self._wait(spec.name, 60, self._containerd.answers)
+        if first_start and self._containerd.remove_containers():
+            # Its CRI part has read them already; it forgets them only by a restart.
+            self._processes.stop([spec.name])
+            self._processes.start(spec)
+            self._wait(spec.name, 60, self._containerd.answers)
+        present = self._containerd.images()
+        paths = self._binaries.paths()
+        static = {configs.PAUSE_IMAGE: ("/pause", paths["pause"]), KUBERAY_IMAGE: ("/manager", paths["kuberay-operator"])}
+        for reference, (name, program) in static.items():
+            # The tag alone does not tell whether the image holds this build of the program.
+            mark = f"{reference}-{program.parent.name}"
+            if mark in present:
+                continue
+            image = self._settings.cache / "images" / f"{program.parent.name}.tar"
+            if not image.exists():
+                archive.write(image, reference, {name: program}, [name])
+            self._containerd.load(image)
+            self._containerd.tag(reference, mark)
+        say("containerd is ready")
+
+    def _install_base(self) -> None:
+        """RBAC and StorageClass, then KubeRay: its CRDs are 4 MB of YAML, so this goes beside the node's start."""
+        self._kubectl.apply(_MANIFESTS / "base.yaml")
+        overlay = self._settings.etc / "kuberay"
+        shutil.copytree(_MANIFESTS / "kuberay", overlay, dirs_exist_ok=True)
+        config = self._binaries.paths()["kuberay-operator"].parent / "config"
+        shutil.copytree(config, overlay / "config", dirs_exist_ok=True)
+        self._kubectl.apply(overlay, kustomization=True)
+
+    def _node_ready(self) -> bool:
+        """Ready, with its GPUs in place."""
+        name = self._settings.node_name
+        if not self._kubectl.ok("wait", "--for=condition=Ready", f"node/{name}", "--timeout=1s"):
+            return False
+        allocatable = self._kubectl.get("node", name)["status"]["allocatable"]
+        return allocatable.get("nvidia.com/gpu") == str(self._settings.fake_gpus)
+
+    def _wait(self, component: str, seconds: float, condition: Callable[[], bool]) -> None:
+        """Waits, and gives up at once when the component is dead."""
+
+        def met() -> bool:
+            if not self._processes.alive(component):
+                log = self._processes.log(component)
+                raise DevclusterError(f"{component} ended; the end of {log}:\n{log.read_text(errors='replace')[-2000:]}")
+            return condition()
+
+        wait_until(met, seconds, f"{component} to be ready (log: {self._processes.log(component)})")
+
+    # --- down -------------------------------------------------------------------------------------------------------
+
+    def _kill_shims(self) -> None:
+        """Shims outlive containerd by design; ours name our socket on their command line."""
+        socket = str(self._settings.containerd_socket).encode()
+        shims = []
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdigit() and b"containerd-shim" in (line := (folder / "cmdline").read_bytes()) and socket in line:
+                    shims.append(int(folder.name))
+        for pid in shims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: all(start_ticks(pid) is None for pid in shims), 10, "the containers' shims to end")
+
+    def _unmount(self) -> None:
+        """Unmounts everything below our folders, the innermost first; mounts can be stacked, so until none is left."""
+        for _ in range(20):
+            mounted = [path for root in (self._settings.state, self._settings.cache) for path in mounts_below(root)]
+            if not mounted:
+                return
+            for path in sorted(mounted, reverse=True):
+                run(["umount", "--lazy", path])
+            time.sleep(0.05)
+
+    def _restore_machine(self) -> None:
+        before = self._settings.state / _BEFORE
+        if not before.exists():
+            return
+        noted = json.loads(before.read_text())
+        for name, value in noted["sysctls"].items():
+            run(["sysctl", "-qw", f"{name}={value}"])
+        for path in map(Path, noted["absent"]):
+            if path.name == "netns":
+                network.remove_netns_mountpoint(path)
+            elif path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def mounts_below(root: Path, table: Path = Path("/proc/mounts")) -> list[str]:
+    """Mount points below `root`, as the kernel lists them."""
+    points = [line.split()[1].encode().decode("unicode_escape") for line in table.read_text().splitlines()]
+    return [point for point in points if point.startswith(f"{root}/")]
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
