@@ -1,0 +1,19 @@
+"""Inference engines: token ids in, token ids and log-probs out."""
+
+from agenticrun_workers.inference.engine import (
+    EngineError,
+    EngineStartError,
+    EngineStats,
+    InferenceEngine,
+    InvalidRequest,
+)
+from agenticrun_workers.inference.transformers_engine import TransformersEngine
+
+__all__ = [
+    "EngineError",
+    "EngineStartError",
+    "EngineStats",
+    "InferenceEngine",
+    "InvalidRequest",
+    "TransformersEngine",
+]

@@ -1,0 +1,29 @@
+"""A causal language model in two halves, so that logits are computed only where they are needed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class UnsupportedModel(Exception):
+    """The model's logits are not its output layer applied to its decoder's last hidden state."""
+
+
+def split_model(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+    """The decoder (ids -> hidden states) and the output layer (hidden states -> logits) of a causal language model.
+
+    Checked on a probe: models that do more than that (logit soft-capping, scaling) raise `UnsupportedModel`, because their
+    log-probs would be silently wrong.
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if decoder is None or head is None:
+        raise UnsupportedModel(f"{type(model).__name__} has no separate decoder and output layer")
+    probe = torch.arange(4, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        whole: Tensor = model(input_ids=probe, use_cache=False).logits
+        halves: Tensor = head(decoder(input_ids=probe, use_cache=False).last_hidden_state)
+    if not torch.allclose(whole, halves, rtol=1e-3, atol=1e-3):
+        raise UnsupportedModel(f"{type(model).__name__} changes its logits after the output layer (soft-capping or scaling)")
+    return decoder, head
