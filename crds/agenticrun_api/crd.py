@@ -109,7 +109,7 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
     if description := node.get("description"):
         out["description"] = " ".join(description.split())
     if node.get("default") is not None:
-        out["default"] = node["default"]
+        out["default"] = _without_nulls(node["default"])
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if exclusive in out:  # OpenAPI v3.0: the bound, and a flag beside it
             out |= {bound: out[exclusive], exclusive: True}
@@ -120,8 +120,6 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
         out["properties"] = {name: _structural(child, defs, fields.get(name)) for name, child in node["properties"].items()}
         if required := node.get("required"):
             out["required"] = required
-        if not required and "default" not in out:
-            out["default"] = {}  # so that the defaults of nested fields apply
         if model is not None:
             out |= _validations(model)
     elif node.get("type") == "object":
@@ -164,6 +162,13 @@ def _plain(annotation: Any) -> Any:
 def _item_type(annotation: Any) -> Any:
     arguments = get_args(annotation)
     return _plain(arguments[0]) if arguments else None
+
+
+def _without_nulls(default: Any) -> Any:
+    """A default as the apiserver takes it: whole, because rules are evaluated on it as it stands, with absent for null."""
+    if isinstance(default, dict):
+        return {key: _without_nulls(value) for key, value in default.items() if value is not None}
+    return default
 
 
 def _without_defaults(schema: Any) -> Any:

@@ -1,0 +1,46 @@
+{{- define "agenticrun.name" -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "agenticrun.selector" -}}
+app.kubernetes.io/name: agenticrun
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "agenticrun.labels" -}}
+{{ include "agenticrun.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/component: operator
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end -}}
+
+{{- define "agenticrun.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end -}}
+
+{{/* What the operator may do where runs live: the same rules as a ClusterRole or as one Role per namespace. */}}
+{{- define "agenticrun.rules" -}}
+- apiGroups: [agenticrun.dev]
+  resources: [agenticruns]
+  verbs: [get, list, watch, delete]
+- apiGroups: [agenticrun.dev]
+  resources: [agenticruns/status]
+  verbs: [get, patch, update]
+- apiGroups: [ray.io]
+  resources: [rayclusters]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+- apiGroups: [""]
+  resources: [configmaps, secrets, persistentvolumeclaims]
+  verbs: [get, create, patch]
+- apiGroups: ["", events.k8s.io]
+  resources: [events]
+  verbs: [create, patch]
+{{- end -}}
