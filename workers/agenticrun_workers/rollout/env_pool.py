@@ -1,0 +1,167 @@
+"""EnvPool: spreads episodes over the env workers, and plays again what a dying worker takes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import ray.exceptions
+
+from agenticrun_workers.rollout.errors import RolloutFailed
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.wire import pack, unpack
+
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 5
+"""Workers that may die in a row without one finished episode."""
+
+
+class Players(Protocol):
+    """Whoever can play groups."""
+
+    async def play(self, task: GroupTask) -> list[EpisodeResult]:
+        """One result per member of the task, in its order. Raises `RolloutFailed` if that is hopeless."""
+        ...
+
+
+@dataclass(slots=True)
+class _Open:
+    """A task under way at one worker."""
+
+    task: GroupTask
+    done: asyncio.Future[list[EpisodeResult]]
+    results: dict[int, EpisodeResult] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(member for member in self.task.members if member not in self.results)
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    handle: Any
+    open: dict[tuple[str, int, int], _Open] = field(default_factory=dict)
+    outgoing: list[GroupTask] = field(default_factory=list)
+    episodes: int = 0
+    """Episodes under way: the load."""
+
+
+class EnvPool:
+    """`count` env workers. `spawn` makes one that is ready to play; it is called again for each that dies."""
+
+    def __init__(self, spawn: Callable[[], Awaitable[Any]], count: int) -> None:
+        self._spawn = spawn
+        self._count = count
+        self._workers: list[_Worker] = []
+        self._waiting: list[_Open] = []
+        self._flush_planned = False
+        self._deaths = 0
+        self.replaced = 0
+        """Workers that died and were replaced since the start."""
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    async def start(self) -> None:
+        """Bring all workers up. Raises what `spawn` raises."""
+        for handle in await asyncio.gather(*(self._spawn() for _ in range(self._count))):
+            self._add(handle)
+
+    async def play(self, task: GroupTask) -> list[EpisodeResult]:
+        """See `Players`."""
+        if self._failure is not None:
+            raise self._failure
+        opened = _Open(task, asyncio.get_running_loop().create_future())
+        self._assign(opened)
+        try:
+            return await opened.done
+        finally:
+            for worker in self._workers:
+                if worker.open.get(_name(task)) is opened:
+                    del worker.open[_name(task)]
+
+    async def set_peers(self, engines: Mapping[str, Any], stores: list[Any]) -> None:
+        """Tell every worker the engines to ask and the stores to fill."""
+        calls = (worker.handle.set_peers.remote(engines, stores) for worker in self._workers)
+        await asyncio.gather(*calls, return_exceptions=True)  # a dead worker is the watcher's business
+
+    async def stop(self) -> None:
+        """Stop watching. The actors end with the Ray session."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+    def _add(self, handle: Any) -> None:
+        worker = _Worker(handle)
+        self._workers.append(worker)
+        watcher = asyncio.create_task(self._watch(worker), name="env-worker")
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        waiting, self._waiting = self._waiting, []
+        for opened in waiting:
+            self._assign(opened)
+
+    def _assign(self, opened: _Open) -> None:
+        if not self._workers:
+            self._waiting.append(opened)
+            return
+        worker = min(self._workers, key=lambda candidate: candidate.episodes)
+        worker.open[_name(opened.task)] = opened
+        worker.outgoing.append(replace(opened.task, members=opened.missing))
+        worker.episodes += len(opened.missing)
+        if not self._flush_planned:
+            self._flush_planned = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_planned = False
+        for worker in self._workers:
+            if worker.outgoing:
+                tasks, worker.outgoing = worker.outgoing, []
+                worker.handle.play.remote(pack(tasks))
+
+    async def _watch(self, worker: _Worker) -> None:
+        """Bring back what a worker finishes, for as long as it lives; then replace it."""
+        try:
+            while True:
+                for result in unpack(await worker.handle.collect.remote()):
+                    self._deliver(worker, result)
+        except ray.exceptions.RayActorError as error:
+            self._deaths += 1
+            self._workers.remove(worker)
+            log.warning("an env worker is gone (%s): its %d groups are played again", error, len(worker.open))
+            if self._deaths >= MAX_DEATHS:
+                self._fail(worker, RolloutFailed(f"{self._deaths} env workers died in a row without finishing an episode: {error}"))
+                return
+        for opened in worker.open.values():
+            self._assign(opened)
+        try:
+            handle = await self._spawn()
+        except Exception as error:  # whatever keeps a new worker from starting ends the attempt
+            self._fail(worker, error)
+            return
+        self.replaced += 1
+        self._add(handle)
+
+    def _deliver(self, worker: _Worker, result: EpisodeResult) -> None:
+        self._deaths = 0
+        worker.episodes -= 1
+        opened = worker.open.get((result.key.stream, result.key.group, result.attempt))
+        if opened is None or result.key.member not in opened.task.members:
+            return  # the caller has given the task up
+        opened.results[result.key.member] = result
+        if not opened.missing and not opened.done.done():
+            opened.done.set_result([opened.results[member] for member in opened.task.members])
+
+    def _fail(self, worker: _Worker, error: BaseException) -> None:
+        self._failure = error
+        for opened in (*worker.open.values(), *self._waiting, *(o for w in self._workers for o in w.open.values())):
+            if not opened.done.done():
+                opened.done.set_exception(error)
+
+
+def _name(task: GroupTask) -> tuple[str, int, int]:
+    return task.stream, task.group, task.attempt

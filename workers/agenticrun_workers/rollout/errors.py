@@ -1,0 +1,22 @@
+"""What can go wrong in a way that the caller handles."""
+
+from __future__ import annotations
+
+
+class InvalidConfig(Exception):
+    """The run's YAML asks for something that can never work: it is not tried again.
+
+    `path` is the field, for example `spec.pipeline.envs[0].type`.
+    """
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(path, message)
+        self.path = path
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}"
+
+
+class RolloutFailed(Exception):
+    """Rollout cannot go on; another attempt may."""

@@ -1,0 +1,149 @@
+"""GenerationClient: sends requests of many episodes to the engines, with as few remote calls as possible.
+
+Requests made in one tick of the event loop travel in one call, and one long poll per engine brings back whatever has
+finished. A session stays on its engine, where its prefix is cached; a new one goes to the less loaded of two random engines.
+When an engine dies, its requests go to another one or wait for its replacement: the prompt holds all tokens so far, so
+nothing but the response under way is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray.exceptions
+
+from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.types import Generation, GenerationRequest
+
+log = logging.getLogger(__name__)
+
+
+class RequestRefused(Exception):
+    """An engine will never serve this request; the message is the engine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine actor sends back for one request: a generation, or why there is none."""
+
+    request_id: str
+    generation: Generation | None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    request: GenerationRequest
+    done: asyncio.Future[Generation]
+
+
+class _EngineLink:
+    """One engine as this client sees it."""
+
+    def __init__(self, engine_id: str, handle: Any) -> None:
+        self.engine_id = engine_id
+        self.handle = handle
+        self.in_flight: dict[str, _Waiting] = {}
+        self.outgoing: list[GenerationRequest] = []
+        self.reported_load = 0
+        self.collector: asyncio.Task[None] | None = None
+
+    @property
+    def load(self) -> int:
+        return max(self.reported_load, len(self.in_flight))
+
+
+class GenerationClient:
+    """`generate` for the agents of one env worker. `name` is unique among the clients of a run."""
+
+    def __init__(self, name: str, seed: int = 0) -> None:
+        self._name = name
+        self._random = random.Random(seed)
+        self._links: dict[str, _EngineLink] = {}
+        self._sessions: dict[str, str] = {}
+        self._unsent: list[_Waiting] = []
+        self._flush_planned = False
+
+    def set_engines(self, engines: Mapping[str, Any]) -> None:
+        """Use exactly these engine actors from now on. A new id under way serves what waited."""
+        for engine_id in set(self._links) - set(engines):
+            self._drop(self._links[engine_id])
+        for engine_id, handle in engines.items():
+            if engine_id not in self._links:
+                self._links[engine_id] = _EngineLink(engine_id, handle)
+        self._plan_flush()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one response. Raises `RequestRefused`."""
+        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        self._unsent.append(waiting)
+        self._plan_flush()
+        return await waiting.done
+
+    def end_session(self, session: str) -> None:
+        """The trajectory is over: forget which engine held its prefix."""
+        self._sessions.pop(session, None)
+
+    def _plan_flush(self) -> None:
+        if not self._flush_planned:
+            self._flush_planned = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_planned = False
+        if not self._links:
+            return  # set_engines flushes again
+        unsent, self._unsent = self._unsent, []
+        for waiting in unsent:
+            link = self._choose(waiting.request.session)
+            link.in_flight[waiting.request.request_id] = waiting
+            link.outgoing.append(waiting.request)
+        for link in list(self._links.values()):
+            if link.outgoing:
+                requests, link.outgoing = link.outgoing, []
+                link.handle.submit.remote(self._name, pack(requests))
+                if link.collector is None:
+                    link.collector = asyncio.create_task(self._collect(link), name=f"collect-{link.engine_id}")
+
+    def _choose(self, session: str) -> _EngineLink:
+        held = self._sessions.get(session)
+        if held in self._links:
+            return self._links[held]
+        candidates = self._random.sample(list(self._links.values()), k=min(2, len(self._links)))
+        link = min(candidates, key=lambda candidate: candidate.load)
+        self._sessions[session] = link.engine_id
+        return link
+
+    async def _collect(self, link: _EngineLink) -> None:
+        try:
+            while link.in_flight:
+                answers, link.reported_load = unpack(await link.handle.collect.remote(self._name))
+                for answer in answers:
+                    self._deliver(link, answer)
+            link.collector = None
+        except ray.exceptions.RayActorError as error:
+            log.warning("engine %s is gone (%s): its %d requests go on elsewhere", link.engine_id, error, len(link.in_flight))
+            if self._links.get(link.engine_id) is link:
+                self._drop(link)
+
+    def _drop(self, link: _EngineLink) -> None:
+        del self._links[link.engine_id]
+        if link.collector is not None and link.collector is not asyncio.current_task():
+            link.collector.cancel()
+        self._unsent += link.in_flight.values()
+        link.in_flight = {}
+        self._plan_flush()
+
+    def _deliver(self, link: _EngineLink, answer: Answer) -> None:
+        waiting = link.in_flight.pop(answer.request_id, None)
+        if waiting is None or waiting.done.done():
+            return
+        if answer.generation is None:
+            waiting.done.set_exception(RequestRefused(answer.error))
+        else:
+            waiting.done.set_result(answer.generation)
