@@ -31,6 +31,10 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 - apiGroups: [agenticrun.dev]
   resources: [agenticruns/status]
   verbs: [get, patch, update]
+# An ownerReference that blocks the owner's deletion needs this where OwnerReferencesPermissionEnforcement is on.
+- apiGroups: [agenticrun.dev]
+  resources: [agenticruns/finalizers]
+  verbs: [update]
 - apiGroups: [ray.io]
   resources: [rayclusters]
   verbs: [get, list, watch, create, patch, delete]

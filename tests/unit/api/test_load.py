@@ -1,0 +1,83 @@
+"""From YAML to a run: what the errors say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from agenticrun_api import InvalidRun, load_run, parse_run
+from runs import MINIMAL, REMOVE, Change, run_with
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+P = "spec.pipeline"
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ((f"{P}.algorithm.nmae", "grpo"), f"{P}.algorithm.nmae: unknown field"),
+        ((f"{P}.maxSteps", "many"), f"{P}.maxSteps: Input should be a valid integer"),
+        ((f"{P}.maxSteps", 0), f"{P}.maxSteps: Input should be greater than or equal to 1 (got 0)"),
+        ((f"{P}.maxSteps", REMOVE), f"{P}.maxSteps: Field required"),
+        ((f"{P}.algorithm.name", "gppo"), f"{P}.algorithm.name: Input should be 'grpo', 'rloo', 'dr_grpo' or 'reinforce' (got 'gppo')"),
+        ((f"{P}.envs", []), f"{P}.envs: List should have at least 1 item"),
+        ((f"{P}.envs", [{"tag": "Lake", "type": 7}]), f"{P}.envs[0].type: Input should be a valid string (got 7)"),
+        (("spec.roles.env.memory", "lots"), "spec.roles.env.memory: String should match pattern"),
+        (("spec.rayVersion", "nightly"), "spec.rayVersion: String should match pattern"),
+        (("metadata.name", "Lake"), "metadata.name: String should match pattern"),
+        (("kind", "RayJob"), "kind: Input should be 'AgenticRun' (got 'RayJob')"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_one_error_is_one_line_that_begins_with_the_path(change: Change, line: str) -> None:
+    with pytest.raises(InvalidRun) as caught:
+        parse_run(run_with(change))
+    (said,) = caught.value.errors
+    assert said.startswith(line)
+
+
+def test_all_errors_are_reported_at_once() -> None:
+    with pytest.raises(InvalidRun) as caught:
+        parse_run(run_with((f"{P}.maxSteps", 0), ("spec.roles.trainer.gpus", -1), ("spec.modle", {})))
+    assert {line.split(":")[0] for line in caught.value.errors} == {f"{P}.maxSteps", "spec.roles.trainer.gpus", "spec.modle"}
+
+
+def test_other_documents_in_the_file_are_ignored(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump_all([{"kind": "ConfigMap", "data": {}}, MINIMAL]))
+    assert load_run(file).metadata.name == "minimal"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("spec: [", "not YAML"),
+        ("kind: ConfigMap", "expected one document of kind AgenticRun, found 0"),
+        ("kind: AgenticRun\n---\nkind: AgenticRun", "expected one document of kind AgenticRun, found 2"),
+    ],
+)
+def test_a_file_without_one_run_says_so(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidRun) as caught:
+        load_run(file)
+    assert str(file) in str(caught.value)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_valid(example: Path) -> None:
+    load_run(example)
+
+
+def test_a_quantity_may_be_a_number_and_becomes_a_string() -> None:
+    assert parse_run(run_with(("spec.roles.env.cpus", 2))).spec.roles.env.cpus == "2"
+
+
+def test_the_document_for_the_pods_has_identity_and_spec_and_parses_again() -> None:
+    run = parse_run({**run_with(), "metadata": {"name": "lake", "namespace": "team", "uid": "u-1", "generation": 3, "labels": {"a": "b"}}})
+    document = run.document()
+    assert set(document) == {"apiVersion", "kind", "metadata", "spec"}
+    assert document["metadata"] == {"name": "lake", "namespace": "team", "uid": "u-1", "generation": 3}
+    assert parse_run(document).spec == run.spec

@@ -1,0 +1,93 @@
+"""Status and progress: to YAML and back, and what is refused from a run's own pods."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from agenticrun_api import AgenticRunStatus, ConditionType, InvalidRun, Phase, Progress, Reason
+from agenticrun_api.load import parse
+from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS
+from hypothesis import given
+from hypothesis import strategies as st
+
+TIMES = st.datetimes().map(lambda time: time.strftime("%Y-%m-%dT%H:%M:%SZ"))
+TEXT = st.text(max_size=256)
+COUNTS = st.integers(0, 10_000)
+
+
+def optional(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+CONDITIONS = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from([str(kind) for kind in ConditionType]),
+        "status": st.sampled_from(["True", "False", "Unknown"]),
+        "reason": st.sampled_from([str(reason) for reason in Reason]),
+        "message": st.text(max_size=1024),
+        "lastTransitionTime": TIMES,
+        "observedGeneration": COUNTS,
+    }
+)
+STATUSES = optional(
+    phase=st.sampled_from([str(phase) for phase in Phase]),
+    conditions=st.lists(CONDITIONS, max_size=5),
+    step=COUNTS,
+    progress=TEXT,
+    lastStepTime=TIMES,
+    metrics=st.lists(st.fixed_dictionaries({"name": st.text(max_size=96), "value": st.text(max_size=32)}), max_size=MAX_METRICS),
+    roles=st.lists(st.fixed_dictionaries({"name": st.just("env"), "desired": COUNTS, "ready": COUNTS, "gpus": COUNTS}), max_size=4),
+    job=st.fixed_dictionaries({"attempt": COUNTS, "submissionId": TEXT}),
+    checkpoint=st.fixed_dictionaries({"step": COUNTS, "uri": TEXT, "time": TIMES}),
+    restarts=COUNTS,
+    message=st.text(max_size=4096),
+)
+
+
+@given(STATUSES)
+def test_a_status_survives_yaml_and_back(document: dict[str, Any]) -> None:
+    status = parse(AgenticRunStatus, document)
+    written = json.loads(json.dumps(status.to_dict()))
+    assert parse(AgenticRunStatus, written) == status
+    assert {key: written[key] for key in document if key not in ("conditions", "roles", "job")} == {
+        key: value for key, value in document.items() if key not in ("conditions", "roles", "job")
+    }
+
+
+def test_only_succeeded_and_failed_are_finished() -> None:
+    assert {phase for phase in Phase if phase.finished} == {Phase.SUCCEEDED, Phase.FAILED}
+
+
+PROGRESS: dict[str, Any] = {
+    "runUid": "u-1",
+    "submissionId": "lake-u1-1",
+    "attempt": 1,
+    "sequence": 3,
+    "activity": "training",
+    "step": 2,
+    "maxSteps": 10,
+    "policyVersion": 2,
+    "time": "2026-01-01T00:00:00Z",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"reward": float("nan")}, "reward"),
+        ({"metrics": {"loss": float("inf")}}, "metrics.loss"),
+        ({"metrics": {"a" * (MAX_METRIC_NAME + 1): 1.0}}, "metrics."),
+        ({"metrics": {'x"} 1\nevil': 1.0}}, "metrics."),
+        ({"metrics": {f"m{i}": 1.0 for i in range(MAX_METRICS + 1)}}, "metrics"),
+        ({"step": -1}, "step"),
+        ({"extra": 1}, "extra"),
+        ({"final": {"outcome": "Great", "reason": "R", "message": "", "retryable": False, "time": "t"}}, "final.outcome"),
+    ],
+)
+def test_progress_that_is_out_of_bounds_is_refused(change: dict[str, Any], path: str) -> None:
+    parse(Progress, PROGRESS)
+    with pytest.raises(InvalidRun) as caught:
+        parse(Progress, {**PROGRESS, **change})
+    assert caught.value.errors[0].startswith(path)
