@@ -128,7 +128,7 @@ class AgenticRunSpec(Model):
     RULES = (
         *(
             _immutable(field, required=True)
-            for field in ("model", "roles", "pipeline", "rayVersion", "imagePullPolicy", "placement", "tracking")
+            for field in ("model", "roles", "pipeline", "rayVersion", "imagePullPolicy", "imagePullSecrets", "placement", "tracking")
         ),
         *(_immutable(field, required=False) for field in ("image", "code", "checkpoint")),
         Rule(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from agenticrun_api import AgenticRunSpec
 from agenticrun_api.crd import custom_resource_definition
 
@@ -68,7 +69,8 @@ def test_every_default_of_the_schema_is_the_models_own() -> None:
 def test_required_fields_are_those_that_no_default_can_guess() -> None:
     required = {f"{path}.{name}" for path, node in _nodes(SCHEMA["properties"]["spec"]) for name in node.get("required", ())}
     assert required == {
-        ".model", ".pipeline", ".code.configMap", ".pipeline.maxSteps", ".pipeline.rolloutBatchSize", ".pipeline.envs", ".pipeline.trainEnvs",
+        ".model", ".pipeline", ".code.configMap",
+        ".pipeline.maxSteps", ".pipeline.rolloutBatchSize", ".pipeline.envs", ".pipeline.trainEnvs",
         ".pipeline.envs[].tag", ".pipeline.envs[].type", ".pipeline.trainEnvs.groups", ".pipeline.trainEnvs.tags",
         ".pipeline.valEnvs.groups", ".pipeline.valEnvs.tags", ".pipeline.warmup.steps",
     }  # fmt: skip

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from agenticrun_api import InvalidRun, load_run, parse_run
 from runs import MINIMAL, REMOVE, Change, run_with
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from agenticrun_api import InvalidRun, parse_run
-from agenticrun_api.base import Model
 from hypothesis import given
 from hypothesis import strategies as st
+
+from agenticrun_api import InvalidRun, parse_run
+from agenticrun_api.base import Model
 from runs import MINIMAL, RULE_CASES, RuleCase, run_with
 
 

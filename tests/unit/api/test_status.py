@@ -6,11 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from agenticrun_api import AgenticRunStatus, ConditionType, InvalidRun, Phase, Progress, Reason
 from agenticrun_api.load import parse
 from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS
-from hypothesis import given
-from hypothesis import strategies as st
 
 TIMES = st.datetimes().map(lambda time: time.strftime("%Y-%m-%dT%H:%M:%SZ"))
 TEXT = st.text(max_size=256)

@@ -1,0 +1,129 @@
+"""docs/reference.md, generated from the API models: `python tools/docs/reference.py > docs/reference.md`.
+
+Each mapping of the spec becomes a section with a table: field, type, default, constraints, and the docstring under the field.
+The tables come from the CRD's schema, so they cannot say anything that the apiserver does not enforce.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from agenticrun_api import names
+from agenticrun_api.crd import COLUMNS, custom_resource_definition
+from agenticrun_api.status import ConditionType, Phase, Reason
+
+Schema = dict[str, Any]
+
+_BOUNDS = (
+    ("minimum", "≥ {}"),
+    ("maximum", "≤ {}"),
+    ("minItems", "at least {} items"),
+    ("maxItems", "at most {} items"),
+    ("maxProperties", "at most {} keys"),
+    ("minLength", "not empty"),
+    ("maxLength", "at most {} characters"),
+    ("pattern", "`{}`"),
+)
+
+_INTRODUCTION = f"""# Reference
+
+Generated from `crds/agenticrun_api` by `make generate`. Do not edit.
+
+`{names.API_VERSION}`, kind `{names.KIND}`, short name `{names.SHORT_NAME}`, namespaced. The name has at most {names.MAX_NAME_LENGTH} lower-case
+letters, digits and `-`, and begins with a letter. An unknown field is refused (`kubectl apply` validates strictly).
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    schema = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    parts = [_INTRODUCTION]
+    for part in ("spec", "status"):
+        for path, node in _mappings(part, schema["properties"][part]):
+            parts.append(_section(path, node))
+    parts += [_columns(), _vocabulary()]
+    return "\n".join(parts)
+
+
+def _mappings(path: str, node: Schema) -> Iterator[tuple[str, Schema]]:
+    """Every mapping with known fields, parents first."""
+    if "properties" not in node:
+        return
+    yield path, node
+    for name, child in node["properties"].items():
+        yield from _mappings(f"{path}.{name}", child)
+        yield from _mappings(f"{path}.{name}[]", child.get("items", {}))
+
+
+def _section(path: str, node: Schema) -> str:
+    lines = [f"## `{path}`", ""]
+    if description := node.get("description"):
+        lines += [description, ""]
+    required = set(node.get("required", ()))
+    lines += ["| field | type | default | constraints | meaning |", "|---|---|---|---|---|"]
+    for name, child in node["properties"].items():
+        cells = (f"`{name}`", _type(child), _default(child, name in required), _constraints(child), _meaning(child))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    rules = node.get("x-kubernetes-validations", ())
+    if rules:
+        lines += ["", "Rules:", "", *(f"- {rule['message']}" for rule in rules)]
+    return "\n".join([*lines, ""])
+
+
+def _type(node: Schema) -> str:
+    if node.get("x-kubernetes-int-or-string"):
+        return "quantity"
+    if "items" in node:
+        return f"list of {_type(node['items'])}"
+    if "properties" in node:
+        return "mapping"
+    if "additionalProperties" in node:
+        return f"map of {_type(node['additionalProperties'])}"
+    return "open mapping" if node.get("x-kubernetes-preserve-unknown-fields") else str(node["type"])
+
+
+def _default(node: Schema, required: bool) -> str:
+    if required:
+        return "**required**"
+    if "default" not in node:
+        return ""
+    return "below" if "properties" in node else f"`{json.dumps(node['default'])}`"
+
+
+def _constraints(node: Schema) -> str:
+    if "enum" in node:
+        return ", ".join(f"`{value}`" for value in node["enum"])
+    found = []
+    for key, text in _BOUNDS:
+        if key in node:
+            exclusive = node.get(f"exclusive{key.capitalize()}") is True
+            found.append(text.replace("≥", ">").replace("≤", "<").format(node[key]) if exclusive else text.format(node[key]))
+    return ", ".join(found)
+
+
+def _meaning(node: Schema) -> str:
+    return str(node.get("description", ""))
+
+
+def _columns() -> str:
+    lines = ["## Columns of `kubectl get agenticruns`", "", "| column | from | shown |", "|---|---|---|"]
+    lines += [f"| {name.upper()} | `{path}` | {'with `-o wide`' if priority else 'always'} |" for name, _, path, priority in COLUMNS]
+    return "\n".join([*lines, ""])
+
+
+def _vocabulary() -> str:
+    lines = ["## Words of the status", ""]
+    for title, words in (("Phases", Phase), ("Conditions", ConditionType), ("Reasons", Reason)):
+        lines.append(f"- {title}: " + ", ".join(f"`{word}`" for word in words))
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    sys.stdout.write(reference())
+
+
+if __name__ == "__main__":
+    main()
