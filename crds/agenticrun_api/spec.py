@@ -26,7 +26,7 @@ class InitializeModel(Model):
         ),
     )
 
-    architecture: Literal["qwen2", "llama"] = "qwen2"
+    architecture: Literal["llama", "qwen3"] = "llama"
     hidden_size: Annotated[int, Field(ge=8, le=8192)] = 128
     layers: Annotated[int, Field(ge=1, le=128)] = 2
     heads: Annotated[int, Field(ge=1, le=128)] = 4
