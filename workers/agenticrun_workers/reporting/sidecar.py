@@ -1,0 +1,110 @@
+"""The reporter: a small HTTP server in the head pod that outlives the driver and its attempts.
+
+The driver posts snapshots to it on localhost and learns from the answers what it has been asked for; the operator reads them
+and asks for a stop or a checkpoint. Everything but the probe needs the reporter's token.
+
+Run it with `python -m agenticrun_workers.reporting.sidecar`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from agenticrun_api import Progress
+from agenticrun_api.names import REPORTER_PORT, REPORTER_TOKEN_FILE, TOKEN_HEADER, WORK_DIR
+from agenticrun_api.progress import MAX_PROGRESS_BYTES
+from agenticrun_workers.reporting.exposition import exposition
+from agenticrun_workers.reporting.state import ReporterState, StateFile
+
+log = logging.getLogger(__name__)
+
+STATE_FILE = Path(WORK_DIR) / "reporter" / "state.json"
+
+
+class Reporter:
+    """The handlers over one `ReporterState`."""
+
+    def __init__(self, token: str, file: StateFile) -> None:
+        self._bearer = f"Bearer {token}".encode()
+        self._file = file
+        self._state = file.read()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_PROGRESS_BYTES, middlewares=[self._authorize])
+        app.add_routes(
+            [
+                web.get("/healthz", self._healthz),
+                web.get("/progress", self._get_progress),
+                web.post("/progress", self._post_progress),
+                web.get("/metrics", self._metrics),
+                web.post("/stop", self._stop),
+                web.post("/checkpoint", self._checkpoint),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _authorize(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        given = request.headers.get(TOKEN_HEADER, "").encode(errors="replace")
+        if request.path != "/healthz" and not hmac.compare_digest(given, self._bearer):
+            raise web.HTTPUnauthorized(text=f"{TOKEN_HEADER}: Bearer <token> is missing or wrong")
+        return await handler(request)
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def _get_progress(self, _: web.Request) -> web.Response:
+        progress = self._state.progress
+        if progress is None:
+            return web.Response(status=204)
+        return _json(progress.model_dump_json(by_alias=True, exclude_none=True))
+
+    async def _post_progress(self, request: web.Request) -> web.Response:
+        try:
+            progress = Progress.model_validate_json(await request.read())
+        except ValidationError as error:
+            raise web.HTTPUnprocessableEntity(text=str(error)) from error
+        self._become(self._state.with_progress(progress))
+        return _json(self._state.commands.model_dump_json(by_alias=True))
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=exposition(self._state.progress), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _stop(self, _: web.Request) -> web.Response:
+        self._become(self._state.asked_to_stop())
+        return _json(self._state.commands.model_dump_json(by_alias=True))
+
+    async def _checkpoint(self, _: web.Request) -> web.Response:
+        self._become(self._state.asked_for_checkpoint())
+        return _json(self._state.commands.model_dump_json(by_alias=True))
+
+    def _become(self, state: ReporterState) -> None:
+        if state is not self._state:
+            self._file.write(state)
+            self._state = state
+
+
+def _json(text: str) -> web.Response:
+    return web.Response(text=text, content_type="application/json")
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    token = Path(os.environ.get("AGENTICRUN_REPORTER_TOKEN_FILE", REPORTER_TOKEN_FILE)).read_text().strip()
+    if not token:
+        raise SystemExit("the reporter's token file is empty")
+    file = StateFile(Path(os.environ.get("AGENTICRUN_REPORTER_STATE_FILE", STATE_FILE)))
+    port = int(os.environ.get("AGENTICRUN_REPORTER_PORT", REPORTER_PORT))
+    web.run_app(Reporter(token, file).app(), port=port, access_log=None, print=None)
+
+
+if __name__ == "__main__":
+    main()
