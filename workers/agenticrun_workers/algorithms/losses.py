@@ -93,9 +93,3 @@ class StepTotals:
     """Sum of the token weights."""
     sequences: float
     """Sequences with at least one token of weight above 0."""
-
-
-def entropy(logits_NV: Tensor) -> Tensor:
-    """Entropy of softmax(logits) in nats, [N]."""
-    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    return -(logprobs_NV.exp() * logprobs_NV).sum(-1)
