@@ -18,7 +18,11 @@ def write(target: Path, reference: str, files: Mapping[str, Path], entrypoint: l
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},
     }
     manifest = [{"Config": "config.json", "RepoTags": [reference], "Layers": ["layer.tar"]}]
-    parts = {"manifest.json": json.dumps(manifest).encode(), "config.json": json.dumps(config).encode(), "layer.tar": layer}
+    parts = {
+        "manifest.json": json.dumps(manifest).encode(),
+        "config.json": json.dumps(config).encode(),
+        "layer.tar": layer,
+    }
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(".partial")
     partial.write_bytes(_tar(parts, mode=0o644))

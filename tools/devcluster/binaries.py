@@ -4,25 +4,24 @@ A program's folder in the cache carries a hash of its module's files and build f
 folder, an unchanged one is never built again.
 """
 
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 import subprocess
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from devcluster.console import progress, say
 from devcluster.errors import CommandFailed, DevclusterError
+from devcluster.locking import exclusive
 from devcluster.settings import HELM_VERSION, KUBERNETES_VERSION, Settings
 from devcluster.shell import run
 
 MINIMUM_GO = (1, 25)
 _KEY_CHARACTERS = 12
+_FOR_PEOPLE = ("kubectl", "helm")
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ PROGRAMS: tuple[GoProgram, ...] = (
     GoProgram("registry", 20),
     GoProgram("volumes", 15),
     GoProgram("fakegpu", 5),
+    GoProgram("imagectl", 5),
     GoProgram("pause", 1),
 )
 
@@ -112,19 +112,15 @@ class Binaries:
         """A folder for PATH with kubectl and helm."""
         return self._root / "current"
 
-    def missing(self) -> list[GoProgram]:
-        """Programs that have to be built."""
-        return [program for program in PROGRAMS if not self.folder(program).is_dir()]
-
-    def build(self) -> None:
+    def build(self, programs: Sequence[GoProgram] = PROGRAMS) -> None:
         """Builds what is missing, one program at a time (the compiler uses every core by itself).
 
         Raises:
             DevclusterError: no usable Go, or a build failed.
         """
         self._root.mkdir(parents=True, exist_ok=True)
-        with _locked(self._root / "lock"):
-            missing = self.missing()
+        with exclusive(self._root / "lock"):
+            missing = [program for program in programs if not self.folder(program).is_dir()]
             if missing:
                 go = find_go()
                 total = sum(program.typical_seconds for program in missing)
@@ -141,9 +137,25 @@ class Binaries:
         log = self._logs / f"build-{program.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         linker = " ".join(["-s", "-w", *(f"-X {variable}" for variable in program.variables)])
-        argv = ["nice", "-n", "5", go, "build", "-v", "-trimpath", "-ldflags", linker, "-o", str(partial / program.name), program.package]
+        argv = [
+            "nice",
+            "-n",
+            "5",
+            go,
+            "build",
+            "-v",
+            "-trimpath",
+            "-ldflags",
+            linker,
+            "-o",
+            str(partial / program.name),
+            program.package,
+        ]
         packages = _LineCounter()
-        with progress(f"{title} (about {program.typical_seconds} s)", lambda: f"({packages.count} packages compiled)"), log.open("w") as sink:
+        with (
+            progress(f"{title} (about {program.typical_seconds} s)", lambda: f"({packages.count} packages compiled)"),
+            log.open("w") as sink,
+        ):
             process = subprocess.Popen(argv, cwd=source, env=_go_environment(), stderr=subprocess.PIPE, text=True)
             assert process.stderr is not None
             for line in process.stderr:
@@ -163,11 +175,12 @@ class Binaries:
 
     def _link_current(self) -> None:
         self.current.mkdir(exist_ok=True)
-        paths = self.paths()
-        for name in ("kubectl", "helm"):
+        for name, path in self.paths().items():
+            if name not in _FOR_PEOPLE or not path.exists():
+                continue
             partial = self.current / f".{name}"
             partial.unlink(missing_ok=True)
-            partial.symlink_to(paths[name])
+            partial.symlink_to(path)
             partial.replace(self.current / name)
 
 
@@ -201,10 +214,3 @@ def recent_enough(version: str) -> bool:
 
 def _go_environment() -> dict[str, str]:
     return {**os.environ, "GOFLAGS": "-mod=readonly -buildvcs=false", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"}
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -1,36 +1,83 @@
-"""The command line."""
+"""The command line: what people and the Makefile call.
+
+stdout carries only what a caller reads (a path, JSON, exports); progress goes to stderr.
+"""
 
 import argparse
+import json
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from devcluster.binaries import Binaries
+from devcluster.clusters import Cluster, choose
+from devcluster.console import say
 from devcluster.errors import DevclusterError, NoClusterPossible
-from devcluster.node import Node
-from devcluster.prerequisites import install_packages, require_host
 from devcluster.settings import Settings
+
+_EXIT_FAILED = 1
+_EXIT_DOWN = 1
+_EXIT_IMPOSSIBLE = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0 done, 1 failed, 2 wrong usage, 3 no cluster can be had here."""
-    parser = argparse.ArgumentParser(prog="devcluster", description=__doc__)
-    parser.add_argument("command")
-    parser.add_argument("--purge", action="store_true")
-    options = parser.parse_args(arguments)
+    """Runs one command.
+
+    Returns:
+        0 done; 1 failed, or `status` of a cluster that is not up; 2 wrong usage; 3 no cluster can be had on this machine.
+    """
+    options = _parser().parse_args(arguments)
     settings = Settings.from_environment()
-    node = Node(settings, Binaries(settings))
     try:
-        if options.command == "up":
-            require_host()
-            install_packages(settings)
+        if options.command == "build":
             Binaries(settings).build()
-            node.up()
-        elif options.command == "down":
-            node.down(purge=options.purge)
+            return 0
+        return _run(options, settings, choose(settings))
     except NoClusterPossible as error:
         print(error, file=sys.stderr)
-        return 3
+        return _EXIT_IMPOSSIBLE
     except DevclusterError as error:
         print(f"devcluster: {error}", file=sys.stderr)
-        return 1
+        return _EXIT_FAILED
+
+
+def _run(options: argparse.Namespace, settings: Settings, cluster: Cluster) -> int:
+    match options.command:
+        case "up":
+            cluster.up()
+            say(f'up: {cluster.name}; for kubectl and helm:  eval "$(python3 tools/devcluster env)"')
+        case "down":
+            cluster.down(purge=options.purge)
+            say("down")
+        case "status":
+            problems = cluster.problems()
+            print(f"{cluster.name}: {'; '.join(problems) or 'up'}")
+            return _EXIT_DOWN if problems else 0
+        case "kubeconfig":
+            print(cluster.kubeconfig())
+        case "env":
+            print(f"export KUBECONFIG={shlex.quote(str(cluster.kubeconfig()))}")
+            print(f'export PATH={shlex.quote(str(Binaries(settings).current))}:"$PATH"')
+        case "images":
+            print(json.dumps(cluster.publish(options.name)))
+        case "load":
+            cluster.load(options.archive)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="devcluster", description="A real Kubernetes with KubeRay for tests and the demo.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("up", help="bring the cluster up, or do nothing when it is")
+    down = commands.add_parser("down", help="remove the cluster; built programs and images stay")
+    down.add_argument("--purge", action="store_true", help="remove the cache too")
+    commands.add_parser("status", help="say whether the cluster is up, and if not why; exit code 0 or 1")
+    commands.add_parser("kubeconfig", help="print the path of the cluster's kubeconfig")
+    commands.add_parser("env", help="print shell exports of KUBECONFIG and of a PATH with kubectl and helm")
+    commands.add_parser("build", help="build the cluster's programs (part of `up`)")
+    images = commands.add_parser("images", help="build changed images, make them available, print their references as JSON")
+    images.add_argument("name", nargs="?", default="", choices=("", "operator", "worker"), help="only this one")
+    load = commands.add_parser("load", help="load a docker-archive or oci-archive into the cluster")
+    load.add_argument("archive", type=Path)
+    return parser

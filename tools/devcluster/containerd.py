@@ -1,5 +1,6 @@
 """Talking to our containerd through its own command line."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from devcluster.settings import Settings
@@ -9,9 +10,9 @@ from devcluster.shell import run, succeeds
 class Containerd:
     """The node's container runtime; every call is in the namespace that the kubelet uses."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Nothing is started here."""
-        self._settings = settings
+    def __init__(self, settings: Settings, imagectl: Path) -> None:
+        """Starts nothing. `imagectl`: our CRI client."""
+        self._cri: list[str | Path] = [imagectl, settings.containerd_socket]
         self._ctr: list[str | Path] = ["ctr", "--address", settings.containerd_socket, "--namespace", "k8s.io"]
 
     def answers(self) -> bool:
@@ -30,10 +31,14 @@ class Containerd:
         """Gives an image a second name."""
         run([*self._ctr, "images", "tag", "--force", reference, name])
 
-    def remove_images(self, references: set[str]) -> None:
-        """Removes images by name; layers that nobody needs are dropped."""
-        if references:
-            run([*self._ctr, "images", "remove", *sorted(references)])
+    def pull(self, reference: str) -> None:
+        """Pulls an image and unpacks it."""
+        run([*self._cri, "pull", reference])
+
+    def remove_images(self, references: Iterable[str]) -> None:
+        """Removes images with all their names; layers that nobody needs are dropped."""
+        if references := sorted(references):
+            run([*self._cri, "remove", *references])
 
     def remove_containers(self) -> bool:
         """Kills every task and removes every container and its writable layer; images stay. Says whether there were any."""

@@ -5,6 +5,7 @@ outlive the machine's uptime: after a restart its state is dropped and `up` make
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from devcluster import archive, cgroups, configs, network, pki
-from devcluster.binaries import PROGRAMS, Binaries
+from devcluster.binaries import Binaries
 from devcluster.components import Components
 from devcluster.console import say
 from devcluster.containerd import Containerd
@@ -30,7 +31,14 @@ _MANIFESTS = Path(__file__).parent / "manifests"
 # Places compiled into the components, which no flag moves: `down` removes those that were not there before.
 _FIXED_PATHS = tuple(
     Path(path)
-    for path in ("/var/lib/kubelet", "/run/containerd", "/var/lib/cni", "/var/log/containers", "/run/xtables.lock", "/run/netns")
+    for path in (
+        "/var/lib/kubelet",
+        "/run/containerd",
+        "/var/lib/cni",
+        "/var/log/containers",
+        "/run/xtables.lock",
+        "/run/netns",
+    )
 )
 # What the kubelet sets for the whole machine.
 _SYSCTLS = ("vm.overcommit_memory", "kernel.panic", "kernel.panic_on_oops")
@@ -42,11 +50,11 @@ class Node:
     """The one-node cluster of this machine."""
 
     def __init__(self, settings: Settings, binaries: Binaries) -> None:
-        """Starts nothing."""
+        """Starts nothing. `containerd` is open to those who bring images."""
         self._settings = settings
         self._binaries = binaries
         self._processes = ProcessTable(settings.state / "processes", settings.logs, settings.netns_path)
-        self._containerd = Containerd(settings)
+        self.containerd = Containerd(settings, binaries.paths()["imagectl"])
         self._kubectl = Kubectl(binaries.paths()["kubectl"], settings.kubeconfig)
         self._components = Components(settings, binaries.paths(), configs.cni_plugin_folder())
 
@@ -94,7 +102,7 @@ class Node:
         others = [name for name in self._processes.names() if name not in _NEEDS_CONTAINERS_GONE]
         self._processes.stop(others, grace_seconds=2)
         if self._processes.alive("containerd"):
-            self._containerd.remove_containers()  # while it can still say which there are
+            self.containerd.remove_containers()  # while it can still say which there are
         self._processes.stop(self._processes.names(), grace_seconds=3)
         self._kill_shims()
         self._unmount()
@@ -111,7 +119,11 @@ class Node:
         """One line per thing that keeps the cluster from being usable; empty when it is up."""
         if not self._processes.names():
             return ["down"]
-        found = [f"{name} is not running (log: {self._processes.log(name)})" for name in self._processes.names() if not self._processes.alive(name)]
+        found = [
+            f"{name} is not running (log: {self._processes.log(name)})"
+            for name in self._processes.names()
+            if not self._processes.alive(name)
+        ]
         if not self._kubectl.ok("get", "--raw", "/readyz"):
             return [*found, "the apiserver does not answer"]
         if not self._node_ready():
@@ -136,7 +148,13 @@ class Node:
             write_if_changed(before, json.dumps({"boot": _boot_id(), "absent": absent, "sysctls": sysctls}))
 
     def _start_control_plane(self) -> None:
-        self._processes.start(self._components.registry())
+        registry = self._components.registry()
+        if not self._processes.alive(registry.name) and (self._settings.cache / "registry").exists():
+            # Only a stopped registry may drop the layers of images that were deleted.
+            for path, content in registry.files.items():
+                write_if_changed(path, content)
+            run([registry.argv[0], "garbage-collect", "--delete-untagged", *registry.files])
+        self._processes.start(registry)
         self._processes.start(self._components.etcd())
         self._processes.start(self._components.apiserver())
 
@@ -144,15 +162,18 @@ class Node:
         """containerd, without containers of an earlier life, with the images that pods need from the first second."""
         spec = self._components.containerd()
         self._processes.start(spec)
-        self._wait(spec.name, 60, self._containerd.answers)
-        if first_start and self._containerd.remove_containers():
+        self._wait(spec.name, 60, self.containerd.answers)
+        if first_start and self.containerd.remove_containers():
             # Its CRI part has read them already; it forgets them only by a restart.
             self._processes.stop([spec.name])
             self._processes.start(spec)
-            self._wait(spec.name, 60, self._containerd.answers)
-        present = self._containerd.images()
+            self._wait(spec.name, 60, self.containerd.answers)
+        present = self.containerd.images()
         paths = self._binaries.paths()
-        static = {configs.PAUSE_IMAGE: ("/pause", paths["pause"]), KUBERAY_IMAGE: ("/manager", paths["kuberay-operator"])}
+        static = {
+            configs.PAUSE_IMAGE: ("/pause", paths["pause"]),
+            KUBERAY_IMAGE: ("/manager", paths["kuberay-operator"]),
+        }
         for reference, (name, program) in static.items():
             # The tag alone does not tell whether the image holds this build of the program.
             mark = f"{reference}-{program.parent.name}"
@@ -161,26 +182,37 @@ class Node:
             image = self._settings.cache / "images" / f"{program.parent.name}.tar"
             if not image.exists():
                 archive.write(image, reference, {name: program}, [name])
-            self._containerd.load(image)
-            self._containerd.tag(reference, mark)
+            self.containerd.load(image)
+            self.containerd.tag(reference, mark)
         say("containerd is ready")
 
     def _install_base(self) -> None:
         """RBAC and StorageClass, then KubeRay: its CRDs are 4 MB of YAML, so this goes beside the node's start."""
+        applied = self._settings.etc / f"applied-{self._manifests_key()}"
+        if applied.exists():
+            return
         self._kubectl.apply(_MANIFESTS / "base.yaml")
         overlay = self._settings.etc / "kuberay"
         shutil.copytree(_MANIFESTS / "kuberay", overlay, dirs_exist_ok=True)
         config = self._binaries.paths()["kuberay-operator"].parent / "config"
         shutil.copytree(config, overlay / "config", dirs_exist_ok=True)
         self._kubectl.apply(overlay, kustomization=True)
+        applied.touch()
+
+    def _manifests_key(self) -> str:
+        """Changes when something has to be applied anew."""
+        digest = hashlib.sha256(self._binaries.paths()["kuberay-operator"].parent.name.encode())
+        for path in sorted(path for path in _MANIFESTS.rglob("*") if path.is_file()):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:12]
 
     def _node_ready(self) -> bool:
         """Ready, with its GPUs in place."""
         name = self._settings.node_name
         if not self._kubectl.ok("wait", "--for=condition=Ready", f"node/{name}", "--timeout=1s"):
             return False
-        allocatable = self._kubectl.get("node", name)["status"]["allocatable"]
-        return allocatable.get("nvidia.com/gpu") == str(self._settings.fake_gpus)
+        gpus: str | None = self._kubectl.get("node", name)["status"]["allocatable"].get("nvidia.com/gpu")
+        return gpus == str(self._settings.fake_gpus)
 
     def _wait(self, component: str, seconds: float, condition: Callable[[], bool]) -> None:
         """Waits, and gives up at once when the component is dead."""

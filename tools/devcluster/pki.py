@@ -85,10 +85,8 @@ def create(settings: Settings) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     _key(folder / "ca.key")
-    run(
-        ["openssl", "req", "-x509", "-new", "-key", folder / "ca.key", "-subj", f"/CN={settings.name}-ca"]
-        + ["-days", _DAYS, "-out", folder / "ca.crt"]
-    )
+    subject = f"/CN={settings.name}-ca"
+    run(["openssl", "req", "-x509", "-new", "-key", folder / "ca.key", "-subj", subject, "-days", _DAYS, "-out", folder / "ca.crt"])
     _key(folder / "service-accounts.key")
     run(["openssl", "ec", "-in", folder / "service-accounts.key", "-pubout", "-out", folder / "service-accounts.pub"])
     with ThreadPoolExecutor() as pool:
@@ -115,10 +113,8 @@ def _issue(settings: Settings, certificate: Certificate) -> None:
     run(["openssl", "req", "-new", "-key", key, "-subj", certificate.subject, "-out", request])
     # A random serial each: a shared serial file would be a race between threads.
     serial = "0x" + run(["openssl", "rand", "-hex", "16"]).strip()
-    run(
-        ["openssl", "x509", "-req", "-in", request, "-CA", folder / "ca.crt", "-CAkey", folder / "ca.key"]
-        + ["-set_serial", serial, "-days", _DAYS, "-extfile", extensions, "-out", signed]
-    )
+    signing = ["openssl", "x509", "-req", "-in", str(request), "-out", str(signed), "-days", _DAYS, "-set_serial", serial]
+    run([*signing, "-extfile", extensions, "-CA", folder / "ca.crt", "-CAkey", folder / "ca.key"])
     request.unlink()
     extensions.unlink()
     authority = (folder / "ca.crt").read_bytes()

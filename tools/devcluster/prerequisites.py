@@ -11,7 +11,7 @@ from devcluster.errors import DevclusterError, NoClusterPossible
 from devcluster.settings import Settings
 from devcluster.shell import run
 
-# A file that each package brings, and the package. Names in angle brackets stand for commands on PATH.
+# A command that each package brings, and the package.
 PACKAGES: Mapping[str, str] = {
     "etcd": "etcd-server",
     "containerd": "containerd",
@@ -55,7 +55,7 @@ def require_host() -> None:
     refusal = host_refusal()
     if refusal is not None:
         raise NoClusterPossible(
-            f"no Kubernetes can be brought up here: no CONTEXT= given, no working Docker with kind, and no single node on this host ({refusal})"
+            f"no Kubernetes can be had here: no CONTEXT= given, no Docker with kind, and no single node on this host ({refusal})"
         )
 
 

@@ -38,7 +38,14 @@ def run(
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as sink:
             done = subprocess.run(
-                words, input=stdin, cwd=cwd, env=environment, text=True, stdout=sink, stderr=subprocess.STDOUT, check=False
+                words,
+                input=stdin,
+                cwd=cwd,
+                env=environment,
+                text=True,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                check=False,
             )
         output, shown = "", "" if done.returncode == 0 else f"{log}:\n{log.read_text(errors='replace')}"
     if done.returncode != 0:

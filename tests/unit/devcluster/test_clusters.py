@@ -1,0 +1,112 @@
+"""Which cluster a machine gets, and what is said when it gets none."""
+
+import json
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from devcluster import archive, clusters, prerequisites
+from devcluster.clusters import ContextCluster, HostCluster, KindCluster, choose
+from devcluster.errors import DevclusterError, NoClusterPossible
+from devcluster.node import mounts_below
+from devcluster.settings import Settings
+from devcluster.shell import wait_until, write_if_changed
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine without Docker where we are root."""
+    monkeypatch.setattr(clusters.shutil, "which", lambda name: None)
+    monkeypatch.setattr(prerequisites, "host_refusal", lambda: None)
+    return monkeypatch
+
+
+def with_kind(machine: pytest.MonkeyPatch, *, docker_answers: bool) -> None:
+    """Puts kind on PATH."""
+    machine.setattr(clusters.shutil, "which", lambda name: f"/usr/bin/{name}")
+    machine.setattr(clusters, "succeeds", lambda argv: docker_answers)
+
+
+def test_a_named_context_comes_first(settings: Settings, machine: pytest.MonkeyPatch) -> None:
+    with_kind(machine, docker_answers=True)
+    assert isinstance(choose(replace(settings, context="lab")), ContextCluster)
+
+
+def test_kind_comes_before_the_host_where_docker_answers(settings: Settings, machine: pytest.MonkeyPatch) -> None:
+    with_kind(machine, docker_answers=True)
+    assert isinstance(choose(settings), KindCluster)
+
+
+def test_docker_that_does_not_answer_is_no_docker(settings: Settings, machine: pytest.MonkeyPatch) -> None:
+    with_kind(machine, docker_answers=False)
+    assert isinstance(choose(settings), HostCluster)
+
+
+def test_a_host_cluster_that_exists_stays_the_choice_when_docker_appears(settings: Settings, machine: pytest.MonkeyPatch) -> None:
+    settings.state.mkdir()
+    with_kind(machine, docker_answers=True)
+    assert isinstance(choose(settings), HostCluster)
+
+
+def test_where_none_is_possible_one_line_says_why(settings: Settings, machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(prerequisites, "host_refusal", lambda: "not root")
+    with pytest.raises(NoClusterPossible, match="not root") as caught:
+        choose(settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_command_line_ends_with_3_where_no_cluster_is_possible(machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from devcluster.cli import main
+
+    machine.delenv("CONTEXT", raising=False)
+    machine.setenv("AGENTICRUN_DEVCLUSTER_STATE", "/nonexistent")
+    machine.setattr(prerequisites, "host_refusal", lambda: "not root")
+    assert main(["up"]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_settings_come_from_the_environment() -> None:
+    settings = Settings.from_environment(
+        {"HOME": "/home/x", "AGENTICRUN_CACHE": "/cache", "AGENTICRUN_DEVCLUSTER_STATE": "/state", "CONTEXT": "lab", "IMAGE_REGISTRY": "r/"}
+    )
+    assert (settings.cache, settings.state, settings.context, settings.image_registry) == (Path("/cache"), Path("/state"), "lab", "r")
+    assert Settings.from_environment({"HOME": "/home/x"}).cache == Path("/home/x/.cache/agenticrun")
+
+
+def test_the_repository_is_found_from_the_tools_place() -> None:
+    assert (Settings.from_environment({}).repository / "images" / "worker" / "Dockerfile").is_file()
+
+
+def test_only_mounts_below_the_folder_are_ours(tmp_path: Path) -> None:
+    table = tmp_path / "mounts"
+    table.write_text("a /state/x ext4\nb /state ext4\nc /state-other/y ext4\nd /state/with\\040space ext4\n")
+    assert mounts_below(Path("/state"), table) == ["/state/x", "/state/with space"]
+
+
+def test_a_file_is_rewritten_only_when_it_changes(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "file"
+    assert write_if_changed(path, "a")
+    stamp = path.stat().st_mtime_ns
+    assert not write_if_changed(path, "a")
+    assert path.stat().st_mtime_ns == stamp
+    assert write_if_changed(path, "b")
+
+
+def test_waiting_ends_with_what_was_waited_for() -> None:
+    with pytest.raises(DevclusterError, match="the moon"):
+        wait_until(lambda: False, 0, "the moon")
+
+
+def test_static_image_holds_its_program_as_an_executable(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_bytes(b"ELF")
+    target = tmp_path / "image.tar"
+    archive.write(target, "localhost/x:1", {"/manager": program}, ["/manager"])
+    with tarfile.open(target) as image:
+        manifest = json.load(image.extractfile("manifest.json") or pytest.fail("no manifest"))
+        assert manifest[0]["RepoTags"] == ["localhost/x:1"]
+        layer = image.extractfile(manifest[0]["Layers"][0])
+        with tarfile.open(fileobj=layer) as files:
+            assert files.getmember("manager").mode == 0o755

@@ -1,0 +1,71 @@
+"""Image tags follow the content: a code change rolls out, nothing else does."""
+
+from pathlib import Path
+
+import pytest
+
+from devcluster.recipes import RECIPES, Recipe
+
+_RECIPE = Recipe("worker", ("images/worker", "code"))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small source tree."""
+    for name, content in {"images/worker/Dockerfile": "FROM x", "code/a.py": "a = 1", "code/sub/b.py": "b = 1", "docs/x.md": "x"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    return tmp_path
+
+
+def test_same_content_same_tag(tree: Path) -> None:
+    assert _RECIPE.tag(tree, "base") == _RECIPE.tag(tree, "base")
+
+
+def test_tag_is_a_valid_image_tag(tree: Path) -> None:
+    assert _RECIPE.tag(tree, "base").startswith("dev-")
+    assert len(_RECIPE.tag(tree, "base")) == 16
+
+
+@pytest.mark.parametrize("name", ["code/a.py", "code/sub/b.py", "images/worker/Dockerfile"])
+def test_a_changed_input_changes_the_tag(tree: Path, name: str) -> None:
+    before = _RECIPE.tag(tree, "base")
+    (tree / name).write_text("changed")
+    assert _RECIPE.tag(tree, "base") != before
+
+
+def test_a_renamed_input_changes_the_tag(tree: Path) -> None:
+    before = _RECIPE.tag(tree, "base")
+    (tree / "code/a.py").rename(tree / "code/c.py")
+    assert _RECIPE.tag(tree, "base") != before
+
+
+def test_an_executable_bit_changes_the_tag(tree: Path) -> None:
+    before = _RECIPE.tag(tree, "base")
+    (tree / "code/a.py").chmod(0o755)
+    assert _RECIPE.tag(tree, "base") != before
+
+
+def test_another_base_changes_the_tag(tree: Path) -> None:
+    assert _RECIPE.tag(tree, "base") != _RECIPE.tag(tree, "other")
+
+
+def test_bytecode_and_files_outside_the_inputs_do_not_change_the_tag(tree: Path) -> None:
+    before = _RECIPE.tag(tree, "base")
+    (tree / "code/__pycache__").mkdir()
+    (tree / "code/__pycache__/a.pyc").write_text("bytecode")
+    (tree / "docs/x.md").write_text("changed")
+    assert _RECIPE.tag(tree, "base") == before
+
+
+def test_inputs_of_the_real_recipes_exist_and_cover_what_the_dockerfiles_copy() -> None:
+    root = Path(__file__).resolve().parents[3]
+    for recipe in RECIPES:
+        assert [name for name in recipe.inputs if not (root / name).exists()] == []
+        copies = [
+            name for line in (root / recipe.dockerfile).read_text().splitlines() if line.startswith("COPY ") for name in line.split()[1:-1]
+        ]
+        uncovered = [copy for copy in copies if not any(copy == name or copy.startswith(f"{name}/") for name in recipe.inputs)]
+        assert uncovered == []
+        allowed = [line[1:] for line in (root / f"{recipe.dockerfile}.dockerignore").read_text().splitlines() if line.startswith("!")]
+        assert sorted(allowed) == sorted(copies)

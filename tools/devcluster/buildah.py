@@ -1,0 +1,96 @@
+"""Building images from Dockerfiles without Docker, on a Debian base made on the spot."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+from devcluster.console import progress
+from devcluster.recipes import Recipe
+from devcluster.settings import Settings
+from devcluster.shell import run, succeeds
+
+_DEBIAN = "bookworm"
+_BASE_PACKAGES = "ca-certificates,python3,python3-venv"
+# Documentation and package lists: half of the base.
+_NOT_NEEDED = ("usr/share/doc", "usr/share/locale", "usr/share/man", "var/cache/apt", "var/lib/apt/lists")
+_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+_CERTIFICATES_IN_BUILD = "/run/build-certificates.crt"
+
+
+class Buildah:
+    """Buildah with a store of its own in the cache, so that layers survive between builds and nobody else's are touched."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Starts nothing."""
+        self._settings = settings
+        store = settings.cache / "buildah"
+        # Its temporary files and the cache mounts of RUN lines follow TMPDIR.
+        self._environment = {"TMPDIR": str(store / "tmp")}
+        self._argv = [
+            "buildah",
+            "--root",
+            f"{store}/storage",
+            "--runroot",
+            f"{store}/run",
+            "--storage-driver",
+            "overlay",
+        ]
+        (store / "tmp").mkdir(parents=True, exist_ok=True)
+
+    @property
+    def base(self) -> str:
+        """Name of the base image; it carries a hash of what it is made of."""
+        key = hashlib.sha256(f"{_DEBIAN} {_BASE_PACKAGES} {_NOT_NEEDED}".encode()).hexdigest()[:8]
+        return f"localhost/agenticrun/debian:{_DEBIAN}-{key}"
+
+    def has(self, image: str) -> bool:
+        """Whether the store has the image."""
+        return succeeds([*self._argv, "inspect", "--type", "image", image])
+
+    def make_base(self) -> None:
+        """Debian with Python from the distribution's archive, unless it is there; about a minute."""
+        if self.has(self.base):
+            return
+        root = self._settings.cache / "debian"
+        shutil.rmtree(root, ignore_errors=True)
+        with progress(f"Debian {_DEBIAN} base image (about 60 s)"):
+            log = self._settings.cache / "log" / "debootstrap.log"
+            run(["debootstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}", _DEBIAN, root], log=log)
+            for name in _NOT_NEEDED:
+                shutil.rmtree(root / name)
+            container = self._run("from", "scratch").strip()
+            self._run("add", container, str(root), "/")
+            self._run("config", "--cmd", "/bin/bash", container)
+            self._run("commit", "--rm", container, self.base)
+            shutil.rmtree(root)
+
+    def build(self, recipe: Recipe, image: str) -> None:
+        """Builds a Dockerfile of the repository on our base. Unchanged layers are taken from the store."""
+        root = self._settings.repository
+        argv = ["bud", "--layers", "--isolation", "chroot", "--ignorefile", f"{recipe.dockerfile}.dockerignore"]
+        argv += ["--file", recipe.dockerfile, "--build-arg", f"BASE={self.base}", "--tag", image]
+        if _CERTIFICATES.exists():  # the package indexes may be behind a certificate that only this machine knows
+            argv += ["--volume", f"{_CERTIFICATES}:{_CERTIFICATES_IN_BUILD}:ro"]
+            argv += [f"--build-arg={name}={_CERTIFICATES_IN_BUILD}" for name in ("SSL_CERT_FILE", "PIP_CERT")]
+        with progress(f"building the {recipe.name} image"):
+            log = self._settings.cache / "log" / f"image-{recipe.name}.log"
+            run([*self._argv, *argv, "."], cwd=root, env=self._environment, log=log)
+
+    def push(self, image: str, target: str) -> None:
+        """Pushes to our registry. The fastest zstd: the layers cross a local link, so the processor is what counts."""
+        with progress(f"pushing {target}"):
+            self._run(
+                "push",
+                "--tls-verify=false",
+                "--compression-format=zstd",
+                "--compression-level=1",
+                image,
+                f"docker://{target}",
+            )
+
+    def remove(self, image: str) -> None:
+        """Removes an image; layers that another one uses stay."""
+        self._run("rmi", image)
+
+    def _run(self, *arguments: str) -> str:
+        return run([*self._argv, *arguments], env=self._environment)

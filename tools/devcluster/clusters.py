@@ -1,0 +1,247 @@
+"""The kinds of cluster, and which one this machine gets.
+
+In this order: the kubeconfig context named by CONTEXT=, which is only used, never started or stopped; kind, where Docker
+answers; the single node of real components on this host. The current context of a kubeconfig is never taken unasked.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+from devcluster import prerequisites
+from devcluster.binaries import PROGRAMS, Binaries
+from devcluster.console import progress, say
+from devcluster.docker import DockerImages
+from devcluster.errors import DevclusterError
+from devcluster.images import NodeImages
+from devcluster.kubectl import Kubectl
+from devcluster.locking import exclusive
+from devcluster.node import Node
+from devcluster.settings import KUBERAY_VERSION, Settings
+from devcluster.shell import run, succeeds, wait_until, write_if_changed
+
+_KUBERAY_MANIFESTS = f"github.com/ray-project/kuberay/ray-operator/config/default?ref={KUBERAY_VERSION}"
+
+
+class Cluster(Protocol):
+    """A cluster that tests and the demo can use."""
+
+    name: str
+
+    def up(self) -> None:
+        """Makes it usable, with KubeRay; does nothing when it is."""
+
+    def down(self, *, purge: bool) -> None:
+        """Removes it and, with `purge`, what is cached for it."""
+
+    def problems(self) -> list[str]:
+        """What keeps it from being usable, one line each; empty when it is up."""
+
+    def kubeconfig(self) -> Path:
+        """A kubeconfig whose current context is this cluster."""
+
+    def publish(self, only: str) -> dict[str, str]:
+        """Builds the images (or the one named by `only`), makes them available and returns their references by name."""
+
+    def load(self, archive: Path) -> None:
+        """Makes the images of a docker-archive or oci-archive available."""
+
+
+def choose(settings: Settings) -> Cluster:
+    """The cluster of this machine.
+
+    Raises:
+        NoClusterPossible: it can have none.
+    """
+    if settings.context:
+        return ContextCluster(settings)
+    if not settings.state.exists() and shutil.which("kind") and succeeds(["docker", "info"]):
+        return KindCluster(settings)
+    prerequisites.require_host()
+    return HostCluster(settings)
+
+
+class HostCluster:
+    """The single node on this host."""
+
+    name = "single node on this host"
+
+    def __init__(self, settings: Settings) -> None:
+        """Starts nothing."""
+        self._settings = settings
+        self._binaries = Binaries(settings)
+        self._node = Node(settings, self._binaries)
+        self._images = NodeImages(settings, self._node.containerd)
+
+    def up(self) -> None:
+        """See Cluster."""
+        with exclusive(self._lock):
+            prerequisites.install_packages(self._settings)
+            self._binaries.build()
+            self._node.up()
+            self._images.pull_published()
+
+    def down(self, *, purge: bool) -> None:
+        """See Cluster."""
+        with exclusive(self._lock):
+            self._node.down(purge=purge)
+
+    def problems(self) -> list[str]:
+        """See Cluster."""
+        return self._node.problems()
+
+    def kubeconfig(self) -> Path:
+        """See Cluster."""
+        return self._settings.kubeconfig
+
+    def publish(self, only: str) -> dict[str, str]:
+        """See Cluster."""
+        if self._node.problems() == ["down"]:
+            raise DevclusterError("the cluster is down; images go into its registry, so bring it up first")
+        return self._images.publish(only)
+
+    def load(self, archive: Path) -> None:
+        """See Cluster."""
+        self._node.containerd.load(archive)
+
+    @property
+    def _lock(self) -> Path:
+        return self._settings.cache / "cluster.lock"
+
+
+class KindCluster:
+    """kind on this machine's Docker."""
+
+    name = "kind"
+
+    def __init__(self, settings: Settings) -> None:
+        """Starts nothing."""
+        self._settings = settings
+        self._images = DockerImages(settings)
+
+    def up(self) -> None:
+        """See Cluster."""
+        kubectl_program = user_program(self._settings, "kubectl")
+        if self._settings.name not in run(["kind", "get", "clusters"]).split():
+            with progress("creating the kind cluster (about 60 s)"):
+                run(["kind", "create", "cluster", "--name", self._settings.name, "--wait", "120s"])
+        kubectl = Kubectl(kubectl_program, self.kubeconfig())
+        self._advertise_gpus(kubectl)
+        install_kuberay(kubectl)
+
+    def down(self, *, purge: bool) -> None:
+        """See Cluster. Docker keeps its own caches."""
+        run(["kind", "delete", "cluster", "--name", self._settings.name])
+        if purge:
+            shutil.rmtree(self._settings.cache)
+
+    def problems(self) -> list[str]:
+        """See Cluster."""
+        if self._settings.name not in run(["kind", "get", "clusters"]).split():
+            return ["down"]
+        return kuberay_problems(Kubectl(user_program(self._settings, "kubectl"), self.kubeconfig()))
+
+    def kubeconfig(self) -> Path:
+        """See Cluster."""
+        path = self._settings.cache / "kubeconfig-kind"
+        write_if_changed(path, run(["kind", "get", "kubeconfig", "--name", self._settings.name]), mode=0o600)
+        return path
+
+    def publish(self, only: str) -> dict[str, str]:
+        """See Cluster."""
+        references = self._images.build(only)
+        for reference in references.values():
+            with progress(f"loading {reference} into kind"):
+                run(["kind", "load", "docker-image", "--name", self._settings.name, reference])
+        return references
+
+    def load(self, archive: Path) -> None:
+        """See Cluster."""
+        run(["kind", "load", "image-archive", "--name", self._settings.name, archive])
+
+    def _advertise_gpus(self, kubectl: Kubectl) -> None:
+        """Fake GPUs as extended resources in the node's capacity: there is no place for a device plugin's socket."""
+        patch = [{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": str(self._settings.fake_gpus)}]
+        for node in kubectl.get("nodes")["items"]:
+            kubectl(
+                "patch",
+                "node",
+                node["metadata"]["name"],
+                "--subresource=status",
+                "--type=json",
+                f"--patch={json.dumps(patch)}",
+            )
+
+
+class ContextCluster:
+    """A cluster that somebody else runs, by its kubeconfig context. Only KubeRay is installed, if it is missing."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Starts nothing."""
+        self._settings = settings
+        self.name = f"context {settings.context}"
+        self._images = DockerImages(settings)
+
+    def up(self) -> None:
+        """See Cluster."""
+        kubectl = Kubectl(user_program(self._settings, "kubectl"), context=self._settings.context)
+        kubectl("get", "--raw", "/readyz")
+        if not kubectl.ok("get", "crd", "rayclusters.ray.io"):
+            install_kuberay(kubectl)
+
+    def down(self, *, purge: bool) -> None:
+        """See Cluster: what others run is not stopped."""
+        say(f"{self.name} is not ours: left as it is")
+        if purge:
+            shutil.rmtree(self._settings.cache)
+
+    def problems(self) -> list[str]:
+        """See Cluster."""
+        kubectl = Kubectl(user_program(self._settings, "kubectl"), context=self._settings.context)
+        if not kubectl.ok("get", "--raw", "/readyz"):
+            return ["the apiserver does not answer"]
+        return [] if kubectl.ok("get", "crd", "rayclusters.ray.io") else ["KubeRay is not installed"]
+
+    def kubeconfig(self) -> Path:
+        """See Cluster."""
+        kubectl = Kubectl(user_program(self._settings, "kubectl"), context=self._settings.context)
+        path = self._settings.cache / "kubeconfig-context"
+        write_if_changed(path, kubectl("config", "view", "--minify", "--flatten"), mode=0o600)
+        return path
+
+    def publish(self, only: str) -> dict[str, str]:
+        """See Cluster. Without IMAGE_REGISTRY there is nowhere to push to: the chart's own image names hold."""
+        if not self._settings.image_registry:
+            say("IMAGE_REGISTRY is not set: nothing is built, the chart's default images are used")
+            return {}
+        references = self._images.build(only)
+        for reference in references.values():
+            with progress(f"pushing {reference}"):
+                run(["docker", "push", reference])
+        return references
+
+    def load(self, archive: Path) -> None:
+        """See Cluster: not possible here."""
+        raise DevclusterError(f"{archive} can't be loaded into {self.name}; push the image to a registry that it reads")
+
+
+def user_program(settings: Settings, name: str) -> str:
+    """kubectl or helm: from PATH, else built."""
+    found = shutil.which(name)
+    if found is None:
+        binaries = Binaries(settings)
+        binaries.build([program for program in PROGRAMS if name in (program.name, *program.links)])
+        found = str(binaries.current / name)
+    return found
+
+
+def install_kuberay(kubectl: Kubectl) -> None:
+    """KubeRay as upstream publishes it, in the namespace `default` that its manifests name; waits until it is available."""
+    kubectl.apply(_KUBERAY_MANIFESTS, kustomization=True)
+    wait_until(lambda: not kuberay_problems(kubectl), 300, "KubeRay's operator to be available")
+
+
+def kuberay_problems(kubectl: Kubectl) -> list[str]:
+    """One line if KubeRay's operator is not available."""
+    return [] if kubectl.deployment_available("default", "kuberay-operator") else ["KubeRay's operator is not available"]

@@ -1,0 +1,127 @@
+"""From the source tree to images that pods can use: build what changed, hand it to the cluster."""
+
+import json
+import urllib.error
+import urllib.request
+
+from devcluster.buildah import Buildah
+from devcluster.console import progress, say
+from devcluster.containerd import Containerd
+from devcluster.errors import DevclusterError
+from devcluster.locking import exclusive
+from devcluster.recipes import RECIPES, Recipe
+from devcluster.settings import Settings
+from devcluster.shell import write_if_changed
+
+_KEPT_VERSIONS = 4
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the registry is on this machine: never by a proxy
+_MANIFEST_TYPES = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
+
+
+class NodeImages:
+    """Images of the host cluster: built with buildah, pushed to the local registry, pulled by the node's containerd."""
+
+    def __init__(self, settings: Settings, containerd: Containerd) -> None:
+        """Starts nothing."""
+        self._settings = settings
+        self._buildah = Buildah(settings)
+        self._containerd = containerd
+        self._published = settings.cache / "images" / "published.json"
+
+    def references(self) -> dict[str, str]:
+        """What the images of the present source tree are called, by image name."""
+        root = self._settings.repository
+        references = {recipe.name: self._reference(recipe.repository, recipe.tag(root, self._buildah.base)) for recipe in RECIPES}
+        repository, tag = self._buildah.base.removeprefix("localhost/").split(":")
+        return {**references, "base": self._reference(repository, tag)}
+
+    def publish(self, only: str = "") -> dict[str, str]:
+        """Makes every image (or the one named by `only`, with the base) available to pods; returns their references.
+
+        Raises:
+            DevclusterError: the cluster's registry does not answer.
+            CommandFailed: a build, push or pull failed.
+        """
+        with exclusive(self._settings.cache / "images" / "lock"):
+            references = self.references()
+            present = self._containerd.images()
+            if references["base"] not in present:
+                self._buildah.make_base()
+                self._deliver(self._buildah.base, references["base"])
+            for recipe in RECIPES:
+                reference = references[recipe.name]
+                if only in ("", recipe.name) and reference not in present:
+                    self._build_and_deliver(recipe, reference)
+            return references
+
+    def pull_published(self) -> None:
+        """Pulls what was published last; after a start with an emptied image store pods then start at once."""
+        present = self._containerd.images()
+        for references in self._versions().values():
+            if references[-1] not in present and self._in_registry(references[-1]):
+                self._pull(references[-1])
+
+    def _build_and_deliver(self, recipe: Recipe, reference: str) -> None:
+        local = f"localhost/{recipe.repository}:{reference.rpartition(':')[2]}"
+        if not self._in_registry(reference) and not self._buildah.has(local):
+            self._buildah.make_base()
+            self._buildah.build(recipe, local)
+        self._deliver(local, reference)
+        self._forget_old(recipe, reference)
+
+    def _deliver(self, local: str, reference: str) -> None:
+        if not self._in_registry(reference):
+            self._buildah.push(local, reference)
+        self._pull(reference)
+
+    def _pull(self, reference: str) -> None:
+        with progress(f"pulling {reference} into the node"):
+            self._containerd.pull(reference)
+
+    def _forget_old(self, recipe: Recipe, newest: str) -> None:
+        """Keeps the last versions for pods that still use them; the registry drops its share at the next cold start."""
+        versions = self._versions()
+        known = [reference for reference in versions.get(recipe.name, []) if reference != newest] + [newest]
+        versions[recipe.name], old = known[-_KEPT_VERSIONS:], known[:-_KEPT_VERSIONS]
+        for reference in old:
+            say(f"forgetting {reference}")
+            self._containerd.remove_images([reference])
+            local = f"localhost/{recipe.repository}:{reference.rpartition(':')[2]}"
+            if self._buildah.has(local):
+                self._buildah.remove(local)
+            self._delete_from_registry(reference)
+        write_if_changed(self._published, json.dumps(versions, indent=2) + "\n")
+
+    def _versions(self) -> dict[str, list[str]]:
+        """Published references by image name, the newest last."""
+        return dict(json.loads(self._published.read_text())) if self._published.exists() else {}
+
+    def _reference(self, repository: str, tag: str) -> str:
+        return f"{self._settings.registry}/{repository}:{tag}"
+
+    def _in_registry(self, reference: str) -> bool:
+        return self._digest(reference) is not None
+
+    def _digest(self, reference: str) -> str | None:
+        """Digest of a tag in the registry; None when it has no such tag."""
+        try:
+            with _direct.open(self._request("HEAD", reference), timeout=10) as response:
+                return str(response.headers["Docker-Content-Digest"])
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            raise DevclusterError(f"the registry answers {error} for {reference}") from error
+        except OSError as error:
+            raise DevclusterError(f"the registry at {self._settings.registry} does not answer ({error}); is the cluster up?") from error
+
+    def _delete_from_registry(self, reference: str) -> None:
+        digest = self._digest(reference)
+        if digest is not None:
+            image = reference.rpartition(":")[0]
+            _direct.open(self._request("DELETE", f"{image}:{digest}"), timeout=10).close()
+
+    def _request(self, method: str, reference: str) -> urllib.request.Request:
+        """A request about a manifest; `reference` is registry/name:tag or registry/name:sha256:digest."""
+        name, _, version = reference.removeprefix(f"{self._settings.registry}/").partition(":")
+        url = f"http://{self._settings.registry}/v2/{name}/manifests/{version}"
+        return urllib.request.Request(url, method=method, headers={"Accept": _MANIFEST_TYPES})
