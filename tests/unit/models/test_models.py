@@ -1,0 +1,115 @@
+"""Tiny models and task tokenizers as normal Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from agenticrun_workers.envs import FrozenLake
+from agenticrun_workers.models import (
+    InitializeSpec,
+    ModelLoadError,
+    build_task_tokenizer,
+    initialize_model,
+    load_model,
+    load_tokenizer,
+    words_of,
+)
+from agenticrun_workers.models.heads import UnsupportedModel, split_model
+from agenticrun_workers.types import Stream
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
+
+WORDS = ("P", "_", "O", "G", "\n", "Left", "Down", "Right", "Up")
+TINY = {"words": WORDS, "hidden_size": 16, "intermediate_size": 32, "heads": 2}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_folder_loads_with_transformers_own_auto_classes(tmp_path: Path, architecture: str) -> None:
+    initialize_model(tmp_path, InitializeSpec(architecture=architecture, **TINY))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "P_\n_G"}], add_generation_prompt=True)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<|user|>", "P", "_", "\n", "_", "G", "<|end|>", "<|assistant|>"]
+    assert model(torch.tensor([ids])).logits.shape == (1, 8, len(tokenizer))
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_the_same_spec_gives_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        initialize_model(tmp_path / name, InitializeSpec(seed=seed, **TINY))
+    a, b, c = (load_model(str(tmp_path / name)).state_dict() for name in "abc")
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert not torch.equal(a["model.embed_tokens.weight"], c["model.embed_tokens.weight"])
+
+
+def test_making_a_model_leaves_the_global_random_numbers_alone(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    initialize_model(tmp_path, InitializeSpec(**TINY))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"architecture": "gpt5"}, "architecture"), ({"heads": 3}, "heads"), ({"key_value_heads": 3}, "keyValueHeads")],
+)
+def test_a_shape_that_cannot_be_built_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        initialize_model(tmp_path, InitializeSpec(**{**TINY, **change}))
+
+
+@given(st.lists(st.sampled_from(WORDS)))
+def test_text_made_of_words_survives_encoding_and_decoding(words: list[str]) -> None:
+    tokenizer = build_task_tokenizer(WORDS, 100)
+    text = "".join(words)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.convert_ids_to_tokens(ids) == words
+
+
+@pytest.mark.parametrize("text", ["Pig", "P O", "?"])
+def test_text_with_an_unknown_piece_is_an_error_and_never_an_unknown_token(text: str) -> None:
+    with pytest.raises(Exception, match="Missing"):
+        build_task_tokenizer(WORDS, 100).encode(text)
+
+
+def test_every_text_of_frozen_lake_is_covered_by_its_vocabulary() -> None:
+    env = FrozenLake(size=5)
+    tokenizer = build_task_tokenizer([*env.vocabulary(), *words_of(env.instruction)], 100)
+    assert tokenizer.decode(tokenizer.encode(env.instruction)) == env.instruction
+    for seed in range(50):
+        texts = [env.reset(seed, Stream.TRAIN), *(env.step(a).observation for a in ("Right", "Down", "Down", "Right"))]
+        assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
+
+
+def test_words_of_a_text_join_to_the_text() -> None:
+    assert words_of("Go on, go.\n") == ["Go", " on", ",", " go", ".", "\n"]
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=str(tmp_path)):
+        load_model(str(tmp_path))
+    with pytest.raises(ModelLoadError, match=str(tmp_path)):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
+    tokenizer = build_task_tokenizer(WORDS, 100)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="chat template"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_model_that_changes_its_logits_after_the_output_layer_is_refused() -> None:
+    config = Gemma2Config(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.01,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModel, match="soft-capping"):
+        split_model(model)
