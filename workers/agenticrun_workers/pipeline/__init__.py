@@ -1,0 +1,1 @@
+"""The run itself: the loop, and what it is made of."""

@@ -1,0 +1,168 @@
+"""Engines: the actor that holds one, and the pool that keeps them alive and up to date."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ray.exceptions
+
+from agenticrun_api import Pipeline, Role
+from agenticrun_workers.pipeline.model_source import ModelSource
+from agenticrun_workers.rollout.errors import InvalidConfig, RolloutFailed
+from agenticrun_workers.rollout.generation_client import Answer
+from agenticrun_workers.rollout.outbox import Outbox
+from agenticrun_workers.rollout.placement import Placement, here
+from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.types import GenerationRequest
+
+if TYPE_CHECKING:
+    from agenticrun_workers.inference import EngineStats, InferenceEngine
+
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 5
+"""Engines that may die in a row without one weight update between them."""
+
+
+class EngineActor:
+    """Serves one engine to many clients. torch is imported by `start`, because the driver imports this module."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._outboxes: dict[str, Outbox[Answer]] = defaultdict(Outbox)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def placement(self) -> Placement:
+        return here(self._name, Role.INFERENCE)
+
+    async def until_death(self) -> None:
+        """Never returns: the caller's future fails when this process dies."""
+        await asyncio.Event().wait()
+
+    async def start(self, pipeline: Pipeline, source: ModelSource, threads: int) -> None:
+        """Load the model and begin to serve. Raises `InvalidConfig` for one that cannot be loaded."""
+        import torch
+
+        from agenticrun_workers.inference import EngineStartError
+        from agenticrun_workers.pipeline.strategies import build_engine
+
+        torch.set_num_threads(threads)
+        self._engine: InferenceEngine = build_engine(pipeline, source)
+        try:
+            await self._engine.start()
+        except EngineStartError as error:
+            raise InvalidConfig("spec.model.path", str(error)) from error
+
+    async def update_weights(self, weights: dict[str, Any], version: int) -> None:
+        """Become policy version `version`; requests under way go on with it."""
+        await self._engine.update_weights(weights, version)
+
+    async def submit(self, client: str, requests: bytes) -> None:
+        """Begin a packed `list[GenerationRequest]`; the answers wait for `collect`."""
+        for request in unpack(requests):
+            task = asyncio.create_task(self._answer(client, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def collect(self, client: str) -> bytes:
+        """Packed (answers to this client, requests of all clients under way here)."""
+        answers = await self._outboxes[client].take()
+        return pack((answers, len(self._tasks)))
+
+    async def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def _answer(self, client: str, request: GenerationRequest) -> None:
+        """Ids get the client's name: a replaced env worker plays episodes again that may still be in flight."""
+        mine = replace(request, request_id=f"{client}/{request.request_id}", session=f"{client}/{request.session}")
+        try:
+            answer = Answer(request.request_id, await self._engine.generate(mine))
+        except Exception as error:  # told to the client, whose episode it costs; the engine goes on
+            answer = Answer(request.request_id, None, f"{type(error).__name__}: {error}")
+        self._outboxes[client].put(answer)
+
+
+class EnginePool:
+    """`count` engines with the current weights. One that dies is replaced, and gets the weights before it serves.
+
+    Args:
+        spawn: makes an engine actor that is started, with the model's first weights.
+        on_change: told the engines by id whenever they change.
+    """
+
+    def __init__(self, spawn: Callable[[str], Awaitable[Any]], count: int, on_change: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        self._spawn = spawn
+        self._count = count
+        self._on_change = on_change
+        self._made = 0
+        self._deaths = 0
+        self._weights: tuple[Any, int] | None = None
+        self._watchers: set[asyncio.Task[None]] = set()
+        self.engines: dict[str, Any] = {}
+        self.replaced = 0
+        """Engines that died and were replaced since the start."""
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails when engines cannot be kept alive."""
+
+    async def start(self) -> None:
+        """Bring all engines up. Raises what `spawn` raises."""
+        await asyncio.gather(*(self._add() for _ in range(self._count)))
+
+    async def update_weights(self, weights: Any, version: int) -> None:
+        """Give every engine these weights (a Ray reference). Returns when all that live have them."""
+        self._weights = (weights, version)
+        updates = (engine.update_weights.remote(weights, version) for engine in self.engines.values())
+        for answer in await asyncio.gather(*updates, return_exceptions=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, ray.exceptions.RayActorError):
+                raise answer
+        self._deaths = 0
+
+    async def generated_tokens(self) -> int:
+        """Tokens sampled by the engines that live now."""
+        answers = await asyncio.gather(*(e.stats.remote() for e in self.engines.values()), return_exceptions=True)
+        return sum(answer.generated_tokens for answer in answers if not isinstance(answer, BaseException))
+
+    async def stop(self) -> None:
+        """Stop watching. The actors end with the Ray session."""
+        self.failure.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+    async def _add(self) -> None:
+        engine_id = f"engine-{self._made}"
+        self._made += 1
+        handle = await self._spawn(engine_id)
+        given = None
+        while self._weights is not given:
+            given = self._weights
+            assert given is not None
+            await handle.update_weights.remote(*given)
+        self.engines[engine_id] = handle
+        watcher = asyncio.create_task(self._watch(engine_id, handle), name=engine_id)
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        await self._on_change(dict(self.engines))
+
+    async def _watch(self, engine_id: str, handle: Any) -> None:
+        try:
+            await handle.until_death.remote()
+        except ray.exceptions.RayActorError as error:
+            log.warning("%s is gone (%s): it is replaced", engine_id, error)
+        del self.engines[engine_id]
+        self._deaths += 1
+        await self._on_change(dict(self.engines))
+        try:
+            if self._deaths >= MAX_DEATHS:
+                raise RolloutFailed(f"{self._deaths} engines died in a row")
+            await self._add()
+        except Exception as error:  # whatever keeps a new engine from starting ends the attempt
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            return
+        self.replaced += 1

@@ -1,0 +1,45 @@
+"""Where the policy's first weights and its tokenizer come from."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agenticrun_workers.rollout.tokenizer import TokenizerSource
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A folder or hub name that every pod can read, or the files of a model that the run made itself.
+
+    Files travel to the pods as bytes, so that all pods have the same model whatever their libraries' versions.
+    """
+
+    path: str | None = None
+    files: dict[str, bytes] | None = None
+    dtype: str = "float32"
+    trust_remote_code: bool = False
+
+    @contextmanager
+    def folder(self) -> Iterator[str]:
+        """What to load from: the path, or a scratch folder with the files in it."""
+        if self.path is not None:
+            yield self.path
+            return
+        with tempfile.TemporaryDirectory(prefix="agenticrun-model-") as folder:
+            for name, content in (self.files or {}).items():
+                (Path(folder) / name).write_bytes(content)
+            yield folder
+
+    def with_files(self, files: dict[str, bytes]) -> ModelSource:
+        return replace(self, files=files)
+
+    def tokenizer(self) -> TokenizerSource:
+        """What an env worker needs of it."""
+        files = self.files and {name: data for name, data in self.files.items() if not name.endswith(WEIGHT_SUFFIXES)}
+        return TokenizerSource(self.path, files, self.trust_remote_code)
