@@ -1,0 +1,1 @@
+"""The AgenticRun operator: watch -> queue -> observe -> plan -> apply."""

@@ -1,0 +1,64 @@
+"""Does what a plan says, in the plan's order. A crash after any line is made good by the next reconciliation."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from agenticrun_api import AgenticRun
+from agenticrun_operator.cluster import AlreadyExists, Head, HeadAddress, Kube
+from agenticrun_operator.metrics import STATUS_WRITES, SUBMISSIONS
+from agenticrun_operator.planning import Plan, Submit
+from agenticrun_operator.resources import Manifest, token_secret
+
+
+def new_token() -> str:
+    """256 random bits, URL-safe."""
+    return secrets.token_urlsafe(32)
+
+
+class Applier:
+    """Carries out plans."""
+
+    def __init__(self, kube: Kube, head: Head, make_token: Callable[[], str] = new_token):
+        self._kube = kube
+        self._head = head
+        self._make_token = make_token
+
+    async def make_children(self, run: AgenticRun, plan: Plan) -> None:
+        """Create what is missing; whatever came into existence meanwhile is judged at the next look. Raises `Refused`, `Conflict`."""
+        for token in plan.tokens:
+            await self._create(token_secret(run, token.name, token.key, self._make_token()))
+        for manifest in plan.create:
+            await self._create(manifest)
+
+    async def apply_children(self, plan: Plan, uids: dict[tuple[str, str], str]) -> None:
+        """Server-side apply onto the objects that were seen; `uids` by kind and name."""
+        for manifest in plan.apply:
+            await self._kube.apply(manifest, uids[manifest["kind"], manifest["metadata"]["name"]])
+
+    async def write_status(self, document: Manifest, plan: Plan) -> Manifest:
+        """The run as it is stored afterwards. Raises `Conflict`, `NotFound`: then nothing after it may happen."""
+        if plan.status is None:
+            return document
+        STATUS_WRITES.inc()
+        return await self._kube.write_status(document, plan.status)
+
+    async def act(self, plan: Plan, document: Manifest, head: HeadAddress | None) -> None:
+        """Events, the job action and deletions: what may only happen once the status is stored. Raises `HeadUnreachable`."""
+        for event in plan.events:
+            await self._kube.post_event(document, event)
+        if plan.job and head:
+            if isinstance(plan.job, Submit):
+                SUBMISSIONS.inc()
+                await self._head.submit(head, plan.job.submission_id, plan.job.attempt)
+            else:
+                await self._head.stop(head, plan.job.submission_id)
+        for delete in plan.delete:
+            await self._kube.delete(delete.child.kind, document["metadata"]["namespace"], delete.child.name, delete.uid)
+
+    async def _create(self, manifest: Manifest) -> None:
+        try:
+            await self._kube.create(manifest)
+        except AlreadyExists:
+            return

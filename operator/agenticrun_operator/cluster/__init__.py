@@ -1,0 +1,34 @@
+"""The only place that talks: to the kube-apiserver, and to the head pod of a run."""
+
+from agenticrun_operator.cluster.errors import (
+    AlreadyExists,
+    ClusterError,
+    Conflict,
+    HeadUnreachable,
+    KubeUnavailable,
+    NotFound,
+    Refused,
+)
+from agenticrun_operator.cluster.head import HeadAddress, RunHead
+from agenticrun_operator.cluster.kube import KubeClient, connect
+from agenticrun_operator.cluster.protocols import Head, Kube
+from agenticrun_operator.cluster.transports import DirectTransport, HeadTransport, ProxyTransport
+
+__all__ = [
+    "AlreadyExists",
+    "ClusterError",
+    "Conflict",
+    "DirectTransport",
+    "Head",
+    "HeadAddress",
+    "HeadTransport",
+    "HeadUnreachable",
+    "Kube",
+    "KubeClient",
+    "KubeUnavailable",
+    "NotFound",
+    "ProxyTransport",
+    "Refused",
+    "RunHead",
+    "connect",
+]

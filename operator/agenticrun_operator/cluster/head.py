@@ -1,0 +1,130 @@
+"""The head pod of a run: Ray's job API, and the reporter. Everything that it says is untrusted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agenticrun_api import Progress
+from agenticrun_api.names import DASHBOARD_PORT, DRIVER_COMMAND, ENV_ATTEMPT, ENV_SUBMISSION_ID, REPORTER_PORT, TOKEN_HEADER
+from agenticrun_api.progress import MAX_PROGRESS_BYTES
+from agenticrun_operator.cluster.errors import HeadUnreachable
+from agenticrun_operator.cluster.kube import Response
+from agenticrun_operator.cluster.transports import HeadTransport, PodAddress
+from agenticrun_operator.planning import Job, NoJob, NoReport, Unreachable
+
+MAX_JOB_BYTES = 1024 * 1024
+MAX_LOG_BYTES = 1024 * 1024
+LOG_LINES = 80
+LOG_TAIL_CHARACTERS = 4096
+
+
+@dataclass(frozen=True)
+class HeadAddress:
+    """A head pod, and what opens its doors."""
+
+    pod: PodAddress
+    run_uid: str
+    ray_token: str
+    reporter_token: str
+
+
+class _RayJob(BaseModel):
+    """The part of Ray's JobDetails that we read."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    status: str
+    message: str | None = None
+    driver_exit_code: int | None = None
+
+
+class RunHead:
+    """`protocols.Head` over a transport."""
+
+    def __init__(self, transport: HeadTransport):
+        self._transport = transport
+
+    async def job(self, head: HeadAddress, submission_id: str) -> Job | NoJob | Unreachable:
+        try:
+            answer = await self._ray(head, "GET", f"/api/jobs/{submission_id}")
+            if answer.status == 404:
+                return NoJob()
+            found = _RayJob.model_validate_json(_ok(answer, "the job API"))
+        except (HeadUnreachable, ValidationError) as error:
+            return Unreachable(f"Ray's job API: {_brief(error)}")
+        ended_badly = found.status in ("FAILED", "STOPPED")
+        return Job(
+            status=found.status[:32],
+            message=" ".join((found.message or "").split())[:1024],
+            exit_code=found.driver_exit_code,
+            log_tail=await self._log_tail(head, submission_id, found.message or "") if ended_badly else "",
+        )
+
+    async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
+        body = {
+            "entrypoint": DRIVER_COMMAND,
+            "submission_id": submission_id,
+            "runtime_env": {"env_vars": {ENV_ATTEMPT: str(attempt), ENV_SUBMISSION_ID: submission_id}},
+            "metadata": {"agenticrun.dev/run-uid": head.run_uid},
+        }
+        answer = await self._ray(head, "POST", "/api/jobs/", body)
+        if answer.status < 300:
+            return
+        known = await self._ray(head, "GET", f"/api/jobs/{submission_id}")
+        if known.status != 200:
+            raise HeadUnreachable(f"Ray did not take the job: status {answer.status}: {_last_line(answer.body)}")
+
+    async def stop(self, head: HeadAddress, submission_id: str) -> None:
+        answer = await self._ray(head, "POST", f"/api/jobs/{submission_id}/stop")
+        if answer.status not in (200, 404):
+            raise HeadUnreachable(f"Ray did not stop the job: status {answer.status}: {_last_line(answer.body)}")
+
+    async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
+        headers = {TOKEN_HEADER: f"Bearer {head.reporter_token}"}
+        try:
+            answer = await self._transport.request("GET", head.pod, REPORTER_PORT, "/progress", headers=headers, limit=MAX_PROGRESS_BYTES)
+            if answer.status == 204:
+                return NoReport()
+            return Progress.model_validate(json.loads(_ok(answer, "the reporter"), parse_constant=_refuse_constant), strict=False)
+        except (HeadUnreachable, ValueError) as error:
+            return Unreachable(_brief(error))
+
+    async def _log_tail(self, head: HeadAddress, submission_id: str, message: str) -> str:
+        """The driver's last lines; what Ray quotes in the job's message, when the log cannot be had."""
+        path = f"/api/v0/logs/file?submission_id={submission_id}&lines={LOG_LINES}&filter_ansi_code=true"
+        try:
+            answer = await self._ray(head, "GET", path, limit=MAX_LOG_BYTES)
+            text = _ok(answer, "the log").decode(errors="replace")
+        except HeadUnreachable:
+            text = message
+        return text[-LOG_TAIL_CHARACTERS:]
+
+    async def _ray(self, head: HeadAddress, method: str, path: str, body: Any = None, limit: int = MAX_JOB_BYTES) -> Response:
+        headers = {TOKEN_HEADER: f"Bearer {head.ray_token}"}
+        return await self._transport.request(method, head.pod, DASHBOARD_PORT, path, headers=headers, body=body, limit=limit)
+
+
+def _ok(answer: Response, who: str) -> bytes:
+    if answer.status != 200:
+        raise HeadUnreachable(f"{who} answers with status {answer.status}")
+    return answer.body
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _brief(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"unusable answer: {'.'.join(map(str, first['loc']))}: {first['msg']}"[:300]
+    return " ".join(str(error).split())[:300]
+
+
+def _last_line(body: bytes) -> str:
+    lines = body.decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""

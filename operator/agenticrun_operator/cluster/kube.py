@@ -1,0 +1,200 @@
+"""The kube-apiserver: JSON in, JSON out, through the official client's connection, credentials and token refresh."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import client, config
+
+from agenticrun_api import AgenticRunStatus
+from agenticrun_api.names import API_VERSION, GROUP, KIND, LABEL_RUN, PLURAL, VERSION
+from agenticrun_operator.cluster.errors import AlreadyExists, ClusterError, Conflict, KubeUnavailable, NotFound, Refused
+from agenticrun_operator.metrics import API_REQUESTS
+from agenticrun_operator.planning import Event
+from agenticrun_operator.resources import Manifest
+
+FIELD_MANAGER = "agenticrun-operator"
+TIMEOUT_SECONDS = 15.0
+
+_APPLY = "application/apply-patch+yaml"
+_ROOTS = {
+    KIND: (f"/apis/{GROUP}/{VERSION}", PLURAL),
+    "RayCluster": ("/apis/ray.io/v1", "rayclusters"),
+    "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
+    "Pod": ("/api/v1", "pods"),
+    "ConfigMap": ("/api/v1", "configmaps"),
+    "Secret": ("/api/v1", "secrets"),
+    "PersistentVolumeClaim": ("/api/v1", "persistentvolumeclaims"),
+    "Event": ("/api/v1", "events"),
+}
+
+
+@dataclass(frozen=True)
+class Response:
+    """What came back, whatever the status."""
+
+    status: int
+    body: bytes
+
+
+async def connect() -> client.ApiClient:
+    """A connection with the pod's own credentials, or those of KUBECONFIG outside a cluster."""
+    settings = client.Configuration()
+    try:
+        config.load_incluster_config(client_configuration=settings)
+    except config.ConfigException:
+        await config.load_kube_config(client_configuration=settings)
+    return client.ApiClient(configuration=settings)
+
+
+class KubeClient:
+    """`protocols.Kube`, and the raw requests that leases and the apiserver's proxy need."""
+
+    def __init__(self, api: client.ApiClient, namespaces: Sequence[str]):
+        self._api = api
+        self._namespaces = tuple(namespaces)
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def raw(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+    ) -> Response:
+        """One request; any status is returned. Raises `KubeUnavailable`."""
+        serialized = await self._api.param_serialize(
+            method,
+            path,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": "application/json", **(headers or {})},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        try:
+            response = await self._api.call_api(*serialized, _request_timeout=timeout)
+            content = await response.read()
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise KubeUnavailable(f"{method} {path}: {error or type(error).__name__}") from error
+        API_REQUESTS.labels(method=method, status=str(response.status)).inc()
+        return Response(response.status, content)
+
+    async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
+        try:
+            return await self._request("GET", object_path(kind, namespace, name))
+        except NotFound:
+            return None
+
+    async def list_run_keys(self) -> list[tuple[str, str]]:
+        root, plural = _ROOTS[KIND]
+        paths = [f"{root}/namespaces/{namespace}/{plural}" for namespace in self._namespaces] or [f"{root}/{plural}"]
+        lists = [await self._request("GET", path) for path in paths]
+        return [(item["metadata"]["namespace"], item["metadata"]["name"]) for found in lists for item in found["items"]]
+
+    async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
+        found = await self._request("GET", object_path("Pod", namespace), query={"labelSelector": f"{LABEL_RUN}={run_name}"})
+        items: list[Manifest] = found["items"]
+        return items
+
+    async def create(self, manifest: Manifest) -> None:
+        path = object_path(manifest["kind"], manifest["metadata"]["namespace"])
+        query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
+        await self._request("POST", path, query=query, body=manifest)
+
+    async def apply(self, manifest: Manifest, uid: str) -> None:
+        metadata = manifest["metadata"]
+        path = object_path(manifest["kind"], metadata["namespace"], metadata["name"])
+        await self._apply(path, {**manifest, "metadata": {**metadata, "uid": uid}})
+
+    async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
+        options = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        try:
+            await self._request("DELETE", object_path(kind, namespace, name), body=options)
+        except (NotFound, Conflict):
+            return
+
+    async def write_status(self, run: Manifest, status: AgenticRunStatus) -> Manifest:
+        metadata = run["metadata"]
+        keep = {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")}
+        body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": keep, "status": status.to_dict()}
+        path = object_path(KIND, metadata["namespace"], metadata["name"])
+        return await self._apply(f"{path}/status", body)
+
+    async def post_event(self, run: Manifest, event: Event) -> None:
+        """The name comes from the content, so that the same event of the same moment is posted once."""
+        metadata = run["metadata"]
+        now = datetime.now(UTC)
+        stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+        digest = hashlib.sha256(f"{metadata['uid']} {stamp} {event}".encode()).hexdigest()[:16]
+        body = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{metadata['name']}.{digest}", "namespace": metadata["namespace"]},
+            "involvedObject": {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")}
+            | {"apiVersion": API_VERSION, "kind": KIND},
+            "reason": str(event.reason),
+            "message": event.message,
+            "type": event.type,
+            "source": {"component": FIELD_MANAGER},
+            "reportingComponent": FIELD_MANAGER,
+            "firstTimestamp": stamp,
+            "lastTimestamp": stamp,
+            "count": 1,
+        }
+        try:
+            await self._request("POST", object_path("Event", metadata["namespace"]), body=body)
+        except AlreadyExists:
+            return
+
+    async def put(self, manifest: Manifest) -> Manifest:
+        """Replace an object at its resourceVersion. Raises `Conflict`, `NotFound`."""
+        metadata = manifest["metadata"]
+        return await self._request("PUT", object_path(manifest["kind"], metadata["namespace"], metadata["name"]), body=manifest)
+
+    async def _apply(self, path: str, body: Manifest) -> Manifest:
+        query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
+        return await self._request("PATCH", path, query=query, body=body, headers={"Content-Type": _APPLY})
+
+    async def _request(self, method: str, path: str, **arguments: Any) -> Manifest:
+        response = await self.raw(method, path, **arguments)
+        try:
+            answer = json.loads(response.body)
+        except ValueError as error:
+            raise KubeUnavailable(f"{method} {path}: status {response.status} and no JSON") from error
+        if response.status < 300:
+            found: Manifest = answer
+            return found
+        raise _error(response.status, answer, f"{method} {path}")
+
+
+def object_path(kind: str, namespace: str, name: str | None = None) -> str:
+    """Of one object, or of all of a kind in a namespace."""
+    root, plural = _ROOTS[kind]
+    path = f"{root}/namespaces/{namespace}/{plural}"
+    return f"{path}/{name}" if name else path
+
+
+def _error(status: int, answer: Any, request: str) -> ClusterError:
+    told = answer if isinstance(answer, dict) else {}
+    message = str(told.get("message") or f"{request}: status {status}")
+    match status, told.get("reason"):
+        case 404, _:
+            return NotFound(message)
+        case 409, "AlreadyExists":
+            return AlreadyExists(message)
+        case 409, _:
+            return Conflict(message)
+        case ((400 | 422), _):
+            return Refused(message)
+    return KubeUnavailable(f"{request}: status {status}: {message}")

@@ -1,0 +1,76 @@
+"""How to reach a port of a head pod: at its IP, or from outside the cluster through the apiserver's proxy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import aiohttp
+
+from agenticrun_operator.cluster.errors import HeadUnreachable, KubeUnavailable
+from agenticrun_operator.cluster.kube import KubeClient, Response
+
+TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class PodAddress:
+    """Where a pod is."""
+
+    namespace: str
+    name: str
+    ip: str
+
+
+class HeadTransport(Protocol):
+    """One HTTP request to a port of a pod. Raises `HeadUnreachable`, also for an answer of more than `limit` bytes."""
+
+    async def request(
+        self, method: str, pod: PodAddress, port: int, path: str, *, headers: Mapping[str, str], body: Any = None, limit: int
+    ) -> Response: ...
+
+
+class DirectTransport:
+    """From inside the cluster's network."""
+
+    def __init__(self, session: aiohttp.ClientSession):
+        self._session = session
+
+    async def request(
+        self, method: str, pod: PodAddress, port: int, path: str, *, headers: Mapping[str, str], body: Any = None, limit: int
+    ) -> Response:
+        host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
+        url = f"http://{host}:{port}{path}"
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS, connect=3.0)
+        try:
+            async with self._session.request(method, url, json=body, headers=headers, timeout=timeout, allow_redirects=False) as answer:
+                content = b""
+                async for chunk in answer.content.iter_chunked(65_536):
+                    content += chunk
+                    if len(content) > limit:
+                        raise HeadUnreachable(f"{path} of pod {pod.name} answers more than {limit} bytes")
+                return Response(answer.status, content)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise HeadUnreachable(f"pod {pod.name}, port {port}: {error or type(error).__name__}") from error
+
+
+class ProxyTransport:
+    """From anywhere that reaches the apiserver; needs the right to pods/proxy."""
+
+    def __init__(self, kube: KubeClient):
+        self._kube = kube
+
+    async def request(
+        self, method: str, pod: PodAddress, port: int, path: str, *, headers: Mapping[str, str], body: Any = None, limit: int
+    ) -> Response:
+        proxied = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}:{port}/proxy{path}"
+        try:
+            answer = await self._kube.raw(method, proxied, headers=headers, body=body, timeout=TIMEOUT_SECONDS)
+        except KubeUnavailable as error:
+            raise HeadUnreachable(f"pod {pod.name}, port {port}: {error}") from error
+        if answer.status == 503:
+            raise HeadUnreachable(f"pod {pod.name}, port {port}: the apiserver cannot reach it")
+        if len(answer.body) > limit:
+            raise HeadUnreachable(f"{path} of pod {pod.name} answers more than {limit} bytes")
+        return answer

@@ -1,0 +1,70 @@
+"""kopf wiring only: watch events go to the queue, start-up and clean-up to the app.
+
+Low-level `on.event` handlers throughout: they write nothing onto the objects (no annotation, no finalizer), and see each event once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kopf
+
+from agenticrun_api.names import GROUP, LABEL_RUN, PLURAL, VERSION
+from agenticrun_operator.app import App, MissingApi
+
+WATCH_SECONDS = 300
+"""A watch is opened anew this often, so that one that died without a word costs minutes at most."""
+
+
+def register(registry: kopf.OperatorRegistry, app: App) -> None:
+    """Add the operator's handlers to kopf's registry."""
+
+    @kopf.on.login(registry=registry)
+    def login_in_pod(**kwargs: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**kwargs)
+
+    @kopf.on.login(registry=registry)
+    def login_outside(**kwargs: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_kubeconfig(**kwargs)
+
+    @kopf.on.startup(registry=registry)
+    async def start(**_: Any) -> None:
+        try:
+            await app.start()
+        except MissingApi as error:
+            raise kopf.PermanentError(str(error)) from error
+
+    @kopf.on.cleanup(registry=registry)
+    async def stop(**_: Any) -> None:
+        await app.stop()
+
+    @kopf.on.probe(registry=registry, id="workers")
+    async def workers(**_: Any) -> int:
+        app.check_alive()
+        return app.workers.alive
+
+    @kopf.on.probe(registry=registry, id="secondsSinceEvent")
+    async def last_event(**_: Any) -> float:
+        return round(app.seconds_since_event, 1)
+
+    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
+    async def run_event(name: str, namespace: str | None, meta: kopf.Meta, **_: Any) -> None:
+        app.run_changed((str(namespace), name), str(meta["resourceVersion"]))
+
+    @kopf.on.event("ray.io", "v1", "rayclusters", labels={LABEL_RUN: kopf.PRESENT}, registry=registry)
+    async def cluster_event(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
+        app.child_changed((str(namespace), labels[LABEL_RUN]))
+
+    @kopf.on.event("v1", "pods", labels={LABEL_RUN: kopf.PRESENT}, registry=registry)
+    async def pod_event(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
+        app.child_changed((str(namespace), labels[LABEL_RUN]))
+
+
+def configure(settings: kopf.OperatorSettings) -> None:
+    """kopf's own settings: no events posted, watches that end, only the run's pods watched, no scanning for namespaces and CRDs."""
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.watching.server_timeout = WATCH_SECONDS
+    settings.watching.client_timeout = WATCH_SECONDS + 10
+    settings.watching.label_selectors["pods"] = LABEL_RUN
+    settings.watching.label_selectors["ray.io", "rayclusters"] = LABEL_RUN

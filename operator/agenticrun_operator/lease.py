@@ -1,0 +1,119 @@
+"""Leadership by a Lease: of several operators, one reconciles.
+
+It saves work and noise, and is not what safety rests on: status writes carry the resourceVersion that was read, and Ray takes a
+submission id once, so two operators at once do no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+from agenticrun_operator.cluster import AlreadyExists, ClusterError, Conflict, NotFound
+from agenticrun_operator.metrics import LEADER
+from agenticrun_operator.resources import Manifest
+
+DURATION_SECONDS = 15
+RENEW_SECONDS = 4.0
+RETRY_SECONDS = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class LeaseStore(Protocol):
+    """The part of the kube client that a lease needs."""
+
+    async def get(self, kind: str, namespace: str, name: str) -> Manifest | None: ...
+
+    async def create(self, manifest: Manifest) -> None: ...
+
+    async def put(self, manifest: Manifest) -> Manifest: ...
+
+
+class Leadership:
+    """Holds the lease while it can. `held` is set only while the lease is ours beyond doubt."""
+
+    def __init__(self, store: LeaseStore, namespace: str, name: str, identity: str):
+        self._store = store
+        self._namespace = namespace
+        self._name = name
+        self._identity = f"{identity}_{uuid.uuid4().hex[:8]}"
+        self._seen: tuple[str, str] = ("", "")
+        self._seen_at = 0.0
+        self._renewed_at = 0.0
+        self.held = asyncio.Event()
+
+    async def run(self) -> None:
+        """Acquire and renew, until cancelled."""
+        while True:
+            mine = await self.attempt(datetime.now(UTC))
+            await asyncio.sleep(RENEW_SECONDS if mine else RETRY_SECONDS)
+
+    async def attempt(self, now: datetime) -> bool:
+        """One try to acquire or renew. Returns whether the lease is ours."""
+        clock = asyncio.get_running_loop().time()
+        try:
+            mine = await self._acquire(now, clock)
+        except (Conflict, AlreadyExists, NotFound):
+            mine = False  # someone was faster
+        except ClusterError as error:
+            log.warning("lease %s: %s", self._name, error)
+            mine = self.held.is_set() and clock - self._renewed_at < DURATION_SECONDS - RENEW_SECONDS
+        else:
+            if mine:
+                self._renewed_at = clock
+        self._tell(mine)
+        return mine
+
+    async def release(self) -> None:
+        """Let the next operator start at once."""
+        if not self.held.is_set():
+            return
+        self._tell(False)
+        lease = await self._store.get("Lease", self._namespace, self._name)
+        if lease and lease["spec"].get("holderIdentity") == self._identity:
+            lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
+            await self._store.put(lease)
+
+    async def _acquire(self, now: datetime, clock: float) -> bool:
+        lease = await self._store.get("Lease", self._namespace, self._name)
+        stamp = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        ours = {"holderIdentity": self._identity, "leaseDurationSeconds": DURATION_SECONDS, "renewTime": stamp}
+        if lease is None:
+            await self._store.create(
+                {
+                    "apiVersion": "coordination.k8s.io/v1",
+                    "kind": "Lease",
+                    "metadata": {"name": self._name, "namespace": self._namespace},
+                    "spec": ours | {"acquireTime": stamp},
+                }
+            )
+            return True
+        spec = lease["spec"]
+        if spec.get("holderIdentity") == self._identity:
+            await self._store.put({**lease, "spec": {**spec, **ours}})
+            return True
+        if spec.get("holderIdentity") and not self._expired(spec, clock):
+            return False
+        transitions = int(spec.get("leaseTransitions") or 0) + 1
+        await self._store.put({**lease, "spec": {**spec, **ours, "acquireTime": stamp, "leaseTransitions": transitions}})
+        return True
+
+    def _expired(self, spec: Manifest, clock: float) -> bool:
+        """Whether the holder has not renewed for the lease's duration, by our own clock: the holder's may be wrong."""
+        seen = (str(spec.get("holderIdentity")), str(spec.get("renewTime")))
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, clock
+        return clock - self._seen_at > timedelta(seconds=int(spec.get("leaseDurationSeconds") or DURATION_SECONDS)).total_seconds()
+
+    def _tell(self, mine: bool) -> None:
+        if mine and not self.held.is_set():
+            log.info("leading as %s", self._identity)
+            self.held.set()
+        elif not mine and self.held.is_set():
+            log.warning("no longer leading")
+            self.held.clear()
+        LEADER.set(1 if mine else 0)

@@ -1,0 +1,36 @@
+"""`python -m agenticrun_operator`: the operator as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import kopf
+
+from agenticrun_operator import handlers
+from agenticrun_operator.app import App
+from agenticrun_operator.settings import Settings
+
+
+def main() -> None:
+    """Run until SIGTERM or SIGINT."""
+    settings = Settings()
+    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    asyncio.run(serve(settings))
+
+
+async def serve(settings: Settings) -> None:
+    """Watch and reconcile until kopf stops."""
+    registry = kopf.OperatorRegistry()
+    kopf_settings = kopf.OperatorSettings()
+    handlers.configure(kopf_settings)
+    handlers.register(registry, App(settings))
+    await kopf.operator(
+        registry=registry,
+        settings=kopf_settings,
+        standalone=True,
+        namespaces=settings.namespaces,
+        clusterwide=not settings.namespaces,
+        liveness_endpoint=f"http://0.0.0.0:{settings.probe_port}/healthz",
+    )

@@ -1,0 +1,31 @@
+"""Prometheus metrics of the operator itself. A run's own metrics are served by its reporter."""
+
+from __future__ import annotations
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, generate_latest
+
+RECONCILES = Counter("agenticrun_operator_reconciles_total", "Reconciliations, by result.", ["result"])
+RECONCILE_SECONDS = Histogram(
+    "agenticrun_operator_reconcile_seconds", "Duration of a reconciliation.", buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+)
+API_REQUESTS = Counter("agenticrun_operator_api_requests_total", "Requests to the kube-apiserver, watches aside.", ["method", "status"])
+STATUS_WRITES = Counter("agenticrun_operator_status_writes_total", "Writes of a run's status.")
+SUBMISSIONS = Counter("agenticrun_operator_submissions_total", "Drivers submitted to Ray.")
+QUEUE_LENGTH = Gauge("agenticrun_operator_queue_length", "Runs that wait for a worker.")
+LEADER = Gauge("agenticrun_operator_leader", "1 while this process holds the lease.")
+LAST_EVENT = Gauge("agenticrun_operator_last_event_timestamp_seconds", "When the newest watch event came.")
+
+
+async def serve_metrics(port: int) -> web.AppRunner:
+    """GET /metrics on its own port; `cleanup()` of the result ends it."""
+
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, port=port).start()
+    return runner

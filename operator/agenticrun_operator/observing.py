@@ -1,0 +1,89 @@
+"""Reads a run's world. Few requests: three to the apiserver for a full look, none for a light one."""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64decode
+from dataclasses import dataclass
+from datetime import datetime
+
+from agenticrun_api import AgenticRun, Phase
+from agenticrun_operator.cluster import Head, HeadAddress, Kube
+from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.planning import Observed, Pod, read_pod
+from agenticrun_operator.resources import Child, Manifest, code_config_map, desired_children, token_secrets
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the apiserver says about a run's children and pods."""
+
+    children: dict[Child, Manifest | None]
+    pods: tuple[Pod, ...]
+    missing_code: str | None
+
+
+class Observer:
+    """Looks; remembers nothing but the tokens, which never change in a run's life."""
+
+    def __init__(self, kube: Kube, head: Head, worker_image: str):
+        self._kube = kube
+        self._head = head
+        self._worker_image = worker_image
+        self._tokens: dict[str, tuple[str, str]] = {}
+
+    def forget(self, run_uid: str) -> None:
+        """The run is gone."""
+        self._tokens.pop(run_uid, None)
+
+    async def surroundings(self, run: AgenticRun) -> Surroundings:
+        """The RayCluster and the pods; the other children too, unless the run is in the middle of training."""
+        namespace, name = run.key
+        pods, cluster = await asyncio.gather(self._kube.list_pods(namespace, name), self._kube.get("RayCluster", namespace, name))
+        children: dict[Child, Manifest | None] = {Child("RayCluster", name): cluster}
+        missing_code = None
+        settled = run.status.phase is Phase.RUNNING and run.status.observed_generation == run.metadata.generation
+        if not run.status.phase.finished and (cluster is None or not settled):
+            children |= await self._all_children(run)
+            code = code_config_map(run)
+            if code and await self._kube.get(code.kind, namespace, code.name) is None:
+                missing_code = code.name
+        return Surroundings(children, tuple(read_pod(pod) for pod in pods), missing_code)
+
+    async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
+        wanted = [Child.of(item) for item in desired_children(run, self._worker_image) if item["kind"] != "RayCluster"]
+        wanted += [secret for secret, _ in token_secrets(run)]
+        found = await asyncio.gather(*(self._kube.get(child.kind, run.metadata.namespace, child.name) for child in wanted))
+        return dict(zip(wanted, found, strict=True))
+
+    async def look(self, run: AgenticRun, around: Surroundings, last_status_write: datetime | None) -> Observed:
+        """The surroundings, with what the head says about the newest attempt."""
+        observed = Observed(around.children, around.pods, missing_code=around.missing_code, last_status_write=last_status_write)
+        job, head = run.status.job, await self.head_address(run, around)
+        cluster = observed.child("RayCluster", run.metadata.name)
+        if job is None or head is None or cluster is None:
+            return observed
+        seen, progress = await asyncio.gather(self._head.job(head, job.submission_id), self._head.progress(head))
+        return Observed(around.children, around.pods, seen, progress, around.missing_code, last_status_write)
+
+    async def head_address(self, run: AgenticRun, around: Surroundings) -> HeadAddress | None:
+        """Where the run's head is; None while it has no IP, or no tokens yet."""
+        pod = Observed(pods=around.pods).head(run.metadata.uid)
+        if pod is None or pod.ip is None:
+            return None
+        tokens = self._tokens.get(run.metadata.uid) or await self._read_tokens(run)
+        if tokens is None:
+            return None
+        reporter_token, ray_token = tokens
+        return HeadAddress(PodAddress(run.metadata.namespace, pod.name, pod.ip), run.metadata.uid, ray_token, reporter_token)
+
+    async def _read_tokens(self, run: AgenticRun) -> tuple[str, str] | None:
+        values = []
+        for secret, key in token_secrets(run):
+            found = await self._kube.get(secret.kind, run.metadata.namespace, secret.name)
+            if found is None:
+                return None
+            values.append(b64decode(found["data"][key]).decode())
+        reporter_token, ray_token = values
+        self._tokens[run.metadata.uid] = (reporter_token, ray_token)
+        return reporter_token, ray_token

@@ -1,0 +1,185 @@
+"""One attempt of the driver after the other: submit, follow, fail, retry.
+
+Write-ahead: an attempt's number, submission id and the incarnation of the cluster are in the status before the job is
+submitted, and a submission id is submitted to one incarnation only. So whatever happens between two lines of the operator,
+an attempt runs at most once: Ray refuses a submission id that it knows, and forgets ids only when the incarnation changes.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from agenticrun_api import AgenticRun, ConditionType, FinalReport, Outcome, Phase, Progress, Reason
+from agenticrun_api.names import ExitCode
+from agenticrun_api.status import JobStatus, RayClusterStatus
+from agenticrun_operator.planning import ending
+from agenticrun_operator.planning.draft import MAX_TEXT, Draft
+from agenticrun_operator.planning.observed import Job, NoJob, Observed, Pod, Unreachable
+from agenticrun_operator.planning.plan import Stop, Submit
+from agenticrun_operator.planning.progress import fold, own_progress
+from agenticrun_operator.planning.times import format_time, parse_time
+
+MAX_BACKOFF_SECONDS = 600.0
+POLL_SECONDS = 2.0
+REPORT_PATIENCE_SECONDS = 60.0
+"""How long an ended job's final report is asked for before Ray's word has to do."""
+EXIT_PATIENCE_SECONDS = 15.0
+"""How long a driver may take to exit after its final report before its job is stopped."""
+
+
+def submission_id(run: AgenticRun, attempt: int) -> str:
+    return f"{run.metadata.name}-{run.metadata.uid[:8]}-{attempt}"
+
+
+def advance(draft: Draft, observed: Observed, roles_ready: bool) -> None:
+    """Take the attempt that there is one step on, or begin the next one."""
+    job = draft.status.job
+    if job is None or draft.status.next_retry_time is not None:
+        _begin_when_possible(draft, observed, roles_ready)
+    else:
+        _follow(draft, observed, job)
+
+
+def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) -> None:
+    previous = draft.status.job
+    if draft.status.next_retry_time is not None:
+        wait = (parse_time(draft.status.next_retry_time) - draft.now).total_seconds()
+        if wait > 0:
+            draft.look_again(wait)
+            return
+    head = observed.head(draft.run.metadata.uid)
+    if not roles_ready or head is None or head.incarnation is None:
+        return
+    if previous and previous.incarnation == head.incarnation and not _is_over(draft, observed, previous):
+        draft.look_again(POLL_SECONDS)
+        return
+    attempt = previous.attempt + 1 if previous else 1
+    job = JobStatus(attempt=attempt, submission_id=submission_id(draft.run, attempt), incarnation=head.incarnation)
+    cluster = RayClusterStatus(name=draft.run.metadata.name, incarnation=head.incarnation)
+    draft.set(job=job, ray_cluster=cluster, next_retry_time=None)
+    draft.condition(ConditionType.TRAINING, "False", Reason.SUBMITTING, f"submitting attempt {attempt}")
+    draft.job = Submit(job.submission_id, attempt)
+    draft.look_again(POLL_SECONDS)
+
+
+def _is_over(draft: Draft, observed: Observed, previous: JobStatus) -> bool:
+    """Whether the previous attempt's job has ended; one that has not is stopped."""
+    if isinstance(observed.job, Job) and observed.job.live:
+        draft.job = Stop(previous.submission_id)
+    return isinstance(observed.job, NoJob) or (isinstance(observed.job, Job) and not observed.job.live)
+
+
+def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
+    progress = own_progress(draft.run, observed.progress)
+    if isinstance(observed.job, Job):
+        draft.set(job=job.model_copy(update={"status": observed.job.status}))
+    if progress:
+        fold(draft, progress)
+        if progress.final and progress.final.outcome is Outcome.SUCCEEDED:
+            ending.succeed(draft, progress.final.message)
+            return
+    final = progress.final if progress else None
+    draft.look_again(_poll_seconds(progress))
+    head = observed.head(draft.run.metadata.uid)
+    if _is_lost(head, job):
+        if head is not None and head.incarnation and _waits_for_report(draft, observed):
+            return
+        _fail(draft, observed, final, Reason.CLUSTER_LOST, "the head of the Ray cluster was replaced or restarted")
+    elif isinstance(observed.job, NoJob):
+        if job.status:
+            _fail(draft, observed, final, Reason.DRIVER_LOST, "Ray no longer knows the job")
+        else:
+            draft.job = Submit(job.submission_id, job.attempt)
+    elif isinstance(observed.job, Unreachable):
+        _report_training(draft, observed, progress)
+    elif observed.job.live:
+        _follow_live(draft, observed, observed.job, progress)
+    elif final or not _waits_for_report(draft, observed):
+        _conclude(draft, observed, observed.job, final)
+
+
+def _is_lost(head: Pod | None, job: JobStatus) -> bool:
+    """Whether the cluster that the attempt was submitted to is gone, and Ray's memory of the attempt with it."""
+    if head is None or head.uid != job.incarnation.split("/")[0]:
+        return True
+    return head.incarnation is not None and head.incarnation != job.incarnation
+
+
+def _waits_for_report(draft: Draft, observed: Observed) -> bool:
+    """An attempt is over and the reporter, which knows how it ended, cannot be asked: wait, but not for ever."""
+    if not isinstance(observed.progress, Unreachable):
+        return False
+    waiting = draft.find(ConditionType.TRAINING)
+    waited = draft.seconds_since_transition(ConditionType.TRAINING) if waiting and waiting.status == "Unknown" else 0.0
+    draft.condition(
+        ConditionType.TRAINING, "Unknown", Reason.PROGRESS_UNAVAILABLE, f"the attempt has ended; its report: {observed.progress.why}"
+    )
+    return waited < REPORT_PATIENCE_SECONDS
+
+
+def _follow_live(draft: Draft, observed: Observed, seen: Job, progress: Progress | None) -> None:
+    job = draft.status.job
+    assert job is not None
+    if progress and progress.final:  # it has failed, and only has to exit
+        draft.condition(ConditionType.TRAINING, "False", progress.final.reason, progress.final.message)
+        if draft.seconds_since_transition(ConditionType.TRAINING) > EXIT_PATIENCE_SECONDS:
+            draft.job = Stop(job.submission_id)
+        return
+    if seen.status == "RUNNING" and draft.status.phase is not Phase.RUNNING:
+        draft.phase(Phase.RUNNING)
+        draft.event(Reason.DRIVER_RUNNING, f"attempt {job.attempt} runs as {job.submission_id}")
+    _report_training(draft, observed, progress)
+
+
+def _report_training(draft: Draft, observed: Observed, progress: Progress | None) -> None:
+    if progress:
+        draft.condition(ConditionType.TRAINING, "True", Reason.DRIVER_RUNNING, f"attempt {progress.attempt}")
+    elif draft.status.phase is not Phase.RUNNING:
+        draft.condition(ConditionType.TRAINING, "False", Reason.SUBMITTING, "waiting for the driver to start")
+    elif isinstance(observed.progress, Unreachable):
+        draft.condition(ConditionType.TRAINING, "Unknown", Reason.PROGRESS_UNAVAILABLE, observed.progress.why)
+    else:
+        draft.condition(ConditionType.TRAINING, "False", Reason.SUBMITTING, "waiting for the driver's first report")
+
+
+def _conclude(draft: Draft, observed: Observed, seen: Job, final: FinalReport | None) -> None:
+    if final is None and seen.status == "SUCCEEDED":
+        ending.succeed(draft, "the driver ended well, without a final report")
+        return
+    retryable = seen.exit_code != ExitCode.INVALID_CONFIG
+    reason = Reason.DRIVER_FAILED if retryable else Reason.INVALID_CONFIG
+    _fail(draft, observed, final, reason, f"job {seen.status}: {seen.message}", retryable)
+
+
+def _fail(draft: Draft, observed: Observed, final: FinalReport | None, reason: Reason, message: str, retryable: bool = True) -> None:
+    """An attempt has failed. The driver's own report, where there is one, goes before what can be seen from outside."""
+    job = draft.status.job
+    assert job is not None
+    cause, text = (final.reason, final.message) if final else (reason.value, message)
+    retryable = final.retryable if final else retryable
+    if isinstance(observed.job, Job) and observed.job.log_tail:
+        draft.set(log_tail=observed.job.log_tail[-MAX_TEXT:])
+    policy, restarts = draft.run.spec.failure_policy, draft.status.restarts
+    if not retryable:
+        ending.fail(draft, cause, text)
+    elif restarts >= policy.max_restarts:
+        ending.fail(
+            draft,
+            Reason.RETRIES_EXHAUSTED,
+            f"attempt {job.attempt} failed ({cause}) and no restart of {policy.max_restarts} is left: {text}",
+        )
+    else:
+        wait = min(policy.backoff_seconds * 2.0**restarts, MAX_BACKOFF_SECONDS)
+        draft.set(restarts=restarts + 1, next_retry_time=format_time(draft.now + timedelta(seconds=wait)))
+        summary = f"attempt {job.attempt} failed ({cause}): {text}"
+        draft.phase(Phase.RESTARTING, summary)
+        draft.condition(ConditionType.TRAINING, "False", cause, text)
+        draft.event(cause, f"{summary}; next attempt in {wait:.0f} s", warning=True)
+        draft.look_again(wait)
+
+
+def _poll_seconds(progress: Progress | None) -> float:
+    """Often enough to show a step within seconds, seldom enough for slow ones."""
+    if progress is None or progress.seconds_per_step is None:
+        return POLL_SECONDS
+    return min(max(progress.seconds_per_step / 2, 1.0), POLL_SECONDS * 1.5)

@@ -1,0 +1,91 @@
+"""The end of a run, and what is cleaned up after it."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Literal
+
+from agenticrun_api import Condition, ConditionType, Phase, Reason
+from agenticrun_api.names import KIND
+from agenticrun_operator.planning.draft import MAX_CONDITION_MESSAGE, Draft
+from agenticrun_operator.planning.observed import Job, Observed
+from agenticrun_operator.planning.plan import Delete
+from agenticrun_operator.planning.times import format_time, parse_time
+from agenticrun_operator.resources import Child, controller_uid, is_deleting
+
+EXIT_SECONDS = 30.0
+"""How long the driver of a finished run may take to exit before its cluster is deleted under it."""
+
+
+def succeed(draft: Draft, message: str) -> None:
+    """The run is complete."""
+    draft.phase(Phase.SUCCEEDED, message)
+    draft.condition(ConditionType.COMPLETE, "True", Reason.RUN_SUCCEEDED, message)
+    draft.condition(ConditionType.FAILED, "False", Reason.RUN_SUCCEEDED)
+    draft.condition(ConditionType.TRAINING, "False", Reason.RUN_SUCCEEDED)
+    draft.event(Reason.RUN_SUCCEEDED, message)
+    _finish(draft)
+
+
+def fail(draft: Draft, reason: Reason | str, message: str) -> None:
+    """The run has failed for good."""
+    draft.phase(Phase.FAILED, message)
+    draft.condition(ConditionType.FAILED, "True", reason, message)
+    draft.condition(ConditionType.COMPLETE, "False", reason)
+    draft.condition(ConditionType.TRAINING, "False", reason)
+    draft.event(reason, message, warning=True)
+    _finish(draft)
+
+
+def _finish(draft: Draft) -> None:
+    draft.set(completion_time=format_time(draft.now), eta=None, estimated_completion_time=None, next_retry_time=None)
+    draft.look_again(1.0)
+
+
+def condition(
+    kind: ConditionType, status: Literal["True", "False", "Unknown"], reason: Reason, message: str, now: datetime, generation: int
+) -> Condition:
+    """A condition that has just changed."""
+    return Condition(
+        type=kind.value,
+        status=status,
+        reason=reason.value,
+        message=message[:MAX_CONDITION_MESSAGE],
+        last_transition_time=format_time(now),
+        observed_generation=generation,
+    )
+
+
+def clean_up(draft: Draft, observed: Observed) -> None:
+    """Of a finished run: delete its cluster if it says so, and the run itself when its time is over."""
+    run = draft.run
+    ended = parse_time(run.status.completion_time) if run.status.completion_time else draft.now
+    policy = run.spec.cleanup.on_success if run.status.phase is Phase.SUCCEEDED else run.spec.cleanup.on_failure
+    if policy == "Delete":
+        _delete_cluster(draft, observed, ended)
+    if run.spec.ttl_seconds_after_finished is not None:
+        left = (ended + timedelta(seconds=run.spec.ttl_seconds_after_finished) - draft.now).total_seconds()
+        if left <= 0:
+            draft.delete.append(Delete(Child(KIND, run.metadata.name), run.metadata.uid))
+        else:
+            draft.look_again(left)
+
+
+def _delete_cluster(draft: Draft, observed: Observed, ended: datetime) -> None:
+    name = draft.run.metadata.name
+    cluster = observed.child("RayCluster", name)
+    if cluster is None or is_deleting(cluster):
+        if draft.is_true(ConditionType.CLUSTER_PROVISIONED):
+            draft.condition(ConditionType.CLUSTER_PROVISIONED, "False", Reason.CLUSTER_DELETED, "the run has finished")
+            draft.condition(ConditionType.ROLES_READY, "False", Reason.CLUSTER_DELETED, "the run has finished")
+            draft.set(roles=[item.model_copy(update={"ready": 0, "message": ""}) for item in draft.status.roles])
+            draft.event(Reason.CLUSTER_DELETED, f"deleted RayCluster {name}: the run has finished")
+        return
+    if controller_uid(cluster) != draft.run.metadata.uid:
+        return
+    exiting = isinstance(observed.job, Job) and observed.job.live
+    if exiting and (draft.now - ended).total_seconds() < EXIT_SECONDS:
+        draft.look_again(2.0)
+        return
+    draft.delete.append(Delete(Child("RayCluster", name), cluster["metadata"]["uid"]))
+    draft.look_again(2.0)

@@ -1,0 +1,74 @@
+"""From what is wanted and what is seen to what is to be done."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from agenticrun_api import AgenticRun, AgenticRunStatus, ConditionType, Metadata, Phase, Reason
+from agenticrun_operator.planning import attempts, ending, provisioning, roles
+from agenticrun_operator.planning.draft import MAX_TEXT, Draft
+from agenticrun_operator.planning.observed import Observed
+from agenticrun_operator.planning.plan import Event, Plan
+from agenticrun_operator.planning.times import format_time
+
+WAIT_SECONDS = 1.5
+"""Between looks at what stands in a new run's way: objects on their way out leave no event with the new run's uid."""
+SAFETY_NET_SECONDS = 30.0
+"""Between looks at a run that only waits for watch events, in case one is lost."""
+
+
+def plan(run: AgenticRun, observed: Observed, now: datetime, worker_image: str) -> Plan:
+    """What to do now about one run. `worker_image` serves runs without an image of their own."""
+    if run.metadata.deletion_timestamp:
+        return Plan()  # garbage collection follows the owner references
+    draft = Draft(run, now)
+    if run.status.phase.finished:
+        ending.clean_up(draft, observed)
+        return draft.finish(observed.last_status_write)
+    draft.look_again(SAFETY_NET_SECONDS)
+    obstacle = provisioning.find_obstacle(run, observed)
+    if obstacle:
+        draft.condition(ConditionType.CLUSTER_PROVISIONED, "False", obstacle.reason, obstacle.message)
+        draft.look_again(WAIT_SECONDS)
+    else:
+        provisioning.provision(draft, observed, worker_image)
+    if obstacle and run.status.job is None:
+        draft.phase(Phase.PENDING, obstacle.message)
+        if run.status.message != obstacle.message:
+            draft.event(obstacle.reason, obstacle.message, warning=obstacle.reason is Reason.NAME_CONFLICT)
+        return draft.finish(observed.last_status_write)
+    ready = roles.report(draft, observed)
+    attempts.advance(draft, observed, ready)
+    return draft.finish(observed.last_status_write)
+
+
+def plan_refused(run: AgenticRun, message: str, now: datetime) -> Plan:
+    """The apiserver refused a child for what the run asks of it: no retry can help."""
+    draft = Draft(run, now)
+    ending.fail(draft, Reason.INVALID_CONFIG, message)
+    return draft.finish(None)
+
+
+def plan_unreadable(document: dict[str, Any], errors: tuple[str, ...], now: datetime) -> Plan:
+    """A spec that the CRD took and this operator's own models do not, which means versions that do not fit together."""
+    metadata = Metadata.model_validate(document["metadata"])
+    known = AgenticRunStatus.model_validate(document.get("status") or {"conditions": [], "metrics": [], "roles": []})
+    if known.phase.finished or metadata.deletion_timestamp:
+        return Plan()
+    message = "; ".join(errors)[:MAX_TEXT]
+    conditions = [item for item in known.conditions if item.type not in (ConditionType.FAILED, ConditionType.COMPLETE)]
+    status = known.model_copy(
+        update={
+            "phase": Phase.FAILED,
+            "observed_generation": metadata.generation,
+            "completion_time": format_time(now),
+            "message": message,
+            "conditions": [
+                *conditions,
+                ending.condition(ConditionType.COMPLETE, "False", Reason.INVALID_CONFIG, message, now, metadata.generation),
+                ending.condition(ConditionType.FAILED, "True", Reason.INVALID_CONFIG, message, now, metadata.generation),
+            ],
+        }
+    )
+    return Plan(status=status, events=(Event(Reason.INVALID_CONFIG, message[:1024], "Warning"),))

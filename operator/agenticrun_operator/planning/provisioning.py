@@ -1,0 +1,79 @@
+"""The run's children: what stands in their way, and what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agenticrun_api import AgenticRun, ConditionType, Phase, Reason
+from agenticrun_api.names import KIND
+from agenticrun_operator.planning.draft import Draft
+from agenticrun_operator.planning.observed import Observed
+from agenticrun_operator.planning.plan import TokenToMake
+from agenticrun_operator.planning.times import format_time
+from agenticrun_operator.resources import Child, Manifest, controller_uid, desired_children, is_deleting, token_secrets
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why the run's children cannot be made now."""
+
+    reason: Reason
+    message: str
+
+
+def find_obstacle(run: AgenticRun, observed: Observed) -> Obstacle | None:
+    """An object of the same name that is not, or no longer, this run's. Someone else's is never taken over."""
+    for child, manifest in sorted(observed.children.items()):
+        if manifest is None:
+            continue
+        shown = f"{child.kind} {child.name}"
+        if is_deleting(manifest) or _of_earlier_run(run, manifest):
+            return Obstacle(Reason.WAITING_FOR_PREVIOUS_RUN, f"waiting until {shown} of an earlier run is gone")
+        if controller_uid(manifest) != run.metadata.uid:
+            return Obstacle(Reason.NAME_CONFLICT, f"{shown} exists and belongs to someone else: delete it, or give the run another name")
+    for pod in observed.pods:
+        if pod.run_uid != run.metadata.uid:
+            return Obstacle(Reason.WAITING_FOR_PREVIOUS_RUN, f"waiting until pod {pod.name} of an earlier run is gone")
+    return None
+
+
+def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
+    owners = manifest["metadata"].get("ownerReferences", ())
+    return any(owner["kind"] == KIND and owner["name"] == run.metadata.name and owner["uid"] != run.metadata.uid for owner in owners)
+
+
+def provision(draft: Draft, observed: Observed, worker_image: str) -> None:
+    """Make the children that are missing; apply those that exist again when the spec has changed."""
+    run = draft.run
+    changed = run.status.observed_generation != run.metadata.generation
+    for secret, key in token_secrets(run):
+        if _is_missing(observed, secret):
+            draft.tokens.append(TokenToMake(secret.name, key))
+    for manifest in desired_children(run, worker_image):
+        child = Child.of(manifest)
+        if _is_missing(observed, child):
+            draft.create.append(manifest)
+        elif changed and child in observed.children:
+            draft.apply.append(manifest)
+    if run.status.start_time is None:
+        draft.set(start_time=format_time(draft.now), max_steps=run.spec.pipeline.max_steps, progress=f"0/{run.spec.pipeline.max_steps}")
+        draft.condition(ConditionType.COMPLETE, "False", Reason.NOT_FINISHED)
+        draft.condition(ConditionType.FAILED, "False", Reason.NOT_FINISHED)
+    if draft.status.phase is Phase.PENDING:
+        draft.phase(Phase.STARTING)
+    _report_cluster(draft, observed)
+
+
+def _report_cluster(draft: Draft, observed: Observed) -> None:
+    name = draft.run.metadata.name
+    if observed.child("RayCluster", name) is None:
+        draft.condition(ConditionType.CLUSTER_PROVISIONED, "False", Reason.CLUSTER_CREATING, f"creating RayCluster {name}")
+        draft.look_again(5.0)
+        return
+    if not draft.is_true(ConditionType.CLUSTER_PROVISIONED):
+        draft.event(Reason.CLUSTER_CREATED, f"created RayCluster {name}")
+    draft.condition(ConditionType.CLUSTER_PROVISIONED, "True", Reason.CLUSTER_CREATED, f"RayCluster {name} exists")
+
+
+def _is_missing(observed: Observed, child: Child) -> bool:
+    return child in observed.children and observed.children[child] is None

@@ -1,0 +1,129 @@
+"""One reconciliation: observe, plan, apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from agenticrun_api import AgenticRun, InvalidRun, Phase
+from agenticrun_api.load import parse_run
+from agenticrun_api.names import KIND
+from agenticrun_operator.applying import Applier
+from agenticrun_operator.cluster import Conflict, Head, Kube, NotFound, Refused
+from agenticrun_operator.observing import Observer, Surroundings
+from agenticrun_operator.planning import Plan, plan, plan_refused, plan_unreadable
+from agenticrun_operator.resources import Manifest
+from agenticrun_operator.workqueue import Item, Key
+
+RETRY_SECONDS = 0.2
+"""After a conflict: the run has changed under us, so look again."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The last look at a run. Only ever saves requests: whatever is decided on it is checked by the resourceVersion of the write."""
+
+    document: Manifest
+    around: Surroundings
+    looked_at: datetime
+    wrote_at: datetime | None
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Reconciler:
+    """Reconciles keys. Holds no truth: everything that matters is in the runs' status."""
+
+    def __init__(self, kube: Kube, head: Head, worker_image: str, full_look_seconds: float, clock: Callable[[], datetime] = utc_now):
+        self._kube = kube
+        self._observer = Observer(kube, head, worker_image)
+        self._applier = Applier(kube, head)
+        self._worker_image = worker_image
+        self._full_look_seconds = full_look_seconds
+        self._clock = clock
+        self._memory: dict[Key, Memory] = {}
+
+    def knows(self, key: Key, resource_version: str) -> bool:
+        """Whether this version of the run was read or written here, so that its watch event is no news."""
+        memory = self._memory.get(key)
+        return memory is not None and memory.document["metadata"]["resourceVersion"] == resource_version
+
+    async def reconcile(self, item: Item) -> float | None:
+        """Take the run one step on. Returns after how many seconds to look again, if nothing happens before."""
+        memory = self._memory.get(item.key)
+        fully = memory is None or item.changed or self._is_stale(memory)
+        if fully:
+            memory = await self._look_fully(item.key)
+        if memory is None:
+            return None
+        try:
+            return await self._step(item.key, memory, fully)
+        except Conflict:
+            self._memory.pop(item.key, None)
+            return RETRY_SECONDS
+        except NotFound:
+            self._forget(item.key)
+            return None
+
+    def _is_stale(self, memory: Memory) -> bool:
+        running = memory.document.get("status", {}).get("phase") == Phase.RUNNING.value
+        return not running or (self._clock() - memory.looked_at).total_seconds() > self._full_look_seconds
+
+    async def _look_fully(self, key: Key) -> Memory | None:
+        """Read everything anew; None when there is nothing to reconcile."""
+        document = await self._kube.get(KIND, *key)
+        before = self._memory.get(key)
+        if document is None:
+            self._forget(key)
+            return None
+        try:
+            run = parse_run(document)
+        except InvalidRun as error:
+            await self._give_up(document, error)
+            return None
+        around = await self._observer.surroundings(run)
+        memory = Memory(document, around, self._clock(), before.wrote_at if before else None)
+        self._memory[key] = memory
+        return memory
+
+    async def _step(self, key: Key, memory: Memory, fully: bool) -> float | None:
+        run = parse_run(memory.document)
+        plan_ = await self._plan(run, memory)
+        if plan_.status and plan_.status.phase is not run.status.phase and not fully:
+            fresh = await self._look_fully(key)  # a decision of weight is made on a full look only
+            if fresh is None:
+                return None
+            memory, run = fresh, parse_run(fresh.document)
+            plan_ = await self._plan(run, memory)
+        try:
+            await self._applier.make_children(run, plan_)
+            await self._applier.apply_children(plan_, _uids(memory.around))
+        except Refused as error:
+            plan_ = plan_refused(run, str(error), self._clock())
+        document = await self._applier.write_status(memory.document, plan_)
+        wrote_at = self._clock() if plan_.status else memory.wrote_at
+        self._memory[key] = Memory(document, memory.around, memory.looked_at, wrote_at)
+        head = await self._observer.head_address(run, memory.around) if plan_.job else None
+        await self._applier.act(plan_, document, head)
+        return plan_.requeue_after
+
+    async def _plan(self, run: AgenticRun, memory: Memory) -> Plan:
+        observed = await self._observer.look(run, memory.around, memory.wrote_at)
+        return plan(run, observed, self._clock(), self._worker_image)
+
+    async def _give_up(self, document: Manifest, error: InvalidRun) -> None:
+        plan_ = plan_unreadable(document, error.errors, self._clock())
+        stored = await self._applier.write_status(document, plan_)
+        await self._applier.act(plan_, stored, None)
+
+    def _forget(self, key: Key) -> None:
+        memory = self._memory.pop(key, None)
+        if memory:
+            self._observer.forget(memory.document["metadata"]["uid"])
+
+
+def _uids(around: Surroundings) -> dict[tuple[str, str], str]:
+    return {(child.kind, child.name): found["metadata"]["uid"] for child, found in around.children.items() if found is not None}

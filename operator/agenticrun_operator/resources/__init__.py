@@ -1,0 +1,19 @@
+"""Builders of a run's child objects. Pure: a run in, manifests out."""
+
+from agenticrun_operator.resources.children import Child, code_config_map, desired_children, token_secret, token_secrets
+from agenticrun_operator.resources.metadata import Manifest, controller_uid, is_deleting
+from agenticrun_operator.resources.pods import RAY_CONTAINER
+from agenticrun_operator.resources.raycluster import ray_cluster
+
+__all__ = [
+    "RAY_CONTAINER",
+    "Child",
+    "Manifest",
+    "code_config_map",
+    "controller_uid",
+    "desired_children",
+    "is_deleting",
+    "ray_cluster",
+    "token_secret",
+    "token_secrets",
+]

@@ -1,0 +1,89 @@
+"""What a run owns beside its pods: configuration, tokens, checkpoint storage."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from dataclasses import dataclass
+
+import yaml
+
+from agenticrun_api import AgenticRun
+from agenticrun_api.names import RUN_FILE
+from agenticrun_api.spec import VolumeClaim
+from agenticrun_operator.resources.metadata import Manifest, child_metadata
+from agenticrun_operator.resources.raycluster import ray_cluster
+from agenticrun_operator.resources.volumes import (
+    RAY_TOKEN_KEY,
+    REPORTER_TOKEN_KEY,
+    claim_name,
+    ray_token_name,
+    reporter_token_name,
+    run_config_name,
+)
+
+
+@dataclass(frozen=True, order=True)
+class Child:
+    """Which object: kind and name, in the run's namespace."""
+
+    kind: str
+    name: str
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Child:
+        return cls(manifest["kind"], manifest["metadata"]["name"])
+
+
+def desired_children(run: AgenticRun, worker_image: str) -> tuple[Manifest, ...]:
+    """All children but the secrets, whose content is made once; the RayCluster, which mounts the others, comes last."""
+    claim = run.spec.checkpoint.volume_claim if run.spec.checkpoint else None
+    storage = (checkpoint_claim(run, claim),) if claim and claim.size else ()
+    return (run_config(run), *storage, ray_cluster(run, worker_image))
+
+
+def run_config(run: AgenticRun) -> Manifest:
+    """The ConfigMap that is mounted in the head pod: the run as the user wrote it, with its identity."""
+    text = yaml.safe_dump(run.document(), sort_keys=False)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": child_metadata(run, run_config_name(run)),
+        "data": {RUN_FILE.rsplit("/", 1)[1]: text},
+    }
+
+
+def checkpoint_claim(run: AgenticRun, claim: VolumeClaim) -> Manifest:
+    """The claim of spec.checkpoint.volumeClaim.size, deleted with the run."""
+    spec: Manifest = {"accessModes": [claim.access_mode], "resources": {"requests": {"storage": claim.size}}}
+    if claim.storage_class_name:
+        spec["storageClassName"] = claim.storage_class_name
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": child_metadata(run, claim_name(run)),
+        "spec": spec,
+    }
+
+
+def token_secrets(run: AgenticRun) -> tuple[tuple[Child, str], ...]:
+    """The secrets of a run, and the key that the token has in each."""
+    return (
+        (Child("Secret", reporter_token_name(run)), REPORTER_TOKEN_KEY),
+        (Child("Secret", ray_token_name(run)), RAY_TOKEN_KEY),
+    )
+
+
+def token_secret(run: AgenticRun, name: str, key: str, token: str) -> Manifest:
+    """A secret that holds one token. Immutable: a token that changed would lock out the pods that started with the old one."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": child_metadata(run, name),
+        "immutable": True,
+        "data": {key: b64encode(token.encode()).decode()},
+    }
+
+
+def code_config_map(run: AgenticRun) -> Child | None:
+    """The ConfigMap of the user's own modules. It is the user's: read, never written."""
+    return Child("ConfigMap", run.spec.code.config_map) if run.spec.code else None

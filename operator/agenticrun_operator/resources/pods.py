@@ -1,0 +1,120 @@
+"""Pod specs of a run's roles, as KubeRay gets them."""
+
+from __future__ import annotations
+
+from agenticrun_api import AgenticRun, Role
+from agenticrun_api.names import CODE_DIR, REPORTER_COMMAND, REPORTER_PORT
+from agenticrun_operator.resources.metadata import Manifest
+from agenticrun_operator.resources.volumes import pod_volumes
+
+RAY_CONTAINER = "ray"
+REPORTER_CONTAINER = "reporter"
+
+UID = 1000
+"""User and group of every process of a run; the worker image has this user."""
+JOB_STOP_WAIT_SECONDS = 30
+"""How long a stopped driver may take to save before Ray kills it; Ray's own default is 3."""
+RAY_AGENT_PORT = 52365
+
+_ENV = {
+    "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_WAIT_SECONDS),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+}
+_RESTRICTED: Manifest = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+_REPORTER_RESOURCES: Manifest = {"requests": {"cpu": "20m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}}
+_REPORTER_VOLUMES = ("work", "run", "reporter-token")
+
+
+def head_pod(run: AgenticRun, image: str, ports: dict[str, int]) -> Manifest:
+    """The driver's pod: Ray's head, and the reporter as a native sidecar, which outlives every attempt of the driver."""
+    pod = _pod(run, Role.DRIVER, image, ports)
+    settings = run.spec.roles.driver
+    pod["initContainers"] = [
+        {
+            "name": REPORTER_CONTAINER,
+            "image": image,
+            "imagePullPolicy": run.spec.image_pull_policy,
+            "restartPolicy": "Always",
+            "command": list(REPORTER_COMMAND),
+            "env": settings.env,
+            "readinessProbe": {"httpGet": {"path": "/healthz", "port": REPORTER_PORT}, "periodSeconds": 1, "failureThreshold": 5},
+            "resources": _REPORTER_RESOURCES,
+            "securityContext": _RESTRICTED,
+            "volumeMounts": [item.mount for item in pod_volumes(run, Role.DRIVER) if item.volume["name"] in _REPORTER_VOLUMES],
+        }
+    ]
+    return pod
+
+
+def worker_pod(run: AgenticRun, role: Role, image: str) -> Manifest:
+    """A pod of one of the worker roles."""
+    return _pod(run, role, image, {})
+
+
+def _pod(run: AgenticRun, role: Role, image: str, ports: dict[str, int]) -> Manifest:
+    settings = run.spec.roles.of(role)
+    volumes = pod_volumes(run, role)
+    optional: Manifest = {
+        "imagePullSecrets": [{"name": name} for name in run.spec.image_pull_secrets],
+        "nodeSelector": settings.node_selector,
+        "tolerations": settings.tolerations,
+        "affinity": settings.affinity,
+        "priorityClassName": settings.priority_class_name,
+        "runtimeClassName": settings.runtime_class_name,
+    }
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": settings.termination_grace_period_seconds,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": UID,
+            "runAsGroup": UID,
+            "fsGroup": UID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        **{key: value for key, value in optional.items() if value},
+        "containers": [
+            {
+                "name": RAY_CONTAINER,
+                "image": image,
+                "imagePullPolicy": run.spec.image_pull_policy,
+                "env": _environment(run, role),
+                "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
+                # KubeRay's own probe begins after 10 s and repeats every 5 s.
+                "readinessProbe": {
+                    "httpGet": {"path": "/api/healthz", "port": RAY_AGENT_PORT},
+                    "periodSeconds": 1,
+                    "timeoutSeconds": 2,
+                    "failureThreshold": 10,
+                },
+                "resources": _resources(run, role),
+                "securityContext": _RESTRICTED,
+                "volumeMounts": [*(item.mount for item in volumes), *settings.volume_mounts],
+                **({"envFrom": settings.env_from} if settings.env_from else {}),
+            }
+        ],
+        "volumes": [*(item.volume for item in volumes), *settings.volumes],
+    }
+
+
+def _environment(run: AgenticRun, role: Role) -> list[Manifest]:
+    """Ours, then the user's, which wins where Kubernetes sees a name twice."""
+    ours = _ENV | ({"PYTHONPATH": CODE_DIR} if run.spec.code else {})
+    theirs = run.spec.roles.of(role).env
+    overridden = {variable.get("name") for variable in theirs}
+    return [{"name": name, "value": value} for name, value in ours.items() if name not in overridden] + theirs
+
+
+def _resources(run: AgenticRun, role: Role) -> Manifest:
+    settings = run.spec.roles.of(role)
+    limits: Manifest = {"memory": settings.memory}
+    if settings.gpus:
+        limits[settings.gpu_resource_name] = settings.gpus
+    return {"requests": {"cpu": settings.cpus, **limits}, "limits": limits}

@@ -1,0 +1,68 @@
+"""The RayCluster of a run: the driver on the head, one worker group per other role."""
+
+from __future__ import annotations
+
+import json
+
+from agenticrun_api import AgenticRun, Role
+from agenticrun_api.names import DASHBOARD_PORT, REPORTER_PORT, WORKER_ROLES
+from agenticrun_operator.resources.metadata import Manifest, child_metadata, run_labels
+from agenticrun_operator.resources.pods import head_pod, worker_pod
+from agenticrun_operator.resources.quantities import whole_number
+from agenticrun_operator.resources.volumes import ray_token_name
+
+HEAD_PORTS = {"gcs-server": 6379, "dashboard": DASHBOARD_PORT, "client": 10001, "metrics": 8080, "reporter": REPORTER_PORT}
+"""KubeRay copies the head container's ports to the head service, and drops its defaults as soon as one is declared."""
+
+OBJECT_STORE_SHARE = 0.3
+"""Of /dev/shm. The pipeline's large tensors travel outside Ray's object store, so a modest share is enough."""
+MIN_OBJECT_STORE_BYTES = 80 * 1024 * 1024
+"""Ray refuses less than 75 MiB."""
+
+
+def ray_cluster(run: AgenticRun, worker_image: str) -> Manifest:
+    """The RayCluster, named as the run. `worker_image` serves runs without an image of their own."""
+    image = run.spec.image or worker_image
+    head = head_pod(run, image, HEAD_PORTS)
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": child_metadata(run, run.metadata.name),
+        "spec": {
+            "rayVersion": run.spec.ray_version,
+            "authOptions": {"mode": "token", "secretName": ray_token_name(run)},
+            "headGroupSpec": {
+                "rayStartParams": _ray_start_params(run, Role.DRIVER) | {"dashboard-host": "0.0.0.0"},
+                "template": {"metadata": {"labels": run_labels(run, Role.DRIVER)}, "spec": head},
+            },
+            "workerGroupSpecs": [_worker_group(run, role, image) for role in WORKER_ROLES],
+        },
+    }
+
+
+def _worker_group(run: AgenticRun, role: Role, image: str) -> Manifest:
+    replicas = run.spec.roles.replicas(role)
+    return {
+        "groupName": role.value,
+        "replicas": replicas,
+        "minReplicas": replicas,
+        "maxReplicas": replicas,
+        "rayStartParams": _ray_start_params(run, role),
+        "template": {"metadata": {"labels": run_labels(run, role)}, "spec": worker_pod(run, role, image)},
+    }
+
+
+def _ray_start_params(run: AgenticRun, role: Role) -> dict[str, str]:
+    """Flags of `ray start`. The role's own resource pins actors: as many units as the pod carries actors of the role.
+
+    The head offers no CPUs, so that nothing but the driver lands there.
+    """
+    settings = run.spec.roles.of(role)
+    store = max(MIN_OBJECT_STORE_BYTES, int(whole_number(settings.shm_size) * OBJECT_STORE_SHARE))
+    resources = json.dumps({role.value: run.spec.roles.ranks(role)}, separators=(",", ":"))
+    return {
+        "num-cpus": "0" if role is Role.DRIVER else str(max(1, whole_number(settings.cpus))),
+        "num-gpus": str(settings.gpus),
+        "resources": json.dumps(resources),  # quoted once more: KubeRay pastes it into a shell command
+        "object-store-memory": str(store),
+    }

@@ -1,0 +1,75 @@
+"""Volumes of a run's pods, and the names of what they mount."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agenticrun_api import AgenticRun, Role
+from agenticrun_api.names import CHECKPOINT_DIR, CODE_DIR, REPORTER_TOKEN_FILE, RUN_FILE, WORK_DIR
+from agenticrun_operator.resources.metadata import Manifest
+
+REPORTER_TOKEN_KEY = REPORTER_TOKEN_FILE.rsplit("/", 1)[1]
+RAY_TOKEN_KEY = "auth_token"
+"""The key that KubeRay reads."""
+
+_OWNER_AND_GROUP_READ = 0o440
+"""Kubernetes adds the group's read bit (fsGroup) to any secret file, so 0400 cannot be had by a pod that is not root."""
+
+
+@dataclass(frozen=True)
+class Mounted:
+    """A volume and where it is mounted."""
+
+    volume: Manifest
+    mount: Manifest
+
+
+def run_config_name(run: AgenticRun) -> str:
+    return f"{run.metadata.name}-run"
+
+
+def reporter_token_name(run: AgenticRun) -> str:
+    return f"{run.metadata.name}-reporter"
+
+
+def ray_token_name(run: AgenticRun) -> str:
+    return f"{run.metadata.name}-ray-token"
+
+
+def claim_name(run: AgenticRun) -> str:
+    """The claim that the run makes for itself (spec.checkpoint.volumeClaim.size)."""
+    return f"{run.metadata.name}-checkpoints"
+
+
+def pod_volumes(run: AgenticRun, role: Role) -> tuple[Mounted, ...]:
+    """What the containers of a role's pods mount; the user's own volumes are not among them."""
+    volumes = [_shared_memory(run, role), _mounted("work", WORK_DIR, {"emptyDir": {}})]
+    if role is Role.DRIVER:
+        token = {"secretName": reporter_token_name(run), "defaultMode": _OWNER_AND_GROUP_READ}
+        volumes += [
+            _mounted("run", _folder(RUN_FILE), {"configMap": {"name": run_config_name(run)}}, read_only=True),
+            _mounted("reporter-token", _folder(REPORTER_TOKEN_FILE), {"secret": token}, read_only=True),
+        ]
+    if run.spec.code:
+        volumes.append(_mounted("code", CODE_DIR, {"configMap": {"name": run.spec.code.config_map}}, read_only=True))
+    claim = run.spec.checkpoint.volume_claim if run.spec.checkpoint else None
+    if claim and role in (Role.DRIVER, Role.TRAINER):
+        source = {"persistentVolumeClaim": {"claimName": claim.claim_name or claim_name(run)}}
+        volumes.append(_mounted("checkpoints", CHECKPOINT_DIR, source))
+    return tuple(volumes)
+
+
+def _shared_memory(run: AgenticRun, role: Role) -> Mounted:
+    size = run.spec.roles.of(role).shm_size
+    return _mounted("shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": size}})
+
+
+def _mounted(name: str, path: str, source: Manifest, read_only: bool = False) -> Mounted:
+    mount: Manifest = {"name": name, "mountPath": path}
+    if read_only:
+        mount["readOnly"] = True
+    return Mounted({"name": name, **source}, mount)
+
+
+def _folder(path: str) -> str:
+    return path.rsplit("/", 1)[0]

@@ -1,0 +1,88 @@
+"""The workers that take keys off the queue, and the pass over all runs every few minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+
+from agenticrun_operator.cluster import ClusterError
+from agenticrun_operator.metrics import QUEUE_LENGTH, RECONCILE_SECONDS, RECONCILES
+from agenticrun_operator.workqueue import Item, Key, WorkQueue
+
+MAX_BACKOFF_SECONDS = 60.0
+JITTER = 0.1
+"""Share by which looks that were asked for are spread, so that many runs do not beat in step."""
+
+log = logging.getLogger(__name__)
+
+
+class Workers:
+    """A few supervised tasks. Gated by leadership: without it they wait."""
+
+    def __init__(self, queue: WorkQueue, reconcile: Callable[[Item], Awaitable[float | None]], leading: asyncio.Event, count: int):
+        self._queue = queue
+        self._reconcile = reconcile
+        self._leading = leading
+        self._count = count
+        self._failures: dict[Key, int] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._work(), name=f"worker-{index}") for index in range(self._count)]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def alive(self) -> int:
+        """Workers that still work; fewer than were started is a bug, and fails the liveness probe."""
+        return sum(not task.done() for task in self._tasks)
+
+    async def _work(self) -> None:
+        while True:
+            item = await self._queue.get()
+            await self._leading.wait()
+            QUEUE_LENGTH.set(len(self._queue))
+            started = time.perf_counter()
+            try:
+                delay = await self._reconcile(item)
+            except Exception as error:  # one run's trouble must not end the worker
+                delay = self._back_off(item.key, error)
+            else:
+                self._failures.pop(item.key, None)
+                RECONCILES.labels(result="ok").inc()
+            finally:
+                self._queue.done(item.key)
+                RECONCILE_SECONDS.observe(time.perf_counter() - started)
+            if delay is not None:
+                self._queue.add_after(item.key, delay * random.uniform(1 - JITTER, 1 + JITTER))
+
+    def _back_off(self, key: Key, error: Exception) -> float:
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        delay: float = min(0.5 * 2.0**failures, MAX_BACKOFF_SECONDS)
+        name = "/".join(key)
+        if isinstance(error, ClusterError):
+            RECONCILES.labels(result="unavailable").inc()
+            log.warning("%s: %s; again in %.0f s", name, error, delay)
+        else:
+            RECONCILES.labels(result="error").inc()
+            log.exception("%s: reconciliation failed; again in %.0f s", name, delay, exc_info=error)
+        return delay
+
+
+async def resync(queue: WorkQueue, list_keys: Callable[[], Awaitable[list[Key]]], seconds: float) -> None:
+    """Enqueue all runs now and then, whatever the watches missed. Ends when cancelled."""
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            keys = await list_keys()
+        except ClusterError as error:
+            log.warning("resync: %s", error)
+            continue
+        for key in keys:
+            queue.add(key)
