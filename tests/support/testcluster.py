@@ -20,6 +20,9 @@ DEVCLUSTER = (sys.executable, str(ROOT / "tools/devcluster"))
 KEEP_CLUSTER = "AGENTICRUN_TEST_KEEP_CLUSTER"
 """Environment variable: leave a cluster up that the tests brought up."""
 
+DETACHED_GROUP = "detached.agenticrun.dev"
+"""API group of a copy of the CRD, for objects that no operator acts on."""
+
 T = TypeVar("T")
 
 

@@ -1,0 +1,43 @@
+"""The CRD of this tree on the real apiserver, and a namespace to try it in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from agenticrun_api.crd import custom_resource_definition
+from testcluster import DETACHED_GROUP, ROOT, Cluster, eventually
+
+
+def _install(cluster: Cluster, definition: dict[str, Any]) -> None:
+    cluster.apply(definition, options=("--server-side", "--force-conflicts"))
+    name = definition["metadata"]["name"]
+    cluster.kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+    plural = f"{definition['spec']['names']['plural']}.{definition['spec']['group']}"
+    eventually(lambda: plural in cluster.kubectl("api-resources", "--api-group", definition["spec"]["group"], "-o", "name"), 30, plural)
+
+
+@pytest.fixture(scope="session")
+def api(cluster: Cluster) -> Iterator[Cluster]:
+    """A namespace of a cluster that has the committed CRD, installed as the documentation says."""
+    _install(cluster, yaml.safe_load((ROOT / "crds/agenticruns.yaml").read_text()))
+    with cluster.new_namespace("agenticrun-test-api") as inside:
+        yield inside
+
+
+@pytest.fixture(scope="session")
+def detached(api: Cluster) -> Iterator[Cluster]:
+    """A copy of the CRD under another group, in the same namespace, so that no operator acts on its objects."""
+    definition = copy.deepcopy(custom_resource_definition())
+    definition["metadata"]["name"] = f"agenticruns.{DETACHED_GROUP}"
+    definition["metadata"]["annotations"] = {"api-approved.kubernetes.io": "unapproved, test"}
+    definition["spec"]["group"] = DETACHED_GROUP
+    for name in ("shortNames", "categories"):
+        del definition["spec"]["names"][name]
+    _install(api, definition)
+    yield api
+    api.kubectl("delete", "crd", f"agenticruns.{DETACHED_GROUP}", "--wait=true", "--timeout=60s")

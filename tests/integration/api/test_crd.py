@@ -1,0 +1,197 @@
+"""The CRD on the apiserver that enforces it: rules, defaults, what may change, columns, kubectl explain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from agenticrun_api import AgenticRunStatus, InvalidRun, parse_run
+from runs import MINIMAL, RULE_CASES, Change, RuleCase, run_with
+from testcluster import DETACHED_GROUP, ROOT, Cluster, CommandFailed
+
+P = "spec.pipeline"
+DETACHED = f"agenticruns.{DETACHED_GROUP}"
+
+
+def dry_run(api: Cluster, document: dict[str, Any]) -> dict[str, Any]:
+    """What the apiserver would store; raises `CommandFailed` with its refusal. Nothing is created."""
+    stored: dict[str, Any] = json.loads(api.apply(document, options=("--dry-run=server", "-o", "json")))
+    return stored
+
+
+@pytest.mark.parametrize("case", RULE_CASES, ids=lambda case: case.id)
+def test_the_rule_in_cel_refuses_what_the_rule_in_python_refuses(api: Cluster, case: RuleCase) -> None:
+    with pytest.raises(CommandFailed) as caught:
+        dry_run(api, run_with(*case.refused))
+    assert f"{case.path}: " in caught.value.stderr
+    assert case.message in caught.value.stderr
+
+
+@pytest.mark.parametrize("case", RULE_CASES, ids=lambda case: case.id)
+def test_the_rule_in_cel_accepts_what_the_rule_in_python_accepts(api: Cluster, case: RuleCase) -> None:
+    dry_run(api, run_with(*case.accepted))
+
+
+@pytest.mark.parametrize(
+    ("path", "bad", "good"),
+    [
+        (f"{P}.actorTrain.training.learningRate", 0, 1e-9),
+        (f"{P}.actorInfer.generating.temperature", 0, 10),
+        (f"{P}.actorInfer.validationGenerating.temperature", -0.1, 0),
+        (f"{P}.maxSteps", 0, 10_000_000),
+        (f"{P}.seed", 2**31, 2**31 - 1),
+        ("spec.roles.env.replicas", 0, 1),
+        ("spec.roles.env.cpus", "much", "250m"),
+        ("spec.roles.env.memory", "2GB", "1Gi"),
+        ("spec.model.initialize.layers", 0, 1),
+        ("spec.failurePolicy.maxRestarts", -1, 0),
+        ("spec.imagePullPolicy", "Sometimes", "Never"),
+    ],
+)
+def test_bounds_hold_on_both_sides_and_in_both_places(api: Cluster, path: str, bad: Any, good: Any) -> None:
+    with pytest.raises(CommandFailed, match=path.replace(".", r"\.")):
+        dry_run(api, run_with((path, bad)))
+    with pytest.raises(InvalidRun, match=path.replace(".", r"\.")):
+        parse_run(run_with((path, bad)))
+    dry_run(api, run_with((path, good)))
+    parse_run(run_with((path, good)))
+
+
+def test_stored_defaults_are_the_models_defaults(api: Cluster) -> None:
+    stored = dry_run(api, MINIMAL)
+    assert parse_run(stored).spec == parse_run(MINIMAL).spec
+    assert stored["spec"] == parse_run(MINIMAL).spec.to_dict()
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_accepted_as_it_is(api: Cluster, example: Any) -> None:
+    for document in yaml.safe_load_all(example.read_text()):
+        dry_run(api, document)
+
+
+@pytest.fixture
+def stored(detached: Cluster) -> Iterator[Cluster]:
+    """A run that exists and that no operator acts on. Its name is `minimal`."""
+    detached.apply({**MINIMAL, "apiVersion": f"{DETACHED_GROUP}/v1alpha1"})
+    yield detached
+    detached.kubectl("delete", DETACHED, "minimal")
+
+
+def _change(stored: Cluster, *changes: Change) -> str:
+    return stored.apply({**run_with(*changes), "apiVersion": f"{DETACHED_GROUP}/v1alpha1"})
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (("spec.model", {"path": "org/model"}), "spec.model"),
+        (("spec.roles.env.cpus", "2"), "spec.roles"),
+        ((f"{P}.maxSteps", 3), "spec.pipeline"),
+        (("spec.image", "other:1"), "spec.image"),
+        (("spec.imagePullSecrets", ["mine"]), "spec.imagePullSecrets"),
+        (("spec.code", {"configMap": "mine"}), "spec.code"),
+        (("spec.checkpoint", {"uri": "/data"}), "spec.checkpoint"),
+        (("spec.tracking.tensorboard", False), "spec.tracking"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_would_change_the_pods_or_the_training_cannot_change(stored: Cluster, change: Change, field: str) -> None:
+    with pytest.raises(CommandFailed) as caught:
+        _change(stored, change)
+    assert f"{field}: " in caught.value.stderr
+    assert "delete the run and apply it again" in caught.value.stderr
+
+
+def test_what_only_the_operator_reads_can_change(stored: Cluster) -> None:
+    said = _change(
+        stored,
+        ("spec.ttlSecondsAfterFinished", 60),
+        ("spec.failurePolicy.maxRestarts", 7),
+        ("spec.cleanup.onFailure", "Keep"),
+        ("metadata.labels", {"team": "lake"}),
+    )
+    assert "configured" in said
+
+
+STATUS = {
+    "phase": "Running",
+    "observedGeneration": 1,
+    "step": 120,
+    "maxSteps": 1000,
+    "progress": "120/1000",
+    "reward": "0.53",
+    "tokensPerSecond": "1.2k",
+    "staleness": "0.5",
+    "eta": "12m",
+    "lastStepTime": "2026-01-01T00:00:00Z",
+    "restarts": 2,
+    "message": "training",
+    "conditions": [
+        {
+            "type": "Training",
+            "status": "True",
+            "reason": "DriverRunning",
+            "message": "",
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+            "observedGeneration": 1,
+        }
+    ],
+    "metrics": [{"name": "val/Lake/success", "value": "0.61"}],
+    "roles": [{"name": "env", "desired": 1, "ready": 1, "gpus": 0, "message": ""}],
+    "rayCluster": {"name": "minimal", "incarnation": "uid/0"},
+    "job": {"attempt": 3, "submissionId": "minimal-1-3", "incarnation": "uid/0", "status": "RUNNING"},
+    "checkpoint": {"step": 100, "uri": "/checkpoints/x", "time": "2026-01-01T00:00:00Z"},
+}
+
+
+def _patch_status(stored: Cluster, status: dict[str, Any]) -> None:
+    stored.kubectl("patch", DETACHED, "minimal", "--subresource=status", "--type=merge", "-p", json.dumps({"status": status}))
+
+
+def test_the_columns_show_the_status(stored: Cluster) -> None:
+    _patch_status(stored, STATUS)
+    header, row = stored.kubectl("get", DETACHED).splitlines()
+    assert header.split() == ["NAME", "PHASE", "STEP", "REWARD", "TOK/S", "STALENESS", "LAST-STEP", "RESTARTS", "AGE"]
+    cells = row.split()
+    assert cells[:6] == ["minimal", "Running", "120/1000", "0.53", "1.2k", "0.5"]
+    assert cells[6].endswith("d")  # a date is shown as an age
+    assert cells[7] == "2"
+
+
+def test_wide_columns_add_model_algorithm_eta_and_message(stored: Cluster) -> None:
+    _patch_status(stored, STATUS)
+    header, row = stored.kubectl("get", DETACHED, "-o", "wide").splitlines()
+    assert header.split()[9:] == ["MODEL", "ALGORITHM", "ETA", "MESSAGE"]
+    assert row.split()[-3:] == ["grpo", "12m", "training"]
+
+
+def test_a_stored_status_is_the_status_that_was_written(stored: Cluster) -> None:
+    _patch_status(stored, STATUS)
+    found = stored.get(DETACHED, "minimal")
+    assert found is not None
+    assert AgenticRunStatus.model_validate(found["status"]).to_dict() == AgenticRunStatus.model_validate(STATUS).to_dict()
+
+
+def test_a_write_of_the_spec_does_not_touch_the_status(stored: Cluster) -> None:
+    _patch_status(stored, STATUS)
+    _change(stored, ("spec.ttlSecondsAfterFinished", 60))
+    found = stored.get(DETACHED, "minimal")
+    assert found is not None
+    assert found["status"]["progress"] == "120/1000"
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("agenticrun.spec.pipeline.rolloutBatchSize", "Trajectories of one training step"),
+        ("agenticrun.spec.pipeline.trainEnvs.groupSize", "Episodes of the same level"),
+        ("agenticrun.spec.roles.trainer.gpus", "one rank per GPU"),
+        ("agenticrun.status.reward", "Mean score"),
+    ],
+)
+def test_kubectl_explain_knows_the_fields(api: Cluster, path: str, says: str) -> None:
+    assert says in " ".join(api.kubectl("explain", path).split())
