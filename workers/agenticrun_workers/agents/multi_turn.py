@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -77,6 +77,9 @@ class MultiTurnAgent:
         self._env_in_thread = env_in_thread
         for template in (system_template, agent_template):
             _check_template(template)
+        for name, value in (("onParseError", on_parse_error), ("onCutAnswer", on_cut_answer)):
+            if value not in ("continue", "stop"):
+                raise ValueError(f"{name} must be continue or stop, not {value!r}")
 
     async def collect_trajectory(self, episode: Episode, env: Env, generate: Generate) -> Trajectory:
         """Play one episode; see `Agent`."""
@@ -130,7 +133,7 @@ class _Play:
         observation = await self._env_call(self.env.reset, self.episode.env_seed, self.episode.key.stream)
         if not isinstance(observation, str):
             raise _EpisodeEnded(StopReason.ENV_ERROR, f"reset returned {type(observation).__name__}, not text")
-        prompt_T = self.agent.first_prompt(self.env, observation)
+        prompt_T = self._prompt(self.agent.first_prompt, observation)
         for turn in range(1, limits.max_turns + 1):
             generation = await self._respond(prompt_T, turn)
             result = await self._act(prompt_T, generation)
@@ -140,8 +143,16 @@ class _Play:
                 raise _EpisodeEnded(StopReason.MAX_TURNS)
             ended = int(generation.tokens_T[-1]) == self.agent.chat.end_of_turn
             if turn < limits.max_turns:
-                prompt_T = self.agent.next_prompt(self.env, result.observation, turn + 1, ended=ended)
+                prompt_T = self._prompt(self.agent.next_prompt, result.observation, turn + 1, ended=ended)
         raise _EpisodeEnded(StopReason.MAX_TURNS)
+
+    def _prompt(self, render: Callable[..., IntArray], observation: str, *arguments: Any, **options: Any) -> IntArray:
+        """Tokens of an observation. Text that the tokenizer refuses is the environment's mistake."""
+        try:
+            return render(self.env, observation, *arguments, **options)
+        except Exception as error:  # tokenizers raises plain Exception
+            message = f"the observation {observation[:80]!r} cannot be tokenised: {error}"
+            raise _EpisodeEnded(StopReason.ENV_ERROR, message) from error
 
     async def _respond(self, prompt_T: IntArray, turn: int) -> Generation:
         limits, key = self.agent.limits, self.episode.key
