@@ -16,6 +16,9 @@ from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS, CheckpointStatus
 
 MAX_PROGRESS_BYTES = 65_536
 
+Number = Annotated[int, Field(ge=0, le=2**53)]
+"""Fits every JSON reader."""
+
 
 class Activity(StrEnum):
     STARTING = "starting"
@@ -50,18 +53,18 @@ class Progress(Model):
 
     run_uid: ShortText
     submission_id: ShortText
-    attempt: int
-    sequence: int
+    attempt: Number
+    sequence: Number
     """Grows with every snapshot of an attempt."""
     activity: Activity
-    step: Annotated[int, Field(ge=0)]
+    step: Number
     """Completed training steps, over all attempts."""
-    max_steps: int
-    policy_version: int
+    max_steps: Number
+    policy_version: Number
     time: Time
     """When the driver sent this."""
     last_step_time: Time | None = None
-    seconds_per_step: FiniteFloat | None = None
+    seconds_per_step: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Median of the newest steps, validation and checkpoints included."""
     reward: FiniteFloat | None = None
     tokens_per_second: FiniteFloat | None = None

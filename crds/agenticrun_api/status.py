@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from agenticrun_api.base import Model
 
 ShortText = Annotated[str, Field(max_length=256)]
 LongText = Annotated[str, Field(max_length=4096)]
-Time = Annotated[str, Field(max_length=40, json_schema_extra={"format": "date-time"})]
+
+
+def _rfc3339(text: str) -> str:
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None or not 1970 <= moment.year <= 2200:
+        raise ValueError("must be a time of our age, with its time zone")
+    return text
+
+
+Time = Annotated[str, Field(max_length=40, json_schema_extra={"format": "date-time"}), AfterValidator(_rfc3339)]
 """RFC 3339 in UTC, whole seconds."""
 
 MAX_METRICS = 64

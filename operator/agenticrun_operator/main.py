@@ -16,7 +16,8 @@ def main() -> None:
     """Run until SIGTERM or SIGINT."""
     settings = Settings()
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    logging.getLogger("kopf").setLevel(logging.WARNING)
+    for name in ("kopf", "aiohttp.access"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     asyncio.run(serve(settings))
 
 
