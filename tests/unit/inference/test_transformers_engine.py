@@ -1,0 +1,365 @@
+"""The embedded engine against plain forward passes of the same model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from agenticrun_workers.inference import EngineError, EngineStartError, InvalidRequest, TransformersEngine
+from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from transformers import PreTrainedModel
+
+WORDS = tuple("abcdefghijklmnop")
+VOCABULARY = len(WORDS) + 5
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of sharp distributions with grouped heads."""
+    path = tmp_path_factory.mktemp(request.param)
+    spec = InitializeSpec(
+        WORDS, request.param, hidden_size=32, intermediate_size=64, heads=4, key_value_heads=2, initializer_range=0.4
+    )
+    initialize_model(path, spec)
+    return path
+
+
+@asynccontextmanager
+async def serving(folder: Path, **options: int) -> AsyncIterator[TransformersEngine]:
+    engine = TransformersEngine(lambda: load_model(str(folder)), **{"max_length": 128, **options})
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(VOCABULARY, size=length).astype(np.int32)
+
+
+def ask(name: str, tokens: np.ndarray, new: int = 6, temperature: float = 1.0, **options: object) -> GenerationRequest:
+    sampling = SamplingParams(new, temperature, **{k: v for k, v in options.items() if k == "stop_token_ids"})  # type: ignore[arg-type]
+    seed = sum(name.encode()) * 7919
+    return GenerationRequest(name, str(options.get("session", name)), tokens, sampling, seed)
+
+
+def reference_logprobs(model: PreTrainedModel, prompt_T: np.ndarray, response_T: np.ndarray, temperature: float) -> torch.Tensor:
+    ids = torch.from_numpy(np.concatenate([prompt_T, response_T])).long()[None]
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)
+    return logprobs[len(prompt_T) - 1 : -1].gather(-1, ids[0, len(prompt_T) :, None])[:, 0]
+
+
+def check(model: PreTrainedModel, request: GenerationRequest, generation: Generation) -> None:
+    expected = reference_logprobs(model, request.prompt_tokens, generation.tokens_T, request.sampling.temperature or 1.0)
+    np.testing.assert_allclose(generation.logprobs_T, expected.numpy(), atol=1e-4, rtol=1e-4)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(work(), 120))  # type: ignore[arg-type]
+
+
+def test_greedy_tokens_and_log_probs_equal_a_plain_forward_pass(folder: Path) -> None:
+    model = load_model(str(folder))
+
+    async def work() -> None:
+        async with serving(folder) as engine:
+            requests = [ask(f"r{i}", prompt(3 + 5 * i, i), new=10, temperature=0.0) for i in range(6)]
+            for request, generation in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
+                ids = request.prompt_tokens.tolist()
+                for token in generation.tokens_T.tolist():
+                    with torch.no_grad():
+                        assert token == model(torch.tensor([ids])).logits[0, -1].argmax().item()
+                    ids.append(token)
+                check(model, request, generation)
+                assert generation.finish is FinishReason.LENGTH
+
+    run(work)
+
+
+def test_a_request_samples_the_same_alone_and_among_others_that_come_and_go(folder: Path) -> None:
+    model = load_model(str(folder))
+
+    async def work() -> None:
+        requests = [ask(f"r{i}", prompt(4 + 3 * i, i), new=3 + 2 * i, temperature=0.7) for i in range(8)]
+        async with serving(folder) as engine:
+            alone = [await engine.generate(request) for request in requests]
+
+        async def late(engine: TransformersEngine, number: int) -> Generation:
+            for _ in range(number * 3):
+                await asyncio.sleep(0.001)
+            return await engine.generate(requests[number])
+
+        async with serving(folder, max_sessions=5, max_step_tokens=40) as engine:
+            together = await asyncio.gather(*(late(engine, i) for i in range(8)))
+        for request, a, b in zip(requests, alone, together, strict=True):
+            assert a.tokens_T.tolist() == b.tokens_T.tolist()
+            check(model, request, b)
+
+    run(work)
+
+
+def test_a_session_computes_only_the_new_tokens_of_each_turn(folder: Path) -> None:
+    model = load_model(str(folder))
+
+    async def work() -> None:
+        async with serving(folder) as engine:
+            context, prompted = np.zeros(0, np.int32), 0
+            for turn in range(5):
+                context = np.concatenate([context, prompt(7, turn)])
+                request = ask(f"t{turn}", context, new=3, session="s")
+                generation = await engine.generate(request)
+                check(model, request, generation)
+                new = engine.stats().prompt_tokens - prompted
+                prompted += new
+                assert new == (7 if turn == 0 else 8)
+                context = np.concatenate([context, generation.tokens_T])
+
+    run(work)
+
+
+def test_a_prompt_that_departs_from_its_session_is_computed_from_there(folder: Path) -> None:
+    model = load_model(str(folder))
+
+    async def work() -> None:
+        async with serving(folder) as engine:
+            first = prompt(20, 1)
+            await engine.generate(ask("a", first, session="s"))
+            other = np.concatenate([first[:12], prompt(15, 2)])
+            for name, tokens in (("b", other), ("c", other[:9]), ("d", first)):
+                request = ask(name, tokens, session="s")
+                check(model, request, await engine.generate(request))
+
+    run(work)
+
+
+def test_evicted_sessions_are_computed_again_and_give_the_same(folder: Path) -> None:
+    model = load_model(str(folder))
+
+    async def work() -> None:
+        async with serving(folder, max_sessions=3) as engine:
+            contexts = {f"s{i}": prompt(6 + i, i) for i in range(7)}
+            for turn in range(3):
+                requests = [ask(f"{s}-{turn}", c, new=2, session=s) for s, c in contexts.items()]
+                for request, generation in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
+                    check(model, request, generation)
+                    contexts[request.session] = np.concatenate([request.prompt_tokens, generation.tokens_T, prompt(3, turn)])
+
+    run(work)
+
+
+def test_two_requests_of_one_session_at_once_do_not_disturb_each_other(folder: Path) -> None:
+    model = load_model(str(folder))
+
+    async def work() -> None:
+        async with serving(folder) as engine:
+            requests = [ask(f"r{i}", prompt(9, i), session="same") for i in range(3)]
+            for request, generation in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
+                check(model, request, generation)
+
+    run(work)
+
+
+def test_a_stop_token_ends_the_response_and_belongs_to_it(folder: Path) -> None:
+    async def work() -> None:
+        async with serving(folder) as engine:
+            free = await engine.generate(ask("a", prompt(8), new=20))
+            stop = int(free.tokens_T[4])
+            first = free.tokens_T.tolist().index(stop)
+            stopped = await engine.generate(ask("a", prompt(8), new=20, stop_token_ids=(stop,)))
+            assert stopped.tokens_T.tolist() == free.tokens_T[: first + 1].tolist()
+            assert stopped.finish is FinishReason.STOP
+
+    run(work)
+
+
+def changed(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    generator = torch.Generator().manual_seed(4)
+    return {n: (p + 0.3 * torch.randn(p.shape, generator=generator)).detach().numpy() for n, p in model.named_parameters()}
+
+
+def test_new_weights_take_over_in_the_middle_of_a_response(folder: Path) -> None:
+    model, updated = load_model(str(folder)), load_model(str(folder))
+    weights = changed(model)
+    updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
+
+    async def work() -> None:
+        async with serving(folder) as engine:
+            request = ask("long", prompt(10), new=100)
+            running = asyncio.create_task(engine.generate(request))
+            while engine.stats().generated_tokens < 10:
+                await asyncio.sleep(0.001)
+            await engine.update_weights(weights, 7)
+            generation = await running
+            versions = generation.versions_T.tolist()
+            split = versions.index(7)
+            assert split >= 10 and versions == [0] * split + [7] * (100 - split)
+            before = reference_logprobs(model, request.prompt_tokens, generation.tokens_T, 1.0).numpy()
+            after = reference_logprobs(updated, request.prompt_tokens, generation.tokens_T, 1.0).numpy()
+            np.testing.assert_allclose(generation.logprobs_T[:split], before[:split], atol=1e-4, rtol=1e-4)
+            np.testing.assert_allclose(generation.logprobs_T[split:], after[split:], atol=1e-4, rtol=1e-4)
+            assert engine.stats().policy_version == 7
+
+    run(work)
+
+
+def test_new_weights_drop_the_caches_of_idle_sessions(folder: Path) -> None:
+    updated = load_model(str(folder))
+    weights = changed(updated)
+    updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
+
+    async def work() -> None:
+        async with serving(folder) as engine:
+            await engine.generate(ask("a", prompt(12), session="s"))
+            await engine.update_weights(weights, 1)
+            request = ask("b", np.concatenate([prompt(12), prompt(4, 1)]), session="s")
+            check(updated, request, await engine.generate(request))
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "weights", [{"no.such.weight": np.zeros(1)}, {"model.embed_tokens.weight": np.zeros((2, 2))}], ids=["name", "shape"]
+)
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(folder: Path, weights: dict[str, np.ndarray]) -> None:
+    async def work() -> None:
+        async with serving(folder) as engine:
+            before = await engine.generate(ask("a", prompt(5)))
+            with pytest.raises(EngineError, match=next(iter(weights))):
+                await engine.update_weights(weights, 1)
+            after = await engine.generate(ask("a", prompt(5)))
+            assert before.tokens_T.tolist() == after.tokens_T.tolist()
+            assert engine.stats().policy_version == 0
+
+    run(work)
+
+
+def test_pause_stops_sampling_and_resume_goes_on_as_if_nothing_had_been(folder: Path) -> None:
+    async def work() -> None:
+        async with serving(folder) as engine:
+            expected = await engine.generate(ask("a", prompt(10), new=90))
+            count = engine.stats().generated_tokens
+            running = asyncio.create_task(engine.generate(ask("a", prompt(10), new=90, session="other")))
+            while engine.stats().generated_tokens < count + 5:
+                await asyncio.sleep(0.001)
+            await engine.pause()
+            paused_at = engine.stats().generated_tokens
+            waiting = asyncio.create_task(engine.generate(ask("b", prompt(3), new=2)))
+            await asyncio.sleep(0.05)
+            assert engine.stats().generated_tokens == paused_at < count + 90
+            await engine.resume()
+            assert (await running).tokens_T.tolist() == expected.tokens_T.tolist()
+            assert len((await waiting).tokens_T) == 2
+
+    run(work)
+
+
+def test_abort_returns_what_was_sampled_so_far(folder: Path) -> None:
+    model = load_model(str(folder))
+
+    async def work() -> None:
+        async with serving(folder) as engine:
+            requests = [ask(f"r{i}", prompt(10, i), new=100) for i in range(3)]
+            running = [asyncio.create_task(engine.generate(request)) for request in requests]
+            while engine.stats().generated_tokens < 12:
+                await asyncio.sleep(0.001)
+            await engine.abort(["r1"])
+            aborted = await running[1]
+            assert aborted.finish is FinishReason.ABORT
+            assert 1 <= len(aborted.tokens_T) < 100
+            check(model, requests[1], aborted)
+            assert engine.stats().running == 2
+            await engine.abort()
+            assert [(await task).finish for task in (running[0], running[2])] == [FinishReason.ABORT] * 2
+
+    run(work)
+
+
+def test_a_cancelled_caller_frees_its_place(folder: Path) -> None:
+    async def work() -> None:
+        async with serving(folder, max_sessions=1) as engine:
+            task = asyncio.create_task(engine.generate(ask("a", prompt(5), new=100)))
+            while engine.stats().generated_tokens < 3:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            assert len((await engine.generate(ask("b", prompt(5), new=2))).tokens_T) == 2
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "new", "message"),
+    [
+        ([], 1, "empty"),
+        ([0, VOCABULARY], 1, "token ids must be in"),
+        ([-1], 1, "token ids must be in"),
+        ([1] * 120, 9, "do not fit into 128"),
+        ([1], 0, "do not fit"),
+    ],
+)
+def test_a_request_that_can_never_be_served_is_refused_and_harms_nothing(
+    folder: Path, tokens: list[int], new: int, message: str
+) -> None:
+    async def work() -> None:
+        async with serving(folder) as engine:
+            with pytest.raises(InvalidRequest, match=message):
+                await engine.generate(ask("a", np.array(tokens, np.int32), new=new))
+            assert len((await engine.generate(ask("a", prompt(5), new=2))).tokens_T) == 2
+
+    run(work)
+
+
+def test_a_second_request_of_the_same_name_is_refused(folder: Path) -> None:
+    async def work() -> None:
+        async with serving(folder) as engine:
+            first = asyncio.create_task(engine.generate(ask("a", prompt(5), new=50)))
+            await asyncio.sleep(0)
+            with pytest.raises(InvalidRequest, match="already in flight"):
+                await engine.generate(ask("a", prompt(5)))
+            await first
+
+    run(work)
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_start_with_its_path(tmp_path: Path) -> None:
+    async def work() -> None:
+        engine = TransformersEngine(lambda: load_model(str(tmp_path)), max_length=16)
+        with pytest.raises(EngineStartError, match=str(tmp_path)):
+            await engine.start()
+        await engine.stop()
+
+    run(work)
+
+
+def test_stop_ends_what_is_in_flight_and_can_be_called_twice(folder: Path) -> None:
+    async def work() -> None:
+        engine = TransformersEngine(lambda: load_model(str(folder)), max_length=128)
+        await engine.start()
+        running = asyncio.create_task(engine.generate(ask("a", prompt(5), new=100)))
+        await asyncio.sleep(0.01)
+        await engine.stop()
+        assert (await running).finish is FinishReason.ABORT
+        await engine.stop()
+        with pytest.raises(EngineError, match="not running"):
+            await engine.generate(ask("b", prompt(5)))
+
+    run(work)
+
+
+def test_a_failing_step_fails_its_requests_instead_of_hanging_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with serving(folder) as engine:
+            monkeypatch.setattr(engine, "_forward", lambda batch: 1 / 0)
+            with pytest.raises(EngineError, match="division by zero"):
+                await engine.generate(ask("a", prompt(5)))
+            with pytest.raises(EngineError, match="has failed"):
+                await engine.generate(ask("b", prompt(5)))
+
+    run(work)
