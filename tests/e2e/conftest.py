@@ -1,0 +1,63 @@
+"""The operator of this tree, installed by its chart with images of this tree, and a namespace whose runs it serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+
+import pytest
+
+from installation import RELEASE, RUNS, SYSTEM, Images, Operator, others_paused
+from testcluster import ROOT, Cluster, devcluster, eventually
+
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture(scope="session")
+def images(cluster: Cluster) -> Images:
+    """Build what changed and make it available to the cluster."""
+    done = devcluster("images")
+    assert done.returncode == 0, "tools/devcluster images failed, see its output above"
+    built = json.loads(done.stdout)
+    return Images(built["operator"], built["worker"])
+
+
+@pytest.fixture(scope="session")
+def operator(cluster: Cluster, images: Images) -> Iterator[Operator]:
+    """Installed as the README says, for one namespace."""
+    repository, tag = images.operator.rsplit(":", 1)
+    values = {
+        "image": {"repository": repository, "tag": tag},
+        "worker": {"image": images.worker},
+        "watchNamespaces": [RUNS],
+        "logLevel": "debug",
+    }
+    with others_paused(cluster), cluster.new_namespace(RUNS), cluster.new_namespace(SYSTEM) as system:
+        cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "charts/agenticrun/crds/agenticruns.yaml"))
+        chart = str(ROOT / "charts/agenticrun")
+        install = ("helm", "install", RELEASE, chart, "-n", SYSTEM, "--skip-crds", "-f", "-", "--wait", "--timeout", "3m")
+        system.command(*install, stdin=json.dumps(values))
+        yield Operator(system)
+        cluster.in_namespace(RUNS).kubectl("delete", "agenticruns", "--all", "--wait=true")
+        system.command("helm", "uninstall", RELEASE, "-n", SYSTEM, "--wait")
+
+
+@pytest.fixture
+def runs(cluster: Cluster, operator: Operator, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """The namespace of the runs, empty before and after the test."""
+    inside = cluster.in_namespace(RUNS)
+    yield inside
+    if request.node.stash.get(FAILED, False):
+        print(operator.log())
+        print(inside.kubectl("get", "agenticruns,rayclusters,pods", "-o", "wide"))
+    inside.kubectl("delete", "agenticruns", "--all", "--wait=true")
+    eventually(lambda: not inside.list("pods,rayclusters"), 120, "the pods of the test's runs are gone")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember a failure, so that fixtures can show what the cluster looked like."""
+    report = yield
+    if report.when == "call":
+        item.stash[FAILED] = report.failed
+    return report

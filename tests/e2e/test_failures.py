@@ -1,0 +1,111 @@
+"""Runs that meet trouble: a killed driver, a name used again at once, code that does not import, an image that is not there."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from installation import Images
+from lake import Pods, small_lake
+from testcluster import Cluster, eventually
+from watching import Watch
+
+KINDS = "pods,services,configmaps,secrets,persistentvolumeclaims,rayclusters,networkpolicies,ingresses,serviceaccounts,roles,rolebindings"
+
+
+def _objects(runs: Cluster) -> set[tuple[str, str]]:
+    return {(item["kind"], item["metadata"]["name"]) for item in runs.list(KINDS)}
+
+
+@pytest.mark.timeout(480)
+def test_a_killed_driver_resumes_and_the_name_can_be_used_again_at_once(runs: Cluster) -> None:
+    """Two stories on one cluster: the driver dies and is resumed; then the run is deleted and applied again, alive as it is."""
+    name, empty = "phoenix", _objects(runs)
+    document = small_lake(
+        name,
+        max_steps=14,
+        save_steps=3,
+        checkpoint={"uri": "/checkpoints", "volumeClaim": {"size": "1Gi"}},
+        failurePolicy={"backoffSeconds": 1},
+        cleanup={"onSuccess": "Keep"},
+    )
+    pods = Pods(runs, name)
+    with Watch(runs, name) as watch:
+        runs.apply(document)
+        saved = watch.wait(lambda seen: seen.step >= 4 and "checkpoint" in seen.status, 240, "a checkpoint and a step after it")
+        ray_cluster = runs.get("raycluster", name)
+        assert len(pods.kill_driver()) == 1
+        killed = watch.wait(lambda seen: seen.status["restarts"] == 1, 30, "the loss of the driver is noticed")
+        end = watch.wait(lambda seen: seen.phase == "Succeeded", 180, "the run completes in its second attempt")
+        attempts = [seen for seen in watch.history if seen.status.get("job", {}).get("attempt") == 2]
+
+        assert _uid(runs.get("raycluster", name)) == _uid(ray_cluster), "the driver restarts on the same cluster"
+        assert killed.condition("Training")["reason"] in ("DriverFailed", "DriverLost")
+        assert (end.status["restarts"], end.status["job"]["attempt"], end.step) == (1, 2, 14)
+        assert min(seen.step for seen in attempts) >= saved.status["checkpoint"]["step"], "training went on from the checkpoint"
+        assert end.status["startTime"] == saved.status["startTime"]
+
+        runs.kubectl("delete", "agenticrun", name)
+        runs.apply(document)
+        waiting = watch.wait(
+            lambda seen: seen.condition("ClusterProvisioned").get("reason") == "WaitingForPreviousRun",
+            30,
+            "the second run waits for the first one's pods",
+            after=end,
+        )
+        assert waiting.phase == "Pending"
+        again = watch.wait(lambda seen: seen.step >= 1, 240, "the second run trains", after=end)
+        steps = [seen.step for seen in watch.history if seen.uid == again.uid]
+        assert steps[0] == 0
+        assert again.step < 4, "it began at step 0, not at the first run's checkpoint"
+        assert (again.status["job"]["attempt"], again.status["restarts"]) == (1, 0)
+        assert _uid(runs.get("raycluster", name)) != _uid(ray_cluster)
+
+    runs.kubectl("delete", "agenticrun", name)
+    eventually(lambda: _objects(runs) == empty, 90, "deletion leaves nothing behind")
+    volumes = runs.list("persistentvolumes")
+    assert not [item for item in volumes if item["spec"].get("claimRef", {}).get("namespace") == runs.namespace]
+
+
+def _uid(found: dict[str, Any] | None) -> str:
+    assert found is not None
+    uid: str = found["metadata"]["uid"]
+    return uid
+
+
+@pytest.mark.timeout(240)
+def test_what_cannot_work_says_why(runs: Cluster, images: Images) -> None:
+    """An environment that does not import, and beside it, on no resources of its own, an image that cannot be pulled."""
+    code = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "my-envs"},
+        "data": {"my_lake.py": "import no_such_module\n\nclass Lake: ...\n"},
+    }
+    broken = small_lake("broken-env", max_steps=5, save_steps=0, code={"configMap": "my-envs"})
+    broken["spec"].pop("checkpoint")
+    broken["spec"]["pipeline"]["envs"][0] |= {"type": "my_lake:Lake", "config": {}}
+    unpullable = small_lake("no-image", max_steps=5, save_steps=0, image=f"{images.worker.rsplit(':', 1)[0]}:no-such-tag")
+    with Watch(runs, "broken-env") as broken_watch, Watch(runs, "no-image") as image_watch:
+        runs.apply(code, broken)
+        runs.apply(unpullable)
+        pod = eventually(lambda: Pods(runs, "no-image").cluster.list("pods", "agenticrun.dev/run=no-image"), 60, "the pods are made")[0]
+        shown = image_watch.wait(lambda seen: seen.condition("RolesReady").get("reason") == "ImagePullFailed", 60, "the pull failure shows")
+        assert "no-such-tag" in shown.condition("RolesReady")["message"]
+        created = datetime.fromisoformat(pod["metadata"]["creationTimestamp"]).timestamp()
+        assert shown.at - created < 10
+        assert shown.phase == "Starting"
+        assert shown.status["restarts"] == 0
+        runs.kubectl("delete", "agenticrun", "no-image")
+
+        failed = broken_watch.wait(lambda seen: seen.phase == "Failed", 180, "the run fails")
+    assert failed.condition("Failed")["reason"] == "InvalidConfig"
+    assert "No module named 'no_such_module'" in failed.condition("Failed")["message"]
+    assert "No module named 'no_such_module'" in failed.status["message"]
+    assert (failed.status["restarts"], failed.status["job"]["attempt"]) == (0, 1)
+    eventually(lambda: not runs.list("rayclusters,pods"), 60, "the cluster of the failed run is deleted")
+    time.sleep(3)
+    assert [run["status"]["phase"] for run in runs.list("agenticruns")] == ["Failed"], "it is not tried again"

@@ -1,0 +1,71 @@
+"""The operator under test: what the chart installed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from testcluster import Cluster, eventually
+
+SYSTEM = "agenticrun-e2e-system"
+"""Namespace of the operator."""
+RUNS = "agenticrun-e2e"
+"""Namespace of the runs that it serves."""
+RELEASE = "agenticrun-e2e"
+_OPERATORS = "app.kubernetes.io/name=agenticrun"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The operator under test."""
+
+    system: Cluster
+
+    def scale(self, replicas: int) -> None:
+        """Set the number of operators, and wait until it is so."""
+        self.system.kubectl("scale", f"deployment/{RELEASE}", f"--replicas={replicas}")
+        if replicas:
+            self.wait_ready()
+        else:
+            eventually(lambda: not self.system.list("pods"), 60, "the operator's pod is gone")
+
+    def delete_pod(self) -> None:
+        """Kill the operator's pod; its Deployment makes a new one. Returns when that one is ready."""
+        (pod,) = self.system.list("pods")
+        self.system.kubectl("delete", "pod", pod["metadata"]["name"])
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        self.system.kubectl("rollout", "status", f"deployment/{RELEASE}", "--timeout=120s")
+
+    def log(self) -> str:
+        """What the operator has written, for a failure's report."""
+        return self.system.kubectl("logs", f"deployment/{RELEASE}", "--tail=200")
+
+
+@dataclass(frozen=True)
+class Images:
+    """References of the images built from this tree."""
+
+    operator: str
+    worker: str
+
+
+@contextmanager
+def others_paused(cluster: Cluster) -> Iterator[None]:
+    """Scale every other operator of the cluster to 0, and back at the end: two must not serve one namespace."""
+    everywhere = json.loads(cluster.kubectl("get", "deployments", "--all-namespaces", "-l", _OPERATORS, "-o", "json"))["items"]
+    paused = [
+        (item["metadata"]["namespace"], item["metadata"]["name"], item["spec"]["replicas"])
+        for item in everywhere
+        if item["metadata"]["namespace"] != SYSTEM
+    ]
+    for namespace, name, _ in paused:
+        cluster.in_namespace(namespace).kubectl("scale", f"deployment/{name}", "--replicas=0")
+    try:
+        yield
+    finally:
+        for namespace, name, replicas in paused:
+            cluster.in_namespace(namespace).kubectl("scale", f"deployment/{name}", f"--replicas={replicas}")

@@ -1,0 +1,328 @@
+"""A fake cluster for the operator's tests: an apiserver, KubeRay, Ray and a driver, behind the protocols that the operator talks to.
+
+It keeps the rules that the operator's safety rests on: resourceVersions, uids, Ray's memory of submission ids per incarnation of the
+head, a reporter that outlives the driver. Before and after each request the operator can be made to crash.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from base64 import b64decode
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from agenticrun_api import Activity, AgenticRunStatus, FinalReport, Outcome, Progress, Role, parse_run
+from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN, LABEL_RUN_UID
+from agenticrun_operator.cluster import AlreadyExists, Conflict, HeadAddress, HeadUnreachable, NotFound
+from agenticrun_operator.planning import Event, Job, NoJob, NoReport, Unreachable
+from agenticrun_operator.planning.times import format_time
+from agenticrun_operator.reconciler import Reconciler
+from agenticrun_operator.resources import Manifest
+from agenticrun_operator.workqueue import Item
+from runs import run_with
+
+IMAGE = "worker:1"
+NAMESPACE = "team"
+NAME = "lake"
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Crash(BaseException):
+    """The operator's process has died here."""
+
+
+@dataclass
+class FakeJob:
+    """A job in the memory of one incarnation of Ray's head."""
+
+    submission_id: str
+    attempt: int
+    incarnation: str
+    status: str = "PENDING"
+    message: str = ""
+    exit_code: int | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.status in ("PENDING", "RUNNING")
+
+
+@dataclass
+class World:
+    """Everything outside the operator."""
+
+    now: datetime = START
+    objects: dict[tuple[str, str], Manifest] = field(default_factory=dict)
+    """By kind and name, all in one namespace."""
+    jobs: list[FakeJob] = field(default_factory=list)
+    """Of all incarnations, in the order of their submission."""
+    reports: dict[str, Progress] = field(default_factory=dict)
+    """What the reporter of a head pod (by uid) was told last."""
+    events: list[Event] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+    status_writes: int = 0
+    reporter_down: bool = False
+    ray_down: bool = False
+    crash_at: int | None = None
+    """Crash at this many points from now: one before and one after each request."""
+    _ids: Any = field(default_factory=lambda: itertools.count(1))
+
+    # -- the user ------------------------------------------------------------------------------------------------------
+
+    def apply_run(self, *changes: tuple[str, Any]) -> None:
+        """Create the run."""
+        document = json.loads(json.dumps(parse_run(run_with(*changes, name=NAME)).to_dict()))
+        document.pop("status")
+        document["metadata"] |= {"namespace": NAMESPACE, "generation": 1}
+        self._store(document)
+
+    def delete_run(self) -> None:
+        """Delete the run; its children linger until `collect_garbage`."""
+        del self.objects[KIND, NAME]
+
+    def collect_garbage(self) -> None:
+        """Delete what has no owner any more, pods last."""
+        uids = {item["metadata"]["uid"] for item in self.objects.values()}
+        for key, item in list(self.objects.items()):
+            owners = item["metadata"].get("ownerReferences", [])
+            if owners and not any(owner["uid"] in uids for owner in owners):
+                del self.objects[key]
+
+    @property
+    def run(self) -> Manifest:
+        return self.objects[KIND, NAME]
+
+    @property
+    def status(self) -> AgenticRunStatus:
+        return parse_run(self.run).status
+
+    # -- KubeRay and the kubelet ---------------------------------------------------------------------------------------
+
+    def make_pods(self, ready: bool = True) -> None:
+        """KubeRay: create the pods that the RayCluster lacks, and let all of them become ready."""
+        cluster = self.objects.get(("RayCluster", NAME))
+        if cluster is None:
+            return
+        have = [item["metadata"]["labels"][LABEL_ROLE] for (kind, _), item in self.objects.items() if kind == "Pod"]
+        groups = {group["groupName"]: group["replicas"] for group in cluster["spec"]["workerGroupSpecs"]}
+        for role, wanted in {Role.DRIVER.value: 1, **groups}.items():
+            for _ in range(wanted - have.count(role)):
+                self._make_pod(cluster, role)
+        for pod in self.pods():
+            pod["status"]["conditions"] = [{"type": "Ready", "status": "True" if ready else "False"}]
+
+    def _make_pod(self, cluster: Manifest, role: str) -> None:
+        name = f"{NAME}-{role}-{next(self._ids)}"
+        owner = cluster["metadata"]
+        labels = {LABEL_RUN: NAME, LABEL_RUN_UID: owner["labels"][LABEL_RUN_UID], LABEL_ROLE: role}
+        owners = [{"kind": "RayCluster", "name": NAME, "uid": owner["uid"], "controller": True}]
+        status = {
+            "podIP": f"10.0.0.{next(self._ids)}",
+            "containerStatuses": [{"name": "ray", "containerID": "c", "restartCount": 0, "state": {"running": {}}}],
+        }
+        metadata = {"name": name, "namespace": NAMESPACE, "labels": labels, "ownerReferences": owners}
+        self._store({"kind": "Pod", "metadata": metadata, "spec": {"containers": [{"name": "ray", "image": IMAGE}]}, "status": status})
+
+    def pods(self, role: Role | None = None) -> list[Manifest]:
+        found = [item for (kind, _), item in self.objects.items() if kind == "Pod"]
+        return [pod for pod in found if role is None or pod["metadata"]["labels"][LABEL_ROLE] == role.value]
+
+    def delete_pod(self, role: Role) -> None:
+        for pod in self.pods(role)[:1]:
+            del self.objects["Pod", pod["metadata"]["name"]]
+
+    def restart_head_container(self) -> None:
+        """Ray's head dies and comes back in the same pod: Ray forgets its jobs, the reporter lives on."""
+        for pod in self.pods(Role.DRIVER):
+            pod["status"]["containerStatuses"][0]["restartCount"] += 1
+
+    def incarnation(self) -> str | None:
+        """Of the head that is there now."""
+        for pod in self.pods(Role.DRIVER):
+            return f"{pod['metadata']['uid']}/{pod['status']['containerStatuses'][0]['restartCount']}"
+        return None
+
+    # -- the driver ----------------------------------------------------------------------------------------------------
+
+    def live_jobs(self) -> list[FakeJob]:
+        """Jobs whose driver runs now."""
+        return [job for job in self.jobs if job.live and job.incarnation == self.incarnation()]
+
+    def drive(self, step: int, **fields: Any) -> None:
+        """The running driver reports a step."""
+        for job in self.live_jobs():
+            job.status = "RUNNING"
+            self.reports[job.incarnation.split("/")[0]] = self.progress_of(job, step, **fields)
+
+    def end_driver(self, outcome: Outcome | None, retryable: bool = True, exit_code: int = 1) -> None:
+        """The running driver ends: with a final report, or, without an outcome, killed."""
+        for job in self.live_jobs():
+            if outcome:
+                final = FinalReport(
+                    outcome=outcome, reason="Told", message="the driver's words", retryable=retryable, time=format_time(self.now)
+                )
+                before = self.reports.get(job.incarnation.split("/")[0])
+                step = before.step if before else 0
+                self.reports[job.incarnation.split("/")[0]] = self.progress_of(job, step, final=final)
+            job.status = "SUCCEEDED" if outcome is Outcome.SUCCEEDED else "FAILED"
+            job.exit_code = 0 if outcome is Outcome.SUCCEEDED else exit_code
+            job.message = "Job entrypoint command failed"
+
+    def progress_of(self, job: FakeJob, step: int, **fields: Any) -> Progress:
+        return Progress(
+            run_uid=self.run["metadata"]["uid"],
+            submission_id=job.submission_id,
+            attempt=job.attempt,
+            sequence=step,
+            activity=Activity.TRAINING,
+            step=step,
+            max_steps=2,
+            policy_version=step,
+            time=format_time(self.now),
+            last_step_time=format_time(self.now),
+            **{"seconds_per_step": 3.0, "reward": 0.5, **fields},
+        )
+
+    # -- protocols.Kube ------------------------------------------------------------------------------------------------
+
+    async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
+        self._point(f"get {kind}")
+        assert namespace == NAMESPACE
+        return copy.deepcopy(self.objects.get((kind, name)))
+
+    async def list_run_keys(self) -> list[tuple[str, str]]:
+        return [(NAMESPACE, name) for kind, name in self.objects if kind == KIND]
+
+    async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
+        self._point("list pods")
+        return copy.deepcopy([pod for pod in self.pods() if pod["metadata"]["labels"][LABEL_RUN] == run_name])
+
+    async def create(self, manifest: Manifest) -> None:
+        self._point(f"create {manifest['kind']}")
+        if (manifest["kind"], manifest["metadata"]["name"]) in self.objects:
+            raise AlreadyExists(manifest["metadata"]["name"])
+        self._store(copy.deepcopy(manifest))
+        self._point("created")
+
+    async def apply(self, manifest: Manifest, uid: str) -> None:
+        self._point(f"apply {manifest['kind']}")
+        found = self.objects.get((manifest["kind"], manifest["metadata"]["name"]))
+        if found is None or found["metadata"]["uid"] != uid:
+            raise Conflict(manifest["metadata"]["name"])
+        found |= copy.deepcopy({key: value for key, value in manifest.items() if key != "metadata"})
+
+    async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
+        self._point(f"delete {kind}")
+        found = self.objects.get((kind, name))
+        if found and found["metadata"]["uid"] == uid:
+            del self.objects[kind, name]
+            self.collect_garbage()
+        self._point("deleted")
+
+    async def write_status(self, run: Manifest, status: AgenticRunStatus) -> Manifest:
+        self._point("write status")
+        stored = self.objects.get((KIND, NAME))
+        if stored is None:
+            raise NotFound(NAME)
+        if any(stored["metadata"][key] != run["metadata"][key] for key in ("uid", "resourceVersion")):
+            raise Conflict(NAME)
+        stored["status"] = status.to_dict()
+        stored["metadata"]["resourceVersion"] = str(next(self._ids))
+        self.status_writes += 1
+        self._point("wrote status")
+        return copy.deepcopy(stored)
+
+    async def post_event(self, run: Manifest, event: Event) -> None:
+        self._point("post event")
+        self.events.append(event)
+
+    # -- protocols.Head ------------------------------------------------------------------------------------------------
+
+    async def job(self, head: HeadAddress, submission_id: str) -> Job | NoJob | Unreachable:
+        self._point("get job")
+        if not self._reachable(head) or self.ray_down:
+            return Unreachable("no answer")
+        job = self._known(submission_id)
+        tail = "the last line" if job and job.status in ("FAILED", "STOPPED") else ""
+        return Job(job.status, job.message, job.exit_code, tail) if job else NoJob()
+
+    async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
+        self._point("submit")
+        incarnation = self.incarnation()
+        if not self._reachable(head) or self.ray_down or incarnation is None:
+            raise HeadUnreachable("no answer")
+        if self._known(submission_id) is None:
+            self.jobs.append(FakeJob(submission_id, attempt, incarnation))
+        self._point("submitted")
+
+    async def stop(self, head: HeadAddress, submission_id: str) -> None:
+        self._point("stop")
+        if not self._reachable(head) or self.ray_down:
+            raise HeadUnreachable("no answer")
+        job = self._known(submission_id)
+        if job and job.live:
+            job.status = "STOPPED"
+
+    async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
+        self._point("get progress")
+        if not self._reachable(head) or self.reporter_down:
+            return Unreachable("no answer")
+        for pod in self.pods(Role.DRIVER):
+            return self.reports.get(pod["metadata"]["uid"], NoReport())
+        raise AssertionError
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _known(self, submission_id: str) -> FakeJob | None:
+        return next((job for job in self.jobs if (job.submission_id, job.incarnation) == (submission_id, self.incarnation())), None)
+
+    def _reachable(self, head: HeadAddress) -> bool:
+        secret = self.objects.get(("Secret", f"{NAME}-ray-token"))
+        known = secret is not None and b64decode(secret["data"]["auth_token"]).decode() == head.ray_token
+        return known and any(pod["status"]["podIP"] == head.pod.ip for pod in self.pods(Role.DRIVER))
+
+    def _store(self, manifest: Manifest) -> None:
+        number = next(self._ids)
+        manifest["metadata"] |= {"uid": f"{number:08d}-uid", "resourceVersion": str(number)}
+        self.objects[manifest["kind"], manifest["metadata"]["name"]] = manifest
+
+    def _point(self, what: str) -> None:
+        self.requests.append(what)
+        if self.crash_at is not None:
+            self.crash_at -= 1
+            if self.crash_at < 0:
+                self.crash_at = None
+                raise Crash(what)
+
+
+class Operator:
+    """A reconciler on a world. Its memory is lost when it crashes."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.crashes = 0
+        self._start()
+
+    def _start(self) -> None:
+        self.reconciler = Reconciler(self.world, self.world, IMAGE, 20.0, clock=lambda: self.world.now)
+
+    async def reconcile(self, changed: bool = True) -> float | None:
+        """One reconciliation. A crash ends the process, and another one starts; trouble with the cluster is left for the next one."""
+        try:
+            return await self.reconciler.reconcile(Item((NAMESPACE, NAME), changed))
+        except Crash:
+            self.crashes += 1
+            self._start()
+        except HeadUnreachable:
+            pass
+        return None
+
+    async def settle(self, times: int = 6) -> None:
+        """Reconcile a few times, a moment apart, with KubeRay at work."""
+        for _ in range(times):
+            self.world.make_pods()
+            await self.reconcile()
+            self.world.now += timedelta(seconds=1)

@@ -1,0 +1,107 @@
+"""The history of one run as the apiserver tells it: what a user at `kubectl get --watch` would have seen, and when."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from types import TracebackType
+from typing import Any
+
+from testcluster import Cluster
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One version of the run."""
+
+    at: float
+    """When it arrived, in seconds since the epoch."""
+    uid: str
+    status: dict[str, Any]
+
+    @property
+    def phase(self) -> str:
+        return str(self.status.get("phase", ""))
+
+    @property
+    def step(self) -> int:
+        return int(self.status.get("step", 0))
+
+    @property
+    def lag(self) -> float:
+        """Seconds between the end of the newest step, by the driver's clock in whole seconds, and the arrival here."""
+        return self.at - datetime.fromisoformat(self.status["lastStepTime"]).timestamp()
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        """The condition of this type, or {}."""
+        return next((item for item in self.status.get("conditions", ()) if item["type"] == kind), {})
+
+
+class Watch:
+    """Follows the runs of one name, across deletion and re-creation. Use as a context manager."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._changed = threading.Condition()
+        self._history: list[Seen] = []
+
+    def __enter__(self) -> Watch:
+        selected = ("--field-selector", f"metadata.name={self._name}")
+        command = ["kubectl", "-n", self._cluster.namespace, "get", "agenticruns", *selected]
+        command += ["-o", "json", "--watch", "--output-watch-events"]
+        self._process = subprocess.Popen(command, env=self._cluster.env, stdout=subprocess.PIPE, text=True)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._thread.join()
+
+    @property
+    def history(self) -> list[Seen]:
+        """Every version so far, oldest first."""
+        with self._changed:
+            return list(self._history)
+
+    def wait(self, wanted: Callable[[Seen], bool], seconds: float, what: str, after: Seen | None = None) -> Seen:
+        """The newest version once it is as wanted. Fails after `seconds`, and as soon as the run has ended otherwise.
+
+        Args:
+            after: a version of an earlier run of the same name; versions of that run do not count.
+        """
+        end = time.monotonic() + seconds
+        with self._changed:
+            while True:
+                newest = self._history[-1] if self._history else None
+                if newest is not None and after is not None and newest.uid == after.uid:
+                    newest = None
+                if newest is not None and wanted(newest):
+                    return newest
+                ended = newest is not None and newest.phase in ("Failed", "Succeeded")
+                left = end - time.monotonic()
+                if left <= 0 or ended:
+                    raise AssertionError(f"{'the run ended' if ended else f'not within {seconds:.0f} s'}: {what}\n{self._last()}")
+                self._changed.wait(left)
+
+    def _last(self) -> str:
+        return json.dumps(self._history[-1].status, indent=1) if self._history else "the run was never seen"
+
+    def _read(self) -> None:
+        """kubectl writes one event per line."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            event = json.loads(line)
+            if event["type"] not in ("ADDED", "MODIFIED"):
+                continue
+            document = event["object"]
+            with self._changed:
+                self._history.append(Seen(time.time(), document["metadata"]["uid"], document.get("status", {})))
+                self._changed.notify_all()
