@@ -50,7 +50,7 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
     head = observed.head(draft.run.metadata.uid)
     if not roles_ready or head is None or head.incarnation is None:
         return
-    if previous and previous.incarnation == head.incarnation and not _is_over(draft, observed, previous):
+    if previous and not _is_over(draft, observed, previous):
         draft.look_again(POLL_SECONDS)
         return
     attempt = previous.attempt + 1 if previous else 1
@@ -63,7 +63,10 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
 
 
 def _is_over(draft: Draft, observed: Observed, previous: JobStatus) -> bool:
-    """Whether the previous attempt's job has ended; one that has not is stopped."""
+    """Whether the previous attempt's job has ended; one that has not is stopped.
+
+    Also asked of another incarnation: the head may have restarted just before the job reached it.
+    """
     if isinstance(observed.job, Job) and observed.job.live:
         draft.job = Stop(previous.submission_id)
     return isinstance(observed.job, NoJob) or (isinstance(observed.job, Job) and not observed.job.live)

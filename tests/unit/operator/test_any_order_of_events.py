@@ -1,0 +1,125 @@
+"""Whatever happens, in whatever order, wherever the operator crashes: attempts never overlap or repeat, and the run comes to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from agenticrun_api import Outcome, Phase, Role
+from operator_world import Operator, World
+
+MAX_RESTARTS = 3
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Faults and progress of a fake cluster, and one or two operators on it."""
+
+    @initialize()
+    def start(self) -> None:
+        self.world = World()
+        self.world.apply_run(("spec.failurePolicy", {"maxRestarts": MAX_RESTARTS, "backoffSeconds": 5}))
+        self.operators = [Operator(self.world), Operator(self.world)]
+        self.ended: Phase | None = None
+
+    @rule(which=st.sampled_from([0, 0, 0, 1]), changed=st.booleans())
+    def reconcile(self, which: int, changed: bool) -> None:
+        asyncio.run(self.operators[which].reconcile(changed))
+
+    @rule(points=st.integers(0, 25))
+    def reconcile_and_crash(self, points: int) -> None:
+        self.world.crash_at = points
+        asyncio.run(self.operators[0].reconcile())
+        self.world.crash_at = None
+
+    @rule(ready=st.sampled_from([True, True, False]))
+    def kuberay_works(self, ready: bool) -> None:
+        self.world.make_pods(ready)
+
+    @rule(seconds=st.sampled_from([1, 5, 20, 100]))
+    def time_passes(self, seconds: int) -> None:
+        self.world.now += timedelta(seconds=seconds)
+
+    @rule(step=st.integers(0, 2))
+    def driver_reports(self, step: int) -> None:
+        self.world.drive(step)
+
+    @rule(outcome=st.sampled_from([Outcome.FAILED, Outcome.STOPPED, None]))
+    def driver_fails(self, outcome: Outcome | None) -> None:
+        self.world.end_driver(outcome)
+
+    @rule()
+    def driver_succeeds(self) -> None:
+        self.world.end_driver(Outcome.SUCCEEDED)
+
+    @rule(role=st.sampled_from(list(Role)))
+    def pod_is_deleted(self, role: Role) -> None:
+        self.world.delete_pod(role)
+
+    @rule()
+    def head_restarts(self) -> None:
+        self.world.restart_head_container()
+
+    @rule(down=st.booleans())
+    def reporter_answers_or_not(self, down: bool) -> None:
+        self.world.reporter_down = down
+
+    @rule(down=st.booleans())
+    def ray_answers_or_not(self, down: bool) -> None:
+        self.world.ray_down = down
+
+    @rule()
+    def cluster_is_deleted(self) -> None:
+        self.world.objects.pop(("RayCluster", "lake"), None)
+        self.world.collect_garbage()
+
+    @invariant()
+    def attempts_never_overlap(self) -> None:
+        assert len(self.world.live_jobs()) <= 1
+
+    @invariant()
+    def an_attempt_is_submitted_once(self) -> None:
+        ids = [job.submission_id for job in self.world.jobs]
+        assert len(ids) == len(set(ids))
+
+    @invariant()
+    def restarts_are_bounded_and_counted(self) -> None:
+        status = self.world.status
+        assert status.restarts <= MAX_RESTARTS
+        assert len(self.world.jobs) <= status.restarts + 1
+
+    @invariant()
+    def the_end_is_final(self) -> None:
+        phase = self.world.status.phase
+        assert self.ended is None or phase is self.ended
+        if phase.finished:
+            self.ended = phase
+
+    def teardown(self) -> None:
+        """In quiet times, with a driver that works, the run comes to its end, and a success is never lost."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.reporter_down = world.ray_down = False
+        for _ in range(60):
+            if world.status.phase.finished:
+                break
+            world.make_pods()
+            asyncio.run(self.operators[0].reconcile())
+            world.drive(2)
+            asyncio.run(self.operators[0].reconcile())
+            world.end_driver(Outcome.SUCCEEDED)
+            world.now += timedelta(seconds=10)
+        assert world.status.phase.finished, f"still {world.status}"
+        if world.status.phase is Phase.FAILED:
+            assert world.status.restarts == MAX_RESTARTS
+        self.the_end_is_final()
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)

@@ -1,0 +1,345 @@
+"""A run from its creation to its end, on the fake cluster: what each phase shows, and what each trouble leads to."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from agenticrun_api import Condition, ConditionType, Outcome, Phase, Role
+from operator_world import NAME, Operator, World
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.apply_run(("spec.failurePolicy", {"maxRestarts": 2, "backoffSeconds": 10}))
+    return world
+
+
+@pytest.fixture
+def operator(world: World) -> Operator:
+    return Operator(world)
+
+
+async def training(operator: Operator, step: int = 1, **fields: Any) -> None:
+    """Bring the run to a driver that has reported `step`."""
+    await operator.settle()
+    operator.world.drive(step, **fields)
+    await operator.settle(2)
+    assert operator.world.status.phase is Phase.RUNNING
+
+
+def condition(world: World, kind: ConditionType) -> Condition:
+    return next(item for item in world.status.conditions if item.type == kind.value)
+
+
+def happened(world: World) -> list[str]:
+    return [str(event.reason) for event in world.events]
+
+
+async def test_children_are_made_before_the_cluster_that_mounts_them(world: World, operator: Operator) -> None:
+    await operator.reconcile()
+    created = [request for request in world.requests if request.startswith("create ")]
+    assert created == ["create Secret", "create Secret", "create ConfigMap", "create RayCluster"]
+    assert world.status.phase is Phase.STARTING
+    assert world.status.progress == "0/2"
+
+
+async def test_nothing_is_submitted_before_every_role_is_ready(world: World, operator: Operator) -> None:
+    await operator.reconcile()
+    world.make_pods(ready=False)
+    await operator.reconcile()
+    assert world.jobs == []
+    assert world.status.job is None
+    assert condition(world, ConditionType.ROLES_READY).status == "False"
+    world.make_pods()
+    await operator.reconcile()
+    assert [job.attempt for job in world.jobs] == [1]
+
+
+async def test_the_attempt_is_stored_before_it_is_submitted(world: World, operator: Operator) -> None:
+    await operator.settle()
+    assert world.requests.index("submit") > max(
+        index for index, name in enumerate(world.requests[: world.requests.index("submit")]) if name == "wrote status"
+    )
+    assert world.status.job is not None
+    assert world.status.job.submission_id == world.jobs[0].submission_id
+    assert world.status.job.incarnation == world.incarnation()
+
+
+async def test_a_step_shows_in_the_status(world: World, operator: Operator) -> None:
+    await training(operator, 1, reward=0.25, tokens_per_second=1234.5, staleness=0.0, metrics={"val/success": 0.5})
+    status = world.status
+    assert (status.step, status.progress, status.reward) == (1, "1/2", "0.250")
+    assert (status.tokens_per_second, status.staleness, status.eta) == ("1234", "0.00", "3s")
+    assert [(metric.name, metric.value) for metric in status.metrics] == [("val/success", "0.5")]
+    assert condition(world, ConditionType.TRAINING).status == "True"
+
+
+async def test_nothing_new_is_not_written(world: World, operator: Operator) -> None:
+    await training(operator)
+    before = world.status_writes
+    for _ in range(30):
+        world.now += timedelta(seconds=2)
+        await operator.reconcile(changed=False)
+    assert world.status_writes == before
+
+
+async def test_a_light_look_asks_the_apiserver_for_nothing(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.requests.clear()
+    world.now += timedelta(seconds=2)
+    await operator.reconcile(changed=False)
+    assert world.requests == ["get job", "get progress"]
+
+
+async def test_changes_between_steps_are_written_every_ten_seconds_at_most(world: World, operator: Operator) -> None:
+    await training(operator)
+    before = world.status_writes
+    for second in range(30):
+        world.now += timedelta(seconds=1)
+        world.drive(1, tokens_per_second=float(second))
+        await operator.reconcile(changed=False)
+    assert 2 <= world.status_writes - before <= 3
+
+
+async def test_a_step_is_written_at_once(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.drive(2)
+    await operator.reconcile(changed=False)
+    assert world.status.step == 2
+
+
+async def test_a_report_of_success_completes_the_run_and_deletes_the_cluster(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(5)
+    assert world.status.phase is Phase.SUCCEEDED
+    assert condition(world, ConditionType.COMPLETE).status == "True"
+    assert condition(world, ConditionType.CLUSTER_PROVISIONED).reason == "ClusterDeleted"
+    assert ("RayCluster", NAME) not in world.objects
+    assert happened(world) == ["ClusterCreated", "PodsReady", "DriverRunning", "RunSucceeded", "ClusterDeleted"]
+
+
+async def test_the_cluster_is_kept_where_the_run_says_so() -> None:
+    world = World()
+    world.apply_run(("spec.cleanup", {"onSuccess": "Keep"}))
+    operator = Operator(world)
+    await training(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(5)
+    assert ("RayCluster", NAME) in world.objects
+
+
+async def test_the_end_is_seen_by_an_operator_that_was_down_around_it(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    world.now += timedelta(minutes=5)
+    await Operator(world).settle(3)
+    assert world.status.phase is Phase.SUCCEEDED
+    assert world.status.message == "the driver's words"
+
+
+async def test_a_failure_that_cannot_pass_is_not_retried(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.end_driver(Outcome.FAILED, retryable=False)
+    await operator.settle(5)
+    assert world.status.phase is Phase.FAILED
+    assert (condition(world, ConditionType.FAILED).reason, condition(world, ConditionType.FAILED).message) == ("Told", "the driver's words")
+    assert len(world.jobs) == 1
+
+
+async def test_the_exit_code_of_a_bad_configuration_is_not_retried(world: World, operator: Operator) -> None:
+    await operator.settle()
+    world.end_driver(None, exit_code=64)
+    await operator.settle(3)
+    assert world.status.phase is Phase.FAILED
+    assert condition(world, ConditionType.FAILED).reason == "InvalidConfig"
+
+
+async def test_a_killed_driver_is_submitted_again_on_the_same_cluster_after_a_backoff(world: World, operator: Operator) -> None:
+    await training(operator)
+    cluster = world.objects["RayCluster", NAME]["metadata"]["uid"]
+    world.end_driver(None, exit_code=-9)
+    await operator.reconcile()
+    assert world.status.phase is Phase.RESTARTING
+    assert world.status.restarts == 1
+    assert world.status.log_tail == "the last line"
+    await operator.settle(5)
+    assert len(world.jobs) == 1, "the backoff is not over"
+    world.now += timedelta(seconds=10)
+    await operator.settle(2)
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    assert world.objects["RayCluster", NAME]["metadata"]["uid"] == cluster
+    world.drive(1)
+    await operator.settle(1)
+    assert world.status.phase is Phase.RUNNING
+
+
+async def test_the_backoff_doubles_and_survives_a_restart_of_the_operator(world: World) -> None:
+    waits = []
+    for attempt in (1, 2):
+        operator = Operator(world)
+        await operator.settle(8)
+        assert len(world.jobs) == attempt
+        world.end_driver(None)
+        failed_at = world.now
+        await operator.reconcile()
+        while len(world.jobs) == attempt:
+            await Operator(world).settle(1)
+        waits.append((world.now - failed_at).total_seconds())
+    assert waits == pytest.approx([10, 20], abs=2)
+
+
+async def test_restarts_run_out(world: World, operator: Operator) -> None:
+    for _ in range(3):
+        await operator.settle(3)
+        world.end_driver(None)
+        await operator.settle(2)
+        world.now += timedelta(minutes=1)
+    assert world.status.phase is Phase.FAILED
+    assert condition(world, ConditionType.FAILED).reason == "RetriesExhausted"
+    assert len(world.jobs) == 3
+
+
+async def test_a_replaced_head_costs_a_restart_and_ends_in_a_new_attempt(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.delete_pod(Role.DRIVER)
+    await operator.reconcile()
+    assert world.status.phase is Phase.RESTARTING
+    assert "ClusterLost" in happened(world)
+    world.now += timedelta(seconds=11)
+    await operator.settle(3)
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    assert world.status.job is not None
+    assert world.status.job.incarnation == world.incarnation()
+
+
+async def test_a_head_that_restarted_after_the_final_report_does_not_repeat_the_run(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    world.restart_head_container()
+    await operator.settle(2)
+    assert world.status.phase is Phase.SUCCEEDED
+
+
+async def test_a_deleted_cluster_is_made_again(world: World, operator: Operator) -> None:
+    await training(operator)
+    del world.objects["RayCluster", NAME]
+    world.collect_garbage()
+    await operator.settle(1)
+    world.now += timedelta(seconds=11)
+    await operator.settle(4)
+    assert [job.attempt for job in world.jobs] == [1, 2]
+
+
+async def test_unreachable_progress_is_no_failure(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.reporter_down = world.ray_down = True
+    for _ in range(100):
+        await operator.settle(1)
+        world.now += timedelta(seconds=9)
+    assert world.status.phase is Phase.RUNNING
+    training_now = condition(world, ConditionType.TRAINING)
+    assert (training_now.status, training_now.reason) == ("Unknown", "ProgressUnavailable")
+    world.reporter_down = world.ray_down = False
+    await operator.settle(2)
+    assert condition(world, ConditionType.TRAINING).status == "True"
+
+
+async def test_an_ended_job_waits_for_its_report_but_not_for_ever(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.reporter_down = True
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(10)
+    assert world.status.phase is Phase.RUNNING
+    world.now += timedelta(seconds=60)
+    await operator.settle(1)
+    assert world.status.phase is Phase.SUCCEEDED
+
+
+async def test_progress_of_an_earlier_attempt_is_ignored(world: World, operator: Operator) -> None:
+    await training(operator, 2)
+    world.end_driver(Outcome.FAILED)
+    await operator.settle(2)
+    world.now += timedelta(seconds=11)
+    await operator.settle(3)
+    assert len(world.jobs) == 2
+    assert world.live_jobs(), "the first attempt's report must not end the second"
+    assert world.status.phase is Phase.RESTARTING
+
+
+async def test_a_failed_driver_that_does_not_exit_is_stopped_before_the_next_attempt(world: World, operator: Operator) -> None:
+    await training(operator)
+    job = world.jobs[0]
+    world.end_driver(Outcome.FAILED)
+    job.status = "RUNNING"
+    for _ in range(40):
+        await operator.settle(1)
+        assert len(world.live_jobs()) <= 1
+    assert job.status == "STOPPED"
+    assert [item.attempt for item in world.jobs] == [1, 2]
+
+
+async def test_the_same_name_again_waits_for_the_earlier_run_and_starts_fresh(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.delete_run()
+    world.apply_run()
+    await operator.reconcile()
+    assert world.status.phase is Phase.PENDING
+    assert condition(world, ConditionType.CLUSTER_PROVISIONED).reason == "WaitingForPreviousRun"
+    for pod in world.pods():
+        pod["metadata"]["ownerReferences"] = []  # they linger for their grace period
+    world.collect_garbage()
+    await operator.reconcile()
+    assert world.status.phase is Phase.PENDING, "the earlier run's pods would be counted as ours"
+    for pod in world.pods():
+        del world.objects["Pod", pod["metadata"]["name"]]
+    await operator.settle()
+    assert world.status.job is not None
+    assert world.status.job.attempt == 1
+
+
+async def test_someone_elses_object_is_never_taken_over(world: World, operator: Operator) -> None:
+    theirs = {"kind": "ConfigMap", "metadata": {"name": f"{NAME}-run", "namespace": "team"}, "data": {"theirs": "1"}}
+    await world.create(theirs)
+    await operator.settle(3)
+    assert world.status.phase is Phase.PENDING
+    assert condition(world, ConditionType.CLUSTER_PROVISIONED).reason == "NameConflict"
+    assert world.objects["ConfigMap", f"{NAME}-run"]["data"] == {"theirs": "1"}
+    assert ("RayCluster", NAME) not in world.objects
+    assert happened(world) == ["NameConflict"]
+    del world.objects["ConfigMap", f"{NAME}-run"]
+    await operator.settle()
+    assert world.jobs
+
+
+async def test_tokens_are_made_once(world: World, operator: Operator) -> None:
+    await training(operator)
+    before = world.objects["Secret", f"{NAME}-reporter"]["data"]
+    await Operator(world).settle(3)
+    assert world.objects["Secret", f"{NAME}-reporter"]["data"] == before
+
+
+async def test_a_finished_run_is_deleted_when_its_time_is_over() -> None:
+    world = World()
+    world.apply_run(("spec.ttlSecondsAfterFinished", 100))
+    operator = Operator(world)
+    await training(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(5)
+    delay = await operator.reconcile()
+    assert delay is not None
+    assert 80 <= delay <= 100
+    world.now += timedelta(seconds=100)
+    await operator.reconcile()
+    assert ("AgenticRun", NAME) not in world.objects
+
+
+async def test_a_spec_that_only_the_crd_accepts_fails_with_the_path(world: World, operator: Operator) -> None:
+    world.run["spec"]["pipeline"]["brandNew"] = 1
+    await operator.reconcile()
+    assert world.run["status"]["phase"] == "Failed"
+    assert world.run["status"]["message"] == "spec.pipeline.brandNew: unknown field"
