@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from agenticrun_api import Activity, FinalReport, Progress
@@ -72,7 +73,7 @@ class ProgressBoard:
             step=step,
             policy_version=step,
             last_step_time=rfc3339(time.time()),
-            seconds_per_step=median([b - a for a, b in zip(times, times[1:], strict=False)]) if len(times) > 1 else None,
+            seconds_per_step=median([b - a for a, b in pairwise(times)]) if len(times) > 1 else None,
             reward=metrics["rollout/score/mean"],
             tokens_per_second=metrics["system/tps"],
             staleness=metrics["staleness/mean"],

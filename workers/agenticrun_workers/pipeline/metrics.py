@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
@@ -19,6 +20,10 @@ TELLING = (
     "tokens/", "rollout/", "time/",
 )  # fmt: skip
 """Which metrics go into a snapshot when there are more than it may hold: the first ones by this order of prefixes."""
+
+
+NAME = re.compile(rf"[A-Za-z0-9_./@<>-]{{1,{MAX_METRIC_NAME}}}")
+"""Names that a snapshot may hold; an environment may have others, which stay in metrics.jsonl."""
 
 
 def rollout_metrics(batch: Batch, version: int) -> Metrics:
@@ -69,7 +74,7 @@ def telling(metrics: Mapping[str, float]) -> Metrics:
     def rank(name: str) -> int:
         return next((place for place, prefix in enumerate(TELLING) if name.startswith(prefix)), len(TELLING))
 
-    fits = [name for name, value in metrics.items() if np.isfinite(value) and len(name) <= MAX_METRIC_NAME]
+    fits = [name for name, value in metrics.items() if np.isfinite(value) and NAME.fullmatch(name)]
     return {name: metrics[name] for name in sorted(fits, key=lambda name: (rank(name), name))[:MAX_METRICS]}
 
 

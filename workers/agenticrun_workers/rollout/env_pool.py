@@ -59,6 +59,7 @@ class EnvPool:
         self._workers: list[_Worker] = []
         self._waiting: list[_Open] = []
         self._flush_planned = False
+        self._peers: tuple[Mapping[str, Any], list[Any]] = ({}, [])
         self._deaths = 0
         self.replaced = 0
         """Workers that died and were replaced since the start."""
@@ -84,7 +85,8 @@ class EnvPool:
                     del worker.open[_name(task)]
 
     async def set_peers(self, engines: Mapping[str, Any], stores: list[Any]) -> None:
-        """Tell every worker the engines to ask and the stores to fill."""
+        """Tell every worker, now and later, the engines to ask and the stores to fill."""
+        self._peers = (engines, stores)
         calls = (worker.handle.set_peers.remote(engines, stores) for worker in self._workers)
         await asyncio.gather(*calls, return_exceptions=True)  # a dead worker is the watcher's business
 
@@ -97,6 +99,7 @@ class EnvPool:
     def _add(self, handle: Any) -> None:
         worker = _Worker(handle)
         self._workers.append(worker)
+        handle.set_peers.remote(*self._peers)
         watcher = asyncio.create_task(self._watch(worker), name="env-worker")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)

@@ -1,0 +1,107 @@
+"""Local mode: an embedded Ray on this machine offers every role, and the same session trains as on a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+from rich.console import Console
+
+from agenticrun_api import AgenticRun, FinalReport
+from agenticrun_api.names import WORKER_ROLES
+from agenticrun_workers.pipeline.board import Attempt
+from agenticrun_workers.pipeline.requests import Requests
+from agenticrun_workers.pipeline.session import Session
+from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay
+from agenticrun_workers.reporting.sink import ProgressSink
+
+OBJECT_STORE_BYTES = 200 * 1024 * 1024
+"""Enough for the weights of the small models that train on one machine; what does not fit spills to disk."""
+
+
+def run_locally(run: AgenticRun, output: Path, code: Path, console: Console) -> FinalReport:
+    """Train `run` on this machine. Ctrl-C saves and ends; a second one ends at once.
+
+    Args:
+        output: where metrics and checkpoints go; checkpoints found there are gone on from, as `checkpoint.resume` says.
+        code: folder of the user's own modules, put on the Python path of every actor.
+        console: where the display goes.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    display: LiveDisplay | PlainDisplay = LiveDisplay(console, run) if console.is_terminal else PlainDisplay(console)
+    with _log_file(output / "run.log"), _embedded_ray(run, code), display:
+        return asyncio.run(_train(run, output, display))
+
+
+async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalReport:
+    requests = Requests()
+    training = asyncio.current_task()
+    assert training is not None
+
+    def interrupt() -> None:
+        if requests.stop.is_set():
+            training.cancel()
+        requests.stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, interrupt)
+    checkpoint = run.spec.checkpoint
+    session = Session(
+        run=run,
+        attempt=Attempt(run.metadata.uid or "local", f"{run.metadata.name}-local", 1),
+        output=output,
+        checkpoints=output / "checkpoints",
+        resume=checkpoint.resume if checkpoint else "Auto",
+        sink=sink,
+        requests=requests,
+    )
+    return await session.execute()
+
+
+@contextmanager
+def _embedded_ray(run: AgenticRun, code: Path) -> Iterator[None]:
+    """A Ray of our own whose one node offers all roles. Its files go with it."""
+    roles = run.spec.roles
+    resources = {role.value: float(roles.replicas(role) * roles.ranks(role)) for role in WORKER_ROLES}
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(code), *([path] if path else [])])
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    scratch = Path(tempfile.mkdtemp(prefix="arun-"))
+    try:
+        ray.init(
+            address="local",
+            num_cpus=1,
+            resources=resources,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(scratch),
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """Log into a file: the terminal belongs to the display."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()

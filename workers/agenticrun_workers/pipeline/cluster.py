@@ -1,0 +1,147 @@
+"""RunCluster: the actors of one attempt, each on the pods of its role, brought up side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from agenticrun_api import AgenticRun, Role
+from agenticrun_workers.pipeline.engines import EngineActor, EnginePool
+from agenticrun_workers.pipeline.model_source import ModelSource
+from agenticrun_workers.pipeline.trainers import TrainerActor, TrainerGroup
+from agenticrun_workers.rollout.env_pool import EnvPool
+from agenticrun_workers.rollout.env_worker import EnvWorker, Texts
+from agenticrun_workers.rollout.groups import EpisodeResult
+from agenticrun_workers.rollout.placement import Placement, check_placement, options_for
+from agenticrun_workers.rollout.store import TrajectoryStore
+from agenticrun_workers.types import EpisodeKey
+
+log = logging.getLogger(__name__)
+
+MANY_CALLS = 10_000
+"""Calls that an async actor may have under way."""
+
+
+class RunCluster:
+    """Use it as an async context manager on an initialised Ray."""
+
+    def __init__(self, run: AgenticRun) -> None:
+        self._run = run
+        self._pipeline = run.spec.pipeline
+        loop = asyncio.get_running_loop()
+        self._texts: asyncio.Future[Texts] = loop.create_future()
+        self._source: asyncio.Future[ModelSource] = loop.create_future()
+        self._env_workers_made = 0
+        self._watchers: list[asyncio.Task[None]] = []
+        self.placements: list[Placement] = []
+        """Where actors were found to run, those of replaced ones included."""
+        self.stores: list[Any] = []
+        self.engines = EnginePool(self._spawn_engine, self._count(Role.INFERENCE), self._engines_changed)
+        self.envs = EnvPool(self._spawn_env_worker, self._count(Role.ENV))
+
+    async def __aenter__(self) -> RunCluster:
+        """Bring everything up. Raises `InvalidConfig` for what the run's YAML gets wrong."""
+        starts = [asyncio.create_task(start) for start in (self.envs.start(), self.engines.start(), self._start_trainers())]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            await self.stop()
+            raise
+        await self._engines_changed(self.engines.engines)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def failures(self) -> list[asyncio.Future[None]]:
+        """Each fails when a part of the run cannot be kept alive."""
+        return [self.engines.failure, *self._watchers]
+
+    async def discard(self, results: list[EpisodeResult]) -> None:
+        """Free what the stores hold of these trajectories."""
+        by_store: dict[int, list[EpisodeKey]] = {}
+        for result in results:
+            if result.store >= 0:
+                by_store.setdefault(result.store, []).append(result.key)
+        await asyncio.gather(*(self.stores[store].discard.remote(keys) for store, keys in by_store.items()))
+
+    async def stop(self) -> None:
+        """Stop watching and end the actors."""
+        await self.envs.stop()
+        await self.engines.stop()
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+    def _count(self, role: Role) -> int:
+        return self._run.spec.roles.replicas(role) * self._run.spec.roles.ranks(role)
+
+    def _actor(self, cls: type, role: Role, *arguments: Any, **options: Any) -> Any:
+        gpus = 1 if self._run.spec.roles.of(role).gpus else 0
+        return ray.remote(cls).options(**options_for(role, gpus), **options).remote(*arguments)
+
+    async def _place(self, actor: Any) -> Placement:
+        """Where the actor is; raises `MisplacedActor` if that is not a pod of its role."""
+        placement: Placement = await actor.placement.remote()
+        check_placement(placement)
+        self.placements.append(placement)
+        log.info("%s runs on %s (node %s, pid %d)", placement.actor, placement.pod, placement.node_id[:8], placement.pid)
+        return placement
+
+    async def _start_trainers(self) -> None:
+        world = self._count(Role.TRAINER)
+        actors = [self._actor(TrainerActor, Role.TRAINER, rank, world, self._pipeline) for rank in range(world)]
+        placements = await asyncio.gather(*(self._place(actor) for actor in actors))
+        self._source.set_result(await self._make_source(actors[0]))
+        meeting = await actors[0].rendezvous.remote()
+        neighbours = self._run.spec.roles.ranks(Role.TRAINER)
+        await asyncio.gather(*(actor.setup.remote(self._source.result(), meeting, neighbours) for actor in actors))
+        for node_id in dict.fromkeys(placement.node_id for placement in placements):
+            here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            store = ray.remote(TrajectoryStore).options(num_cpus=0, max_concurrency=MANY_CALLS, scheduling_strategy=here)
+            self.stores.append(store.remote())
+        self._watchers = [asyncio.create_task(_until_death(store), name="store") for store in self.stores]
+        await asyncio.gather(*(actor.set_stores.remote(self.stores) for actor in actors))
+        self.trainers = TrainerGroup(actors)
+
+    async def _make_source(self, trainer: Any) -> ModelSource:
+        """The model to begin with; one of random weights is made on the first trainer pod."""
+        model = self._run.spec.model
+        source = ModelSource(model.path, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+        if model.initialize is None:
+            return source
+        return source.with_files(await trainer.make_model.remote(model.initialize, await self._texts))
+
+    async def _spawn_engine(self, engine_id: str) -> Any:
+        actor = self._actor(EngineActor, Role.INFERENCE, engine_id, max_concurrency=MANY_CALLS)
+        await self._place(actor)
+        source = await asyncio.shield(self._source)
+        await actor.start.remote(self._pipeline, source, self._run.spec.roles.ranks(Role.INFERENCE))
+        return actor
+
+    async def _spawn_env_worker(self) -> Any:
+        name = f"env-worker-{self._env_workers_made}"
+        self._env_workers_made += 1
+        actor = self._actor(EnvWorker, Role.ENV, name, self._pipeline, max_concurrency=MANY_CALLS)
+        await self._place(actor)
+        texts = await actor.describe.remote()
+        if not self._texts.done():
+            self._texts.set_result(texts)
+        source = await asyncio.shield(self._source)
+        await actor.setup.remote(source.tokenizer())
+        return actor
+
+    async def _engines_changed(self, engines: dict[str, Any]) -> None:
+        await self.envs.set_peers(engines, self.stores)
+
+
+async def _until_death(store: Any) -> None:
+    await store.until_death.remote()

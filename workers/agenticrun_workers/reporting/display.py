@@ -1,0 +1,148 @@
+"""Progress on the terminal: a live picture, or one line per step where there is no terminal."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from agenticrun_api import AgenticRun, Progress
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 48
+SAMPLE_LINES = 14
+
+
+class PlainDisplay:
+    """A `ProgressSink` that prints a line per step and per message."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._step = 0
+        self._activity = ""
+        self._success: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def update(self, progress: Progress) -> None:
+        """See `ProgressSink`."""
+        if progress.activity != self._activity and progress.activity not in ("rollout", "training"):
+            self._print(f"[{progress.activity}] {progress.message}".rstrip())
+        self._activity = progress.activity
+        success = success_rates(progress)
+        if success != self._success:
+            self._success = success
+            self._print(f"[validation] step {progress.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in success.items()))
+        if progress.step != self._step and progress.last_step_time is not None:
+            self._step = progress.step
+            self._print(step_line(progress))
+
+    def sample(self, transcript: str) -> None:
+        """See `ProgressSink`: samples would drown the lines."""
+
+    async def finish(self, progress: Progress) -> None:
+        """See `ProgressSink`."""
+        self.update(progress)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveDisplay:
+    """A `ProgressSink` that redraws phase, steps, success, reward, speed, the validation curve and the newest sample."""
+
+    def __init__(self, console: Console, run: AgenticRun) -> None:
+        self._name = run.metadata.name
+        self._progress: Progress | None = None
+        self._curve: list[tuple[int, float]] = []
+        self._sample = ""
+        self._live = Live(self._render(), console=console, refresh_per_second=4, get_renderable=self._render)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.__exit__(kind, value, trace)
+
+    def update(self, progress: Progress) -> None:
+        """See `ProgressSink`."""
+        self._progress = progress
+        success = [value for name, value in success_rates(progress).items() if name.endswith("/success")]
+        if success and (not self._curve or self._curve[-1] != (self._curve[-1][0], sum(success) / len(success))):
+            self._curve.append((progress.step, sum(success) / len(success)))
+
+    def sample(self, transcript: str) -> None:
+        """See `ProgressSink`."""
+        self._sample = transcript
+
+    async def finish(self, progress: Progress) -> None:
+        """See `ProgressSink`."""
+        self.update(progress)
+        self._live.refresh()
+
+    def _render(self) -> RenderableType:
+        progress = self._progress
+        if progress is None:
+            return Panel("starting Ray", title=self._name, title_align="left")
+        numbers = Table.grid(padding=(0, 2))
+        numbers.add_row("phase", f"{progress.activity}  {progress.message}")
+        numbers.add_row("step", _bar(progress))
+        numbers.add_row("reward", _shown(progress.reward, "{:.3f}"))
+        numbers.add_row("tokens/s", _shown(progress.tokens_per_second, "{:,.0f}"))
+        numbers.add_row("s/step", _shown(progress.seconds_per_step, "{:.2f}"))
+        for name, value in success_rates(progress).items():
+            numbers.add_row(name.removeprefix("val/"), f"{value:.3f}")
+        if self._curve:
+            numbers.add_row("validation", curve([value for _, value in self._curve]))
+        parts: list[RenderableType] = [Panel(numbers, title=self._name, title_align="left")]
+        if self._sample:
+            shown = "\n".join(self._sample.splitlines()[-SAMPLE_LINES:])
+            parts.append(Panel(Text(shown), title="newest sample", title_align="left", style="dim"))
+        return Group(*parts)
+
+
+def success_rates(progress: Progress) -> dict[str, float]:
+    """Validation success and what it is compared with, by name."""
+    return {
+        name: value
+        for name, value in progress.metrics.items()
+        if name.startswith("val/") and name.endswith(("/success", "/random_success", "/warmup_success"))
+    }
+
+
+def step_line(progress: Progress) -> str:
+    """`step 12/300  reward 0.250  entropy 0.91  tokens/s 9,100  s/step 1.20`"""
+    parts = [f"step {progress.step}/{progress.max_steps}", f"reward {_shown(progress.reward, '{:.3f}')}"]
+    if (entropy := progress.metrics.get("actor/entropy")) is not None:
+        parts.append(f"entropy {entropy:.3f}")
+    parts.append(f"tokens/s {_shown(progress.tokens_per_second, '{:,.0f}')}")
+    parts.append(f"s/step {_shown(progress.seconds_per_step, '{:.2f}')}")
+    return "  ".join(parts)
+
+
+def curve(values: list[float]) -> str:
+    """The newest values between 0 and 1 as a row of bars, and the last one as a number."""
+    newest = values[-CURVE_WIDTH:]
+    bars = "".join(BARS[min(len(BARS) - 1, int(value * len(BARS)))] for value in newest)
+    return f"{bars} {newest[-1]:.2f}"
+
+
+def _bar(progress: Progress) -> RenderableType:
+    row = Table.grid(padding=(0, 1))
+    row.add_row(ProgressBar(total=progress.max_steps, completed=progress.step, width=40), f"{progress.step}/{progress.max_steps}")
+    return row
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
