@@ -34,7 +34,8 @@ class MicroBatch:
         """One value per weighted token, [N], from arrays [T] of all samples in their original order."""
         flat = np.zeros(tuple(self.ids_BT.shape), np.float64)
         for row, sample in enumerate(self.samples):
-            flat[row, : len(values[sample])] = values[sample]
+            row_T = values[sample][: flat.shape[1]]
+            flat[row, : len(row_T)] = row_T
         return torch.from_numpy(flat).to(self.ids_BT.device, dtype)[self.rows_N, self.columns_N]
 
 

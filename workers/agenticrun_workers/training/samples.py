@@ -17,13 +17,7 @@ def policy_sample(trajectory: Trajectory, advantages_T: NDArray[np.float64]) -> 
     )
 
 
-def supervised_sample(trajectory: Trajectory, observation_weight: float = 0.0) -> Sample:
-    """A sample for `supervised_step`: weight 1 on responses and `observation_weight` on what the environment says after
-    the first one, which teaches the policy to foresee what its actions do.
-    """
-    weight_T = trajectory.response_mask_T.astype(np.float32)
-    if observation_weight and trajectory.turns:
-        first = len(trajectory.turns[0].prompt_T)
-        weight_T[first:] = np.where(trajectory.response_mask_T[first:], 1.0, observation_weight)
+def supervised_sample(trajectory: Trajectory) -> Sample:
+    """A sample for `supervised_step`: weight 1 on the answers, which teaches how an answer looks."""
     zeros_T = np.zeros(trajectory.num_tokens, np.float32)
-    return Sample(trajectory.tokens_T, weight_T, zeros_T, zeros_T)
+    return Sample(trajectory.tokens_T, trajectory.response_mask_T.astype(np.float32), zeros_T, zeros_T)
