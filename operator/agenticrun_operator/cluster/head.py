@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +88,8 @@ class RunHead:
             answer = await self._transport.request("GET", head.pod, REPORTER_PORT, "/progress", headers=headers, limit=MAX_PROGRESS_BYTES)
             if answer.status == 204:
                 return NoReport()
-            return Progress.model_validate(json.loads(_ok(answer, "the reporter"), parse_constant=_refuse_constant), strict=False)
-        except (HeadUnreachable, ValueError) as error:
+            return Progress.model_validate_json(_ok(answer, "the reporter"), strict=True)
+        except (HeadUnreachable, ValidationError) as error:
             return Unreachable(_brief(error))
 
     async def _log_tail(self, head: HeadAddress, submission_id: str, message: str) -> str:
@@ -112,10 +111,6 @@ def _ok(answer: Response, who: str) -> bytes:
     if answer.status != 200:
         raise HeadUnreachable(f"{who} answers with status {answer.status}")
     return answer.body
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _brief(error: Exception) -> str:

@@ -1,0 +1,158 @@
+"""The head pod's answers are untrusted: bounded, parsed strictly, and never a reason to fall over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from agenticrun_api import Progress
+from agenticrun_operator.cluster import DirectTransport, HeadAddress, HeadUnreachable, RunHead
+from agenticrun_operator.cluster.kube import Response
+from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.planning import Job, NoJob, NoReport, Unreachable
+
+HEAD = HeadAddress(PodAddress("team", "lake-head", "127.0.0.1"), "run-uid", "ray-token", "reporter-token")
+PROGRESS: dict[str, Any] = {
+    "runUid": "run-uid",
+    "submissionId": "lake-1",
+    "attempt": 1,
+    "sequence": 7,
+    "activity": "training",
+    "step": 3,
+    "maxSteps": 10,
+    "policyVersion": 3,
+    "time": "2026-01-01T00:00:00Z",
+    "metrics": {"val/success": 0.5},
+}
+
+
+class Scripted:
+    """A transport that answers as told and remembers what it was asked."""
+
+    def __init__(self, **answers: Response):
+        self.answers = answers
+        self.asked: list[tuple[str, int, str, Mapping[str, str], Any]] = []
+
+    async def request(
+        self, method: str, pod: PodAddress, port: int, path: str, *, headers: Mapping[str, str], body: Any = None, limit: int
+    ) -> Response:
+        self.asked.append((method, port, path, headers, body))
+        for part, answer in self.answers.items():
+            if part in path.replace("/", "_"):
+                return answer
+        raise HeadUnreachable("no answer")
+
+
+def says(document: Any, status: int = 200) -> Response:
+    return Response(status, json.dumps(document).encode())
+
+
+async def test_progress_is_read_with_the_reporters_token() -> None:
+    transport = Scripted(progress=says(PROGRESS))
+    assert await RunHead(transport).progress(HEAD) == Progress.model_validate(PROGRESS)
+    ((method, port, path, headers, _),) = transport.asked
+    assert (method, port, path, headers) == ("GET", 8787, "/progress", {"X-Ray-Authorization": "Bearer reporter-token"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"unknown": 1},
+        {"step": -1},
+        {"step": 2**60},
+        {"reward": "NaN"},
+        {"time": "yesterday"},
+        {"lastStepTime": "9999-12-31T23:59:59Z"},
+        {"activity": "dancing"},
+        {"metrics": {"x" * 97: 1.0}},
+        {"metrics": {f"m{index}": 1.0 for index in range(65)}},
+        {"checkpoint": {"step": 1, "uri": "x" * 2000, "time": "2026-01-01T00:00:00Z"}},
+    ],
+)
+async def test_progress_that_breaks_the_contract_is_unusable(change: dict[str, Any]) -> None:
+    answer = await RunHead(Scripted(progress=says(PROGRESS | change))).progress(HEAD)
+    assert isinstance(answer, Unreachable)
+    assert len(answer.why) <= 300
+
+
+@pytest.mark.parametrize("body", [b"not JSON", b'{"step": NaN}', b"[1]", b"\xff\xfe", b"[" * 20_000])
+async def test_progress_that_is_no_progress_is_unusable(body: bytes) -> None:
+    assert isinstance(await RunHead(Scripted(progress=Response(200, body))).progress(HEAD), Unreachable)
+
+
+async def test_no_content_means_that_no_driver_has_reported() -> None:
+    assert await RunHead(Scripted(progress=Response(204, b""))).progress(HEAD) == NoReport()
+
+
+async def test_a_job_is_read_without_what_we_do_not_need() -> None:
+    transport = Scripted(api_jobs=says({"status": "RUNNING", "message": "a\n b", "runtime_env": {}, "driver_exit_code": None}))
+    assert await RunHead(transport).job(HEAD, "lake-1") == Job("RUNNING", "a b")
+    assert transport.asked[0][3] == {"X-Ray-Authorization": "Bearer ray-token"}
+
+
+async def test_a_failed_job_brings_the_end_of_its_log() -> None:
+    transport = Scripted(api_jobs=says({"status": "FAILED", "driver_exit_code": 1}), api_v0_logs=Response(200, b"x" * 9000 + b"the end"))
+    job = await RunHead(transport).job(HEAD, "lake-1")
+    assert isinstance(job, Job)
+    assert (len(job.log_tail), job.log_tail[-7:], job.exit_code) == (4096, "the end", 1)
+
+
+async def test_a_failed_job_whose_log_is_gone_brings_what_ray_quotes() -> None:
+    job = await RunHead(Scripted(api_jobs=says({"status": "FAILED", "message": "quoted"}))).job(HEAD, "lake-1")
+    assert isinstance(job, Job)
+    assert job.log_tail == "quoted"
+
+
+async def test_unknown_and_unreachable_are_not_the_same() -> None:
+    assert await RunHead(Scripted(api_jobs=Response(404, b"Job lake-1 does not exist"))).job(HEAD, "lake-1") == NoJob()
+    assert isinstance(await RunHead(Scripted()).job(HEAD, "lake-1"), Unreachable)
+    assert isinstance(await RunHead(Scripted(api_jobs=Response(401, b""))).job(HEAD, "lake-1"), Unreachable)
+    assert isinstance(await RunHead(Scripted(api_jobs=says({"no": "status"}))).job(HEAD, "lake-1"), Unreachable)
+
+
+class RefusesTwice(Scripted):
+    """Ray, which does not take a submission id twice."""
+
+    async def request(self, method: str, *arguments: Any, **options: Any) -> Response:
+        answer = await super().request(method, *arguments, **options)
+        return answer if method == "GET" else Response(400, b"ValueError: Job with submission_id lake-1 already exists.")
+
+
+async def test_a_submission_that_ray_knows_already_is_settled_by_a_get() -> None:
+    await RunHead(RefusesTwice(api_jobs=says({"status": "RUNNING"}))).submit(HEAD, "lake-1", 1)
+    with pytest.raises(HeadUnreachable, match="already exists"):
+        await RunHead(RefusesTwice(api_jobs=Response(404, b""))).submit(HEAD, "lake-1", 1)
+
+
+async def test_a_submission_tells_the_driver_its_attempt() -> None:
+    transport = Scripted(api_jobs=says({"submission_id": "lake-1"}))
+    await RunHead(transport).submit(HEAD, "lake-1", 3)
+    body = transport.asked[0][4]
+    assert body["entrypoint"] == "python -m agenticrun_workers.driver"
+    assert body["runtime_env"] == {"env_vars": {"AGENTICRUN_ATTEMPT": "3", "AGENTICRUN_SUBMISSION_ID": "lake-1"}}
+
+
+async def test_an_answer_that_is_too_long_is_cut_off() -> None:
+    async def endless(_request: web.Request) -> web.Response:
+        return web.Response(body=b"x" * 100_000)
+
+    app = web.Application()
+    app.router.add_get("/progress", endless)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        transport, port = DirectTransport(session), int(server.port or 0)
+        with pytest.raises(HeadUnreachable, match="more than 65536 bytes"):
+            await transport.request("GET", HEAD.pod, port, "/progress", headers={}, limit=65_536)
+        answer = await transport.request("GET", HEAD.pod, port, "/progress", headers={}, limit=100_000)
+        assert len(answer.body) == 100_000
+
+
+async def test_nobody_there_is_unreachable() -> None:
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(HeadUnreachable, match="lake-head"):
+            await DirectTransport(session).request("GET", HEAD.pod, 9, "/progress", headers={}, limit=10)

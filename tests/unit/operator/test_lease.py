@@ -1,0 +1,102 @@
+"""Of several operators one leads; another takes over when it goes or falls silent."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from agenticrun_operator import lease as module
+from agenticrun_operator.cluster import AlreadyExists, Conflict, KubeUnavailable
+from agenticrun_operator.lease import Leadership
+
+
+class Store:
+    """One lease, with a resourceVersion."""
+
+    def __init__(self) -> None:
+        self.lease: dict[str, Any] | None = None
+        self.down = False
+
+    async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        if self.down:
+            raise KubeUnavailable("down")
+        return copy.deepcopy(self.lease)
+
+    async def create(self, manifest: dict[str, Any]) -> None:
+        if self.lease:
+            raise AlreadyExists
+        self.lease = copy.deepcopy(manifest)
+        self.lease["metadata"]["resourceVersion"] = "1"
+
+    async def put(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        assert self.lease
+        if manifest["metadata"]["resourceVersion"] != self.lease["metadata"]["resourceVersion"]:
+            raise Conflict
+        self.lease = copy.deepcopy(manifest)
+        self.lease["metadata"]["resourceVersion"] += "1"
+        return self.lease
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease of one second."""
+    monkeypatch.setattr(module, "DURATION_SECONDS", 1)
+
+
+def leader(store: Store, name: str) -> Leadership:
+    return Leadership(store, "system", "agenticrun-operator", name)
+
+
+async def attempt(candidate: Leadership) -> bool:
+    return await candidate.attempt(datetime.now(UTC))
+
+
+async def test_one_of_two_leads(store: Store) -> None:
+    first, second = leader(store, "a"), leader(store, "b")
+    assert [await attempt(first), await attempt(second), await attempt(first)] == [True, False, True]
+    assert first.held.is_set()
+    assert not second.held.is_set()
+
+
+async def test_a_released_lease_is_taken_at_once(store: Store) -> None:
+    first, second = leader(store, "a"), leader(store, "b")
+    await attempt(first)
+    await first.release()
+    assert not first.held.is_set()
+    assert await attempt(second)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_silent_leader_is_replaced_and_learns_of_it(store: Store) -> None:
+    first, second = leader(store, "a"), leader(store, "b")
+    await attempt(first)
+    assert not await attempt(second)
+    await asyncio.sleep(1.1)
+    assert await attempt(second)
+    assert not await attempt(first)
+    assert not first.held.is_set()
+
+
+async def test_a_short_outage_of_the_apiserver_does_not_end_leadership(store: Store) -> None:
+    first = leader(store, "a")
+    await attempt(first)
+    store.down = True
+    assert await attempt(first)
+
+
+async def test_without_the_apiserver_nobody_leads_for_long(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = leader(store, "a")
+    await attempt(first)
+    monkeypatch.setattr(module, "DURATION_SECONDS", module.RENEW_SECONDS)
+    store.down = True
+    assert not await attempt(first)
+    assert not first.held.is_set()

@@ -1,0 +1,161 @@
+"""What the children of a run look like."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from agenticrun_api import AgenticRun, Role, parse_run
+from agenticrun_operator.resources import Manifest, desired_children, ray_cluster, token_secret
+from agenticrun_operator.resources.quantities import whole_number
+from runs import run_with
+
+GPU_RUN = (
+    ("spec.roles.trainer", {"replicas": 2, "gpus": 4, "cpus": "1500m", "memory": "8Gi", "shmSize": "2Gi"}),
+    ("spec.roles.inference", {"gpus": 1, "gpuResourceName": "example.com/gpu", "nodeSelector": {"type": "gpu"}}),
+    ("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),
+    ("spec.code", {"configMap": "my-envs"}),
+)
+
+
+def a_run(*changes: tuple[str, Any]) -> AgenticRun:
+    document = run_with(*changes, name="lake")
+    document["metadata"] |= {"uid": "1234-uid", "namespace": "team"}
+    return parse_run(document)
+
+
+@pytest.fixture
+def cluster() -> Manifest:
+    return ray_cluster(a_run(*GPU_RUN), "worker:1")
+
+
+def pod_of(cluster: Manifest, role: Role) -> Manifest:
+    spec = cluster["spec"]
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]} | {"driver": spec["headGroupSpec"]}
+    pod: Manifest = groups[role.value]["template"]["spec"]
+    return pod
+
+
+def mounts(container: Manifest) -> dict[str, str]:
+    return {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_every_child_is_owned_by_the_run_and_carries_its_label() -> None:
+    for child in desired_children(a_run(*GPU_RUN), "worker:1"):
+        (owner,) = child["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("1234-uid", True, True)
+        assert child["metadata"]["labels"]["agenticrun.dev/run"] == "lake"
+        assert child["metadata"]["namespace"] == "team"
+
+
+def test_the_run_config_is_the_run_without_its_status() -> None:
+    (config, *_) = desired_children(a_run(), "worker:1")
+    document = yaml.safe_load(config["data"]["run.yaml"])
+    assert document["metadata"] == {"name": "lake", "namespace": "team", "uid": "1234-uid", "generation": 1}
+    assert "status" not in document
+    assert parse_run(document).spec == a_run().spec
+
+
+def test_a_claim_is_made_for_a_size_and_not_for_a_claim_of_the_users() -> None:
+    kinds = [child["kind"] for child in desired_children(a_run(*GPU_RUN), "worker:1")]
+    assert kinds == ["ConfigMap", "PersistentVolumeClaim", "RayCluster"]
+    theirs = a_run(("spec.checkpoint", {"volumeClaim": {"claimName": "data"}}))
+    assert [child["kind"] for child in desired_children(theirs, "worker:1")] == ["ConfigMap", "RayCluster"]
+    volumes = {item["name"]: item for item in pod_of(ray_cluster(theirs, "w"), Role.TRAINER)["volumes"]}
+    assert volumes["checkpoints"]["persistentVolumeClaim"] == {"claimName": "data"}
+
+
+def test_ray_start_parameters_pin_each_role_to_its_pods(cluster: Manifest) -> None:
+    head = cluster["spec"]["headGroupSpec"]["rayStartParams"]
+    trainer, inference, env = (group["rayStartParams"] for group in cluster["spec"]["workerGroupSpecs"])
+    resources = [json.loads(json.loads(params["resources"])) for params in (head, trainer, inference, env)]
+    assert resources == [{"driver": 1}, {"trainer": 4}, {"inference": 1}, {"env": 1}]
+    assert [params["num-cpus"] for params in (head, trainer, inference, env)] == ["0", "2", "1", "1"]
+    assert [params["num-gpus"] for params in (head, trainer, inference, env)] == ["0", "4", "1", "0"]
+    assert int(trainer["object-store-memory"]) < 2 * 2**30
+
+
+def test_gpus_are_limits_under_their_resource_name_and_cpus_are_never_limited(cluster: Manifest) -> None:
+    (trainer,) = pod_of(cluster, Role.TRAINER)["containers"]
+    assert trainer["resources"] == {
+        "requests": {"cpu": "1500m", "memory": "8Gi", "nvidia.com/gpu": 4},
+        "limits": {"memory": "8Gi", "nvidia.com/gpu": 4},
+    }
+    (inference,) = pod_of(cluster, Role.INFERENCE)["containers"]
+    assert inference["resources"]["limits"]["example.com/gpu"] == 1
+    assert pod_of(cluster, Role.INFERENCE)["nodeSelector"] == {"type": "gpu"}
+
+
+def test_replicas_cannot_be_scaled_by_anyone_else(cluster: Manifest) -> None:
+    (trainer, *_) = cluster["spec"]["workerGroupSpecs"]
+    assert (trainer["replicas"], trainer["minReplicas"], trainer["maxReplicas"]) == (2, 2, 2)
+
+
+def test_all_head_ports_are_named(cluster: Manifest) -> None:
+    (head,) = pod_of(cluster, Role.DRIVER)["containers"]
+    ports = {port["name"]: port["containerPort"] for port in head["ports"]}
+    assert ports == {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080, "reporter": 8787}
+
+
+def test_only_the_head_sees_the_run_and_the_reporters_token(cluster: Manifest) -> None:
+    for role in Role:
+        names = {volume["name"] for volume in pod_of(cluster, role)["volumes"]}
+        assert ({"run", "reporter-token"} <= names) is (role is Role.DRIVER)
+        assert ("checkpoints" in names) is (role in (Role.DRIVER, Role.TRAINER))
+        assert {"work", "shared-memory", "code"} <= names
+
+
+def test_the_reporter_is_a_native_sidecar_that_shares_the_drivers_work_folder(cluster: Manifest) -> None:
+    pod = pod_of(cluster, Role.DRIVER)
+    (reporter,) = pod["initContainers"]
+    assert reporter["restartPolicy"] == "Always"
+    assert mounts(reporter) == {
+        "work": "/var/lib/agenticrun",
+        "run": "/etc/agenticrun/run",
+        "reporter-token": "/etc/agenticrun/reporter",
+    }
+    assert mounts(reporter).items() <= mounts(pod["containers"][0]).items()
+
+
+def test_every_pod_meets_the_restricted_standard_and_holds_no_credentials(cluster: Manifest) -> None:
+    for role in Role:
+        pod = pod_of(cluster, role)
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_the_users_code_is_on_the_path_and_the_users_environment_wins() -> None:
+    env = [{"name": "RAY_USAGE_STATS_ENABLED", "value": "1"}, {"name": "MINE", "value": "x"}]
+    cluster = ray_cluster(a_run(("spec.code", {"configMap": "my-envs"}), ("spec.roles.env", {"env": env})), "worker:1")
+    (container,) = pod_of(cluster, Role.ENV)["containers"]
+    values = [(item["name"], item["value"]) for item in container["env"]]
+    assert len(dict(values)) == len(values)
+    assert dict(values)["PYTHONPATH"] == "/etc/agenticrun/code"
+    assert (dict(values)["RAY_USAGE_STATS_ENABLED"], dict(values)["MINE"]) == ("1", "x")
+
+
+def test_an_image_of_the_runs_own_goes_before_the_operators() -> None:
+    (container,) = pod_of(ray_cluster(a_run(("spec.image", "mine:2")), "worker:1"), Role.ENV)["containers"]
+    assert container["image"] == "mine:2"
+
+
+def test_tokens_cannot_be_changed_in_place() -> None:
+    secret = token_secret(a_run(), "lake-reporter", "token", "secret")
+    assert secret["immutable"] is True
+    assert secret["data"] == {"token": "c2VjcmV0"}
+
+
+@pytest.mark.parametrize(
+    ("quantity", "number"),
+    [("500m", 1), ("1", 1), ("1500m", 2), ("0.5", 1), ("2Gi", 2 * 2**30), ("1.5Ki", 1536), ("3G", 3_000_000_000), ("100k", 100_000)],
+)
+def test_quantities_are_rounded_up(quantity: str, number: int) -> None:
+    assert whole_number(quantity) == number

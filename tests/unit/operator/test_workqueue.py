@@ -1,0 +1,55 @@
+"""Keys wait once, are handled by one worker at a time, and come back when they were added meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+from agenticrun_operator.workqueue import Item, WorkQueue
+
+A, B = ("team", "a"), ("team", "b")
+
+
+async def drained(queue: WorkQueue) -> list[Item]:
+    """Everything that waits now."""
+    items = []
+    while len(queue):
+        items.append(await queue.get())
+        queue.done(items[-1].key)
+    return items
+
+
+async def test_a_key_waits_once_however_often_it_is_added() -> None:
+    queue = WorkQueue()
+    for key in (A, B, A, A):
+        queue.add(key)
+    assert [item.key for item in await drained(queue)] == [A, B]
+
+
+async def test_a_key_that_is_added_while_it_is_handled_is_handled_again_afterwards() -> None:
+    queue = WorkQueue()
+    queue.add(A)
+    await queue.get()
+    queue.add(A)
+    assert len(queue) == 0, "two workers must not have the same key"
+    queue.done(A)
+    assert await drained(queue) == [Item(A, changed=True)]
+
+
+async def test_the_earliest_look_wins_and_is_no_change() -> None:
+    queue = WorkQueue()
+    queue.add_after(A, 60)
+    queue.add_after(A, 0.01)
+    queue.add_after(A, 60)
+    assert await asyncio.wait_for(queue.get(), 5) == Item(A, changed=False)
+    queue.done(A)
+    await asyncio.sleep(0.03)
+    assert len(queue) == 0
+
+
+async def test_a_change_comes_before_a_later_look() -> None:
+    queue = WorkQueue()
+    queue.add_after(A, 0.02)
+    queue.add(A)
+    assert await drained(queue) == [Item(A, changed=True)]
+    await asyncio.sleep(0.04)
+    assert len(queue) == 0, "the later look is part of the change's"
