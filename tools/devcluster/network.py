@@ -4,7 +4,6 @@ Everything that kube-proxy, the CNI bridge and the kubelet do to iptables, route
 with it. The host gets two routes, so that tests and people reach pods and Services by their addresses.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,7 +53,7 @@ def remove_netns_mountpoint(folder: Path = Path("/run/netns")) -> None:
     """Undoes that `ip netns add` makes its folder a mount point, if nobody else has a namespace there."""
     if not folder.is_dir() or any(folder.iterdir()):
         return
-    while os.path.ismount(folder) and succeeds(["umount", folder]):
+    while succeeds(["umount", folder]):  # such mounts are stacked when several tools made them
         pass
     folder.rmdir()
 

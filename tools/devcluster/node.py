@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -104,7 +104,8 @@ class Node:
         if self._processes.alive("containerd"):
             self.containerd.remove_containers()  # while it can still say which there are
         self._processes.stop(self._processes.names(), grace_seconds=3)
-        self._kill_shims()
+        _kill(self._shims())
+        _kill(cgroups.processes(settings.name))  # containers of a containerd that died before
         self._unmount()
         network.remove(settings)
         cgroups.remove(settings.name)
@@ -227,18 +228,16 @@ class Node:
 
     # --- down -------------------------------------------------------------------------------------------------------
 
-    def _kill_shims(self) -> None:
-        """Shims outlive containerd by design; ours name our socket on their command line."""
+    def _shims(self) -> set[int]:
+        """Pids of the containers' shims, which outlive containerd by design; ours name our socket on their command line."""
         socket = str(self._settings.containerd_socket).encode()
-        shims = []
+        found = set()
         for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if folder.name.isdigit() and b"containerd-shim" in (line := (folder / "cmdline").read_bytes()) and socket in line:
-                    shims.append(int(folder.name))
-        for pid in shims:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: all(start_ticks(pid) is None for pid in shims), 10, "the containers' shims to end")
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                line = (folder / "cmdline").read_bytes() if folder.name.isdigit() else b""
+                if b"containerd-shim" in line and socket in line:
+                    found.add(int(folder.name))
+        return found
 
     def _unmount(self) -> None:
         """Unmounts everything below our folders, the innermost first; mounts can be stacked, so until none is left."""
@@ -264,6 +263,15 @@ class Node:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    """Kills processes and waits until they are gone."""
+    pids = set(pids)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: all(start_ticks(pid) is None for pid in pids), 10, "killed containers to end")
 
 
 def mounts_below(root: Path, table: Path = Path("/proc/mounts")) -> list[str]:

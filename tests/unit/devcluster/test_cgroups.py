@@ -1,0 +1,64 @@
+"""Our parent cgroup is made in every hierarchy, in both versions of cgroups."""
+
+from pathlib import Path
+
+import pytest
+
+from devcluster import cgroups
+
+
+@pytest.fixture
+def v1(tmp_path: Path) -> Path:
+    """Folders as cgroup v1 with systemd's unified hierarchy beside it has them."""
+    for name in ("cpu,cpuacct", "cpuset", "memory", "unified"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "cpu").symlink_to("cpu,cpuacct")
+    (tmp_path / "cpuset" / "cpuset.cpus").write_text("0-1\n")
+    (tmp_path / "cpuset" / "cpuset.mems").write_text("0\n")
+    return tmp_path
+
+
+@pytest.fixture
+def v2(tmp_path: Path) -> Path:
+    """The unified hierarchy's root."""
+    (tmp_path / "cgroup.controllers").write_text("cpu memory\n")
+    return tmp_path
+
+
+def test_v1_has_a_parent_in_each_hierarchy_once(v1: Path) -> None:
+    cgroups.create("ours", v1)
+    assert sorted(str(path.relative_to(v1)) for path in v1.rglob("ours")) == [
+        "cpu,cpuacct/ours",
+        "cpuset/ours",
+        "memory/ours",
+        "unified/ours",
+    ]
+
+
+def test_v1_cpuset_gets_the_roots_cpus_and_memory_nodes_else_no_process_fits_in(v1: Path) -> None:
+    cgroups.create("ours", v1)
+    assert (v1 / "cpuset/ours/cpuset.cpus").read_text() == "0-1\n"
+    assert (v1 / "cpuset/ours/cpuset.mems").read_text() == "0\n"
+
+
+def test_v2_has_one_parent_with_the_controllers_delegated(v2: Path) -> None:
+    cgroups.create("ours", v2)
+    assert (v2 / "ours").is_dir()
+    assert (v2 / "cgroup.subtree_control").read_text() == "+memory"  # the kernel would add up what a plain file keeps the last of
+
+
+def test_processes_are_found_at_any_depth(v1: Path) -> None:
+    pod = v1 / "memory" / "ours" / "kubepods" / "pod1"
+    pod.mkdir(parents=True)
+    (pod / "cgroup.procs").write_text("12\n13\n")
+    (v1 / "memory" / "ours" / "cgroup.procs").write_text("")
+    (v1 / "memory" / "cgroup.procs").write_text("1\n")
+    assert cgroups.processes("ours", v1) == {12, 13}
+
+
+def test_removal_takes_the_tree_and_nothing_else(v1: Path) -> None:
+    (v1 / "memory" / "ours" / "kubepods" / "pod1").mkdir(parents=True)
+    (v1 / "memory" / "others").mkdir()
+    cgroups.remove("ours", v1)
+    assert not (v1 / "memory" / "ours").exists()
+    assert (v1 / "memory" / "others").is_dir()
