@@ -88,6 +88,15 @@ class RunCluster:
         gpus = 1 if self._run.spec.roles.of(role).gpus else 0
         return ray.remote(cls).options(**options_for(role, gpus), **options).remote(*arguments)
 
+    def _threads(self, role: Role) -> int:
+        """Torch threads of one actor: as many as the CPUs that its pod asks for, over the pod's actors.
+
+        Not the machine's cores: pods share those, and threads that wait for each other on busy cores are several times
+        slower than one. (Ray would allow one to an actor that takes no CPU of its count.)
+        """
+        roles = self._run.spec.roles
+        return max(1, int(cpus(roles.of(role).cpus)) // roles.ranks(role))
+
     async def _place(self, actor: Any) -> Placement:
         """Where the actor is; raises `MisplacedActor` if that is not a pod of its role."""
         placement: Placement = await actor.placement.remote()
@@ -102,8 +111,8 @@ class RunCluster:
         placements = await asyncio.gather(*(self._place(actor) for actor in actors))
         self._source.set_result(await self._make_source(actors[0]))
         meeting = await actors[0].rendezvous.remote()
-        neighbours = self._run.spec.roles.ranks(Role.TRAINER)
-        await asyncio.gather(*(actor.setup.remote(self._source.result(), meeting, neighbours) for actor in actors))
+        threads = self._threads(Role.TRAINER)
+        await asyncio.gather(*(actor.setup.remote(self._source.result(), meeting, threads) for actor in actors))
         for node_id in dict.fromkeys(placement.node_id for placement in placements):
             here = NodeAffinitySchedulingStrategy(node_id, soft=False)
             store = ray.remote(TrajectoryStore).options(num_cpus=0, max_concurrency=MANY_CALLS, scheduling_strategy=here)
@@ -124,7 +133,7 @@ class RunCluster:
         actor = self._actor(EngineActor, Role.INFERENCE, engine_id, max_concurrency=MANY_CALLS)
         await self._place(actor)
         source = await asyncio.shield(self._source)
-        await actor.start.remote(self._pipeline, source, self._run.spec.roles.ranks(Role.INFERENCE))
+        await actor.start.remote(self._pipeline, source, self._threads(Role.INFERENCE))
         return actor
 
     async def _spawn_env_worker(self) -> Any:
@@ -141,6 +150,11 @@ class RunCluster:
 
     async def _engines_changed(self, engines: dict[str, Any]) -> None:
         await self.envs.set_peers(engines, self.stores)
+
+
+def cpus(quantity: str) -> float:
+    """`500m` -> 0.5, `2` -> 2.0"""
+    return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
 
 
 async def _until_death(store: Any) -> None:

@@ -16,7 +16,7 @@ from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.rollout.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.rollout.generation_client import Answer
 from agenticrun_workers.rollout.outbox import Outbox
-from agenticrun_workers.rollout.placement import Placement, here, torch_threads
+from agenticrun_workers.rollout.placement import Placement, here
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import GenerationRequest
 
@@ -44,14 +44,14 @@ class EngineActor:
         """Never returns: the caller's future fails when this process dies."""
         await asyncio.Event().wait()
 
-    async def start(self, pipeline: Pipeline, source: ModelSource, neighbours: int) -> None:
-        """Load the model and serve; `neighbours` engines share the pod's cores. Raises `InvalidConfig`."""
+    async def start(self, pipeline: Pipeline, source: ModelSource, threads: int) -> None:
+        """Load the model and serve, on so many torch threads. Raises `InvalidConfig`."""
         import torch
 
         from agenticrun_workers.inference import EngineStartError
         from agenticrun_workers.pipeline.strategies import build_engine
 
-        torch.set_num_threads(torch_threads(neighbours))
+        torch.set_num_threads(threads)
         self._engine: InferenceEngine = build_engine(pipeline, source)
         try:
             await self._engine.start()

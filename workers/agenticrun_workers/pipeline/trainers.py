@@ -19,7 +19,7 @@ from agenticrun_workers.pipeline.batch_plan import RankJob
 from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.rollout.env_worker import Texts
 from agenticrun_workers.rollout.errors import InvalidConfig
-from agenticrun_workers.rollout.placement import Placement, here, torch_threads
+from agenticrun_workers.rollout.placement import Placement, here
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import EpisodeKey, FloatArray, Trajectory
 
@@ -57,14 +57,14 @@ class TrainerActor:
 
         return make_model_files(model, texts, self._pipeline.sequence_length)
 
-    def setup(self, source: ModelSource, rendezvous: tuple[str, int], neighbours: int) -> None:
-        """Join the other ranks and load the model; `neighbours` ranks share the pod's cores. Raises `InvalidConfig`."""
+    def setup(self, source: ModelSource, rendezvous: tuple[str, int], threads: int) -> None:
+        """Join the other ranks and load the model on so many torch threads. Raises `InvalidConfig`."""
         import torch
 
         from agenticrun_workers.models import ModelLoadError
         from agenticrun_workers.pipeline.strategies import build_strategy, loss_spec
 
-        torch.set_num_threads(torch_threads(neighbours))
+        torch.set_num_threads(threads)
         if self._world_size > 1:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rendezvous[0], str(rendezvous[1])
             torch.distributed.init_process_group("gloo", rank=self._rank, world_size=self._world_size)

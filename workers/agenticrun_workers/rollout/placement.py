@@ -41,11 +41,6 @@ def here(actor: str, role: Role) -> Placement:
     return Placement(actor, role, ray.get_runtime_context().get_node_id(), pod, os.getpid())
 
 
-def torch_threads(neighbours: int) -> int:
-    """Threads for each of `neighbours` actors that share this pod's cores. Ray would allow one to an actor without CPUs."""
-    return max(1, len(os.sched_getaffinity(0)) // neighbours)
-
-
 def check_placement(placement: Placement) -> None:
     """Raise `MisplacedActor` unless the actor's node offers its role."""
     nodes = {node["NodeID"]: node.get("Resources", {}) for node in ray.nodes()}  # type: ignore[no-untyped-call]
