@@ -47,11 +47,13 @@ def runs(cluster: Cluster, operator: Operator, request: pytest.FixtureRequest) -
     """The namespace of the runs, empty before and after the test."""
     inside = cluster.in_namespace(RUNS)
     yield inside
-    if request.node.stash.get(FAILED, False):
-        print(operator.log())
-        print(inside.kubectl("get", "agenticruns,rayclusters,pods", "-o", "wide"))
-    inside.kubectl("delete", "agenticruns", "--all", "--wait=true")
-    eventually(lambda: not inside.list("pods,rayclusters"), 120, "the pods of the test's runs are gone")
+    try:
+        if request.node.stash.get(FAILED, False):
+            print(inside.kubectl("get", "agenticruns,rayclusters,pods", "-o", "wide"))
+            print(operator.log())
+    finally:
+        inside.kubectl("delete", "agenticruns", "--all", "--wait=true")
+        eventually(lambda: not inside.list("pods,rayclusters"), 120, "the pods of the test's runs are gone")
 
 
 @pytest.hookimpl(wrapper=True)

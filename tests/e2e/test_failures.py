@@ -89,10 +89,12 @@ def test_what_cannot_work_says_why(runs: Cluster, images: Images) -> None:
     broken["spec"].pop("checkpoint")
     broken["spec"]["pipeline"]["envs"][0] |= {"type": "my_lake:Lake", "config": {}}
     unpullable = small_lake("no-image", max_steps=5, save_steps=0, image=f"{images.worker.rsplit(':', 1)[0]}:no-such-tag")
+    for role in unpullable["spec"]["roles"].values():
+        role |= {"cpus": "1m", "memory": "16Mi"}
     with Watch(runs, "broken-env") as broken_watch, Watch(runs, "no-image") as image_watch:
         runs.apply(code, broken)
         runs.apply(unpullable)
-        pod = eventually(lambda: Pods(runs, "no-image").cluster.list("pods", "agenticrun.dev/run=no-image"), 60, "the pods are made")[0]
+        pod = eventually(lambda: runs.list("pods", "agenticrun.dev/run=no-image"), 60, "the pods are made")[0]
         shown = image_watch.wait(lambda seen: seen.condition("RolesReady").get("reason") == "ImagePullFailed", 60, "the pull failure shows")
         assert "no-such-tag" in shown.condition("RolesReady")["message"]
         created = datetime.fromisoformat(pod["metadata"]["creationTimestamp"]).timestamp()

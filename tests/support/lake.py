@@ -42,10 +42,10 @@ def small_lake(name: str, *, max_steps: int, save_steps: int, eval_steps: int = 
     document["metadata"]["name"] = name
     small: dict[str, Any] = {"cpus": "100m", "memory": "2Gi", "terminationGracePeriodSeconds": 5}
     document["spec"]["roles"] = {
-        "driver": small,
+        "driver": {**small},
         "trainer": small | {"gpus": gpus},
         "inference": small | {"gpus": gpus},
-        "env": small,
+        "env": {**small},
     }
     pipeline = document["spec"]["pipeline"]
     pipeline |= {"maxSteps": max_steps, "saveSteps": save_steps, "evalSteps": eval_steps}

@@ -1,0 +1,59 @@
+"""Players that need no Ray: episodes end as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.types import EpisodeKey, StopReason, Stream
+
+Fate = Callable[[GroupTask, int], StopReason]
+
+
+def result(
+    group: int,
+    member: int = 0,
+    *,
+    stop: StopReason = StopReason.COMPLETED,
+    score: float = 0.0,
+    version: int = 0,
+    tokens: int = 20,
+    tag: str = "A",
+    attempt: int = 0,
+) -> EpisodeResult:
+    return EpisodeResult(
+        key=EpisodeKey(Stream.TRAIN, group, member),
+        tag=tag,
+        attempt=attempt,
+        stop_reason=stop,
+        score=score,
+        tokens=tokens,
+        response_tokens=tokens // 4,
+        turns=2,
+        oldest_version=version,
+        newest_version=version,
+        metrics={"success": score, "num_actions": 2.0, "action_is_valid": 2.0},
+        store=0,
+    )
+
+
+class FakePlayers:
+    """Plays at once, or when `release` says so for groups in `held`."""
+
+    def __init__(self, fate: Fate = lambda task, member: StopReason.COMPLETED) -> None:
+        self.fate = fate
+        self.version = 0
+        self.tasks: list[GroupTask] = []
+        self.held: dict[int, asyncio.Event] = {}
+
+    def hold(self, *groups: int) -> None:
+        self.held = {group: asyncio.Event() for group in groups}
+
+    async def play(self, task: GroupTask) -> list[EpisodeResult]:
+        self.tasks.append(task)
+        version = self.version
+        if task.group in self.held:
+            await self.held[task.group].wait()
+        await asyncio.sleep(0)
+        return [result(task.group, m, stop=self.fate(task, m), version=version, tag=task.tag, attempt=task.attempt) for m in task.members]
