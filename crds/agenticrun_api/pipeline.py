@@ -210,6 +210,8 @@ class Warmup(Model):
     """Episodes of one step."""
     learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
     """Default: actorTrain's."""
+    observation_weight: Share = 0.0
+    """Weight of the loss on what the environment says after an answer: the policy learns to foresee what actions do. 0 = answers only."""
     source: Literal["RandomValidActions"] = "RandomValidActions"
     """Episodes of the training environments, answered with uniformly random valid actions."""
 

@@ -82,7 +82,8 @@ class TrainerActor:
         """One supervised step on these (key, store). Collective."""
         from agenticrun_workers.training.samples import supervised_sample
 
-        return dict(self._strategy.supervised_step([supervised_sample(t) for t in self._fetch(keys)]))
+        weight = self._pipeline.warmup.observation_weight if self._pipeline.warmup else 0.0
+        return dict(self._strategy.supervised_step([supervised_sample(t, weight) for t in self._fetch(keys)]))
 
     def train(self, packed: bytes) -> Metrics:
         """All optimizer steps of one training step (a packed `RankJob`). Collective; the metrics are equal on every rank."""
