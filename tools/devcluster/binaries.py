@@ -6,7 +6,6 @@ folder, an unchanged one is never built again.
 
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -14,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from devcluster.console import progress, say
-from devcluster.errors import CommandFailed, DevclusterError
+from devcluster.errors import CommandFailed
 from devcluster.locking import exclusive
 from devcluster.settings import HELM_VERSION, KUBERNETES_VERSION, Settings
 from devcluster.shell import run
+from devcluster.toolchain import find_go
 
-MINIMUM_GO = (1, 25)
 _KEY_CHARACTERS = 12
 _FOR_PEOPLE = ("kubectl", "helm")
 
@@ -95,6 +94,7 @@ class Binaries:
 
     def __init__(self, settings: Settings, sources: Path | None = None) -> None:
         """`sources`: the folder with one Go module per program; by default the one beside this file."""
+        self._settings = settings
         self._root = settings.cache / "bin"
         self._sources = sources or Path(__file__).parent / "go"
         self._logs = settings.cache / "log"
@@ -122,7 +122,7 @@ class Binaries:
         with exclusive(self._root / "lock"):
             missing = [program for program in programs if not self.folder(program).is_dir()]
             if missing:
-                go = find_go()
+                go = find_go(self._settings)
                 total = sum(program.typical_seconds for program in missing)
                 say(f"building {len(missing)} Go programs, once; about {total // 60 + 1} minutes on two cores")
                 for number, program in enumerate(missing, 1):
@@ -188,28 +188,6 @@ class _LineCounter:
     """How many packages `go build -v` has named so far."""
 
     count = 0
-
-
-def find_go() -> str:
-    """Path of a Go that is recent enough.
-
-    Raises:
-        DevclusterError: there is none; the message says what to install.
-    """
-    go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
-    wanted = ".".join(str(number) for number in MINIMUM_GO)
-    if go is None:
-        raise DevclusterError(f"Go {wanted} or newer is needed to build the cluster's programs: install it and put `go` on PATH")
-    version = run([go, "env", "GOVERSION"]).strip()
-    if not recent_enough(version):
-        raise DevclusterError(f"{go} is {version}; Go {wanted} or newer is needed to build the cluster's programs")
-    return go
-
-
-def recent_enough(version: str) -> bool:
-    """Whether a `go env GOVERSION` such as "go1.26.8" is at least MINIMUM_GO."""
-    found = re.match(r"(?:devel )?go(\d+)\.(\d+)", version)
-    return found is not None and (int(found[1]), int(found[2])) >= MINIMUM_GO
 
 
 def _go_environment() -> dict[str, str]:
