@@ -1,0 +1,94 @@
+"""The staleness gate: what it may let begin, in any order of events."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from agenticrun_workers.rollout.gate import StalenessGate
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+
+class GateMachine(RuleBasedStateMachine):
+    """Begins whatever the gate allows, finishes and trains in any order, and never meets a policy that is too old."""
+
+    @initialize(size=st.integers(1, 6), concurrent=st.integers(1, 20), staleness=st.floats(0, 4))
+    def start(self, size: int, concurrent: int, staleness: float) -> None:
+        self.gate = StalenessGate(size, concurrent, staleness)
+        self.running: list[int] = []
+        self.ready: list[int] = []
+
+    @precondition(lambda self: self.gate.capacity > 0)
+    @rule()
+    def begin(self) -> None:
+        self.gate.begin()
+        self.running.append(self.gate.version)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), good=st.booleans())
+    def end(self, data: st.DataObject, good: bool) -> None:
+        version = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        if good:
+            self.gate.accept()
+            self.ready.append(version)
+        else:
+            self.gate.cancel()
+
+    @precondition(lambda self: self.ready)
+    @rule()
+    def reject(self) -> None:
+        self.ready.pop(0)
+        self.gate.reject()
+
+    @precondition(lambda self: len(self.ready) >= self.gate.groups_per_batch)
+    @rule()
+    def train(self) -> None:
+        self.ready = self.ready[self.gate.groups_per_batch :]
+        self.gate.version += 1
+
+    @invariant()
+    def never_more_than_allowed(self) -> None:
+        if not hasattr(self, "gate"):
+            return
+        gate = self.gate
+        assert gate.running == len(self.running) <= gate.max_concurrent
+        assert gate.accepted == gate.version * gate.groups_per_batch + len(self.ready)
+        begun = gate.accepted + gate.running
+        assert begun <= math.floor((gate.max_staleness + gate.version + 1) * gate.groups_per_batch)
+
+    @invariant()
+    def never_stuck(self) -> None:
+        """With nothing under way and no full batch, something may begin."""
+        if hasattr(self, "gate") and not self.running and len(self.ready) < self.gate.groups_per_batch:
+            assert self.gate.capacity > 0
+
+
+TestGate = GateMachine.TestCase
+
+
+def test_without_staleness_exactly_one_batch_may_begin_per_version() -> None:
+    gate = StalenessGate(groups_per_batch=4, max_concurrent=100, max_staleness=0)
+    assert gate.capacity == 4
+    for _ in range(4):
+        gate.begin()
+        gate.accept()
+    assert gate.capacity == 0
+    gate.version = 1
+    assert gate.capacity == 4
+
+
+@pytest.mark.parametrize(("staleness", "capacity"), [(0, 4), (0.5, 6), (1, 8), (2, 12)])
+def test_staleness_lets_whole_batches_or_parts_of_one_begin_ahead(staleness: float, capacity: int) -> None:
+    assert StalenessGate(4, 100, staleness).capacity == capacity
+
+
+def test_a_resumed_gate_is_that_of_a_run_that_never_stopped() -> None:
+    gate = StalenessGate(4, 100, 1)
+    for version in range(3):
+        gate.version = version
+        for _ in range(4):
+            gate.begin()
+            gate.accept()
+    gate.version = 3
+    assert StalenessGate.resumed(4, 100, 1, 3) == gate

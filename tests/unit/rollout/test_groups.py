@@ -1,0 +1,54 @@
+"""Tags, seeds and results: the small values of rollout."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from agenticrun_workers.rollout.groups import tag_cycle
+from agenticrun_workers.rollout.seeds import derive, env_seed, episode, sampling_seed
+from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.types import EpisodeKey, StopReason, Stream
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout_fakes import result
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 9), min_size=1).filter(lambda shares: sum(shares.values()) > 0))
+def test_a_cycle_has_each_tag_as_often_as_its_share(shares: dict[str, int]) -> None:
+    assert Counter(tag_cycle(shares)) == Counter({tag: share for tag, share in shares.items() if share})
+
+
+def test_tags_are_spread_evenly_over_the_cycle() -> None:
+    assert tag_cycle({"a": 4, "b": 2}) == ("a", "b", "a", "a", "b", "a")
+
+
+def test_members_of_a_group_play_one_level_and_sample_differently() -> None:
+    keys = [EpisodeKey(Stream.TRAIN, 3, member) for member in range(50)]
+    played = [episode(7, key, "A") for key in keys]
+    assert len({e.env_seed for e in played}) == 1
+    assert len({e.sampling_seed for e in played}) == 50
+
+
+def test_streams_groups_seeds_and_rerolls_never_share_a_seed() -> None:
+    seeds = [env_seed(s, stream, group) for s in range(3) for stream in Stream for group in range(50)]
+    key = EpisodeKey(Stream.TRAIN, 0, 0)
+    seeds += [sampling_seed(s, key, attempt) for s in range(3) for attempt in range(3)]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_seeds_are_the_same_on_every_machine_and_in_every_release() -> None:
+    assert derive(42, "env", "train", 0) == derive(42, "env", "train", 0)
+    assert env_seed(42, Stream.VALIDATION, 5) == 8162853024224254323
+    assert sampling_seed(42, EpisodeKey(Stream.TRAIN, 1, 2)) == 3706233373380521565
+
+
+def test_untrainable_are_errors_and_episodes_without_a_finite_response() -> None:
+    assert result(0).trainable
+    assert result(0, stop=StopReason.MAX_TURNS).trainable
+    assert not result(0, stop=StopReason.TIMEOUT).trainable
+    assert not result(0, tokens=0).trainable
+
+
+def test_results_survive_the_wire() -> None:
+    results = [result(1, 2, score=0.5)]
+    assert unpack(pack(results)) == results
