@@ -177,13 +177,12 @@ class World:
             submission_id=job.submission_id,
             attempt=job.attempt,
             sequence=step,
-            activity=Activity.TRAINING,
             step=step,
             max_steps=2,
             policy_version=step,
             time=format_time(self.now),
             last_step_time=format_time(self.now),
-            **{"seconds_per_step": 3.0, "reward": 0.5, **fields},
+            **{"activity": Activity.TRAINING, "seconds_per_step": 3.0, "reward": 0.5, **fields},
         )
 
     # -- protocols.Kube ------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from agenticrun_operator.planning import Job, NoJob, NoReport, Unreachable
 MAX_JOB_BYTES = 1024 * 1024
 MAX_LOG_BYTES = 1024 * 1024
 LOG_LINES = 80
+LOG_IN_MESSAGE = ", last available logs"
+"""Where Ray's message goes over from the fact to the log."""
 LOG_TAIL_CHARACTERS = 4096
 
 
@@ -56,11 +58,12 @@ class RunHead:
         except (HeadUnreachable, ValidationError) as error:
             return Unreachable(f"Ray's job API: {_brief(error)}")
         ended_badly = found.status in ("FAILED", "STOPPED")
+        message, _, quoted_log = (found.message or "").partition(LOG_IN_MESSAGE)
         return Job(
             status=found.status[:32],
-            message=" ".join((found.message or "").split())[:1024],
+            message=" ".join(message.split())[:1024],
             exit_code=found.driver_exit_code,
-            log_tail=await self._log_tail(head, submission_id, found.message or "") if ended_badly else "",
+            log_tail=await self._log_tail(head, submission_id, quoted_log) if ended_badly else "",
         )
 
     async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
@@ -92,14 +95,14 @@ class RunHead:
         except (HeadUnreachable, ValidationError) as error:
             return Unreachable(_brief(error))
 
-    async def _log_tail(self, head: HeadAddress, submission_id: str, message: str) -> str:
+    async def _log_tail(self, head: HeadAddress, submission_id: str, quoted_log: str) -> str:
         """The driver's last lines; what Ray quotes in the job's message, when the log cannot be had."""
-        path = f"/api/v0/logs/file?submission_id={submission_id}&lines={LOG_LINES}&filter_ansi_code=true"
+        query = f"submission_id={submission_id}&node_ip={head.pod.ip}&lines={LOG_LINES}&filter_ansi_code=true"
         try:
-            answer = await self._ray(head, "GET", path, limit=MAX_LOG_BYTES)
+            answer = await self._ray(head, "GET", f"/api/v0/logs/file?{query}", limit=MAX_LOG_BYTES)
             text = _ok(answer, "the log").decode(errors="replace")
         except HeadUnreachable:
-            text = message
+            text = quoted_log
         return text[-LOG_TAIL_CHARACTERS:]
 
     async def _ray(self, head: HeadAddress, method: str, path: str, body: Any = None, limit: int = MAX_JOB_BYTES) -> Response:

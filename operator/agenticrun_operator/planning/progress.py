@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from agenticrun_api import AgenticRun, Progress
+from agenticrun_api import Activity, AgenticRun, Progress
 from agenticrun_api.status import Metric
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.observed import NoReport, Unreachable
@@ -21,7 +21,13 @@ def own_progress(run: AgenticRun, progress: Progress | NoReport | Unreachable) -
 
 
 def fold(draft: Draft, progress: Progress) -> None:
-    """Everything here depends on the snapshot alone, never on the clock: no news, no write."""
+    """Everything here depends on the snapshot alone, never on the clock: no news, no write.
+
+    A driver that starts has not yet read the checkpoint it goes on from: until then the last attempt's numbers stand.
+    """
+    if progress.activity is Activity.STARTING:
+        draft.set(activity=progress.activity.value, eta=None, estimated_completion_time=None)
+        return
     draft.set(
         step=progress.step,
         max_steps=progress.max_steps,

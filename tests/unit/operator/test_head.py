@@ -104,9 +104,9 @@ async def test_a_failed_job_brings_the_end_of_its_log() -> None:
 
 
 async def test_a_failed_job_whose_log_is_gone_brings_what_ray_quotes() -> None:
-    job = await RunHead(Scripted(api_jobs=says({"status": "FAILED", "message": "quoted"}))).job(HEAD, "lake-1")
-    assert isinstance(job, Job)
-    assert job.log_tail == "quoted"
+    message = "exit code 137, last available logs (truncated): the end"
+    job = await RunHead(Scripted(api_jobs=says({"status": "FAILED", "message": message}))).job(HEAD, "lake-1")
+    assert job == Job("FAILED", "exit code 137", None, " (truncated): the end")
 
 
 async def test_unknown_and_unreachable_are_not_the_same() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api import Condition, ConditionType, Outcome, Phase, Role
+from agenticrun_api import Activity, Condition, ConditionType, Outcome, Phase, Role
 from operator_world import NAME, Operator, World
 
 
@@ -343,3 +343,19 @@ async def test_a_spec_that_only_the_crd_accepts_fails_with_the_path(world: World
     await operator.reconcile()
     assert world.run["status"]["phase"] == "Failed"
     assert world.run["status"]["message"] == "spec.pipeline.brandNew: unknown field"
+
+
+async def test_a_driver_that_starts_does_not_take_back_the_last_attempts_numbers(world: World, operator: Operator) -> None:
+    await training(operator, 2, reward=0.75)
+    world.end_driver(Outcome.FAILED)
+    await operator.settle(2)
+    world.now += timedelta(seconds=11)
+    await operator.settle(2)
+    world.drive(0, activity=Activity.STARTING, reward=None)
+    await operator.settle(1)
+    assert world.status.job is not None
+    assert world.status.job.attempt == 2
+    assert (world.status.progress, world.status.reward, world.status.activity) == ("2/2", "0.750", "starting")
+    world.drive(1, reward=0.5)
+    await operator.settle(1)
+    assert world.status.progress == "1/2", "the checkpoint it went on from"
