@@ -3,16 +3,19 @@
 import hashlib
 import io
 import json
+import platform
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
+
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def write(target: Path, reference: str, files: Mapping[str, Path], entrypoint: list[str]) -> None:
     """Writes an image of one layer that holds `files` (path in the image to path here), all executable and root's."""
     layer = _tar({name: path.read_bytes() for name, path in files.items()}, mode=0o755)
     config = {
-        "architecture": "amd64",
+        "architecture": _ARCHITECTURES.get(platform.machine(), platform.machine()),
         "os": "linux",
         "config": {"Entrypoint": entrypoint, "WorkingDir": "/"},
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer).hexdigest()}"]},

@@ -124,7 +124,7 @@ class Binaries:
             if missing:
                 go = find_go(self._settings)
                 total = sum(program.typical_seconds for program in missing)
-                say(f"building {len(missing)} Go programs, once; about {total // 60 + 1} minutes on two cores")
+                say(f"building {len(missing)} Go programs, once; about {total} s on two cores")
                 for number, program in enumerate(missing, 1):
                     self._build(go, program, f"[{number}/{len(missing)}] {program.name}")
             self._link_current()

@@ -49,7 +49,6 @@ def _run(options: argparse.Namespace, settings: Settings, cluster: Cluster) -> i
             say(f'up: {cluster.name}; for kubectl and helm:  eval "$(python3 tools/devcluster env)"')
         case "down":
             cluster.down(purge=options.purge)
-            say("down")
         case "status":
             problems = cluster.problems()
             print(f"{cluster.name}: {'; '.join(problems) or 'up'}")

@@ -86,6 +86,7 @@ class HostCluster:
         """See Cluster."""
         with exclusive(self._lock):
             self._node.down(purge=purge)
+        say("the cluster is down; " + ("its cache is gone too" if purge else f"programs and images stay in {self._settings.cache}"))
 
     def problems(self) -> list[str]:
         """See Cluster."""
@@ -93,6 +94,8 @@ class HostCluster:
 
     def kubeconfig(self) -> Path:
         """See Cluster."""
+        if not self._settings.kubeconfig.exists():
+            raise DevclusterError("the cluster is down: python3 tools/devcluster up")
         return self._settings.kubeconfig
 
     def publish(self, only: str) -> dict[str, str]:

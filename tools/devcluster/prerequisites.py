@@ -26,6 +26,7 @@ PACKAGES: Mapping[str, str] = {
     "debootstrap": "debootstrap",
 }
 _CNI_FOLDERS = (Path("/usr/lib/cni/bridge"), Path("/opt/cni/bin/bridge"))
+_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # bit numbers of linux/capability.h
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 
@@ -45,9 +46,20 @@ def host_refusal() -> str | None:
         return f"{platform.system()} is not Linux"
     if os.geteuid() != 0:
         return "not root"
+    if lacking := lacking_capabilities(Path("/proc/self/status").read_text()):
+        return f"root without {', '.join(lacking)}, as in an unprivileged container"
+    if not os.access("/sys/fs/cgroup", os.W_OK):
+        return "/sys/fs/cgroup is read-only"
     if missing_packages() and shutil.which("apt-get") is None:
         return f"no apt-get to install {', '.join(missing_packages())}"
     return None
+
+
+def lacking_capabilities(status: str) -> list[str]:
+    """Which of the capabilities that a node needs a process lacks; `status` is its /proc/<pid>/status."""
+    (line,) = [line for line in status.splitlines() if line.startswith("CapEff:")]
+    effective = int(line.split()[1], 16)
+    return [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]
 
 
 def require_host() -> None:

@@ -57,6 +57,19 @@ def test_where_none_is_possible_one_line_says_why(settings: Settings, machine: p
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("mask", "lacking"),
+    [("000001fffeffffff", []), ("00000000a80425fb", ["CAP_NET_ADMIN", "CAP_SYS_ADMIN"]), ("0000000000001000", ["CAP_SYS_ADMIN"])],
+)
+def test_a_container_without_the_rights_of_a_node_is_recognised(mask: str, lacking: list[str]) -> None:
+    assert prerequisites.lacking_capabilities(f"Name:\tx\nCapEff:\t{mask}\n") == lacking
+
+
+def test_a_cluster_that_is_down_has_no_kubeconfig(settings: Settings) -> None:
+    with pytest.raises(DevclusterError, match="down"):
+        HostCluster(settings).kubeconfig()
+
+
 def test_command_line_ends_with_3_where_no_cluster_is_possible(machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from devcluster.cli import main
 
