@@ -1,0 +1,72 @@
+"""The driver's side of the reporter: prompt, patient, and never in the way of training."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from agenticrun_api import Activity, Commands, FinalReport, Outcome, Progress
+from agenticrun_workers.reporting.client import ReporterClient
+from agenticrun_workers.reporting.sidecar import Reporter
+from agenticrun_workers.reporting.state import StateFile
+from aiohttp.test_utils import TestServer
+
+
+def progress(step: int, final: FinalReport | None = None) -> Progress:
+    return Progress(
+        run_uid="uid",
+        submission_id="lake-1",
+        attempt=1,
+        sequence=step,
+        activity=Activity.ROLLOUT,
+        step=step,
+        max_steps=10,
+        policy_version=step,
+        time="2026-01-01T00:00:00Z",
+        final=final,
+    )
+
+
+REPORT = FinalReport(outcome=Outcome.FAILED, reason="WorkerLost", message="gone", retryable=True, time="2026-01-01T00:00:00Z")
+
+
+async def test_a_change_is_posted_at_once_and_commands_come_back(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "state.json")
+    file.write(file.read().asked_to_stop())
+    answers: list[Commands] = []
+    async with TestServer(Reporter("secret", file).app()) as server:
+        client = ReporterClient(str(server.make_url("")), "secret", answers.append)
+        await client.start()
+        client.update(progress(1))
+        await asyncio.sleep(0.5)
+        newest = file.read().progress
+        assert newest is not None
+        assert newest.step == 1
+        assert answers[0].stop
+        await client.finish(progress(2, REPORT))
+        last = file.read().progress
+        assert last is not None
+        assert last.final == REPORT
+
+
+async def test_without_a_reporter_updates_return_at_once(unused_tcp_port: int) -> None:
+    client = ReporterClient(f"http://127.0.0.1:{unused_tcp_port}", "secret", lambda _: None)
+    await client.start()
+    begin = time.perf_counter()
+    for step in range(1000):
+        client.update(progress(step))
+    assert time.perf_counter() - begin < 1.0
+
+
+async def test_the_final_report_waits_for_a_reporter_that_restarts(tmp_path: Path, unused_tcp_port: int) -> None:
+    file = StateFile(tmp_path / "state.json")
+    client = ReporterClient(f"http://127.0.0.1:{unused_tcp_port}", "secret", lambda _: None)
+    await client.start()
+    finishing = asyncio.create_task(client.finish(progress(3, REPORT)))
+    await asyncio.sleep(0.2)
+    async with TestServer(Reporter("secret", file).app(), port=unused_tcp_port):
+        await asyncio.wait_for(finishing, 10)
+    last = file.read().progress
+    assert last is not None
+    assert last.final == REPORT

@@ -1,0 +1,77 @@
+"""What people see on the terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from agenticrun_api import Activity, Progress, parse_run
+from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay, curve
+from rich.console import Console
+
+RUN = parse_run(
+    {
+        "apiVersion": "agenticrun.dev/v1alpha1",
+        "kind": "AgenticRun",
+        "metadata": {"name": "lake"},
+        "spec": {
+            "model": {"initialize": {}},
+            "pipeline": {
+                "maxSteps": 10,
+                "rolloutBatchSize": 8,
+                "evalSteps": 0,
+                "envs": [{"tag": "A", "type": "frozen_lake"}],
+                "trainEnvs": {"groups": 4, "groupSize": 2, "tags": ["A"]},
+            },
+        },
+    }
+)
+
+
+def progress(step: int, success: float) -> Progress:
+    return Progress(
+        run_uid="uid",
+        submission_id="lake-1",
+        attempt=1,
+        sequence=step,
+        activity=Activity.ROLLOUT,
+        step=step,
+        max_steps=10,
+        policy_version=step,
+        time="2026-01-01T00:00:00Z",
+        last_step_time="2026-01-01T00:00:00Z" if step else None,
+        reward=0.25,
+        tokens_per_second=9100.4,
+        seconds_per_step=1.2,
+        metrics={"val/A/success": success, "val/A/random_success": 0.02, "actor/entropy": 0.9},
+    )
+
+
+def test_without_a_terminal_there_is_one_line_per_step(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with PlainDisplay(console) as display:
+        for step in (0, 1, 1, 2):
+            display.update(progress(step, success=0.0 if step < 2 else 0.5))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "[validation] step 0: val/A/success 0.000, val/A/random_success 0.020",
+        "step 1/10  reward 0.250  entropy 0.900  tokens/s 9,100  s/step 1.20",
+        "[validation] step 2: val/A/success 0.500, val/A/random_success 0.020",
+        "step 2/10  reward 0.250  entropy 0.900  tokens/s 9,100  s/step 1.20",
+    ]
+
+
+def test_the_live_picture_shows_steps_success_curve_and_sample() -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    with LiveDisplay(console, RUN) as display:
+        display.update(progress(0, 0.0))
+        display.update(progress(5, 0.5))
+        display.sample("<|user|>P_\n_G<|assistant|>Down")
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    for piece in ("lake", "5/10", "A/success", "0.500", "▁▅ 0.50", "Down"):
+        assert piece in shown
+
+
+def test_a_curve_is_a_row_of_bars() -> None:
+    assert curve([0.0, 0.5, 1.0]) == "▁▅█ 1.00"

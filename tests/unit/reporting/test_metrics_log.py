@@ -1,0 +1,36 @@
+"""metrics.jsonl and TensorBoard over resumes and crashes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from agenticrun_workers.reporting.metrics_log import JsonlTracker, TensorBoardTracker
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_resume_removes_what_is_computed_again(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "metrics.jsonl"
+    first = JsonlTracker(path, resume_step=0)
+    for step in range(1, 6):
+        first.log(step, {"rollout/score/mean": step / 10})
+    first.close()
+    path.open("a").write('{"step": 6, "roll')  # the driver was killed while it wrote
+    second = JsonlTracker(path, resume_step=3)
+    second.log(4, {"rollout/score/mean": 0.4})
+    second.close()
+    assert steps(path) == [1, 2, 3, 4]
+
+
+def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
+    first = TensorBoardTracker(tmp_path, resume_step=0)
+    for step in (1, 2, 3):
+        first.log(step, {"actor/entropy": float(step)})
+    first.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("actor/entropy")] == [(1, 1.0), (2, 2.0), (3, 3.0)]

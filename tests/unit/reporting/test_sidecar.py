@@ -1,0 +1,143 @@
+"""The reporter over real HTTP on the loopback: who may ask, what it remembers, what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from agenticrun_api import Activity, FinalReport, Outcome, Progress
+from agenticrun_api.names import TOKEN_HEADER
+from agenticrun_workers.reporting.sidecar import Reporter
+from agenticrun_workers.reporting.state import StateFile
+from aiohttp.test_utils import TestClient, TestServer
+
+TOKEN = {TOKEN_HEADER: "Bearer secret"}
+
+
+def progress(sequence: int = 1, *, attempt: int = 1, step: int = 3, final: FinalReport | None = None) -> Progress:
+    return Progress(
+        run_uid="uid",
+        submission_id=f"lake-uid-{attempt}",
+        attempt=attempt,
+        sequence=sequence,
+        activity=Activity.ROLLOUT,
+        step=step,
+        max_steps=10,
+        policy_version=step,
+        time="2026-01-01T00:00:00Z",
+        reward=0.25,
+        metrics={"val/FrozenLake/success": 0.5},
+        final=final,
+    )
+
+
+REPORT = FinalReport(
+    outcome=Outcome.SUCCEEDED, reason="RunSucceeded", message="done", retryable=False, time="2026-01-01T00:00:00Z"
+)
+
+
+class Sidecar:
+    """A running reporter that can be restarted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    async def start(self) -> None:
+        self.http = TestClient(TestServer(Reporter("secret", StateFile(self.path)).app()))
+        await self.http.start_server()
+
+    async def restart(self) -> None:
+        await self.http.close()
+        await self.start()
+
+    async def post(self, snapshot: Progress) -> dict[str, object]:
+        response = await self.http.post("/progress", data=snapshot.model_dump_json(by_alias=True), headers=TOKEN)
+        assert response.status == 200, await response.text()
+        answer: dict[str, object] = await response.json()
+        return answer
+
+    async def get(self) -> Progress:
+        response = await self.http.get("/progress", headers=TOKEN)
+        return Progress.model_validate_json(await response.text())
+
+
+@pytest.fixture
+async def sidecar(tmp_path: Path) -> AsyncIterator[Sidecar]:
+    running = Sidecar(tmp_path / "reporter" / "state.json")
+    await running.start()
+    yield running
+    await running.http.close()
+
+
+@pytest.mark.parametrize("given", [{}, {TOKEN_HEADER: "Bearer wrong"}, {TOKEN_HEADER: "secret"}, {"Authorization": "Bearer secret"}])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/progress"), ("POST", "/progress"), ("GET", "/metrics"), ("POST", "/stop")])
+async def test_nothing_but_the_probe_answers_without_the_token(sidecar: Sidecar, given: dict[str, str], method: str, path: str) -> None:
+    assert (await sidecar.http.request(method, path, headers=given)).status == 401
+    assert (await sidecar.http.get("/healthz")).status == 200
+
+
+async def test_there_is_no_progress_before_a_driver_reported(sidecar: Sidecar) -> None:
+    assert (await sidecar.http.get("/progress", headers=TOKEN)).status == 204
+
+
+async def test_the_newest_snapshot_is_served(sidecar: Sidecar) -> None:
+    await sidecar.post(progress(2, step=4))
+    await sidecar.post(progress(1, step=3))
+    assert (await sidecar.get()).step == 4
+
+
+async def test_a_late_snapshot_of_an_older_attempt_changes_nothing(sidecar: Sidecar) -> None:
+    await sidecar.post(progress(1, attempt=2))
+    await sidecar.post(progress(9, attempt=1))
+    assert (await sidecar.get()).attempt == 2
+
+
+async def test_a_restarted_sidecar_remembers_snapshot_report_and_commands(sidecar: Sidecar) -> None:
+    await sidecar.post(progress(5, final=REPORT))
+    await sidecar.http.post("/stop", headers=TOKEN)
+    await sidecar.http.post("/checkpoint", headers=TOKEN)
+    await sidecar.restart()
+    assert (await sidecar.get()).final == REPORT
+    assert await sidecar.post(progress(6)) == {"stop": True, "checkpoint": 1}
+
+
+async def test_a_new_attempt_is_not_stopped_by_the_command_to_the_last_one(sidecar: Sidecar) -> None:
+    await sidecar.post(progress(1))
+    await sidecar.http.post("/stop", headers=TOKEN)
+    assert (await sidecar.post(progress(2)))["stop"] is True
+    assert (await sidecar.post(progress(1, attempt=2)))["stop"] is False
+
+
+async def test_a_stop_asked_for_before_the_first_snapshot_is_not_lost(sidecar: Sidecar) -> None:
+    await sidecar.http.post("/stop", headers=TOKEN)
+    assert (await sidecar.post(progress(1)))["stop"] is True
+
+
+async def test_what_is_not_a_snapshot_is_refused(sidecar: Sidecar) -> None:
+    assert (await sidecar.http.post("/progress", data=b'{"step": -1}', headers=TOKEN)).status == 422
+    assert (await sidecar.http.post("/progress", data=b"x" * 70_000, headers=TOKEN)).status == 413
+    assert (await sidecar.http.get("/progress", headers=TOKEN)).status == 204
+
+
+async def test_prometheus_reads_gauges(sidecar: Sidecar) -> None:
+    await sidecar.post(progress())
+    text = await (await sidecar.http.get("/metrics", headers=TOKEN)).text()
+    assert "agenticrun_step 3\n" in text
+    assert "agenticrun_reward 0.25\n" in text
+    assert 'agenticrun_metric{name="val/FrozenLake/success"} 0.5\n' in text
+
+
+async def test_half_a_state_file_is_a_fresh_start(sidecar: Sidecar) -> None:
+    await sidecar.post(progress())
+    sidecar.path.write_text('{"progress": {"ru')
+    await sidecar.restart()
+    assert (await sidecar.http.get("/progress", headers=TOKEN)).status == 204
+
+
+def test_the_sidecar_imports_neither_torch_nor_ray() -> None:
+    code = "import sys, agenticrun_workers.reporting.sidecar; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
