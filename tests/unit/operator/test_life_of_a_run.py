@@ -347,7 +347,7 @@ async def test_a_spec_that_only_the_crd_accepts_fails_with_the_path(world: World
 
 async def test_a_driver_that_starts_does_not_take_back_the_last_attempts_numbers(world: World, operator: Operator) -> None:
     await training(operator, 2, reward=0.75)
-    world.end_driver(Outcome.FAILED)
+    world.end_driver(None)
     await operator.settle(2)
     world.now += timedelta(seconds=11)
     await operator.settle(2)
