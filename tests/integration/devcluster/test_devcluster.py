@@ -184,15 +184,20 @@ def test_kuberay_serves_its_api_and_runs_in_a_pod_without_cluster_admin(kubectl:
     assert [item["status"]["availableReplicas"] for item in answer["items"]] == [1]
 
 
-def test_up_is_idempotent_and_quick() -> None:
-    begun = time.monotonic()
+def test_up_leaves_a_cluster_that_is_up_alone() -> None:
+    before = started_processes()
     subprocess.run([*_TOOL, "up"], check=True, capture_output=True)
-    assert time.monotonic() - begun < 20
+    assert started_processes() == before
     assert subprocess.run([*_TOOL, "status"], check=True, capture_output=True, text=True).stdout.strip().endswith(": up")
 
 
-def test_publishing_unchanged_images_is_quick(image: str) -> None:
-    begun = time.monotonic()
-    again = subprocess.run([*_TOOL, "images", "operator"], check=True, capture_output=True, text=True).stdout
-    assert time.monotonic() - begun < 3
-    assert json.loads(again)["base"] == image
+def test_unchanged_images_are_not_built_again(image: str) -> None:
+    again = subprocess.run([*_TOOL, "images", "operator"], check=True, capture_output=True, text=True)
+    assert json.loads(again.stdout)["base"] == image
+    assert "building" not in again.stderr
+
+
+def started_processes() -> dict[str, str]:
+    """The record of each process of the host cluster, by name."""
+    folder = Settings.from_environment().state / "processes"
+    return {path.stem: path.read_text() for path in folder.iterdir()}
