@@ -23,6 +23,11 @@ class Containerd:
         """Names of the images that are unpacked or imported."""
         return set(run([*self._ctr, "images", "list", "--quiet"]).split())
 
+    def images_in_use(self) -> set[str]:
+        """Names of the images that containers were made from."""
+        lines = run([*self._ctr, "containers", "list"]).splitlines()[1:]
+        return {line.split()[1] for line in lines}
+
     def load(self, archive: Path) -> None:
         """Imports a docker-archive or oci-archive."""
         run([*self._ctr, "images", "import", archive])

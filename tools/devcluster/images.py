@@ -3,6 +3,7 @@
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Collection, Sequence
 
 from devcluster.buildah import Buildah
 from devcluster.console import progress, say
@@ -13,7 +14,7 @@ from devcluster.recipes import RECIPES, Recipe
 from devcluster.settings import Settings
 from devcluster.shell import write_if_changed
 
-_KEPT_VERSIONS = 4
+_KEPT_VERSIONS = 8
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the registry is on this machine: never by a proxy
 _MANIFEST_TYPES = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
 
@@ -79,10 +80,9 @@ class NodeImages:
             self._containerd.pull(reference)
 
     def _forget_old(self, recipe: Recipe, newest: str) -> None:
-        """Keeps the last versions for pods that still use them; the registry drops its share at the next cold start."""
+        """Keeps the last versions and those in use; the registry drops its share of the others at the next cold start."""
         versions = self._versions()
-        known = [reference for reference in versions.get(recipe.name, []) if reference != newest] + [newest]
-        versions[recipe.name], old = known[-_KEPT_VERSIONS:], known[:-_KEPT_VERSIONS]
+        versions[recipe.name], old = kept_and_old(versions.get(recipe.name, []), newest, self._containerd.images_in_use())
         for reference in old:
             say(f"forgetting {reference}")
             self._containerd.remove_images([reference])
@@ -125,3 +125,10 @@ class NodeImages:
         name, _, version = reference.removeprefix(f"{self._settings.registry}/").partition(":")
         url = f"http://{self._settings.registry}/v2/{name}/manifests/{version}"
         return urllib.request.Request(url, method=method, headers={"Accept": _MANIFEST_TYPES})
+
+
+def kept_and_old(known: Sequence[str], newest: str, in_use: Collection[str]) -> tuple[list[str], list[str]]:
+    """Splits the versions of an image, the newest last, into those to keep and those to forget."""
+    ordered = [*(reference for reference in known if reference != newest), newest]
+    old = [reference for reference in ordered[:-_KEPT_VERSIONS] if reference not in in_use]
+    return [reference for reference in ordered if reference not in old], old

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from devcluster.images import kept_and_old
 from devcluster.recipes import RECIPES, Recipe
 
 _RECIPE = Recipe("worker", ("images/worker", "code"))
@@ -69,3 +70,14 @@ def test_inputs_of_the_real_recipes_exist_and_cover_what_the_dockerfiles_copy() 
         assert uncovered == []
         allowed = [line[1:] for line in (root / f"{recipe.dockerfile}.dockerignore").read_text().splitlines() if line.startswith("!")]
         assert sorted(allowed) == sorted(copies)
+
+
+def test_old_versions_are_forgotten_unless_a_container_uses_them() -> None:
+    known = [f"v{number}" for number in range(10)]
+    kept, old = kept_and_old(known, "v10", in_use={"v0"})
+    assert old == ["v1", "v2"]
+    assert kept == ["v0", *(f"v{number}" for number in range(3, 11))]
+
+
+def test_a_version_published_again_becomes_the_newest() -> None:
+    assert kept_and_old(["v1", "v2"], "v1", in_use=set()) == (["v2", "v1"], [])
