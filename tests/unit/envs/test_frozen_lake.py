@@ -8,10 +8,11 @@ from collections import Counter
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
 from agenticrun_workers.envs import EnvConfigError, FrozenLake, make_env
 from agenticrun_workers.envs.frozen_lake import is_holdout, is_solvable, random_holes
 from agenticrun_workers.types import Stream
-from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 
 def all_maps(size: int) -> list[np.ndarray]:
@@ -190,6 +191,8 @@ def test_symbols_and_actions_can_be_chosen() -> None:
         ({"holdoutShare": 1}, "holdoutShare"),
         ({"formatPenalty": 1}, "formatPenalty"),
         ({"symbols": "PPPPPP"}, "symbols"),
+        ({"words": "lines"}, "words must be cells or rows"),
+        ({"words": "rows", "size": 9}, "words: rows is for sizes up to 8"),
         ({"actions": ["a", "A", "b", "c"]}, "actions"),
     ],
 )

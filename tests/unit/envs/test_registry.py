@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+
 from agenticrun_workers import plugins
 from agenticrun_workers.envs import EnvConfigError, EnvImportError, EnvNotFound, FrozenLake, make_env, register_env
 

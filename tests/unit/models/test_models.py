@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from agenticrun_workers.envs import FrozenLake
@@ -84,6 +85,23 @@ def test_every_text_of_frozen_lake_is_covered_by_its_vocabulary() -> None:
     for seed in range(50):
         texts = [env.reset(seed, Stream.TRAIN), *(env.step(a).observation for a in ("Right", "Down", "Down", "Right"))]
         assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_with_words_of_rows_every_row_during_an_episode_is_one_token(size: int) -> None:
+    env = FrozenLake(size=size, words="rows")
+    tokenizer = build_task_tokenizer(env.vocabulary(), 100)
+    for seed in range(100):
+        result, text = None, env.reset(seed, Stream.TRAIN)
+        for action in np.random.default_rng(seed).choice(env.actions, 12):
+            tokens = tokenizer.encode(text)
+            assert tokenizer.decode(tokens) == text
+            if result is None or not result.terminated:
+                assert len(tokens) == size
+            result = env.step(str(action))
+            text = result.observation
+            if result.terminated:
+                break
 
 
 def test_words_of_a_text_join_to_the_text() -> None:

@@ -11,8 +11,10 @@ validation sees no other, so "maps never trained on" holds by construction.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -22,6 +24,9 @@ from agenticrun_workers.types import BoolArray, Stream
 
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 """Row and column change of Left, Down, Right, Up: gymnasium's order."""
+
+MAX_SIZE_OF_ROWS = 8
+"""Rows of this size are about 2,000 words."""
 
 DEFAULT_ACTIONS = ("Left", "Down", "Right", "Up")
 
@@ -53,6 +58,8 @@ class FrozenLake:
         symbols: six characters in the order player, frozen, hole, goal, fallen, arrived.
         actions: the words for left, down, right, up.
         instruction: text of the first prompt; the default explains the task.
+        words: what `vocabulary` lists beside single symbols: nothing (`cells`) or every row that a board can have (`rows`),
+            so that a model made for this environment reads a board of size n in n tokens.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class FrozenLake:
         symbols: str = "P_OGX√",
         actions: Sequence[str] = DEFAULT_ACTIONS,
         instruction: str | None = None,
+        words: Literal["cells", "rows"] = "cells",
     ) -> None:
         if size < 2:
             raise ValueError(f"size must be at least 2, not {size}")
@@ -79,6 +87,10 @@ class FrozenLake:
             raise ValueError(f"symbols must be six different characters, not {symbols!r}")
         if len({action.lower() for action in actions}) != 4:
             raise ValueError(f"actions must be four different words, not {list(actions)}")
+        if words not in ("cells", "rows"):
+            raise ValueError(f"words must be cells or rows, not {words!r}")
+        if words == "rows" and size > MAX_SIZE_OF_ROWS:
+            raise ValueError(f"words: rows is for sizes up to {MAX_SIZE_OF_ROWS}, not {size}: use words: cells")
         self.size = size
         self.frozen_probability = frozen_probability
         self.is_slippery = is_slippery
@@ -87,6 +99,7 @@ class FrozenLake:
         self.symbols = Symbols(*symbols)
         self.actions = tuple(actions)
         self.instruction = self._default_instruction() if instruction is None else instruction
+        self._words = words
         self._action_ids = {action.lower(): number for number, action in enumerate(actions)}
         self._holes = np.zeros((size, size), np.bool_)
         self._position = (0, 0)
@@ -131,7 +144,15 @@ class FrozenLake:
     def vocabulary(self) -> list[str]:
         """The pieces of text that every observation, answer and the instruction are made of."""
         s = self.symbols
-        return [s.player, s.frozen, s.hole, s.goal, s.fallen, s.arrived, "\n", *self.actions]
+        cells = [s.player, s.frozen, s.hole, s.goal, s.fallen, s.arrived, "\n", *self.actions]
+        return cells if self._words == "cells" else [*cells, *self._rows()]
+
+    def _rows(self) -> list[str]:
+        """Every row of a board during an episode, line break included."""
+        s = self.symbols
+        upper = _with_player(itertools.product((s.frozen, s.hole), repeat=self.size), s.player)
+        last = _with_player(itertools.product((s.frozen, s.hole), repeat=self.size - 1), s.player)
+        return [*(row + "\n" for row in upper), *(row + s.goal for row in last)]
 
     def render(self) -> str:
         """The board as rows of symbols."""
@@ -158,6 +179,15 @@ class FrozenLake:
             f"You are {s.player} on a frozen lake of {s.frozen} cells. Walk to the goal {s.goal} and keep out of the holes {s.hole}. "
             f"Answer with one word: {', '.join(self.actions[:-1])} or {self.actions[-1]}."
         )
+
+
+def _with_player(rows: Iterable[tuple[str, ...]], player: str) -> list[str]:
+    """The rows as text, without the player and with it in each cell; each once."""
+    texts: dict[str, None] = {}
+    for row in rows:
+        text = "".join(row)
+        texts |= dict.fromkeys([text, *(text[:i] + player + text[i + 1 :] for i in range(len(text)))])
+    return list(texts)
 
 
 def random_holes(rng: np.random.Generator, size: int, frozen_probability: float) -> BoolArray:

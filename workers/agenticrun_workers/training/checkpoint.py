@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -18,7 +19,7 @@ def save(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, prog
     """Write this rank's shards. Collective."""
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "progress": dict(progress), "rng": torch.get_rng_state()}
-    dcp.save(state, checkpoint_id=str(folder))
+    dcp.save(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
 
 
 def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, int]) -> dict[str, int]:
@@ -35,7 +36,7 @@ def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, prog
         "progress": dict(progress),
         "rng": torch.get_rng_state(),
     }
-    dcp.load(state, checkpoint_id=str(folder))
+    dcp.load(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
     set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.set_rng_state(state["rng"])
     restored: dict[str, int] = state["progress"]
