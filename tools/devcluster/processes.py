@@ -19,7 +19,7 @@ from devcluster.errors import DevclusterError
 from devcluster.shell import write_if_changed
 
 _TERM_THEN_KILL_SECONDS = 5.0
-_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
+_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(Path.home())}
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Settings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Settings":
         """Reads AGENTICRUN_CACHE, AGENTICRUN_DEVCLUSTER_STATE, CONTEXT and IMAGE_REGISTRY."""
-        home = Path(environment.get("HOME", "/root"))
+        home = Path(environment.get("HOME") or Path.home())
         return cls(
             repository=Path(__file__).resolve().parents[2],
             cache=Path(environment.get("AGENTICRUN_CACHE") or home / ".cache" / "agenticrun"),
