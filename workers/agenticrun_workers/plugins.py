@@ -65,9 +65,7 @@ class Registry(Generic[T]):
             found = [point for point in entry_points(group=self.group) if point.name == name]
             if not found:
                 known = ", ".join(sorted({*self._factories, *(p.name for p in entry_points(group=self.group))}))
-                raise self.errors.not_found(
-                    f"no {self.kind} is called {name!r} (known: {known}); write module:Class for one of your own"
-                )
+                raise self.errors.not_found(f"no {self.kind} is called {name!r} (known: {known}); write module:Class for one of your own")
             module_name, _, attribute = found[0].value.partition(":")
         return self._import(name, module_name, attribute)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
 from agenticrun_workers.models import load_model
 from agenticrun_workers.training import LossSpec, OptimizerSpec, Sample, TorchStrategy
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from agenticrun_workers.models import InitializeSpec, initialize_model
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
@@ -23,7 +24,8 @@ Runs = dict[str, Any]
 
 def load_program() -> ModuleType:
     spec = importlib.util.spec_from_file_location("rank_program", PROGRAM)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["rank_program"] = module
     spec.loader.exec_module(module)

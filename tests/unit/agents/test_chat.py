@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from agenticrun_workers.agents import ChatFormat, ChatTemplateError
-from agenticrun_workers.models import build_task_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from agenticrun_workers.agents import ChatFormat, ChatTemplateError
+from agenticrun_workers.models import build_task_tokenizer
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -49,9 +50,7 @@ TEXT = st.lists(st.sampled_from(["P", "_", "O", "G", "\n", "Left", "Right", "Go"
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(system=TEXT, exchanges=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), last=TEXT)
-def test_joined_pieces_equal_the_rendered_conversation(
-    name: str, system: str, exchanges: list[tuple[str, str]], last: str
-) -> None:
+def test_joined_pieces_equal_the_rendered_conversation(name: str, system: str, exchanges: list[tuple[str, str]], last: str) -> None:
     tokenizer: PreTrainedTokenizerBase = TOKENIZERS[name]
     chat = ChatFormat(tokenizer)
     messages = [{"role": "system", "content": system}] if system else []

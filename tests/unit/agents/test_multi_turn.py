@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from agenticrun_workers.agents import (
     AgentConfigError,
     AgentLimits,

@@ -13,9 +13,7 @@ from agenticrun_workers.algorithms import AdvantageSpec, batch_advantages
 from agenticrun_workers.algorithms.advantages import clip, dr_grpo, grpo, place_reward, reward_to_go, rloo, whiten
 from agenticrun_workers.algorithms.grouping import normalize
 
-scores = st.lists(
-    st.tuples(st.integers(0, 4), st.floats(-10, 10, allow_nan=False).map(lambda x: round(x, 3))), min_size=1, max_size=24
-)
+scores = st.lists(st.tuples(st.integers(0, 4), st.floats(-10, 10, allow_nan=False).map(lambda x: round(x, 3))), min_size=1, max_size=24)
 
 
 def by_group(pairs: list[tuple[int, float]]) -> dict[int, list[float]]:

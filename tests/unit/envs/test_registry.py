@@ -55,7 +55,7 @@ def test_a_missing_class_is_an_import_error(user_module: Path) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(EnvNotFound, match="no env is called 'frozen' .*frozen_lake.*module:Class"):
+    with pytest.raises(EnvNotFound, match=r"no env is called 'frozen' .*frozen_lake.*module:Class"):
         make_env("frozen", {})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from agenticrun_workers.inference.sampling import sample_tokens, uniforms
 from agenticrun_workers.types import SamplingParams
 
@@ -61,7 +62,8 @@ def test_a_row_is_sampled_the_same_whatever_its_neighbours_are() -> None:
 def test_uniforms_are_uniform_and_unrelated_between_neighbouring_seeds_and_indices() -> None:
     seeds, indices = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300, dtype=np.uint64))
     u = uniforms(seeds.ravel(), indices.ravel()).reshape(300, 300)
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0
+    assert u.max() < 1
     counts = np.histogram(u, bins=20, range=(0, 1))[0]
     assert np.abs(counts - 4500).max() < 350
     for a, b in ((u[1:], u[:-1]), (u[:, 1:], u[:, :-1])):

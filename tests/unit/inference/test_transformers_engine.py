@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
+
 from agenticrun_workers.inference import EngineError, EngineStartError, InvalidRequest, TransformersEngine
 from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
-from transformers import PreTrainedModel
 
 WORDS = tuple("abcdefghijklmnop")
 VOCABULARY = len(WORDS) + 5
@@ -23,9 +24,7 @@ VOCABULARY = len(WORDS) + 5
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of sharp distributions with grouped heads."""
     path = tmp_path_factory.mktemp(request.param)
-    spec = InitializeSpec(
-        WORDS, request.param, hidden_size=32, intermediate_size=64, heads=4, key_value_heads=2, initializer_range=0.4
-    )
+    spec = InitializeSpec(WORDS, request.param, hidden_size=32, intermediate_size=64, heads=4, key_value_heads=2, initializer_range=0.4)
     initialize_model(path, spec)
     return path
 
@@ -200,7 +199,8 @@ def test_new_weights_take_over_in_the_middle_of_a_response(folder: Path) -> None
             generation = await running
             versions = generation.versions_T.tolist()
             split = versions.index(7)
-            assert split >= 10 and versions == [0] * split + [7] * (100 - split)
+            assert split >= 10
+            assert versions == [0] * split + [7] * (100 - split)
             before = reference_logprobs(model, request.prompt_tokens, generation.tokens_T, 1.0).numpy()
             after = reference_logprobs(updated, request.prompt_tokens, generation.tokens_T, 1.0).numpy()
             np.testing.assert_allclose(generation.logprobs_T[:split], before[:split], atol=1e-4, rtol=1e-4)
@@ -304,9 +304,7 @@ def test_a_cancelled_caller_frees_its_place(folder: Path) -> None:
         ([1], 0, "do not fit"),
     ],
 )
-def test_a_request_that_can_never_be_served_is_refused_and_harms_nothing(
-    folder: Path, tokens: list[int], new: int, message: str
-) -> None:
+def test_a_request_that_can_never_be_served_is_refused_and_harms_nothing(folder: Path, tokens: list[int], new: int, message: str) -> None:
     async def work() -> None:
         async with serving(folder) as engine:
             with pytest.raises(InvalidRequest, match=message):

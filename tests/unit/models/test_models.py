@@ -7,6 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
+
 from agenticrun_workers.envs import FrozenLake
 from agenticrun_workers.models import (
     InitializeSpec,
@@ -19,9 +23,6 @@ from agenticrun_workers.models import (
 )
 from agenticrun_workers.models.heads import UnsupportedModel, split_model
 from agenticrun_workers.types import Stream
-from hypothesis import given
-from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 
 WORDS = ("P", "_", "O", "G", "\n", "Left", "Down", "Right", "Up")
 TINY = {"words": WORDS, "hidden_size": 16, "intermediate_size": 32, "heads": 2}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from agenticrun_workers.training import Sample
-from agenticrun_workers.training.microbatch import filler, split
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from agenticrun_workers.training import Sample
+from agenticrun_workers.training.microbatch import filler, split
 
 CPU = torch.device("cpu")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from agenticrun_workers.training import OptimizerSpec
 from agenticrun_workers.training.samples import policy_sample, supervised_sample
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
+
 from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
 from agenticrun_workers.training import CheckpointMismatch, LossSpec, OptimizerSpec, Sample, TorchStrategy
 from agenticrun_workers.training import policy as policy_module
-from transformers import PreTrainedModel
 
 VOCABULARY = 21
 SPEC = OptimizerSpec(1e-2, max_grad_norm=1e9)
@@ -40,9 +41,7 @@ def batch(seed: int = 0, count: int = 9) -> list[Sample]:
         weight_T = (rng.random(length) < 0.5).astype(np.float32) * (number != 4)
         weight_T[0] = 0
         values = [(rng.normal(size=length) * weight_T).astype(np.float32) for _ in range(3)]
-        samples.append(
-            Sample(rng.integers(VOCABULARY, size=length).astype(np.int32), weight_T, values[0], values[1] - weight_T, values[2])
-        )
+        samples.append(Sample(rng.integers(VOCABULARY, size=length).astype(np.int32), weight_T, values[0], values[1] - weight_T, values[2]))
     return samples
 
 

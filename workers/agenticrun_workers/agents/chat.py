@@ -58,7 +58,8 @@ class ChatFormat:
         """What a response says, without the end of turn."""
         if len(response_T) and int(response_T[-1]) == self.end_of_turn:
             response_T = response_T[:-1]
-        return self._tokenizer.decode(response_T.tolist(), skip_special_tokens=False)
+        text: str = self._tokenizer.decode(response_T.tolist(), skip_special_tokens=False)
+        return text
 
     def _next(self, user: str, ended: bool) -> IntArray:
         tail = self._after_marker(user)

@@ -185,8 +185,7 @@ class _Play:
             self._record(prompt_T, generation, 0.0)
             raise _EpisodeEnded(StopReason.PARSE_ERROR)
         try:
-            result = await self._env_call(self.env.step, action or "")
-            _check_step(result)
+            result = _checked(await self._env_call(self.env.step, action or ""))
         except _EpisodeEnded:
             self._record(prompt_T, generation, 0.0)
             raise
@@ -209,9 +208,7 @@ class _Play:
             raise _EpisodeEnded(StopReason.ENV_ERROR, f"{type(error).__name__}: {error}") from error
 
     def _record(self, prompt_T: IntArray, generation: Generation, reward: float) -> None:
-        self.turns.append(
-            Turn(prompt_T, generation.tokens_T, generation.logprobs_T, generation.versions_T, reward)
-        )
+        self.turns.append(Turn(prompt_T, generation.tokens_T, generation.logprobs_T, generation.versions_T, reward))
 
     def _add_metrics(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -221,11 +218,12 @@ class _Play:
         return Trajectory(self.episode.key, self.episode.tag, tuple(self.turns), reason, self.metrics, error)
 
 
-def _check_step(result: object) -> None:
+def _checked(result: object) -> StepResult:
     if not isinstance(result, StepResult):
         raise _EpisodeEnded(StopReason.ENV_ERROR, f"step returned {type(result).__name__}, not a StepResult")
     if not np.isfinite(result.reward):
         raise _EpisodeEnded(StopReason.ENV_ERROR, f"step returned the reward {result.reward}")
+    return result
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

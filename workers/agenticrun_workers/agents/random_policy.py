@@ -20,8 +20,6 @@ def random_valid_policy(env: Env, chat: ChatFormat) -> Generate:
         actions = env.valid_actions()
         choice = int(np.random.default_rng(request.seed).integers(len(actions)))
         tokens_T = chat.answer(actions[choice])
-        return Generation(
-            tokens_T, np.zeros(len(tokens_T), np.float32), np.zeros(len(tokens_T), np.int32), FinishReason.STOP
-        )
+        return Generation(tokens_T, np.zeros(len(tokens_T), np.float32), np.zeros(len(tokens_T), np.int32), FinishReason.STOP)
 
     return generate

@@ -23,15 +23,11 @@ class AgentConfigError(PluginConfigError):
     """The agent does not know a config key, or refuses a value."""
 
 
-_registry: Registry[Agent] = Registry(
-    "agent", "agenticrun.agents", ErrorTypes(AgentNotFound, AgentImportError, AgentConfigError)
-)
+_registry: Registry[Agent] = Registry("agent", "agenticrun.agents", ErrorTypes(AgentNotFound, AgentImportError, AgentConfigError))
 
 register_agent = _registry.register
 
 
-def make_agent(
-    type: str, config: Mapping[str, Any], *, tokenizer: PreTrainedTokenizerBase, limits: AgentLimits
-) -> Agent:
+def make_agent(type: str, config: Mapping[str, Any], *, tokenizer: PreTrainedTokenizerBase, limits: AgentLimits) -> Agent:
     """Build an agent. Raises `AgentNotFound`, `AgentImportError` or `AgentConfigError`, each saying what to do."""
     return _registry.make(type, config, tokenizer=tokenizer, limits=limits)

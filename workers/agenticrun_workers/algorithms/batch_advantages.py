@@ -59,7 +59,7 @@ def batch_advantages(
         trainable_N: whether it counts at all (`StopReason.trainable`).
         norm_groups_N: for reinforce, the sets that `group` means in its normalisation (default: `groups_N`).
     """
-    chosen = np.flatnonzero(np.asarray(trainable_N, np.bool_))
+    chosen = [i for i, trains in enumerate(trainable_N) if trains]
     scores = clip(np.asarray(scores_N, np.float64)[chosen], spec.reward_clip)
     groups = [groups_N[i] for i in chosen]
     norm_groups = groups if norm_groups_N is None else [norm_groups_N[i] for i in chosen]

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 
-class SlotCache(Cache):
+class SlotCache(Cache):  # type: ignore[misc]
     """Storage [slots, length, heads, head size] per layer; `select` says which slots and positions the next forward is about.
 
     It grows when a longer sequence or a higher slot is selected. What lies beyond a slot's own length is garbage that the
@@ -37,7 +37,7 @@ class SlotCache(Cache):
         self._range = (first, last + 1) if last - first + 1 == len(slots_B) else None
         self._rows = slots_B
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Store [B, heads, Q, head size] and return all visible keys and values [B, heads, visible, head size]."""
         if layer_idx == len(self._keys):
             _, heads, _, size = key_states.shape
@@ -47,10 +47,6 @@ class SlotCache(Cache):
             self._exchange(self._keys, layer_idx, key_states),
             self._exchange(self._values, layer_idx, value_states),
         )
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Not meaningful here: callers pass positions and a mask."""
-        return 0
 
     def _exchange(self, store: list[Tensor], layer: int, states: Tensor) -> Tensor:
         held = store[layer]

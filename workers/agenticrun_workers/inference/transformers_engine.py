@@ -169,9 +169,7 @@ class TransformersEngine:
 
     def stats(self) -> EngineStats:
         """See `InferenceEngine`."""
-        return EngineStats(
-            self._version, len(self._running), len(self._waiting), self._generated, self._prompted, self._busy
-        )
+        return EngineStats(self._version, len(self._running), len(self._waiting), self._generated, self._prompted, self._busy)
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""
@@ -198,9 +196,7 @@ class TransformersEngine:
         if int(ids_T.min()) < 0 or int(ids_T.max()) >= self._vocabulary:
             raise InvalidRequest(f"token ids must be in [0, {self._vocabulary}): {int(ids_T.min())}..{int(ids_T.max())}")
         if sampling.max_new_tokens < 1 or len(ids_T) + sampling.max_new_tokens > self._max_length:
-            raise InvalidRequest(
-                f"{len(ids_T)} prompt tokens and {sampling.max_new_tokens} new ones do not fit into {self._max_length}"
-            )
+            raise InvalidRequest(f"{len(ids_T)} prompt tokens and {sampling.max_new_tokens} new ones do not fit into {self._max_length}")
 
     async def _serve(self) -> None:
         """Step after step for ever, with the event loop free while a step is computed."""
@@ -225,8 +221,7 @@ class TransformersEngine:
 
     def _admit(self) -> None:
         """Give waiting requests a slot, their session's own where it still has one."""
-        while self._waiting and (slot_available := self._free_slots or any(not s.busy for s in self._sessions.values())):
-            assert slot_available
+        while self._waiting and len(self._running) < self._max_sessions:
             request_id, running = self._waiting.popitem(last=False)
             if running.done.done():
                 continue

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from agenticrun_workers.training.strategy import CheckpointMismatch
 
@@ -19,7 +20,7 @@ def save(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, prog
     """Write this rank's shards. Collective."""
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "progress": dict(progress), "rng": torch.get_rng_state()}
-    dcp.save(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    save_shards(state, checkpoint_id=str(folder))
 
 
 def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, int]) -> dict[str, int]:
@@ -36,7 +37,7 @@ def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, prog
         "progress": dict(progress),
         "rng": torch.get_rng_state(),
     }
-    dcp.load(state, checkpoint_id=str(folder), no_dist=not dist.is_initialized())
+    load_shards(state, checkpoint_id=str(folder))
     set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     torch.set_rng_state(state["rng"])
     restored: dict[str, int] = state["progress"]
@@ -48,7 +49,7 @@ def _check(folder: Path, model_state: dict[str, Any]) -> None:
         raise CheckpointMismatch(f"{folder} holds no trainer checkpoint")
     stored = {
         name.removeprefix("model."): tuple(entry.size)
-        for name, entry in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+        for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
     wanted = {name: tuple(value.shape) for name, value in model_state.items() if isinstance(value, Tensor)}

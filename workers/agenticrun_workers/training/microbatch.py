@@ -74,6 +74,4 @@ def _pad(samples: list[Sample], batch: list[int], length: int, device: torch.dev
         ids[row, : len(tokens_T)] = tokens_T
         weighted[row, 1 : len(tokens_T)] = samples[i].weight_T[1:length] != 0
     rows, columns = np.nonzero(weighted)
-    return MicroBatch(
-        batch, torch.from_numpy(ids).to(device), torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)
-    )
+    return MicroBatch(batch, torch.from_numpy(ids).to(device), torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device))

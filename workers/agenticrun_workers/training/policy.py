@@ -30,7 +30,7 @@ class Policy(nn.Module):
         hidden_NH = hidden_BTH[rows_N, columns_N - 1]
         targets_N = ids_BT[rows_N, columns_N]
         parts: list[tuple[Tensor, Tensor]] = []
-        for chunk_CH, chunk_C in zip(hidden_NH.split(CHUNK_TOKENS), targets_N.split(CHUNK_TOKENS), strict=True):
+        for chunk_CH, chunk_C in zip(torch.split(hidden_NH, CHUNK_TOKENS), torch.split(targets_N, CHUNK_TOKENS), strict=True):
             if torch.is_grad_enabled() and len(hidden_NH) > CHUNK_TOKENS:
                 parts.append(checkpoint(self._score, chunk_CH, chunk_C, temperature, use_reentrant=False))
             else:

@@ -12,9 +12,7 @@ from agenticrun_workers.types import Trajectory
 def policy_sample(trajectory: Trajectory, advantages_T: NDArray[np.float64]) -> Sample:
     """A sample for `train_step`: weight 1 on the tokens that the policy sampled, all 0 if it may not be trained on."""
     trains = trajectory.response_mask_T if trajectory.stop_reason.trainable else np.zeros(trajectory.num_tokens)
-    return Sample(
-        trajectory.tokens_T, trains.astype(np.float32), advantages_T.astype(np.float32), trajectory.logprobs_T
-    )
+    return Sample(trajectory.tokens_T, trains.astype(np.float32), advantages_T.astype(np.float32), trajectory.logprobs_T)
 
 
 def supervised_sample(trajectory: Trajectory) -> Sample:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from agenticrun_workers.algorithms.losses import Aggregation, KlKind
 from agenticrun_workers.types import FloatArray, IntArray
 
 
@@ -34,13 +35,12 @@ class LossSpec:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    aggregation: str = "token-mean"
-    """token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm (rl-semantics, actor loss)."""
+    aggregation: Aggregation = "token-mean"
     aggregation_norm: float = 1.0
     """The constant C of seq-mean-token-sum-norm."""
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
-    kl_kind: str = "k3"
+    kl_kind: KlKind = "k3"
     temperature: float = 1.0
 
 
@@ -52,7 +52,10 @@ class TrainStrategy(Protocol):
     policy_version: int
 
     def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
-        """Log-probs of each sample's tokens under the current weights and sampling temperature; 0 at position 0. This rank's samples only."""
+        """Log-probs of each sample's weighted tokens under the current weights and sampling temperature, 0 elsewhere.
+
+        This rank's samples only; collective.
+        """
         ...
 
     def supervised_step(self, samples: list[Sample]) -> Mapping[str, float]:
