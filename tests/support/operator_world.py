@@ -165,8 +165,8 @@ class World:
                     outcome=outcome, reason="Told", message="the driver's words", retryable=retryable, time=format_time(self.now)
                 )
                 before = self.reports.get(job.incarnation.split("/")[0])
-                step = before.step if before else 0
-                self.reports[job.incarnation.split("/")[0]] = self.progress_of(job, step, final=final)
+                step, steps = (before.step, before.max_steps) if before else (0, 2)
+                self.reports[job.incarnation.split("/")[0]] = self.progress_of(job, step, final=final, max_steps=steps)
             job.status = "SUCCEEDED" if outcome is Outcome.SUCCEEDED else "FAILED"
             job.exit_code = 0 if outcome is Outcome.SUCCEEDED else exit_code
             job.message = "Job entrypoint command failed"
@@ -178,11 +178,10 @@ class World:
             attempt=job.attempt,
             sequence=step,
             step=step,
-            max_steps=2,
             policy_version=step,
             time=format_time(self.now),
             last_step_time=format_time(self.now),
-            **{"activity": Activity.TRAINING, "seconds_per_step": 3.0, "reward": 0.5, **fields},
+            **{"activity": Activity.TRAINING, "max_steps": 2, "seconds_per_step": 3.0, "reward": 0.5, **fields},
         )
 
     # -- protocols.Kube ------------------------------------------------------------------------------------------------

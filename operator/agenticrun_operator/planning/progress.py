@@ -23,9 +23,10 @@ def own_progress(run: AgenticRun, progress: Progress | NoReport | Unreachable) -
 def fold(draft: Draft, progress: Progress) -> None:
     """Everything here depends on the snapshot alone, never on the clock: no news, no write.
 
-    A driver that starts has not yet read the checkpoint it goes on from: until then the last attempt's numbers stand.
+    A driver that starts has not yet read the checkpoint it goes on from, and one that could not start (without steps to make) never
+    will: their numbers mean nothing, so the last attempt's stand.
     """
-    if progress.activity is Activity.STARTING:
+    if progress.activity is Activity.STARTING or progress.max_steps == 0:
         draft.set(activity=progress.activity.value, eta=None, estimated_completion_time=None)
         return
     draft.set(

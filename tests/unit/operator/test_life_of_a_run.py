@@ -359,3 +359,11 @@ async def test_a_driver_that_starts_does_not_take_back_the_last_attempts_numbers
     world.drive(1, reward=0.5)
     await operator.settle(1)
     assert world.status.progress == "1/2", "the checkpoint it went on from"
+
+
+async def test_a_driver_that_could_not_start_leaves_the_steps_alone(world: World, operator: Operator) -> None:
+    await operator.settle()
+    world.drive(0, max_steps=0)
+    world.end_driver(Outcome.FAILED, retryable=False)
+    await operator.settle(2)
+    assert (world.status.phase, world.status.progress) == (Phase.FAILED, "0/2")
