@@ -15,7 +15,14 @@ def policy_sample(trajectory: Trajectory, advantages_T: NDArray[np.float64]) -> 
     return Sample(trajectory.tokens_T, trains.astype(np.float32), advantages_T.astype(np.float32), trajectory.logprobs_T)
 
 
-def supervised_sample(trajectory: Trajectory) -> Sample:
-    """A sample for `supervised_step`: weight 1 on the answers, which teaches how an answer looks."""
+def supervised_sample(trajectory: Trajectory, observation_weight: float = 0.0) -> Sample:
+    """A sample for `supervised_step`: weight 1 on the answers, which teaches how an answer looks.
+
+    `observation_weight` is the weight of what the environment says after the first answer, which teaches to foresee what
+    actions do. The first prompt weighs nothing: no action led to it.
+    """
+    weight_T = np.where(trajectory.response_mask_T, 1.0, observation_weight).astype(np.float32)
+    if trajectory.turns:
+        weight_T[: len(trajectory.turns[0].prompt_T)] = 0.0
     zeros_T = np.zeros(trajectory.num_tokens, np.float32)
-    return Sample(trajectory.tokens_T, trajectory.response_mask_T.astype(np.float32), zeros_T, zeros_T)
+    return Sample(trajectory.tokens_T, weight_T, zeros_T, zeros_T)

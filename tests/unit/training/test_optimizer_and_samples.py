@@ -52,3 +52,7 @@ def test_a_trajectory_that_may_not_be_trained_on_weighs_nothing(reason: StopReas
 
 def test_a_supervised_sample_weighs_answers_only() -> None:
     assert supervised_sample(trajectory()).weight_T.tolist() == [0, 0, 1, 1, 0, 1]
+
+
+def test_a_supervised_sample_can_also_weigh_what_the_environment_says_after_an_answer() -> None:
+    assert supervised_sample(trajectory(), 0.5).weight_T.tolist() == [0, 0, 1, 1, 0.5, 1]
