@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()
+"""Pods write to logs, where a bar is noise."""
 
 
 class ModelLoadError(Exception):

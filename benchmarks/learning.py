@@ -1,0 +1,259 @@
+"""Does the demo learn, and for how much CPU? The YAML's own run as a sequential loop in one process, without Ray or Kubernetes.
+
+    python benchmarks/learning.py [RUN.yaml] [--seeds 0 1 2] [--quick] [--json FILE] [--set PATH=VALUE ...]
+
+Every part but the transport is the product's: environments, agent, engine, trainer, advantages, mini-batches and seeds. For
+each seed it plays the uniformly random valid policy, the policy after the warm-up, and the trained one (greedy) on the same
+validation levels, which training never sees. `--quick` trains one seed for a sixth of the steps: a smoke test, not a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from agenticrun_api import AgenticRun, parse_run
+from agenticrun_workers.agents import ChatFormat, Generate, random_valid_policy
+from agenticrun_workers.envs import Env, make_env
+from agenticrun_workers.inference import TransformersEngine
+from agenticrun_workers.models import load_model, load_tokenizer
+from agenticrun_workers.pipeline.advantages import compute_advantages
+from agenticrun_workers.pipeline.batch_plan import plan_batch
+from agenticrun_workers.pipeline.strategies import loss_spec, make_model_files, optimizer_spec
+from agenticrun_workers.rollout.env_worker import build_agents, describe_envs
+from agenticrun_workers.rollout.groups import EpisodeResult, Group, tag_cycle
+from agenticrun_workers.rollout.seeds import episode
+from agenticrun_workers.training import Sample, TorchStrategy
+from agenticrun_workers.training.samples import policy_sample, supervised_sample
+from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "frozen-lake.yaml"
+GOAL = 0.5
+"""Success on unseen maps that a seed must reach, and 3 times the random policy's."""
+
+
+@dataclass
+class Outcome:
+    """What one seed reached."""
+
+    seed: int
+    random: float
+    warmup: float
+    curve: dict[int, float] = field(default_factory=dict)
+    """Greedy success on the validation levels after each number of steps."""
+    cpu_warmup: float = 0.0
+    """Seconds of CPU, as are the others."""
+    cpu_rollout: float = 0.0
+    cpu_training: float = 0.0
+    steps: int = 0
+
+    @property
+    def final(self) -> float:
+        return self.curve[max(self.curve)]
+
+    @property
+    def passed(self) -> bool:
+        return self.final >= max(GOAL, 3 * self.random)
+
+
+class Learner:
+    """One seed's run."""
+
+    def __init__(self, run: AgenticRun, seed: int, folder: Path) -> None:
+        assert run.spec.model.initialize is not None, "this benchmark is about runs that make their own model"
+        self._pipeline = run.spec.pipeline.model_copy(update={"seed": seed})
+        initialize = run.spec.model.initialize.model_copy(update={"seed": seed})
+        for name, content in make_model_files(initialize, describe_envs(self._pipeline), self._pipeline.sequence_length).items():
+            (folder / name).write_bytes(content)
+        tokenizer = load_tokenizer(str(folder))
+        self._chat = ChatFormat(tokenizer)
+        self._agents = build_agents(self._pipeline, tokenizer)
+        self._tags = tag_cycle(self._pipeline.train_envs.shares())
+        self._loss = loss_spec(self._pipeline)
+        self._engine = TransformersEngine(lambda: load_model(str(folder)), max_length=self._pipeline.sequence_length)
+        self._strategy = TorchStrategy(
+            lambda: load_model(str(folder)),
+            optimizer_spec(self._pipeline),
+            max_tokens=self._pipeline.actor_train.training.max_tokens_per_micro_batch,
+            temperature=self._pipeline.actor_infer.generating.temperature,
+        )
+
+    async def learn(self) -> Outcome:
+        """Warm up, then train to the last step."""
+        await self._engine.start()
+        began = time.process_time()
+        await self._warm_up()
+        warmed = time.process_time()
+        outcome = Outcome(self._pipeline.seed, await self.success(random=True), await self.success(), cpu_warmup=warmed - began)
+        print(f"seed {outcome.seed}: random {outcome.random:.3f}, after warm-up {outcome.warmup:.3f}", flush=True)
+        for step in range(1, self._pipeline.max_steps + 1):
+            await self._step(step, outcome)
+            if step % self._pipeline.eval_steps == 0 or step == self._pipeline.max_steps:
+                outcome.curve[step] = await self.success()
+                spent = outcome.cpu_warmup + outcome.cpu_rollout + outcome.cpu_training
+                print(f"seed {outcome.seed}: step {step}, success {outcome.curve[step]:.3f}, {spent:.0f} s of CPU", flush=True)
+        await self._engine.stop()
+        return outcome
+
+    async def success(self, *, random: bool = False) -> float:
+        """Mean success on the validation levels."""
+        played = await self._play(Stream.VALIDATION, range(self._pipeline.val_batch_size), 1, random=random)
+        return float(np.mean([trajectory.metrics.get("success", 0.0) for trajectory in played]))
+
+    async def _warm_up(self) -> None:
+        warmup = self._pipeline.warmup
+        for step in range(warmup.steps if warmup else 0):
+            assert warmup is not None
+            groups = range(step * warmup.batch_size, (step + 1) * warmup.batch_size)
+            played = await self._play(Stream.WARMUP, groups, 1, random=True)
+            self._strategy.supervised_step([supervised_sample(t, warmup.observation_weight) for t in played])
+        await self._publish(0)
+
+    async def _step(self, step: int, outcome: Outcome) -> None:
+        began = time.process_time()
+        size = self._pipeline.train_envs.group_size
+        count = self._pipeline.rollout_batch_size // size
+        played = await self._play(Stream.TRAIN, range((step - 1) * count, step * count), size)
+        rolled_out = time.process_time()
+        self._train(played, step)
+        await self._publish(step)
+        outcome.cpu_rollout += rolled_out - began
+        outcome.cpu_training += time.process_time() - rolled_out
+        outcome.steps += 1
+
+    def _train(self, played: list[Trajectory], version: int) -> None:
+        results = [_result(trajectory) for trajectory in played]
+        by_key = {trajectory.key: trajectory for trajectory in played}
+        numbers = sorted({result.key.group for result in results})
+        groups = tuple(Group(n, results[0].tag, tuple(r for r in results if r.key.group == n)) for n in numbers)
+        advantages = compute_advantages(self._pipeline, [r for group in groups for r in group.results])
+        [job] = plan_batch(self._pipeline, groups, advantages.per_trajectory, 1, version)
+        samples: list[Sample] = []
+        for item in job.items:
+            trajectory = by_key[item.key]
+            spread_T = np.zeros(trajectory.num_tokens)
+            spread_T[trajectory.response_mask_T] = item.advantages
+            samples.append(policy_sample(trajectory, spread_T))
+        old = self._strategy.compute_log_probs(samples) if len(job.mini_batches) > 1 else None
+        for chosen in job.mini_batches:
+            self._strategy.train_step([samples[i] for i in chosen], self._loss, old and [old[i] for i in chosen])
+
+    async def _publish(self, version: int) -> None:
+        self._strategy.policy_version = version
+        await self._engine.update_weights(dict(self._strategy.export_weights()), version)
+
+    async def _play(self, stream: Stream, groups: Iterable[int], members: int, *, random: bool = False) -> list[Trajectory]:
+        keys = [EpisodeKey(stream, group, member) for group in groups for member in range(members)]
+        return list(await asyncio.gather(*(self._play_one(key, random) for key in keys)))
+
+    async def _play_one(self, key: EpisodeKey, random: bool) -> Trajectory:
+        tag = self._tags[key.group % len(self._tags)]
+        spec = self._pipeline.env(tag)
+        env: Env = make_env(spec.type, spec.config)
+        generate: Generate = random_valid_policy(env, self._chat) if random else self._engine.generate
+        agent = self._agents[tag, key.stream]
+        trajectory = await agent.collect_trajectory(episode(self._pipeline.seed, key, tag), env, generate)
+        assert trajectory.stop_reason.trainable, trajectory.error
+        return trajectory
+
+
+def _result(trajectory: Trajectory) -> EpisodeResult:
+    return EpisodeResult(
+        key=trajectory.key,
+        tag=trajectory.tag,
+        attempt=0,
+        stop_reason=trajectory.stop_reason,
+        score=trajectory.score,
+        tokens=trajectory.num_tokens,
+        response_tokens=trajectory.num_response_tokens,
+        turns=len(trajectory.turns),
+        oldest_version=trajectory.oldest_version,
+        newest_version=trajectory.oldest_version,
+        metrics=trajectory.metrics,
+    )
+
+
+def load(path: Path, changes: list[str]) -> AgenticRun:
+    """The run in a YAML file, with `spec`-relative PATH=VALUE changes."""
+    document: dict[str, Any] = yaml.safe_load(path.read_text())
+    for change in changes:
+        where, _, value = change.partition("=")
+        *parents, last = where.split(".")
+        place = document["spec"]
+        for name in parents:
+            place = place[int(name)] if isinstance(place, list) else place.setdefault(name, {})
+        place[last] = yaml.safe_load(value)
+    return parse_run(document)
+
+
+def table(outcomes: list[Outcome]) -> str:
+    lines = ["seed  random  warm-up  final  best   passed  CPU s (warm-up + rollout + training)"]
+    for o in outcomes:
+        total = o.cpu_warmup + o.cpu_rollout + o.cpu_training
+        parts = f"{total:6.0f} ({o.cpu_warmup:.0f} + {o.cpu_rollout:.0f} + {o.cpu_training:.0f})"
+        best = max(o.curve.values())
+        lines.append(f"{o.seed:4}  {o.random:6.3f}  {o.warmup:7.3f}  {o.final:5.3f}  {best:5.3f}  {'yes' if o.passed else 'no':6}  {parts}")
+    return "\n".join(lines)
+
+
+def figures(outcomes: list[Outcome]) -> dict[str, float]:
+    result: dict[str, float] = {"seeds": len(outcomes), "seeds_passed": sum(o.passed for o in outcomes)}
+    for o in outcomes:
+        result |= {f"seed{o.seed}_random": o.random, f"seed{o.seed}_warmup": o.warmup}
+        result |= {f"seed{o.seed}_step{step}": value for step, value in o.curve.items()}
+        result[f"seed{o.seed}_cpu_seconds"] = round(o.cpu_warmup + o.cpu_rollout + o.cpu_training, 1)
+        result[f"seed{o.seed}_cpu_seconds_per_step"] = round((o.cpu_rollout + o.cpu_training) / o.steps, 3)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", type=Path, default=EXAMPLE, help="an AgenticRun with model.initialize")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--quick", action="store_true", help="one seed, a sixth of the steps")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="PATH=VALUE", help="change the spec, for example pipeline.maxSteps=50"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    run = load(arguments.run, arguments.set)
+    if arguments.quick:
+        run = load(arguments.run, [*arguments.set, f"pipeline.maxSteps={max(1, run.spec.pipeline.max_steps // 6)}"])
+    outcomes: list[Outcome] = []
+    for seed in arguments.seeds[:1] if arguments.quick else arguments.seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes.append(asyncio.run(_learn(run, seed, Path(folder))))
+    print(table(outcomes))
+    if arguments.json:
+        record = {
+            "figures": figures(outcomes),
+            "command": shlex.join(["python", "benchmarks/learning.py", *sys.argv[1:]]),
+            "machine": f"{platform.machine()}, {torch.get_num_threads()} thread(s), torch {torch.__version__}",
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+async def _learn(run: AgenticRun, seed: int, folder: Path) -> Outcome:
+    return await Learner(run, seed, folder).learn()
+
+
+if __name__ == "__main__":
+    main()
