@@ -62,6 +62,13 @@ class _Running:
         """Tokens to compute before the next one can be sampled."""
         return len(self.request.prompt_tokens) + len(self.tokens) - self.cached
 
+    @property
+    def pending_T(self) -> IntArray:
+        """Those tokens, without copying the whole context at each step."""
+        prompt = len(self.request.prompt_tokens)
+        sampled_T = np.asarray(self.tokens[max(0, self.cached - prompt) :], np.int32)
+        return np.concatenate([self.request.prompt_tokens[self.cached :], sampled_T])
+
     def finish(self, reason: FinishReason) -> None:
         if not self.done.done():
             self.done.set_result(
@@ -267,7 +274,7 @@ class TransformersEngine:
         visible = int((starts_B + width).max())
         ids_BQ = torch.zeros(len(batch), width, dtype=torch.long)
         for row, running in enumerate(batch):
-            ids_BQ[row, : running.pending] = torch.from_numpy(running.context_T[running.cached :])
+            ids_BQ[row, : running.pending] = torch.from_numpy(running.pending_T)
         positions_BQ = starts_B[:, None] + torch.arange(width)
         mask_B1QK = (torch.arange(visible) <= positions_BQ[..., None])[:, None]
         self._cache.select(torch.tensor([r.slot for r in batch], device=device), starts_B.to(device), width, visible)

@@ -15,15 +15,21 @@ class ModelLoadError(Exception):
 
 
 def load_model(
-    path: str, dtype: torch.dtype = torch.float32, *, attn_implementation: str = "sdpa", trust_remote_code: bool = False
+    path: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    device: torch.device | None = None,
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model in evaluation mode on the CPU. Raises `ModelLoadError`."""
+    """The model in evaluation mode, on `device` (default: the first visible GPU, else the CPU). Raises `ModelLoadError`."""
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelLoadError(f"no causal language model could be loaded from {path}: {error}") from error
+    model.to(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return model.eval()
 
 
