@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from agenticrun_api import AgenticRun
 from agenticrun_operator.cluster import AlreadyExists, Head, HeadAddress, Kube
 from agenticrun_operator.metrics import STATUS_WRITES, SUBMISSIONS
 from agenticrun_operator.planning import Plan, Submit
-from agenticrun_operator.resources import Manifest, token_secret
+from agenticrun_operator.resources import Child, Manifest, token_secret
 
 
 def new_token() -> str:
@@ -32,10 +32,12 @@ class Applier:
         for manifest in plan.create:
             await self._create(manifest)
 
-    async def apply_children(self, plan: Plan, uids: dict[tuple[str, str], str]) -> None:
-        """Server-side apply onto the objects that were seen; `uids` by kind and name."""
+    async def apply_children(self, plan: Plan, seen: Mapping[Child, Manifest | None]) -> None:
+        """Server-side apply onto the objects as they were seen. Raises `Refused`, `Conflict`."""
         for manifest in plan.apply:
-            await self._kube.apply(manifest, uids[manifest["kind"], manifest["metadata"]["name"]])
+            before = seen[Child.of(manifest)]
+            assert before is not None, "planning applies only what it has seen"
+            await self._kube.apply(manifest, before)
 
     async def write_status(self, document: Manifest, plan: Plan) -> Manifest:
         """The run as it is stored afterwards. Raises `Conflict`, `NotFound`: then nothing after it may happen."""

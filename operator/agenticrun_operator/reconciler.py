@@ -100,7 +100,7 @@ class Reconciler:
             plan_ = await self._plan(run, memory)
         try:
             await self._applier.make_children(run, plan_)
-            await self._applier.apply_children(plan_, _uids(memory.around))
+            await self._applier.apply_children(plan_, memory.around.children)
         except Refused as error:
             plan_ = plan_refused(run, str(error), self._clock())
         document = await self._applier.write_status(memory.document, plan_)
@@ -123,7 +123,3 @@ class Reconciler:
         memory = self._memory.pop(key, None)
         if memory:
             self._observer.forget(memory.document["metadata"]["uid"])
-
-
-def _uids(around: Surroundings) -> dict[tuple[str, str], str]:
-    return {(child.kind, child.name): found["metadata"]["uid"] for child, found in around.children.items() if found is not None}

@@ -205,10 +205,10 @@ class World:
         self._store(copy.deepcopy(manifest))
         self._point("created")
 
-    async def apply(self, manifest: Manifest, uid: str) -> None:
+    async def apply(self, manifest: Manifest, seen: Manifest) -> None:
         self._point(f"apply {manifest['kind']}")
         found = self.objects.get((manifest["kind"], manifest["metadata"]["name"]))
-        if found is None or found["metadata"]["uid"] != uid:
+        if found is None or found["metadata"]["resourceVersion"] != seen["metadata"]["resourceVersion"]:
             raise Conflict(manifest["metadata"]["name"])
         found |= copy.deepcopy({key: value for key, value in manifest.items() if key != "metadata"})
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -43,13 +44,13 @@ class Response:
     body: bytes
 
 
-async def connect() -> client.ApiClient:
-    """A connection with the pod's own credentials, or those of KUBECONFIG outside a cluster."""
+async def connect(kubeconfig: Path | None = None) -> client.ApiClient:
+    """A connection with the pod's own credentials; outside a cluster with those of `kubeconfig`, or of KUBECONFIG."""
     settings = client.Configuration()
     try:
         config.load_incluster_config(client_configuration=settings)
     except config.ConfigException:
-        await config.load_kube_config(client_configuration=settings)
+        await config.load_kube_config(config_file=str(kubeconfig) if kubeconfig else None, client_configuration=settings)
     return client.ApiClient(configuration=settings)
 
 
@@ -112,10 +113,11 @@ class KubeClient:
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
         await self._request("POST", path, query=query, body=manifest)
 
-    async def apply(self, manifest: Manifest, uid: str) -> None:
-        metadata = manifest["metadata"]
+    async def apply(self, manifest: Manifest, seen: Manifest) -> None:
+        """By resourceVersion: it differs between objects too, and built-in kinds refuse a uid that is not theirs as invalid."""
+        metadata = manifest["metadata"] | {"resourceVersion": seen["metadata"]["resourceVersion"]}
         path = object_path(manifest["kind"], metadata["namespace"], metadata["name"])
-        await self._apply(path, {**manifest, "metadata": {**metadata, "uid": uid}})
+        await self._apply(path, {**manifest, "metadata": metadata})
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
         options = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}

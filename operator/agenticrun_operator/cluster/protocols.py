@@ -29,8 +29,8 @@ class Kube(Protocol):
         """Raises `AlreadyExists`, `Refused`."""
         ...
 
-    async def apply(self, manifest: Manifest, uid: str) -> None:
-        """Server-side apply onto the very object that was seen. Raises `Conflict`, `Refused`."""
+    async def apply(self, manifest: Manifest, seen: Manifest) -> None:
+        """Server-side apply onto the object as it was seen. Raises `Conflict`, `Refused`."""
         ...
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:

@@ -83,6 +83,9 @@ def _delete_cluster(draft: Draft, observed: Observed, ended: datetime) -> None:
         return
     if controller_uid(cluster) != draft.run.metadata.uid:
         return
+    job = draft.status.job
+    if job and isinstance(observed.job, Job):
+        draft.set(job=job.model_copy(update={"status": observed.job.status}))
     exiting = isinstance(observed.job, Job) and observed.job.live
     if exiting and (draft.now - ended).total_seconds() < EXIT_SECONDS:
         draft.look_again(2.0)

@@ -123,6 +123,21 @@ async def test_a_report_of_success_completes_the_run_and_deletes_the_cluster(wor
     assert happened(world) == ["ClusterCreated", "PodsReady", "DriverRunning", "RunSucceeded", "ClusterDeleted"]
 
 
+async def test_a_driver_gets_time_to_exit_before_its_cluster_goes(world: World, operator: Operator) -> None:
+    await training(operator)
+    job = world.jobs[0]
+    world.end_driver(Outcome.SUCCEEDED)
+    job.status = "RUNNING"
+    await operator.settle(10)
+    assert world.status.phase is Phase.SUCCEEDED
+    assert ("RayCluster", NAME) in world.objects
+    job.status = "SUCCEEDED"
+    await operator.settle(2)
+    assert ("RayCluster", NAME) not in world.objects
+    assert world.status.job is not None
+    assert world.status.job.status == "SUCCEEDED"
+
+
 async def test_the_cluster_is_kept_where_the_run_says_so() -> None:
     world = World()
     world.apply_run(("spec.cleanup", {"onSuccess": "Keep"}))
@@ -367,3 +382,15 @@ async def test_a_driver_that_could_not_start_leaves_the_steps_alone(world: World
     world.end_driver(Outcome.FAILED, retryable=False)
     await operator.settle(2)
     assert (world.status.phase, world.status.progress) == (Phase.FAILED, "0/2")
+
+
+async def test_a_changed_spec_is_applied_once(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.requests.clear()
+    world.run["spec"]["failurePolicy"]["maxRestarts"] = 7
+    world.run["metadata"] |= {"generation": 2, "resourceVersion": "changed"}
+    await operator.settle(3)
+    applied = [request for request in world.requests if request.startswith("apply")]
+    assert applied == ["apply ConfigMap", "apply RayCluster"]
+    assert "maxRestarts: 7" in world.objects["ConfigMap", f"{NAME}-run"]["data"]["run.yaml"]
+    assert world.status.observed_generation == 2
