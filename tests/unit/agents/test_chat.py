@@ -90,6 +90,15 @@ def test_the_text_of_an_answer_has_no_end_of_turn() -> None:
     assert chat.text(chat.answer("Left")[:-1]) == "Left"
 
 
+def test_the_end_of_sequence_stops_an_answer_too_where_it_is_another_token() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    chat = ChatFormat(tokenizer)
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert set(chat.stop_tokens) == {chat.end_of_turn, end}
+    assert chat.text(np.append(chat.answer("Left")[:-1], end)) == "Left"
+
+
 def test_a_template_that_hides_answers_is_refused() -> None:
     tokenizer = task_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ '<|' + m['role'] + '|><|end|>' }}{% endfor %}"

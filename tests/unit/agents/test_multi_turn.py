@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -225,13 +226,28 @@ class Blocking(Corridor):
         return super().step(action)
 
 
-@pytest.mark.parametrize(("env", "in_thread"), [(Hanging(), False), (Blocking(), True)])
-def test_a_step_that_takes_too_long_is_a_timeout(env: Any, in_thread: bool) -> None:
-    limits = AgentLimits(4, 8, 500, step_timeout=0.05)
-    trajectory, _ = play(agent(limits, envInThread=in_thread), env, "Right")
+@pytest.mark.parametrize("env", [Hanging(), Blocking()])
+def test_a_step_that_takes_too_long_is_a_timeout(env: Any) -> None:
+    trajectory, _ = play(agent(AgentLimits(4, 8, 500, step_timeout=0.05)), env, "Right")
     assert trajectory.stop_reason is StopReason.TIMEOUT
     assert "step took more than 0.05 s" in trajectory.error
     assert len(trajectory.turns) == 1
+
+
+class WhichThread(Corridor):
+    seen: set[str]
+
+    def step(self, action: str) -> StepResult:
+        self.seen = {threading.current_thread().name.split("_")[0]}
+        return super().step(action)
+
+
+def test_a_sync_environment_runs_in_a_thread_unless_it_says_that_it_does_not_block() -> None:
+    slow, quick = WhichThread(1), WhichThread(1)
+    quick.blocking = False  # type: ignore[attr-defined]
+    play(agent(), slow, "Right")
+    play(agent(), quick, "Right")
+    assert (slow.seen, quick.seen) == ({"env"}, {"MainThread"})
 
 
 def test_an_aborted_generation_ends_the_episode() -> None:

@@ -25,7 +25,8 @@ class ChatTemplateError(Exception):
 class ChatFormat:
     """Token pieces of conversations in the tokenizer's own chat template.
 
-    `end_of_turn` is the token that ends an assistant's turn, found in the template itself.
+    `end_of_turn` is the token that ends an assistant's turn, found in the template itself; `stop_tokens` are that one and the
+    tokenizer's end of sequence.
     Raises `ChatTemplateError` if the template changes or hides what an assistant said.
     """
 
@@ -38,6 +39,7 @@ class ChatFormat:
                 break
         else:
             raise ChatTemplateError(f"after an answer the chat template writes {tail!r}, which starts with no special token")
+        self.stop_tokens: tuple[int, ...] = tuple({self.end_of_turn, tokenizer.eos_token_id} - {None})
         self._end_text: str = tokenizer.convert_ids_to_tokens(self.end_of_turn)
         self._cached_next = lru_cache(maxsize=4096)(self._next)
 
@@ -55,8 +57,8 @@ class ChatFormat:
         return np.append(self._encode(text), np.int32(self.end_of_turn))
 
     def text(self, response_T: IntArray) -> str:
-        """What a response says, without the end of turn."""
-        if len(response_T) and int(response_T[-1]) == self.end_of_turn:
+        """What a response says, without the token that ended it."""
+        if len(response_T) and int(response_T[-1]) in self.stop_tokens:
             response_T = response_T[:-1]
         text: str = self._tokenizer.decode(response_T.tolist(), skip_special_tokens=False)
         return text

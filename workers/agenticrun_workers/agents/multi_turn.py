@@ -1,11 +1,16 @@
-"""The built-in agent: it shows each observation to the policy and plays the action found in the answer."""
+"""The built-in agent: it shows each observation to the policy and plays the action found in the answer.
+
+Async environments run on the event loop. Sync ones run in a thread, so that one that blocks or hangs costs its own episode
+only, unless the environment says `blocking = False` (steps of microseconds).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +31,9 @@ from agenticrun_workers.types import (
     Trajectory,
     Turn,
 )
+
+MAX_BLOCKING_CALLS = 64
+"""Sync environments that can be inside `reset` or `step` at once."""
 
 TEMPLATE_FIELDS = ("instruction", "observation", "turn", "turns_left", "max_tokens")
 
@@ -52,7 +60,6 @@ class MultiTurnAgent:
         action_pattern: regular expression searched in the answer; its last group, stripped, is the action.
         on_parse_error: `continue` plays the empty action, which the environment counts as invalid; `stop` ends the episode.
         on_cut_answer: whether an answer that met its token limit is played like any other or ends the episode.
-        env_in_thread: run a blocking environment in a thread, so that other episodes go on (needed for a time limit).
     """
 
     def __init__(
@@ -65,7 +72,6 @@ class MultiTurnAgent:
         action_pattern: str = r"^(.*)$",
         on_parse_error: Literal["continue", "stop"] = "continue",
         on_cut_answer: Literal["continue", "stop"] = "continue",
-        env_in_thread: bool = False,
     ) -> None:
         self.chat = ChatFormat(tokenizer)
         self.limits = limits
@@ -74,7 +80,7 @@ class MultiTurnAgent:
         self._pattern = _compile(action_pattern)
         self._stop_on_parse_error = on_parse_error == "stop"
         self._stop_on_cut = on_cut_answer == "stop"
-        self._env_in_thread = env_in_thread
+        self._threads = ThreadPoolExecutor(MAX_BLOCKING_CALLS, thread_name_prefix="env")
         for template in (system_template, agent_template):
             _check_template(template)
         for name, value in (("onParseError", on_parse_error), ("onCutAnswer", on_cut_answer)):
@@ -166,7 +172,7 @@ class _Play:
             temperature=limits.temperature,
             top_p=limits.top_p,
             top_k=limits.top_k,
-            stop_token_ids=(self.agent.chat.end_of_turn,),
+            stop_token_ids=self.agent.chat.stop_tokens,
         )
         seed = int(np.random.SeedSequence([self.episode.sampling_seed, turn]).generate_state(1, np.uint64)[0])
         generation = await self.generate(GenerationRequest(f"{key}-{turn}", str(key), context_T, sampling, seed))
@@ -197,10 +203,11 @@ class _Play:
         """Call the environment, sync or async. Whatever it raises ends this episode and no other."""
         try:
             async with asyncio.timeout(self.agent.limits.step_timeout):
-                if self.agent._env_in_thread and not inspect.iscoroutinefunction(call):
-                    return await asyncio.to_thread(call, *arguments)
-                value = call(*arguments)
-                return await value if isinstance(value, Awaitable) else value
+                if inspect.iscoroutinefunction(call):
+                    return await call(*arguments)
+                if getattr(self.env, "blocking", True):
+                    return await asyncio.get_running_loop().run_in_executor(self.agent._threads, call, *arguments)
+                return call(*arguments)
         except TimeoutError:
             name = f"{type(self.env).__name__}.{call.__name__}"
             raise _EpisodeEnded(StopReason.TIMEOUT, f"{name} took more than {self.agent.limits.step_timeout} s") from None

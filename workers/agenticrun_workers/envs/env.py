@@ -27,6 +27,7 @@ class Env(Protocol):
     """One episode at a time. Owns its random numbers: the same (seed, split) gives the same episode on any machine.
 
     `split` is `train` or `validation`: an environment that generates levels must never give the same level in both.
+    Sync methods are called in a thread, unless the class has `blocking = False`, which promises that they take microseconds.
     """
 
     instruction: str

@@ -62,6 +62,9 @@ class FrozenLake:
             so that a model made for this environment reads a board of size n in n tokens.
     """
 
+    blocking = False
+    """Steps take microseconds, so no thread is needed."""
+
     def __init__(
         self,
         *,
