@@ -33,14 +33,12 @@ class ChatFormat:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         tail = self._after_marker(None)
-        for token_id in sorted(tokenizer.all_special_ids, key=lambda i: -len(tokenizer.convert_ids_to_tokens(i))):
-            if tail.startswith(tokenizer.convert_ids_to_tokens(token_id)):
-                self.end_of_turn = int(token_id)
-                break
-        else:
+        added: dict[str, int] = tokenizer.get_added_vocab()
+        self._end_text = max((token for token in added if tail.startswith(token)), key=len, default="")
+        if not self._end_text:
             raise ChatTemplateError(f"after an answer the chat template writes {tail!r}, which starts with no special token")
+        self.end_of_turn = added[self._end_text]
         self.stop_tokens: tuple[int, ...] = tuple({self.end_of_turn, tokenizer.eos_token_id} - {None})
-        self._end_text: str = tokenizer.convert_ids_to_tokens(self.end_of_turn)
         self._cached_next = lru_cache(maxsize=4096)(self._next)
 
     def first(self, system: str, user: str) -> IntArray:
