@@ -37,6 +37,7 @@ class RunCluster:
         self._source: asyncio.Future[ModelSource] = loop.create_future()
         self._env_workers_made = 0
         self._watchers: list[asyncio.Task[None]] = []
+        self._actors: list[Any] = []
         self.placements: list[Placement] = []
         """Where actors were found to run, those of replaced ones included."""
         self.stores: list[Any] = []
@@ -80,13 +81,17 @@ class RunCluster:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+        for actor in self._actors:
+            ray.kill(actor)
 
     def _count(self, role: Role) -> int:
         return self._run.spec.roles.replicas(role) * self._run.spec.roles.ranks(role)
 
     def _actor(self, cls: type, role: Role, *arguments: Any, **options: Any) -> Any:
         gpus = 1 if self._run.spec.roles.of(role).gpus else 0
-        return ray.remote(cls).options(**options_for(role, gpus), **options).remote(*arguments)
+        actor = ray.remote(cls).options(**options_for(role, gpus), **options).remote(*arguments)
+        self._actors.append(actor)
+        return actor
 
     def _threads(self, role: Role) -> int:
         """Torch threads of one actor: as many as the CPUs that its pod asks for, over the pod's actors.
@@ -117,6 +122,7 @@ class RunCluster:
             here = NodeAffinitySchedulingStrategy(node_id, soft=False)
             store = ray.remote(TrajectoryStore).options(num_cpus=0, max_concurrency=MANY_CALLS, scheduling_strategy=here)
             self.stores.append(store.remote())
+        self._actors += self.stores
         self._watchers = [asyncio.create_task(_until_death(store), name="store") for store in self.stores]
         await asyncio.gather(*(actor.set_stores.remote(self.stores) for actor in actors))
         self.trainers = TrainerGroup(actors)

@@ -1,0 +1,22 @@
+"""One real Ray for the tests of this folder: its node offers every role twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+
+@pytest.fixture(scope="session")
+def ray_node() -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=1,
+        resources={"trainer": 2, "inference": 2, "env": 2},
+        object_store_memory=150 * 1024 * 1024,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()

@@ -1,0 +1,97 @@
+"""Runs that train in seconds, and a session around one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from agenticrun_api import AgenticRun, FinalReport, Progress, parse_run
+from agenticrun_workers.pipeline.board import Attempt
+from agenticrun_workers.pipeline.requests import Requests
+from agenticrun_workers.pipeline.session import Session
+
+
+def tiny_document(**pipeline: Any) -> dict[str, Any]:
+    """A complete AgenticRun with the smallest model there can be; `pipeline` replaces fields of spec.pipeline."""
+    return {
+        "apiVersion": "agenticrun.dev/v1alpha1",
+        "kind": "AgenticRun",
+        "metadata": {"name": "tiny", "uid": "tiny-uid"},
+        "spec": {
+            "model": {"initialize": {"hiddenSize": 16, "layers": 1, "heads": 2, "intermediateSize": 32}},
+            "tracking": {"tensorboard": False},
+            "pipeline": {
+                "seed": 3,
+                "maxSteps": 3,
+                "rolloutBatchSize": 8,
+                "valBatchSize": 8,
+                "evalSteps": 2,
+                "saveSteps": 1,
+                "sequenceLength": 256,
+                "warmup": {"steps": 2, "batchSize": 4},
+                "envs": [
+                    {
+                        "tag": "Lake",
+                        "type": "frozen_lake",
+                        "maxSteps": 3,
+                        "maxTokensPerStep": 2,
+                        "agent": {"config": {"systemTemplate": ""}},
+                    }
+                ],
+                "trainEnvs": {"groups": 4, "groupSize": 2, "tags": ["Lake"]},
+                "valEnvs": {"groups": 8, "tags": ["Lake"]},
+                "actorTrain": {"training": {"learningRate": 0.003, "miniBatchSize": 4}},
+                **pipeline,
+            },
+        },
+    }
+
+
+def tiny_run(**pipeline: Any) -> AgenticRun:
+    return parse_run(tiny_document(**pipeline))
+
+
+class CollectingSink:
+    """Keeps every snapshot."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[Progress] = []
+
+    def update(self, progress: Progress) -> None:
+        self.snapshots.append(progress)
+
+    def sample(self, transcript: str) -> None: ...
+
+    async def finish(self, progress: Progress) -> None:
+        self.update(progress)
+
+    @property
+    def step(self) -> int:
+        return self.snapshots[-1].step if self.snapshots else 0
+
+
+class TinySession:
+    """One attempt of a run in `folder`. `execute` needs an initialised Ray with the run's roles."""
+
+    def __init__(self, run: AgenticRun, folder: Path, *, attempt: int = 1) -> None:
+        self.sink = CollectingSink()
+        self.requests = Requests()
+        self._folder = folder
+        self._session = Session(
+            run=run,
+            attempt=Attempt(run.metadata.uid, f"tiny-{attempt}", attempt),
+            output=folder,
+            checkpoints=folder / "checkpoints",
+            resume="Auto",
+            sink=self.sink,
+            requests=self.requests,
+        )
+
+    async def execute(self) -> FinalReport:
+        return await self._session.execute()
+
+    def training_steps(self) -> dict[int, dict[str, float]]:
+        """The logged metrics of each training step."""
+        lines = [json.loads(line) for line in (self._folder / "metrics.jsonl").read_text().splitlines()]
+        return {line["step"]: line for line in lines if "system/tps" in line}
