@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Mapping
 
 from agenticrun_api import AgenticRun
-from agenticrun_operator.cluster import AlreadyExists, Head, HeadAddress, Kube
+from agenticrun_operator.cluster import AlreadyExists, Head, HeadAddress, HeadUnreachable, Kube
 from agenticrun_operator.metrics import STATUS_WRITES, SUBMISSIONS
-from agenticrun_operator.planning import Plan, Submit
+from agenticrun_operator.planning import Plan, Stop, Submit
 from agenticrun_operator.resources import Child, Manifest, token_secret
+
+log = logging.getLogger(__name__)
 
 
 def new_token() -> str:
@@ -26,14 +29,14 @@ class Applier:
         self._make_token = make_token
 
     async def make_children(self, run: AgenticRun, plan: Plan) -> None:
-        """Create what is missing; whatever came into existence meanwhile is judged at the next look. Raises `Refused`, `Conflict`."""
+        """Create what is missing; whatever came into existence meanwhile is judged at the next look. Raises `Refused`, `Denied`."""
         for token in plan.tokens:
             await self._create(token_secret(run, token.name, token.key, self._make_token()))
         for manifest in plan.create:
             await self._create(manifest)
 
     async def apply_children(self, plan: Plan, seen: Mapping[Child, Manifest | None]) -> None:
-        """Server-side apply onto the objects as they were seen. Raises `Refused`, `Conflict`."""
+        """Server-side apply onto the objects as they were seen. Raises `Refused`, `Denied`, `Conflict`."""
         for manifest in plan.apply:
             before = seen[Child.of(manifest)]
             assert before is not None, "planning applies only what it has seen"
@@ -46,18 +49,26 @@ class Applier:
         STATUS_WRITES.inc()
         return await self._kube.write_status(document, plan.status)
 
-    async def act(self, plan: Plan, document: Manifest, head: HeadAddress | None) -> None:
-        """Events, the job action and deletions: what may only happen once the status is stored. Raises `HeadUnreachable`."""
-        for event in plan.events:
-            await self._kube.post_event(document, event)
-        if plan.job and head:
-            if isinstance(plan.job, Submit):
-                SUBMISSIONS.inc()
-                await self._head.submit(head, plan.job.submission_id, plan.job.attempt)
-            else:
-                await self._head.stop(head, plan.job.submission_id)
+    async def act(self, plan: Plan, document: Manifest, head: HeadAddress | None) -> str | None:
+        """What may only happen once the status is stored. Returns why the job action failed, if it did: it is planned again."""
+        trouble = await self._act_on_job(plan.job, head) if plan.job and head else None
         for delete in plan.delete:
             await self._kube.delete(delete.child.kind, document["metadata"]["namespace"], delete.child.name, delete.uid)
+        for event in plan.events:
+            await self._kube.post_event(document, event)
+        return trouble
+
+    async def _act_on_job(self, action: Submit | Stop, head: HeadAddress) -> str | None:
+        try:
+            if isinstance(action, Submit):
+                await self._head.submit(head, action.submission_id, action.attempt)
+                SUBMISSIONS.inc()
+            else:
+                await self._head.stop(head, action.submission_id)
+        except HeadUnreachable as error:
+            log.warning("%s: %s", action.submission_id, error)
+            return str(error)
+        return None
 
     async def _create(self, manifest: Manifest) -> None:
         try:

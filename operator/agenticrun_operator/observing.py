@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from agenticrun_api import AgenticRun, Phase
@@ -56,15 +56,21 @@ class Observer:
         found = await asyncio.gather(*(self._kube.get(child.kind, run.metadata.namespace, child.name) for child in wanted))
         return dict(zip(wanted, found, strict=True))
 
-    async def look(self, run: AgenticRun, around: Surroundings, last_status_write: datetime | None) -> Observed:
+    async def look(self, run: AgenticRun, around: Surroundings, job_trouble: str | None, last_status_write: datetime | None) -> Observed:
         """The surroundings, with what the head says about the newest attempt."""
-        observed = Observed(around.children, around.pods, missing_code=around.missing_code, last_status_write=last_status_write)
+        observed = Observed(
+            children=around.children,
+            pods=around.pods,
+            missing_code=around.missing_code,
+            job_trouble=job_trouble,
+            last_status_write=last_status_write,
+        )
         job, head = run.status.job, await self.head_address(run, around)
         cluster = observed.child("RayCluster", run.metadata.name)
         if job is None or head is None or cluster is None:
             return observed
         seen, progress = await asyncio.gather(self._head.job(head, job.submission_id), self._head.progress(head))
-        return Observed(around.children, around.pods, seen, progress, around.missing_code, last_status_write)
+        return replace(observed, job=seen, progress=progress)
 
     async def head_address(self, run: AgenticRun, around: Surroundings) -> HeadAddress | None:
         """Where the run's head is; None while it has no IP, or no tokens yet."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from agenticrun_api import AgenticRun, InvalidRun, Phase
 from agenticrun_api.load import parse_run
 from agenticrun_api.names import KIND
 from agenticrun_operator.applying import Applier
-from agenticrun_operator.cluster import Conflict, Head, Kube, NotFound, Refused
+from agenticrun_operator.cluster import Conflict, Denied, Head, Kube, NotFound, Refused
 from agenticrun_operator.observing import Observer, Surroundings
-from agenticrun_operator.planning import Plan, plan, plan_refused, plan_unreadable
+from agenticrun_operator.planning import Plan, plan, plan_denied, plan_refused, plan_unreadable
 from agenticrun_operator.resources import Manifest
 from agenticrun_operator.workqueue import Item, Key
 
@@ -27,7 +27,8 @@ class Memory:
     document: Manifest
     around: Surroundings
     looked_at: datetime
-    wrote_at: datetime | None
+    wrote_at: datetime | None = None
+    job_trouble: str | None = None
 
 
 def utc_now() -> datetime:
@@ -85,7 +86,8 @@ class Reconciler:
             await self._give_up(document, error)
             return None
         around = await self._observer.surroundings(run)
-        memory = Memory(document, around, self._clock(), before.wrote_at if before else None)
+        now = self._clock()
+        memory = replace(before, document=document, around=around, looked_at=now) if before else Memory(document, around, now)
         self._memory[key] = memory
         return memory
 
@@ -103,19 +105,24 @@ class Reconciler:
             await self._applier.apply_children(plan_, memory.around.children)
         except Refused as error:
             plan_ = plan_refused(run, str(error), self._clock())
+        except Denied as error:
+            plan_ = plan_denied(run, str(error), self._clock())
         document = await self._applier.write_status(memory.document, plan_)
         wrote_at = self._clock() if plan_.status else memory.wrote_at
-        self._memory[key] = Memory(document, memory.around, memory.looked_at, wrote_at)
+        self._memory[key] = memory = replace(memory, document=document, wrote_at=wrote_at)
         head = await self._observer.head_address(run, memory.around) if plan_.job else None
-        await self._applier.act(plan_, document, head)
+        trouble = await self._applier.act(plan_, document, head)
+        self._memory[key] = replace(memory, job_trouble=trouble)
         return plan_.requeue_after
 
     async def _plan(self, run: AgenticRun, memory: Memory) -> Plan:
-        observed = await self._observer.look(run, memory.around, memory.wrote_at)
+        observed = await self._observer.look(run, memory.around, memory.job_trouble, memory.wrote_at)
         return plan(run, observed, self._clock(), self._worker_image)
 
     async def _give_up(self, document: Manifest, error: InvalidRun) -> None:
-        plan_ = plan_unreadable(document, error.errors, self._clock())
+        metadata = document["metadata"]
+        cluster = await self._kube.get("RayCluster", metadata["namespace"], metadata["name"])
+        plan_ = plan_unreadable(document, error.errors, cluster, self._clock())
         stored = await self._applier.write_status(document, plan_)
         await self._applier.act(plan_, stored, None)
 

@@ -10,13 +10,14 @@ import copy
 import itertools
 import json
 from base64 import b64decode
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from agenticrun_api import Activity, AgenticRunStatus, FinalReport, Outcome, Progress, Role, parse_run
 from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN, LABEL_RUN_UID
-from agenticrun_operator.cluster import AlreadyExists, Conflict, HeadAddress, HeadUnreachable, NotFound
+from agenticrun_operator.cluster import AlreadyExists, ClusterError, Conflict, HeadAddress, HeadUnreachable, NotFound
 from agenticrun_operator.planning import Event, Job, NoJob, NoReport, Unreachable
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.reconciler import Reconciler
@@ -64,10 +65,13 @@ class World:
     events: list[Event] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     status_writes: int = 0
+    create_error: ClusterError | None = None
+    """What the apiserver answers to the creation of a RayCluster."""
     reporter_down: bool = False
     ray_down: bool = False
-    crash_at: int | None = None
-    """Crash at this many points from now: one before and one after each request."""
+    submit_down: bool = False
+    interruption: tuple[int | str, Callable[[], None]] | None = None
+    """What happens at this many points from now, or at the named one. Every request has a point before it, a change one after it."""
     _ids: Any = field(default_factory=lambda: itertools.count(1))
 
     # -- the user ------------------------------------------------------------------------------------------------------
@@ -98,6 +102,10 @@ class World:
     @property
     def status(self) -> AgenticRunStatus:
         return parse_run(self.run).status
+
+    def crash(self) -> None:
+        """The operator's process dies, wherever it is."""
+        raise Crash
 
     # -- KubeRay and the kubelet ---------------------------------------------------------------------------------------
 
@@ -200,6 +208,8 @@ class World:
 
     async def create(self, manifest: Manifest) -> None:
         self._point(f"create {manifest['kind']}")
+        if self.create_error and manifest["kind"] == "RayCluster":
+            raise self.create_error
         if (manifest["kind"], manifest["metadata"]["name"]) in self.objects:
             raise AlreadyExists(manifest["metadata"]["name"])
         self._store(copy.deepcopy(manifest))
@@ -250,6 +260,8 @@ class World:
     async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
         self._point("submit")
         incarnation = self.incarnation()
+        if self.submit_down:
+            raise HeadUnreachable("Ray did not take the job")
         if not self._reachable(head) or self.ray_down or incarnation is None:
             raise HeadUnreachable("no answer")
         if self._known(submission_id) is None:
@@ -289,11 +301,13 @@ class World:
 
     def _point(self, what: str) -> None:
         self.requests.append(what)
-        if self.crash_at is not None:
-            self.crash_at -= 1
-            if self.crash_at < 0:
-                self.crash_at = None
-                raise Crash(what)
+        if self.interruption is not None:
+            when, happen = self.interruption
+            if when in (0, what):
+                self.interruption = None
+                happen()
+            elif isinstance(when, int):
+                self.interruption = (when - 1, happen)
 
 
 class Operator:

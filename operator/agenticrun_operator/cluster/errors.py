@@ -23,6 +23,10 @@ class Refused(ClusterError):
     """The apiserver does not accept the object: its message names the field."""
 
 
+class Denied(ClusterError):
+    """The apiserver does not let us: a quota, a policy, or rights that are missing. It may later."""
+
+
 class KubeUnavailable(ClusterError):
     """The apiserver did not answer, or not as it should: worth another try."""
 

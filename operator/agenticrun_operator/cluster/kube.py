@@ -15,7 +15,7 @@ from kubernetes.aio import client, config
 
 from agenticrun_api import AgenticRunStatus
 from agenticrun_api.names import API_VERSION, GROUP, KIND, LABEL_RUN, PLURAL, VERSION
-from agenticrun_operator.cluster.errors import AlreadyExists, ClusterError, Conflict, KubeUnavailable, NotFound, Refused
+from agenticrun_operator.cluster.errors import AlreadyExists, ClusterError, Conflict, Denied, KubeUnavailable, NotFound, Refused
 from agenticrun_operator.metrics import API_REQUESTS
 from agenticrun_operator.planning import Event
 from agenticrun_operator.resources import Manifest
@@ -197,6 +197,8 @@ def _error(status: int, answer: Any, request: str) -> ClusterError:
             return AlreadyExists(message)
         case 409, _:
             return Conflict(message)
+        case 403, _:
+            return Denied(message)
         case ((400 | 422), _):
             return Refused(message)
     return KubeUnavailable(f"{request}: status {status}: {message}")

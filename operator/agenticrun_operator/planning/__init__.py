@@ -2,7 +2,7 @@
 
 from agenticrun_operator.planning.observed import Job, NoJob, NoReport, Observed, Pod, Problem, Unreachable
 from agenticrun_operator.planning.plan import Delete, Event, Plan, Stop, Submit, TokenToMake
-from agenticrun_operator.planning.planner import plan, plan_refused, plan_unreadable
+from agenticrun_operator.planning.planner import plan, plan_denied, plan_refused, plan_unreadable
 from agenticrun_operator.planning.pods import read_pod
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "TokenToMake",
     "Unreachable",
     "plan",
+    "plan_denied",
     "plan_refused",
     "plan_unreadable",
     "read_pod",

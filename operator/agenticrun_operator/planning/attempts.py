@@ -93,6 +93,8 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
             _fail(draft, observed, final, Reason.DRIVER_LOST, "Ray no longer knows the job")
         else:
             draft.job = Submit(job.submission_id, job.attempt)
+            if observed.job_trouble:
+                draft.condition(ConditionType.TRAINING, "False", Reason.SUBMITTING, observed.job_trouble)
     elif isinstance(observed.job, Unreachable):
         _report_training(draft, observed, progress)
     elif observed.job.live:

@@ -82,6 +82,8 @@ class Observed:
     progress: Progress | NoReport | Unreachable = Unreachable("there is no head pod to ask")
     missing_code: str | None = None
     """The name of spec.code.configMap, when there is no such ConfigMap."""
+    job_trouble: str | None = None
+    """Why the last submission or stop failed."""
     last_status_write: datetime | None = None
     """When this operator last wrote the run's status."""
 

@@ -51,7 +51,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """Applied in the order of the fields. The job action and the deletions only happen once the status is stored (write-ahead)."""
+    """Applied in the order of the fields. What follows the status only happens once it is stored (write-ahead)."""
 
     tokens: tuple[TokenToMake, ...] = ()
     create: tuple[Manifest, ...] = ()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
 
 from agenticrun_api import AgenticRun, AgenticRunStatus, ConditionType, Metadata, Phase, Reason
 from agenticrun_operator.planning import attempts, ending, provisioning, roles
 from agenticrun_operator.planning.draft import MAX_TEXT, Draft
 from agenticrun_operator.planning.observed import Observed
-from agenticrun_operator.planning.plan import Event, Plan
+from agenticrun_operator.planning.plan import Delete, Event, Plan
 from agenticrun_operator.planning.times import format_time
+from agenticrun_operator.resources import Child, Manifest, controller_uid
 
+DENIED_SECONDS = 10.0
+"""Between tries to make a child that the apiserver denies."""
 WAIT_SECONDS = 1.5
 """Between looks at what stands in a new run's way: objects on their way out leave no event with the new run's uid."""
 SAFETY_NET_SECONDS = 30.0
@@ -50,12 +52,29 @@ def plan_refused(run: AgenticRun, message: str, now: datetime) -> Plan:
     return draft.finish(None)
 
 
-def plan_unreadable(document: dict[str, Any], errors: tuple[str, ...], now: datetime) -> Plan:
-    """A spec that the CRD took and this operator's own models do not, which means versions that do not fit together."""
+def plan_denied(run: AgenticRun, message: str, now: datetime) -> Plan:
+    """The apiserver does not let us make a child, for a reason that may pass: a quota, a policy, missing rights."""
+    draft = Draft(run, now)
+    draft.phase(run.status.phase, message)
+    draft.condition(ConditionType.CLUSTER_PROVISIONED, "False", Reason.CLUSTER_CREATING, message)
+    draft.look_again(DENIED_SECONDS)
+    return draft.finish(None)
+
+
+def plan_unreadable(document: Manifest, errors: tuple[str, ...], cluster: Manifest | None, now: datetime) -> Plan:
+    """A spec that the CRD took and this operator's own models do not, which means versions that do not fit together.
+
+    The run fails; its cluster, if it has one, is deleted unless the run's cleanup says otherwise.
+    """
     metadata = Metadata.model_validate(document["metadata"])
     known = AgenticRunStatus.model_validate(document.get("status") or {"conditions": [], "metrics": [], "roles": []})
-    if known.phase.finished or metadata.deletion_timestamp:
+    if metadata.deletion_timestamp:
         return Plan()
+    keep = document["spec"].get("cleanup", {}).get("onFailure") == "Keep"
+    ours = cluster is not None and controller_uid(cluster) == metadata.uid
+    delete = (Delete(Child.of(cluster), cluster["metadata"]["uid"]),) if cluster and ours and not keep else ()
+    if known.phase.finished:
+        return Plan(delete=delete)
     message = "; ".join(errors)[:MAX_TEXT]
     conditions = [item for item in known.conditions if item.type not in (ConditionType.FAILED, ConditionType.COMPLETE)]
     status = known.model_copy(
@@ -71,4 +90,4 @@ def plan_unreadable(document: dict[str, Any], errors: tuple[str, ...], now: date
             ],
         }
     )
-    return Plan(status=status, events=(Event(Reason.INVALID_CONFIG, message[:1024], "Warning"),))
+    return Plan(status=status, delete=delete, events=(Event(Reason.INVALID_CONFIG, message[:1024], "Warning"),))

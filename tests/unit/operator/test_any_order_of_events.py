@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from datetime import timedelta
 
 from hypothesis import HealthCheck, settings
@@ -18,22 +19,43 @@ MAX_RESTARTS = 3
 class AnyOrder(RuleBasedStateMachine):
     """Faults and progress of a fake cluster, and one or two operators on it."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(settled=st.booleans())
+    def start(self, settled: bool) -> None:
         self.world = World()
         self.world.apply_run(("spec.failurePolicy", {"maxRestarts": MAX_RESTARTS, "backoffSeconds": 5}))
         self.operators = [Operator(self.world), Operator(self.world)]
         self.ended: Phase | None = None
+        if settled:
+            self.quiet_moment()
+
+    @rule()
+    def quiet_moment(self) -> None:
+        """Enough for the next attempt to begin."""
+        self.world.reporter_down = self.world.ray_down = False
+        asyncio.run(self.operators[0].settle(3))
+        self.world.now += timedelta(seconds=30)
+        asyncio.run(self.operators[0].settle(2))
 
     @rule(which=st.sampled_from([0, 0, 0, 1]), changed=st.booleans())
     def reconcile(self, which: int, changed: bool) -> None:
         asyncio.run(self.operators[which].reconcile(changed))
 
-    @rule(points=st.integers(0, 25))
-    def reconcile_and_crash(self, points: int) -> None:
-        self.world.crash_at = points
+    @rule(points=st.integers(0, 12), what=st.sampled_from(["crash", "crash", "head", "pod", "cluster", "driver", "rival"]))
+    def reconcile_and_be_interrupted(self, points: int, what: str) -> None:
+        """In the middle of a reconciliation the operator dies, or the world changes, or another operator does its work."""
+        world = self.world
+        happen = {
+            "crash": world.crash,
+            "head": world.restart_head_container,
+            "pod": lambda: world.delete_pod(Role.DRIVER),
+            "cluster": self.cluster_is_deleted,
+            "driver": lambda: world.end_driver(None),
+            "rival": lambda: self.rival.start() or self.rival.join(),
+        }
+        self.rival = threading.Thread(target=lambda: asyncio.run(self.operators[1].reconcile()))
+        world.interruption = (points, happen[what])
         asyncio.run(self.operators[0].reconcile())
-        self.world.crash_at = None
+        world.interruption = None
 
     @rule(ready=st.sampled_from([True, True, False]))
     def kuberay_works(self, ready: bool) -> None:
@@ -121,5 +143,5 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )

@@ -6,8 +6,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from agenticrun_api import Activity, Condition, ConditionType, Outcome, Phase, Role
+from agenticrun_operator.cluster import Denied, Refused
 from operator_world import NAME, Operator, World
 
 
@@ -280,9 +282,10 @@ async def test_progress_of_an_earlier_attempt_is_ignored(world: World, operator:
     world.end_driver(Outcome.FAILED)
     await operator.settle(2)
     world.now += timedelta(seconds=11)
-    await operator.settle(3)
+    await operator.settle(30)
     assert len(world.jobs) == 2
     assert world.live_jobs(), "the first attempt's report must not end the second"
+    assert world.status.step == 2
     assert world.status.phase is Phase.RESTARTING
 
 
@@ -296,6 +299,20 @@ async def test_a_failed_driver_that_does_not_exit_is_stopped_before_the_next_att
         assert len(world.live_jobs()) <= 1
     assert job.status == "STOPPED"
     assert [item.attempt for item in world.jobs] == [1, 2]
+
+
+async def test_a_submission_that_reaches_a_restarted_head_is_stopped_before_the_next_attempt(world: World, operator: Operator) -> None:
+    await operator.reconcile()
+    world.make_pods()
+    world.interruption = ("submit", world.restart_head_container)
+    await operator.reconcile()
+    assert [(job.attempt, job.live) for job in world.jobs] == [(1, True)]
+    assert world.status.job is not None
+    assert world.status.job.incarnation != world.jobs[0].incarnation
+    for _ in range(30):
+        await operator.settle(1)
+        assert len(world.live_jobs()) <= 1
+    assert [(job.attempt, job.status) for job in world.jobs] == [(1, "STOPPED"), (2, "PENDING")]
 
 
 async def test_the_same_name_again_waits_for_the_earlier_run_and_starts_fresh(world: World, operator: Operator) -> None:
@@ -394,3 +411,56 @@ async def test_a_changed_spec_is_applied_once(world: World, operator: Operator) 
     assert applied == ["apply ConfigMap", "apply RayCluster"]
     assert "maxRestarts: 7" in world.objects["ConfigMap", f"{NAME}-run"]["data"]["run.yaml"]
     assert world.status.observed_generation == 2
+
+
+async def test_what_the_apiserver_refuses_fails_the_run_with_its_words(world: World, operator: Operator) -> None:
+    world.create_error = Refused('unknown field "spec.workerGroupSpecs[0].template.spec.tolerations[0].kee"')
+    await operator.settle(2)
+    assert world.status.phase is Phase.FAILED
+    assert condition(world, ConditionType.FAILED).reason == "InvalidConfig"
+    assert "tolerations[0].kee" in (world.status.message or "")
+
+
+async def test_what_the_apiserver_denies_is_shown_and_tried_again(world: World, operator: Operator) -> None:
+    world.create_error = Denied("exceeded quota: no more RayClusters")
+    await operator.settle(3)
+    assert not world.status.phase.finished
+    assert condition(world, ConditionType.CLUSTER_PROVISIONED).message == "exceeded quota: no more RayClusters"
+    writes = world.status_writes
+    await operator.settle(3)
+    assert world.status_writes == writes, "the same trouble is not written again"
+    world.create_error = None
+    await operator.settle()
+    assert world.jobs
+    assert world.status.message is None
+
+
+async def test_a_submission_that_fails_shows_why_and_is_repeated_under_the_same_id(world: World, operator: Operator) -> None:
+    await operator.reconcile()
+    world.make_pods()
+    world.submit_down = True
+    await operator.settle(3)
+    assert condition(world, ConditionType.TRAINING).message == "Ray did not take the job"
+    assert world.status.job is not None
+    assert world.status.job.attempt == 1
+    world.submit_down = False
+    await operator.settle(2)
+    assert [job.attempt for job in world.jobs] == [1]
+
+
+async def test_an_unreadable_run_gives_its_cluster_back(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.run["spec"]["pipeline"]["brandNew"] = 1
+    await operator.settle(2)
+    assert world.run["status"]["phase"] == "Failed"
+    assert ("RayCluster", NAME) not in world.objects
+
+
+async def test_a_status_that_a_newer_operator_wrote_is_left_alone(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.run["status"]["brandNew"] = 1
+    before = world.status_writes
+    with pytest.raises(ValidationError):
+        await operator.reconcile()
+    assert world.status_writes == before
+    assert ("RayCluster", NAME) in world.objects
