@@ -23,7 +23,7 @@ MAX_BACKOFF_SECONDS = 600.0
 POLL_SECONDS = 2.0
 REPORT_PATIENCE_SECONDS = 60.0
 """How long an ended job's final report is asked for before Ray's word has to do."""
-EXIT_PATIENCE_SECONDS = 15.0
+EXIT_PATIENCE_SECONDS = 5.0
 """How long a driver may take to exit after its final report before its job is stopped."""
 
 

@@ -40,8 +40,12 @@ class AnyOrder(RuleBasedStateMachine):
     def reconcile(self, which: int, changed: bool) -> None:
         asyncio.run(self.operators[which].reconcile(changed))
 
-    @rule(points=st.integers(0, 12), what=st.sampled_from(["crash", "crash", "head", "pod", "cluster", "driver", "rival"]))
-    def reconcile_and_be_interrupted(self, points: int, what: str) -> None:
+    @rule(
+        due=st.booleans(),
+        when=st.integers(0, 12) | st.sampled_from(["submit", "submitted", "wrote status"]),
+        what=st.sampled_from(["crash", "crash", "head", "pod", "cluster", "driver", "rival"]),
+    )
+    def reconcile_and_be_interrupted(self, due: bool, when: int | str, what: str) -> None:
         """In the middle of a reconciliation the operator dies, or the world changes, or another operator does its work."""
         world = self.world
         happen = {
@@ -50,12 +54,20 @@ class AnyOrder(RuleBasedStateMachine):
             "pod": lambda: world.delete_pod(Role.DRIVER),
             "cluster": self.cluster_is_deleted,
             "driver": lambda: world.end_driver(None),
-            "rival": lambda: self.rival.start() or self.rival.join(),
+            "rival": self.rival_reconciles,
         }
-        self.rival = threading.Thread(target=lambda: asyncio.run(self.operators[1].reconcile()))
-        world.interruption = (points, happen[what])
+        if due:  # the next attempt, where one is waited for
+            world.make_pods()
+            world.now += timedelta(seconds=30)
+        world.interruption = (when, happen[what])
         asyncio.run(self.operators[0].reconcile())
         world.interruption = None
+
+    def rival_reconciles(self) -> None:
+        """In a thread of its own, because this one's event loop is busy with the other operator."""
+        rival = threading.Thread(target=lambda: asyncio.run(self.operators[1].reconcile()))
+        rival.start()
+        rival.join()
 
     @rule(ready=st.sampled_from([True, True, False]))
     def kuberay_works(self, ready: bool) -> None:

@@ -30,11 +30,15 @@ async def training(operator: Operator, step: int = 1, **fields: Any) -> None:
     await operator.settle()
     operator.world.drive(step, **fields)
     await operator.settle(2)
-    assert operator.world.status.phase is Phase.RUNNING
+    assert phase(operator.world) is Phase.RUNNING
 
 
 def condition(world: World, kind: ConditionType) -> Condition:
     return next(item for item in world.status.conditions if item.type == kind.value)
+
+
+def phase(world: World) -> Phase:
+    return world.status.phase
 
 
 def happened(world: World) -> list[str]:
@@ -45,7 +49,7 @@ async def test_children_are_made_before_the_cluster_that_mounts_them(world: Worl
     await operator.reconcile()
     created = [request for request in world.requests if request.startswith("create ")]
     assert created == ["create Secret", "create Secret", "create ConfigMap", "create RayCluster"]
-    assert world.status.phase is Phase.STARTING
+    assert phase(world) is Phase.STARTING
     assert world.status.progress == "0/2"
 
 
@@ -118,7 +122,7 @@ async def test_a_report_of_success_completes_the_run_and_deletes_the_cluster(wor
     await training(operator)
     world.end_driver(Outcome.SUCCEEDED)
     await operator.settle(5)
-    assert world.status.phase is Phase.SUCCEEDED
+    assert phase(world) is Phase.SUCCEEDED
     assert condition(world, ConditionType.COMPLETE).status == "True"
     assert condition(world, ConditionType.CLUSTER_PROVISIONED).reason == "ClusterDeleted"
     assert ("RayCluster", NAME) not in world.objects
@@ -131,7 +135,7 @@ async def test_a_driver_gets_time_to_exit_before_its_cluster_goes(world: World, 
     world.end_driver(Outcome.SUCCEEDED)
     job.status = "RUNNING"
     await operator.settle(10)
-    assert world.status.phase is Phase.SUCCEEDED
+    assert phase(world) is Phase.SUCCEEDED
     assert ("RayCluster", NAME) in world.objects
     job.status = "SUCCEEDED"
     await operator.settle(2)
@@ -155,7 +159,7 @@ async def test_the_end_is_seen_by_an_operator_that_was_down_around_it(world: Wor
     world.end_driver(Outcome.SUCCEEDED)
     world.now += timedelta(minutes=5)
     await Operator(world).settle(3)
-    assert world.status.phase is Phase.SUCCEEDED
+    assert phase(world) is Phase.SUCCEEDED
     assert world.status.message == "the driver's words"
 
 
@@ -163,7 +167,7 @@ async def test_a_failure_that_cannot_pass_is_not_retried(world: World, operator:
     await training(operator)
     world.end_driver(Outcome.FAILED, retryable=False)
     await operator.settle(5)
-    assert world.status.phase is Phase.FAILED
+    assert phase(world) is Phase.FAILED
     assert (condition(world, ConditionType.FAILED).reason, condition(world, ConditionType.FAILED).message) == ("Told", "the driver's words")
     assert len(world.jobs) == 1
 
@@ -172,7 +176,7 @@ async def test_the_exit_code_of_a_bad_configuration_is_not_retried(world: World,
     await operator.settle()
     world.end_driver(None, exit_code=64)
     await operator.settle(3)
-    assert world.status.phase is Phase.FAILED
+    assert phase(world) is Phase.FAILED
     assert condition(world, ConditionType.FAILED).reason == "InvalidConfig"
 
 
@@ -181,7 +185,7 @@ async def test_a_killed_driver_is_submitted_again_on_the_same_cluster_after_a_ba
     cluster = world.objects["RayCluster", NAME]["metadata"]["uid"]
     world.end_driver(None, exit_code=-9)
     await operator.reconcile()
-    assert world.status.phase is Phase.RESTARTING
+    assert phase(world) is Phase.RESTARTING
     assert world.status.restarts == 1
     assert world.status.log_tail == "the last line"
     await operator.settle(5)
@@ -192,7 +196,7 @@ async def test_a_killed_driver_is_submitted_again_on_the_same_cluster_after_a_ba
     assert world.objects["RayCluster", NAME]["metadata"]["uid"] == cluster
     world.drive(1)
     await operator.settle(1)
-    assert world.status.phase is Phase.RUNNING
+    assert phase(world) is Phase.RUNNING
 
 
 async def test_the_backoff_doubles_and_survives_a_restart_of_the_operator(world: World) -> None:
@@ -216,7 +220,7 @@ async def test_restarts_run_out(world: World, operator: Operator) -> None:
         world.end_driver(None)
         await operator.settle(2)
         world.now += timedelta(minutes=1)
-    assert world.status.phase is Phase.FAILED
+    assert phase(world) is Phase.FAILED
     assert condition(world, ConditionType.FAILED).reason == "RetriesExhausted"
     assert len(world.jobs) == 3
 
@@ -225,7 +229,7 @@ async def test_a_replaced_head_costs_a_restart_and_ends_in_a_new_attempt(world: 
     await training(operator)
     world.delete_pod(Role.DRIVER)
     await operator.reconcile()
-    assert world.status.phase is Phase.RESTARTING
+    assert phase(world) is Phase.RESTARTING
     assert "ClusterLost" in happened(world)
     world.now += timedelta(seconds=11)
     await operator.settle(3)
@@ -239,7 +243,7 @@ async def test_a_head_that_restarted_after_the_final_report_does_not_repeat_the_
     world.end_driver(Outcome.SUCCEEDED)
     world.restart_head_container()
     await operator.settle(2)
-    assert world.status.phase is Phase.SUCCEEDED
+    assert phase(world) is Phase.SUCCEEDED
 
 
 async def test_a_deleted_cluster_is_made_again(world: World, operator: Operator) -> None:
@@ -258,7 +262,7 @@ async def test_unreachable_progress_is_no_failure(world: World, operator: Operat
     for _ in range(100):
         await operator.settle(1)
         world.now += timedelta(seconds=9)
-    assert world.status.phase is Phase.RUNNING
+    assert phase(world) is Phase.RUNNING
     training_now = condition(world, ConditionType.TRAINING)
     assert (training_now.status, training_now.reason) == ("Unknown", "ProgressUnavailable")
     world.reporter_down = world.ray_down = False
@@ -271,10 +275,10 @@ async def test_an_ended_job_waits_for_its_report_but_not_for_ever(world: World, 
     world.reporter_down = True
     world.end_driver(Outcome.SUCCEEDED)
     await operator.settle(10)
-    assert world.status.phase is Phase.RUNNING
+    assert phase(world) is Phase.RUNNING
     world.now += timedelta(seconds=60)
     await operator.settle(1)
-    assert world.status.phase is Phase.SUCCEEDED
+    assert phase(world) is Phase.SUCCEEDED
 
 
 async def test_progress_of_an_earlier_attempt_is_ignored(world: World, operator: Operator) -> None:
@@ -286,7 +290,7 @@ async def test_progress_of_an_earlier_attempt_is_ignored(world: World, operator:
     assert len(world.jobs) == 2
     assert world.live_jobs(), "the first attempt's report must not end the second"
     assert world.status.step == 2
-    assert world.status.phase is Phase.RESTARTING
+    assert phase(world) is Phase.RESTARTING
 
 
 async def test_a_failed_driver_that_does_not_exit_is_stopped_before_the_next_attempt(world: World, operator: Operator) -> None:
@@ -320,13 +324,13 @@ async def test_the_same_name_again_waits_for_the_earlier_run_and_starts_fresh(wo
     world.delete_run()
     world.apply_run()
     await operator.reconcile()
-    assert world.status.phase is Phase.PENDING
+    assert phase(world) is Phase.PENDING
     assert condition(world, ConditionType.CLUSTER_PROVISIONED).reason == "WaitingForPreviousRun"
     for pod in world.pods():
         pod["metadata"]["ownerReferences"] = []  # they linger for their grace period
     world.collect_garbage()
     await operator.reconcile()
-    assert world.status.phase is Phase.PENDING, "the earlier run's pods would be counted as ours"
+    assert phase(world) is Phase.PENDING, "the earlier run's pods would be counted as ours"
     for pod in world.pods():
         del world.objects["Pod", pod["metadata"]["name"]]
     await operator.settle()
@@ -338,7 +342,7 @@ async def test_someone_elses_object_is_never_taken_over(world: World, operator: 
     theirs = {"kind": "ConfigMap", "metadata": {"name": f"{NAME}-run", "namespace": "team"}, "data": {"theirs": "1"}}
     await world.create(theirs)
     await operator.settle(3)
-    assert world.status.phase is Phase.PENDING
+    assert phase(world) is Phase.PENDING
     assert condition(world, ConditionType.CLUSTER_PROVISIONED).reason == "NameConflict"
     assert world.objects["ConfigMap", f"{NAME}-run"]["data"] == {"theirs": "1"}
     assert ("RayCluster", NAME) not in world.objects
@@ -416,7 +420,7 @@ async def test_a_changed_spec_is_applied_once(world: World, operator: Operator) 
 async def test_what_the_apiserver_refuses_fails_the_run_with_its_words(world: World, operator: Operator) -> None:
     world.create_error = Refused('unknown field "spec.workerGroupSpecs[0].template.spec.tolerations[0].kee"')
     await operator.settle(2)
-    assert world.status.phase is Phase.FAILED
+    assert phase(world) is Phase.FAILED
     assert condition(world, ConditionType.FAILED).reason == "InvalidConfig"
     assert "tolerations[0].kee" in (world.status.message or "")
 
