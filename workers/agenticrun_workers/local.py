@@ -74,7 +74,7 @@ def _embedded_ray(run: AgenticRun, code: Path) -> Iterator[None]:
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(code), *([path] if path else [])])
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    scratch = Path(tempfile.mkdtemp(prefix="arun-"))
+    scratch = Path(tempfile.mkdtemp(prefix=f"arun-{os.getpid()}-", dir="/tmp"))  # paths of sockets must be short
     try:
         ray.init(
             address="local",
