@@ -19,7 +19,24 @@ from testcluster import Cluster, CommandFailed, eventually
 from watching import Seen, Watch
 
 NAME = "lake"
-MAX_STEPS = 60
+MAX_STEPS = 45
+SLOW_LAKE = {
+    "apiVersion": "v1",
+    "kind": "ConfigMap",
+    "metadata": {"name": "slow-lake"},
+    "data": {
+        "slow_lake.py": """
+import asyncio
+from agenticrun_workers.envs import FrozenLake
+
+class SlowLake(FrozenLake):
+    async def reset(self, seed, split):
+        await asyncio.sleep(1.0)
+        return super().reset(seed, split)
+"""
+    },
+}
+"""An environment of the user's own. It makes a step last at least a second, so that the run does not end too early on a fast machine."""
 OPERATOR_DOWN_SECONDS = float(os.environ.get("AGENTICRUN_E2E_OPERATOR_DOWN_SECONDS", "5"))
 """How long the operator stays away after the driver has finished. A drill sets 300."""
 MAX_LAG_SECONDS = 5.0
@@ -29,11 +46,11 @@ ROLE_OF_ACTOR = {"TrainerActor": Role.TRAINER, "TrajectoryStore": Role.TRAINER, 
 
 @pytest.mark.timeout(420 + OPERATOR_DOWN_SECONDS, func_only=True)
 def test_a_run_trains_to_the_end_whatever_the_operator_goes_through(runs: Cluster, operator: Operator) -> None:
-    document = small_lake(NAME, max_steps=MAX_STEPS, save_steps=10, eval_steps=MAX_STEPS, gpus=1)
-    document["spec"]["checkpoint"] = {"uri": "/checkpoints", "volumeClaim": {"size": "1Gi"}}
+    document = small_lake(NAME, max_steps=MAX_STEPS, save_steps=10, eval_steps=MAX_STEPS, gpus=1, code={"configMap": "slow-lake"})
+    document["spec"]["pipeline"]["envs"][0]["type"] = "slow_lake:SlowLake"
     pods = Pods(runs, NAME)
     with Watch(runs, NAME) as watch:
-        runs.apply(document)
+        runs.apply(SLOW_LAKE, document)
         watch.wait(lambda seen: seen.step >= 2, 240, "the run trains")
 
         gpus_are_scheduled(pods)
