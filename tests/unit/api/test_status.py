@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from agenticrun_api import AgenticRunStatus, ConditionType, InvalidRun, Phase, P
 from agenticrun_api.load import parse
 from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS
 
-TIMES = st.datetimes().map(lambda time: time.strftime("%Y-%m-%dT%H:%M:%SZ"))
+TIMES = st.datetimes(datetime(1970, 1, 1), datetime(2200, 12, 31)).map(lambda time: time.strftime("%Y-%m-%dT%H:%M:%SZ"))
 TEXT = st.text(max_size=256)
 COUNTS = st.integers(0, 10_000)
 
@@ -84,6 +85,10 @@ PROGRESS: dict[str, Any] = {
         ({"metrics": {f"m{i}": 1.0 for i in range(MAX_METRICS + 1)}}, "metrics"),
         ({"step": -1}, "step"),
         ({"extra": 1}, "extra"),
+        ({"time": "2026-01-01T00:00:00"}, "time"),
+        ({"lastStepTime": "9999-01-01T00:00:00Z"}, "lastStepTime"),
+        ({"secondsPerStep": -1.0}, "secondsPerStep"),
+        ({"sequence": 2**53 + 1}, "sequence"),
         ({"final": {"outcome": "Great", "reason": "R", "message": "", "retryable": False, "time": "t"}}, "final.outcome"),
     ],
 )
