@@ -13,7 +13,6 @@ from pydantic_core import ErrorDetails
 from agenticrun_api.names import KIND
 from agenticrun_api.run import AgenticRun
 
-
 M = TypeVar("M", bound=BaseModel)
 
 
