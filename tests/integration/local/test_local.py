@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from agenticrun_api.names import ExitCode
 from tiny_runs import tiny_document
 

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from agenticrun_api import AgenticRun, FinalReport, Outcome, parse_run
 from agenticrun_workers.pipeline.checkpoints import CheckpointStore
 from tiny_runs import TinySession, tiny_document, tiny_run
@@ -82,9 +83,7 @@ async def test_a_killed_env_worker_is_replaced(tmp_path: Path, caplog: pytest.Lo
     assert sorted(session.training_steps()) == [1, 2, 3, 4]
 
 
-async def test_a_killed_engine_is_replaced_and_serves_the_current_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_killed_engine_is_replaced_and_serves_the_current_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     session = TinySession(tiny_run(maxSteps=4), tmp_path)
     report = await kill_after_step(session, 1, caplog, "engine")
     assert report.outcome is Outcome.SUCCEEDED, report.message

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+
 from agenticrun_workers.rollout.generation_client import Answer, GenerationClient, RequestRefused
 from agenticrun_workers.rollout.outbox import Outbox
 from agenticrun_workers.rollout.wire import pack, unpack

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
-from typer.testing import CliRunner
 
 GOOD = """
 apiVersion: agenticrun.dev/v1alpha1

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from agenticrun_api import Pipeline
 from agenticrun_workers.pipeline.advantages import compute_advantages
 from agenticrun_workers.pipeline.batch_plan import RankJob, balance, plan_batch
 from agenticrun_workers.rollout.groups import Group
-from hypothesis import given
-from hypothesis import strategies as st
 from rollout_fakes import result
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from agenticrun_workers.pipeline.checkpoints import CheckpointStore, DriverState, folder_of
 from agenticrun_workers.rollout.errors import InvalidConfig
 

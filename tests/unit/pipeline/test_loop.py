@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from agenticrun_api import Activity, Commands, Pipeline, Progress
 from agenticrun_workers.pipeline.batch_plan import RankJob
 from agenticrun_workers.pipeline.board import Attempt, ProgressBoard
@@ -81,9 +82,7 @@ class Run:
         self.ranks = 2
         gate = StalenessGate.resumed(2, 2, 0, resume.step if resume else 0)
         position = RolloutPosition(resume.next_group, resume.again) if resume else RolloutPosition()
-        self.rollout = RolloutController(
-            self.players, gate, tags=("A",), group_size=2, discard=self.discard, position=position
-        )
+        self.rollout = RolloutController(self.players, gate, tags=("A",), group_size=2, discard=self.discard, position=position)
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.store = CheckpointStore(folder, "uid", keep=5)
         parts = LoopParts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from agenticrun_workers.pipeline.metrics import rollout_metrics, success_of, telling, validation_metrics
 from agenticrun_workers.rollout.controller import Batch, RolloutCounts
 from agenticrun_workers.rollout.groups import Group

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from ray.exceptions import ActorDiedError, RayTaskError
+
 from agenticrun_api import InvalidRun, Outcome
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.pipeline.requests import StopRequested
 from agenticrun_workers.pipeline.session import exit_code, report_of
 from agenticrun_workers.rollout.errors import InvalidConfig
-from ray.exceptions import ActorDiedError, RayTaskError
 
 
 def wrapped(cause: Exception) -> Exception:

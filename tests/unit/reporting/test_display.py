@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+from rich.console import Console
+
 from agenticrun_api import Activity, Progress, parse_run
 from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay, curve
-from rich.console import Console
 
 RUN = parse_run(
     {

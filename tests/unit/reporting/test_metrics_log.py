@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from agenticrun_workers.reporting.metrics_log import JsonlTracker, TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from agenticrun_workers.reporting.metrics_log import JsonlTracker, TensorBoardTracker
 
 
 def steps(path: Path) -> list[int]:

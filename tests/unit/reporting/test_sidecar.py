@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
 from agenticrun_api import Activity, FinalReport, Outcome, Progress
 from agenticrun_api.names import TOKEN_HEADER
 from agenticrun_workers.reporting.sidecar import Reporter
 from agenticrun_workers.reporting.state import StateFile
-from aiohttp.test_utils import TestClient, TestServer
 
 TOKEN = {TOKEN_HEADER: "Bearer secret"}
 
@@ -34,9 +35,7 @@ def progress(sequence: int = 1, *, attempt: int = 1, step: int = 3, final: Final
     )
 
 
-REPORT = FinalReport(
-    outcome=Outcome.SUCCEEDED, reason="RunSucceeded", message="done", retryable=False, time="2026-01-01T00:00:00Z"
-)
+REPORT = FinalReport(outcome=Outcome.SUCCEEDED, reason="RunSucceeded", message="done", retryable=False, time="2026-01-01T00:00:00Z")
 
 
 class Sidecar:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition, TooManyDropped
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask

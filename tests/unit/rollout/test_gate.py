@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from agenticrun_workers.rollout.gate import StalenessGate
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from agenticrun_workers.rollout.gate import StalenessGate
 
 
 class GateMachine(RuleBasedStateMachine):

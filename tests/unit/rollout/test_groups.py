@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from agenticrun_workers.rollout.groups import tag_cycle
 from agenticrun_workers.rollout.seeds import derive, env_seed, episode, sampling_seed
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream
-from hypothesis import given
-from hypothesis import strategies as st
 from rollout_fakes import result
 
 

@@ -89,7 +89,7 @@ class RunCluster:
 
     def _actor(self, cls: type, role: Role, *arguments: Any, **options: Any) -> Any:
         gpus = 1 if self._run.spec.roles.of(role).gpus else 0
-        actor = ray.remote(cls).options(**options_for(role, gpus), **options).remote(*arguments)
+        actor: Any = ray.remote(cls).options(**options_for(role, gpus), **options).remote(*arguments)
         self._actors.append(actor)
         return actor
 
