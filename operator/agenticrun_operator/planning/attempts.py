@@ -139,6 +139,7 @@ def _follow_live(draft: Draft, observed: Observed, seen: Job, progress: Progress
 def _report_training(draft: Draft, observed: Observed, progress: Progress | None) -> None:
     if progress:
         draft.condition(ConditionType.TRAINING, "True", Reason.DRIVER_RUNNING, f"attempt {progress.attempt}")
+        draft.set(message=progress.message or None)
     elif draft.status.phase is not Phase.RUNNING:
         draft.condition(ConditionType.TRAINING, "False", Reason.SUBMITTING, "waiting for the driver to start")
     elif isinstance(observed.progress, Unreachable):

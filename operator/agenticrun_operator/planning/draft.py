@@ -12,7 +12,9 @@ from agenticrun_operator.resources import Manifest
 
 SOFT_WRITE_SECONDS = 10.0
 """Changes that are neither a step nor a phase nor a condition are written at most this often."""
-_SOFT = frozenset({"reward", "tokens_per_second", "staleness", "eta", "estimated_completion_time", "last_step_time", "activity", "metrics"})
+_SOFT = frozenset(
+    {"reward", "tokens_per_second", "staleness", "eta", "estimated_completion_time", "last_step_time", "activity", "message", "metrics"}
+)
 
 MAX_CONDITION_MESSAGE = 1024
 MAX_TEXT = 4096

@@ -84,6 +84,11 @@ async def test_a_step_shows_in_the_status(world: World, operator: Operator) -> N
     assert condition(world, ConditionType.TRAINING).status == "True"
 
 
+async def test_what_the_driver_says_shows_as_the_message(world: World, operator: Operator) -> None:
+    await training(operator, 0, activity=Activity.WARMUP, message="10 of 150 batches")
+    assert (world.status.activity, world.status.message) == ("warm-up", "10 of 150 batches")
+
+
 async def test_nothing_new_is_not_written(world: World, operator: Operator) -> None:
     await training(operator)
     before = world.status_writes
