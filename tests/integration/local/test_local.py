@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -50,7 +51,7 @@ class Command:
 def test_a_run_is_interrupted_and_gone_on_with(tmp_path: Path) -> None:
     first = Command(tmp_path, maxSteps=100_000, saveSteps=0)
     first.wait_for_step(2)
-    first.process.send_signal(signal.SIGINT)
+    os.killpg(first.process.pid, signal.SIGINT)  # Ctrl-C reaches the whole group
     assert first.wait() == ExitCode.STOPPED, first.log.read_text()
     assert "Stopped: stopped as asked after" in first.log.read_text()
     assert first.left_behind() == []

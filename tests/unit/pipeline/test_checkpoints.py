@@ -82,6 +82,12 @@ async def test_the_newest_ones_are_kept(tmp_path: Path) -> None:
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-100", "step-20"]
 
 
+async def test_half_written_ones_are_cleared_away_by_the_next_save(tmp_path: Path) -> None:
+    (tmp_path / "step-15" / "trainer").mkdir(parents=True)
+    await CheckpointStore(tmp_path, "uid-1", keep=2).save(state(20), save_ranks)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step-20"]
+
+
 async def test_other_runs_checkpoints_are_not_deleted(tmp_path: Path) -> None:
     await CheckpointStore(tmp_path, "uid-1", keep=1).save(state(10), save_ranks)
     await CheckpointStore(tmp_path, "uid-2", keep=1).save(state(20), save_ranks)

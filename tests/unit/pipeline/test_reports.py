@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from agenticrun_api import InvalidRun, Outcome
@@ -13,8 +15,9 @@ from agenticrun_workers.rollout.errors import InvalidConfig
 
 def wrapped(cause: Exception) -> Exception:
     """As Ray raises what an actor's method raised."""
-    error: Exception = RayTaskError("setup", "Traceback ...", cause).as_instanceof_cause()
-    return error
+    error: Any = RayTaskError
+    wrapper: Exception = error("setup", "Traceback ...", cause).as_instanceof_cause()
+    return wrapper
 
 
 def test_a_config_error_is_not_tried_again_and_names_the_field() -> None:

@@ -118,10 +118,14 @@ class CheckpointStore:
         return [checkpoint for checkpoint, uid in filter(None, found) if uid == self._run_uid]
 
     def _delete_old(self) -> None:
+        """Keep the newest complete ones of this run. What a dying attempt left half-written goes too: no other attempt writes."""
         complete = sorted(self._complete(), key=lambda checkpoint: checkpoint.step)
         for checkpoint in complete[: -self._keep]:
             (checkpoint.folder / MANIFEST).unlink()
             shutil.rmtree(checkpoint.folder)
+        for folder in self._base.glob("step-*"):
+            if not (folder / MANIFEST).exists():
+                shutil.rmtree(folder)
 
 
 def read(folder: Path) -> tuple[Checkpoint, str] | None:
