@@ -473,3 +473,27 @@ async def test_a_status_that_a_newer_operator_wrote_is_left_alone(world: World, 
         await operator.reconcile()
     assert world.status_writes == before
     assert ("RayCluster", NAME) in world.objects
+
+
+async def test_a_job_that_ray_has_forgotten_is_a_failed_attempt_and_never_submitted_again(world: World, operator: Operator) -> None:
+    await training(operator)
+    (first,) = world.jobs
+    world.jobs.clear()
+    await operator.settle(1)
+    assert "DriverLost" in happened(world)
+    world.now += timedelta(seconds=11)
+    await operator.settle(3)
+    assert [job.attempt for job in world.jobs] == [2]
+    assert world.jobs[0].submission_id != first.submission_id
+
+
+async def test_a_head_that_restarted_is_asked_how_the_attempt_ended_before_it_counts_as_lost(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    world.restart_head_container()
+    world.reporter_down = True
+    await operator.settle(5)
+    assert phase(world) is Phase.RUNNING
+    world.reporter_down = False
+    await operator.settle(1)
+    assert phase(world) is Phase.SUCCEEDED
