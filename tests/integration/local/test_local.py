@@ -83,3 +83,13 @@ def test_help_needs_no_ray(argument: str) -> None:
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.rsplit("|", 1)[-1].strip() for line in found.stderr.splitlines()}
     assert not imported & {"ray", "torch", "transformers"}
+
+
+def test_an_interruption_while_it_starts_ends_it_at_once(tmp_path: Path) -> None:
+    command = Command(tmp_path, maxSteps=100_000)
+    while "[starting] starting actors" not in command.log.read_text():
+        time.sleep(0.1)
+    os.killpg(command.process.pid, signal.SIGINT)
+    assert command.wait() == ExitCode.STOPPED
+    assert "Stopped: stopped as asked after 0 steps" in command.log.read_text()
+    assert command.left_behind() == []

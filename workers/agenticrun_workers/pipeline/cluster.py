@@ -27,7 +27,7 @@ MANY_CALLS = 10_000
 
 
 class RunCluster:
-    """Use it as an async context manager on an initialised Ray."""
+    """`start` it on an initialised Ray, and `stop` it whatever happens."""
 
     def __init__(self, run: AgenticRun) -> None:
         self._run = run
@@ -44,22 +44,16 @@ class RunCluster:
         self.engines = EnginePool(self._spawn_engine, self._count(Role.INFERENCE), self._engines_changed)
         self.envs = EnvPool(self._spawn_env_worker, self._count(Role.ENV))
 
-    async def __aenter__(self) -> RunCluster:
+    async def start(self) -> None:
         """Bring everything up. Raises `InvalidConfig` for what the run's YAML gets wrong."""
         starts = [asyncio.create_task(start) for start in (self.envs.start(), self.engines.start(), self._start_trainers())]
         try:
             await asyncio.gather(*starts)
-        except BaseException:
+        finally:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
-            await self.stop()
-            raise
         await self._engines_changed(self.engines.engines)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
 
     @property
     def failures(self) -> list[asyncio.Future[None]]:

@@ -212,20 +212,7 @@ class Loop:
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`, a stop request, or a part of the run that cannot be kept alive."""
-        task = asyncio.create_task(work)
-        stop = asyncio.create_task(self._parts.requests.stop.wait())
-        try:
-            waiting: list[asyncio.Future[Any]] = [task, stop, *self._parts.failures]
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for failure in self._parts.failures:
-                if failure.done():
-                    failure.result()
-            self._parts.requests.check_stop()
-            return await task
-        finally:
-            for pending in (task, stop):
-                pending.cancel()
-            await asyncio.gather(task, stop, return_exceptions=True)
+        return await self._parts.requests.unless_stopped(work, self._parts.failures)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

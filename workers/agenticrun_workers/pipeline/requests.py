@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from agenticrun_api import Commands
+
+T = TypeVar("T")
 
 
 class StopRequested(Exception):
@@ -36,3 +40,20 @@ class Requests:
         """Raise `StopRequested` if so."""
         if self.stop.is_set():
             raise StopRequested
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T], failures: Sequence[asyncio.Future[None]] = ()) -> T:
+        """The result of `work`. It is cancelled when a stop is asked for (`StopRequested`) or one of `failures` fails."""
+        task = asyncio.create_task(work)
+        stop = asyncio.create_task(self.stop.wait())
+        try:
+            waiting: list[asyncio.Future[Any]] = [task, stop, *failures]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for failure in failures:
+                if failure.done():
+                    failure.result()
+            self.check_stop()
+            return await task
+        finally:
+            for pending in (task, stop):
+                pending.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)

@@ -52,15 +52,14 @@ class Session:
     requests: Requests
 
     async def execute(self) -> FinalReport:
-        """Train to the end, report how it went to the sink, and return the report. Raises nothing but cancellation."""
+        """Train to the end, report how it went to the sink, and return the report. Raises nothing; cancelling it ends it at once."""
         board = ProgressBoard(self.sink, self.attempt, self.run.spec.pipeline.max_steps)
         board.activity(Activity.STARTING, "starting actors")
         try:
             message = await self._train(board)
             report = _report(Outcome.SUCCEEDED, Reason.RUN_SUCCEEDED, message, retryable=False)
         except asyncio.CancelledError:
-            await board.finish(_report(Outcome.STOPPED, "Stopped", f"interrupted in step {board.step}", retryable=True))
-            raise
+            report = _report(Outcome.STOPPED, "Stopped", f"interrupted after {board.step} steps, without saving", retryable=True)
         except Exception as error:  # every failure becomes a report
             report = report_of(error, board.step)
             log.log(logging.INFO if report.outcome is Outcome.STOPPED else logging.ERROR, "%s", report.message, exc_info=error)
@@ -72,7 +71,9 @@ class Session:
         keep = spec.checkpoint.keep if spec.checkpoint else 1
         store = CheckpointStore(self.checkpoints, self.run.metadata.uid or "local", keep) if self.checkpoints else None
         checkpoint = store.resolve(self.resume) if store else None
-        async with RunCluster(self.run) as cluster:
+        cluster = RunCluster(self.run)
+        try:
+            await self.requests.unless_stopped(cluster.start())
             state = await _load(cluster, checkpoint, board) if checkpoint else None
             rollout = _controller(self.run, cluster, state)
             trackers = self._trackers(state.step if state else 0)
@@ -97,6 +98,8 @@ class Session:
                 await rollout.stop()
                 for tracker in trackers:
                     tracker.close()
+        finally:
+            await cluster.stop()
         return summary(spec.pipeline.max_steps, loop)
 
     def _trackers(self, resume_step: int) -> list[Tracker]:
