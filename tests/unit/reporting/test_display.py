@@ -29,13 +29,13 @@ RUN = parse_run(
 )
 
 
-def progress(step: int, success: float) -> Progress:
+def progress(step: int, success: float, activity: Activity = Activity.ROLLOUT) -> Progress:
     return Progress(
         run_uid="uid",
         submission_id="lake-1",
         attempt=1,
         sequence=step,
-        activity=Activity.ROLLOUT,
+        activity=activity,
         step=step,
         max_steps=10,
         policy_version=step,
@@ -52,21 +52,24 @@ def test_without_a_terminal_there_is_one_line_per_step(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     with PlainDisplay(console) as display:
         for step in (0, 1, 1, 2):
-            display.update(progress(step, success=0.0 if step < 2 else 0.5))
+            if step != 1:
+                display.update(progress(step, 0.5, Activity.VALIDATION))
+            display.update(progress(step, 0.5))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().splitlines() == [
-        "[validation] step 0: val/A/success 0.000, val/A/random_success 0.020",
+        "[validation] step 0: val/A/success 0.500, val/A/random_success 0.020",
         "step 1/10  reward 0.250  entropy 0.900  tokens/s 9,100  s/step 1.20",
-        "[validation] step 2: val/A/success 0.500, val/A/random_success 0.020",
         "step 2/10  reward 0.250  entropy 0.900  tokens/s 9,100  s/step 1.20",
+        "[validation] step 2: val/A/success 0.500, val/A/random_success 0.020",
     ]
 
 
 def test_the_live_picture_shows_steps_success_curve_and_sample() -> None:
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
     with LiveDisplay(console, RUN) as display:
-        display.update(progress(0, 0.0))
-        display.update(progress(5, 0.5))
+        for step, success in ((0, 0.0), (5, 0.5)):
+            display.update(progress(step, success, Activity.VALIDATION))
+            display.update(progress(step, success))
         display.sample("<|user|>P_\n_G<|assistant|>Down")
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()

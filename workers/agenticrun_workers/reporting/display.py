@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agenticrun_api import AgenticRun, Progress
+from agenticrun_api import Activity, AgenticRun, Progress
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
@@ -26,7 +26,6 @@ class PlainDisplay:
         self._console = console
         self._step = 0
         self._activity = ""
-        self._success: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -36,13 +35,12 @@ class PlainDisplay:
 
     def update(self, progress: Progress) -> None:
         """See `ProgressSink`."""
-        if progress.activity != self._activity and progress.activity not in ("rollout", "training"):
+        if progress.activity != self._activity and progress.activity not in (Activity.ROLLOUT, Activity.TRAINING, Activity.VALIDATION):
             self._print(f"[{progress.activity}] {progress.message}".rstrip())
+        if validated(self._activity, progress):
+            rates = ", ".join(f"{name} {value:.3f}" for name, value in success_rates(progress).items())
+            self._print(f"[validation] step {progress.step}: {rates}")
         self._activity = progress.activity
-        success = success_rates(progress)
-        if success != self._success:
-            self._success = success
-            self._print(f"[validation] step {progress.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in success.items()))
         if progress.step != self._step and progress.last_step_time is not None:
             self._step = progress.step
             self._print(step_line(progress))
@@ -64,7 +62,7 @@ class LiveDisplay:
     def __init__(self, console: Console, run: AgenticRun) -> None:
         self._name = run.metadata.name
         self._progress: Progress | None = None
-        self._curve: list[tuple[int, float]] = []
+        self._curve: list[float] = []
         self._sample = ""
         self._live = Live(self._render(), console=console, refresh_per_second=4, get_renderable=self._render)
 
@@ -77,10 +75,10 @@ class LiveDisplay:
 
     def update(self, progress: Progress) -> None:
         """See `ProgressSink`."""
-        self._progress = progress
         success = [value for name, value in success_rates(progress).items() if name.endswith("/success")]
-        if success and (not self._curve or self._curve[-1] != (self._curve[-1][0], sum(success) / len(success))):
-            self._curve.append((progress.step, sum(success) / len(success)))
+        if success and self._progress is not None and validated(self._progress.activity, progress):
+            self._curve.append(sum(success) / len(success))
+        self._progress = progress
 
     def sample(self, transcript: str) -> None:
         """See `ProgressSink`."""
@@ -104,12 +102,17 @@ class LiveDisplay:
         for name, value in success_rates(progress).items():
             numbers.add_row(name.removeprefix("val/"), f"{value:.3f}")
         if self._curve:
-            numbers.add_row("validation", curve([value for _, value in self._curve]))
+            numbers.add_row("validation", curve(self._curve))
         parts: list[RenderableType] = [Panel(numbers, title=self._name, title_align="left")]
         if self._sample:
             shown = "\n".join(self._sample.splitlines()[-SAMPLE_LINES:])
             parts.append(Panel(Text(shown), title="newest sample", title_align="left", style="dim"))
         return Group(*parts)
+
+
+def validated(before: str, progress: Progress) -> bool:
+    """Whether a validation ended between the snapshot with activity `before` and this one."""
+    return before == Activity.VALIDATION and progress.activity != Activity.VALIDATION
 
 
 def success_rates(progress: Progress) -> dict[str, float]:
