@@ -71,3 +71,14 @@ async def test_the_final_report_waits_for_a_reporter_that_restarts(tmp_path: Pat
     last = file.read().progress
     assert last is not None
     assert last.final == REPORT
+
+
+async def test_finishing_right_after_a_change_ends(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "state.json")
+    async with TestServer(Reporter("secret", file).app()) as server:
+        client = ReporterClient(str(server.make_url("")), "secret", lambda _: None)
+        await client.start()
+        await asyncio.sleep(0.1)
+        client.update(progress(4, REPORT))
+        async with asyncio.timeout(3):
+            await client.finish(progress(4, REPORT))

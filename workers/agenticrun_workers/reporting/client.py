@@ -62,7 +62,8 @@ class ReporterClient:
     async def _post_forever(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), INTERVAL_SECONDS)
+                async with asyncio.timeout(INTERVAL_SECONDS):  # not wait_for: it swallows a cancellation that meets a change
+                    await self._changed.wait()
             self._changed.clear()
             if self._newest is not None:
                 await self._post(self._newest)
