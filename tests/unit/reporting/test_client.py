@@ -80,5 +80,6 @@ async def test_finishing_right_after_a_change_ends(tmp_path: Path) -> None:
         await client.start()
         await asyncio.sleep(0.1)
         client.update(progress(4, REPORT))
-        async with asyncio.timeout(3):
-            await client.finish(progress(4, REPORT))
+        finishing = asyncio.create_task(client.finish(progress(4, REPORT)))
+        done, _ = await asyncio.wait([finishing], timeout=3)
+        assert done

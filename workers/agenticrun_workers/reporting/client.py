@@ -51,8 +51,7 @@ class ReporterClient:
         """See `ProgressSink`."""
         if self._poster is not None:
             self._poster.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._poster
+            await asyncio.wait([self._poster])
         for _ in range(FINAL_TRIES):
             if await self._post(progress):
                 break
