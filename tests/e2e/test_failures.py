@@ -108,6 +108,7 @@ def test_what_cannot_work_says_why(runs: Cluster, images: Images) -> None:
     assert "No module named 'no_such_module'" in failed.condition("Failed")["message"]
     assert "No module named 'no_such_module'" in failed.status["message"]
     assert (failed.status["restarts"], failed.status["job"]["attempt"]) == (0, 1)
+    assert failed.status["job"]["status"] == "FAILED", "the driver ended by itself"
     eventually(lambda: not runs.list("rayclusters,pods"), 60, "the cluster of the failed run is deleted")
     time.sleep(3)
     assert [run["status"]["phase"] for run in runs.list("agenticruns")] == ["Failed"], "it is not tried again"
