@@ -219,3 +219,4 @@ def _shard(policy: Policy, device: str, world_size: int) -> None:
         fully_shard(module, mesh=mesh)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no PREMUL_SUM
