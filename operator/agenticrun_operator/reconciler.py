@@ -12,7 +12,7 @@ from agenticrun_api.names import KIND
 from agenticrun_operator.applying import Applier
 from agenticrun_operator.cluster import Conflict, Denied, Head, Kube, NotFound, Refused
 from agenticrun_operator.observing import Observer, Surroundings
-from agenticrun_operator.planning import Plan, plan, plan_denied, plan_refused, plan_unreadable
+from agenticrun_operator.planning import Observed, Plan, Submit, plan, plan_denied, plan_refused, plan_unreadable
 from agenticrun_operator.resources import Manifest
 from agenticrun_operator.workqueue import Item, Key
 
@@ -100,6 +100,9 @@ class Reconciler:
                 return None
             memory, run = fresh, parse_run(fresh.document)
             plan_ = await self._plan(run, memory)
+        if isinstance(plan_.job, Submit) and not await self._may_submit(run, plan_.job):
+            self._memory.pop(key, None)
+            return RETRY_SECONDS
         try:
             await self._applier.make_children(run, plan_)
             await self._applier.apply_children(plan_, memory.around.children)
@@ -114,6 +117,19 @@ class Reconciler:
         trouble = await self._applier.act(plan_, document, head)
         self._memory[key] = replace(memory, job_trouble=trouble)
         return plan_.requeue_after
+
+    async def _may_submit(self, run: AgenticRun, submit: Submit) -> bool:
+        """Whether an attempt has not been submitted before.
+
+        Ray that does not know a stored attempt may be Ray that has just restarted. Only the head's incarnation, read after
+        Ray's answer, tells.
+        """
+        job = run.status.job
+        if job is None or job.submission_id != submit.submission_id:
+            return True
+        around = await self._observer.surroundings(run)
+        head = Observed(pods=around.pods).head(run.metadata.uid)
+        return head is not None and head.incarnation == job.incarnation
 
     async def _plan(self, run: AgenticRun, memory: Memory) -> Plan:
         observed = await self._observer.look(run, memory.around, memory.job_trouble, memory.wrote_at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,9 +69,15 @@ def test_stored_defaults_are_the_models_defaults(api: Cluster) -> None:
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_example_is_accepted_as_it_is(api: Cluster, example: Any) -> None:
+def test_every_example_is_accepted_as_it_is(api: Cluster, example: Path) -> None:
     for document in yaml.safe_load_all(example.read_text()):
         dry_run(api, document)
+
+
+def test_the_example_with_an_environment_of_its_own_is_applied_in_one_command(api: Cluster) -> None:
+    out = api.kubectl("apply", "-k", str(ROOT / "examples/opposites"), "--dry-run=server", "-o", "json")
+    code, run = json.loads(out)["items"]
+    assert (code["kind"], code["metadata"]["name"], list(code["data"])) == ("ConfigMap", run["spec"]["code"]["configMap"], ["opposites.py"])
 
 
 @pytest.fixture
