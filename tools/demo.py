@@ -82,8 +82,7 @@ def main() -> int:
     steps.say(f"apply {arguments.file.name}")
     name = apply(kubectl, arguments.file)
     outcome = watch(kubectl, name, steps)
-    console.print()
-    console.print(kubectl("get", "agenticruns", name), end="")
+    print(f"\n{_result(kubectl.run_object(name))}\n{kubectl('get', 'agenticruns', name)}", flush=True)
     _next_lines(name)
     return 0 if outcome == "Succeeded" else 1
 
@@ -142,9 +141,10 @@ def watch(kubectl: Kubectl, name: str, steps: Steps) -> str:
 
 
 def _line(status: dict[str, Any], success: float | None) -> str:
-    """The run in one line, for logs: changes with phase, activity and every tenth step."""
+    """The run in one line, for logs: changes with the phase, what it does before the first step, every tenth step, each validation."""
     step = status.get("step", 0) or 0
-    parts = [status.get("phase", "Pending"), status.get("activity", "") if status.get("phase") == "Running" else _waiting(status)]
+    doing = "" if step else status.get("activity", "") if status.get("phase") == "Running" else _waiting(status)
+    parts = [status.get("phase", "Pending"), doing]
     parts += [f"step {step - step % 10}/{status.get('maxSteps', '?')}"] if step else []
     parts += [f"success {success:.2f}"] if success is not None else []
     return "  ".join(part for part in parts if part)
@@ -179,6 +179,18 @@ def _view(name: str, status: dict[str, Any], metrics: dict[str, float], curve: d
     if status.get("phase") not in ("Running", "Succeeded"):
         lines.append(Text(status.get("message") or _waiting(status), style="dim"))
     return Group(*lines)
+
+
+def _result(run: dict[str, Any]) -> str:
+    """What the policy can do now, beside what it could before and what chance can."""
+    metrics = {metric["name"]: float(metric["value"]) for metric in run["status"].get("metrics", [])}
+    tags = sorted(match[1] for match in (re.fullmatch(r"val/([^/]+)/success", name) for name in metrics) if match)
+    lines = []
+    for tag in tags:
+        beside = [("after warm-up", "warmup_success"), ("random valid actions", "random_success")]
+        others = [f"{words} {metrics[f'val/{tag}/{name}']:.2f}" for words, name in beside if f"val/{tag}/{name}" in metrics]
+        lines.append(f"{tag}: success on unseen levels {metrics[f'val/{tag}/success']:.2f} ({', '.join(others)})")
+    return "\n".join(lines) or run["status"].get("message", "")
 
 
 def _next_lines(name: str) -> None:

@@ -6,11 +6,11 @@ Array names carry their shape: `_T` is the number of tokens of one piece (ragged
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class StopReason(StrEnum):
@@ -149,10 +150,7 @@ class Trajectory:
     @cached_property
     def response_mask_T(self) -> BoolArray:
         """True exactly on tokens that the policy sampled, bool [T]."""
-        parts: list[Any] = []
-        for turn in self.turns:
-            parts += [np.zeros(len(turn.prompt_T), np.bool_), np.ones(len(turn.response_T), np.bool_)]
-        return np.concatenate(parts) if parts else np.zeros(0, np.bool_)
+        return self._spread(lambda turn: np.ones(len(turn.response_T), np.bool_), np.bool_)
 
     @cached_property
     def logprobs_T(self) -> FloatArray:
@@ -183,8 +181,9 @@ class Trajectory:
         versions = [int(turn.versions_T.min()) for turn in self.turns if len(turn.versions_T)]
         return min(versions, default=-1)
 
-    def _spread(self, values: Any, dtype: Any, fill: float = 0) -> Any:
-        parts: list[Any] = []
+    def _spread(self, values: Callable[[Turn], NDArray[Scalar]], dtype: type[Scalar], fill: float = 0) -> NDArray[Scalar]:
+        """The values of the responses, in place among prompts of `fill`."""
+        parts: list[NDArray[Scalar]] = [np.zeros(0, dtype)]
         for turn in self.turns:
-            parts += [np.full(len(turn.prompt_T), fill, dtype), np.asarray(values(turn), dtype)]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype)
+            parts += [np.full(len(turn.prompt_T), fill, dtype), values(turn).astype(dtype)]
+        return np.concatenate(parts)
