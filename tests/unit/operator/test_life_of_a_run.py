@@ -497,3 +497,15 @@ async def test_a_head_that_restarted_is_asked_how_the_attempt_ended_before_it_co
     world.reporter_down = False
     await operator.settle(1)
     assert phase(world) is Phase.SUCCEEDED
+
+
+async def test_a_head_that_restarts_between_two_looks_does_not_get_the_attempt_twice(world: World, operator: Operator) -> None:
+    await operator.reconcile()
+    world.make_pods()
+    await operator.reconcile()
+    assert [job.attempt for job in world.jobs] == [1]
+    world.interruption = ("get job", world.restart_head_container)
+    await operator.reconcile()
+    assert [job.attempt for job in world.jobs] == [1], "Ray knew nothing because it is new, not because the attempt is"
+    await operator.settle()
+    assert world.status.restarts == 1
