@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,8 @@ from agenticrun_workers.rollout.generation_client import Answer, GenerationClien
 from agenticrun_workers.rollout.outbox import Outbox
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("ray_node")
 
 
 class EchoEngine:
@@ -50,13 +51,6 @@ class EchoEngine:
         token = np.array([request.prompt_tokens[-1] + 1], np.int32)
         generation = Generation(token, np.zeros(1, np.float32), np.zeros(1, np.int32), FinishReason.STOP)
         self._outbox.put(Answer(request.request_id, generation))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=1, object_store_memory=100 * 1024 * 1024, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 def engine(seconds: float = 0.05) -> Any:
