@@ -70,6 +70,11 @@ test-e2e: setup ## The whole way on a real cluster
 test: ## Everything that must pass: lint, unit, integration, e2e (tier one of docs/testing.md)
 	@$(PYTHON) tools/ci.py
 
+.PHONY: drills
+drills: setup ## Slow drills, by hand: any order of events at length; the operator away for five minutes (needs the cluster)
+	@HYPOTHESIS_PROFILE=explore $(BIN)/pytest -q --timeout 1800 tests/unit/operator/test_any_order_of_events.py
+	@AGENTICRUN_E2E_OPERATOR_DOWN_SECONDS=300 $(BIN)/pytest -q tests/e2e/test_run.py
+
 .PHONY: bench
 bench: setup ## Benchmarks, by hand; results go to benchmarks/results
 	@for file in benchmarks/*.py; do $(BIN)/python $$file --json benchmarks/results/$$(date +%F)-$$(basename $$file .py).json; done
