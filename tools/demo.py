@@ -123,11 +123,13 @@ def watch(kubectl: Kubectl, name: str, steps: Steps) -> str:
     shown = ""
     with Live(console=console, refresh_per_second=4, transient=False, auto_refresh=False) as live:
         while True:
-            status = kubectl.run_object(name).get("status", {})
+            run = kubectl.run_object(name)
+            status = run.get("status", {})
             metrics = {metric["name"]: float(metric["value"]) for metric in status.get("metrics", [])}
             success = next((value for key, value in metrics.items() if re.fullmatch(r"val/[^/]+/success", key)), None)
             if success is not None:
-                curve[int(metrics.get("val/step", status.get("step", 0)))] = success
+                every = run["spec"]["pipeline"]["evalSteps"]
+                curve[status["step"] // every] = success
             if console.is_terminal:
                 live.update(_view(name, status, metrics, curve), refresh=True)
             else:
