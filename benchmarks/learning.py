@@ -183,7 +183,6 @@ def _result(trajectory: Trajectory) -> EpisodeResult:
         response_tokens=trajectory.num_response_tokens,
         turns=len(trajectory.turns),
         oldest_version=trajectory.oldest_version,
-        newest_version=trajectory.oldest_version,
         metrics=trajectory.metrics,
     )
 

@@ -24,11 +24,9 @@ class Metadata(Model):
     namespace: str = "default"
     uid: str = ""
     generation: int = 1
-    creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
     resource_version: str | None = None
     labels: dict[str, str] = {}
-    annotations: dict[str, str] = {}
 
 
 class AgenticRun(Model):

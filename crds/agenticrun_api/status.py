@@ -72,9 +72,7 @@ class Reason(StrEnum):
     DRIVER_FAILED = "DriverFailed"
     DRIVER_LOST = "DriverLost"
     CLUSTER_LOST = "ClusterLost"
-    BACKING_OFF = "BackingOff"
     RETRIES_EXHAUSTED = "RetriesExhausted"
-    NOT_RETRYABLE = "NotRetryable"
     RUN_SUCCEEDED = "RunSucceeded"
     NOT_FINISHED = "NotFinished"
 

@@ -32,7 +32,6 @@ def result(
         response_tokens=tokens // 4,
         turns=2,
         oldest_version=version,
-        newest_version=version,
         metrics={"success": score, "num_actions": 2.0, "action_is_valid": 2.0},
         store=0,
     )

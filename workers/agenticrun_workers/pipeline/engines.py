@@ -104,8 +104,6 @@ class EnginePool:
         self._weights: tuple[Any, int] | None = None
         self._watchers: set[asyncio.Task[None]] = set()
         self.engines: dict[str, Any] = {}
-        self.replaced = 0
-        """Engines that died and were replaced since the start."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when engines cannot be kept alive."""
 
@@ -164,5 +162,3 @@ class EnginePool:
         except Exception as error:  # whatever keeps a new engine from starting ends the attempt
             if not self.failure.done():
                 self.failure.set_exception(error)
-            return
-        self.replaced += 1

@@ -61,8 +61,6 @@ class EnvPool:
         self._flush_planned = False
         self._peers: tuple[Mapping[str, Any], list[Any]] = ({}, [])
         self._deaths = 0
-        self.replaced = 0
-        """Workers that died and were replaced since the start."""
         self._watchers: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
 
@@ -146,7 +144,6 @@ class EnvPool:
         except Exception as error:  # whatever keeps a new worker from starting ends the attempt
             self._fail(worker, error)
             return
-        self.replaced += 1
         self._add(handle)
 
     def _deliver(self, worker: _Worker, result: EpisodeResult) -> None:

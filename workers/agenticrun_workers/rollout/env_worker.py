@@ -126,7 +126,6 @@ class EnvWorker:
         return trajectory
 
     def _result(self, task: GroupTask, trajectory: Trajectory, transcript: bool) -> EpisodeResult:
-        versions = np.concatenate([turn.versions_T for turn in trajectory.turns] or [np.full(1, -1)])
         return EpisodeResult(
             key=trajectory.key,
             tag=task.tag,
@@ -137,7 +136,6 @@ class EnvWorker:
             response_tokens=trajectory.num_response_tokens,
             turns=len(trajectory.turns),
             oldest_version=trajectory.oldest_version,
-            newest_version=int(versions.max(initial=-1)),
             finite=all(np.isfinite(turn.reward) and np.isfinite(turn.logprobs_T).all() for turn in trajectory.turns),
             metrics=dict(trajectory.metrics),
             store=-1 if task.stream is Stream.VALIDATION else trajectory.key.group % len(self._stores),

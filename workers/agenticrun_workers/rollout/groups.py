@@ -41,7 +41,6 @@ class EpisodeResult:
     response_tokens: int
     turns: int
     oldest_version: int
-    newest_version: int
     finite: bool = True
     """Whether all rewards and log-probs are finite numbers."""
     metrics: Mapping[str, float] = field(default_factory=dict)

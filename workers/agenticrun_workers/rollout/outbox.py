@@ -27,7 +27,8 @@ class Outbox(Generic[T]):
     async def take(self, patience: float = 5.0) -> list[T]:
         """All items; waits for the first one at most `patience` seconds (then: none) and for its neighbours a moment."""
         try:
-            await asyncio.wait_for(self._filled.wait(), patience)
+            async with asyncio.timeout(patience):  # wait_for can swallow a cancellation
+                await self._filled.wait()
         except TimeoutError:
             return []
         await asyncio.sleep(self._gather_seconds)
