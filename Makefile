@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEVCLUSTER := $(PYTHON) tools/devcluster
-LOCKS := operator workers dev
+LOCKS := dev operator workers
 
 .PHONY: help
 help: ## List the commands
