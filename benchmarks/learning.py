@@ -137,7 +137,7 @@ class Learner:
         outcome.steps += 1
 
     def _train(self, played: list[Trajectory], version: int) -> None:
-        results = [_result(trajectory) for trajectory in played]
+        results = [EpisodeResult.of(trajectory) for trajectory in played]
         by_key = {trajectory.key: trajectory for trajectory in played}
         numbers = sorted({result.key.group for result in results})
         groups = tuple(Group(n, results[0].tag, tuple(r for r in results if r.key.group == n)) for n in numbers)
@@ -170,21 +170,6 @@ class Learner:
         trajectory = await agent.collect_trajectory(episode(self._pipeline.seed, key, tag), env, generate)
         assert trajectory.stop_reason.trainable, trajectory.error
         return trajectory
-
-
-def _result(trajectory: Trajectory) -> EpisodeResult:
-    return EpisodeResult(
-        key=trajectory.key,
-        tag=trajectory.tag,
-        attempt=0,
-        stop_reason=trajectory.stop_reason,
-        score=trajectory.score,
-        tokens=trajectory.num_tokens,
-        response_tokens=trajectory.num_response_tokens,
-        turns=len(trajectory.turns),
-        oldest_version=trajectory.oldest_version,
-        metrics=trajectory.metrics,
-    )
 
 
 def load(path: Path, changes: list[str]) -> AgenticRun:

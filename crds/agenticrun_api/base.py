@@ -30,6 +30,11 @@ class Rule:
     reason: str = "FieldValueInvalid"
 
 
+def camel(name: str) -> str:
+    """`group_size` -> `groupSize`, as in YAML."""
+    return to_camel(name)
+
+
 class Model(BaseModel):
     """camelCase in YAML, snake_case in Python, immutable, unknown fields refused."""
 
@@ -61,6 +66,12 @@ Quantity = Annotated[
 ]
 """A Kubernetes resource quantity, for example 500m, 2, 4Gi."""
 
+Coefficient = Annotated[float, Field(ge=0, le=1e6)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, le=10_000_000)]
+Positive = Annotated[int, Field(ge=1, le=10_000_000)]
+PlugIn = Annotated[str, Field(min_length=1, max_length=253)]
+"""A registered name, or `module:Class`."""
 Tag = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")]
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 Text = Annotated[str, Field(max_length=4096)]

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from agenticrun_api.base import Model, Name, Quantity, Rule
-from agenticrun_api.pipeline import Count, Pipeline
+from agenticrun_api.base import Count, Model, Name, Quantity, Rule
+from agenticrun_api.pipeline import Pipeline
 from agenticrun_api.roles import Roles
 
 RAY_VERSION = "2.60.0"
@@ -85,7 +85,7 @@ class Checkpoint(Model):
     """Where training state goes, and what to go on from."""
 
     uri: Annotated[str, Field(min_length=1, max_length=1024)] = "/checkpoints"
-    """A folder that head and trainer pods share. Each run writes below <uri>/<name>-<uid>."""
+    """A folder that head and trainer pods share, or object storage (s3://bucket/prefix). Each run writes below <uri>/<name>-<uid>."""
     volume_claim: VolumeClaim | None = None
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
     """Newest checkpoints that are kept."""
@@ -93,10 +93,28 @@ class Checkpoint(Model):
     """Auto: the newest complete checkpoint of this run. Never. Or the folder of a checkpoint, of any run."""
 
 
+class Wandb(Model):
+    """Weights & Biases. The key comes from WANDB_API_KEY in roles.driver.env or envFrom, never from here."""
+
+    project: Annotated[str, Field(min_length=1, max_length=253)]
+    entity: Annotated[str, Field(min_length=1, max_length=253)] | None = None
+    group: Annotated[str, Field(min_length=1, max_length=253)] | None = None
+    tags: Annotated[list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=32)] = []
+    mode: Literal["online", "offline"] = "online"
+    """offline: written beside metrics.jsonl, to be sent later with `wandb sync`."""
+
+
 class Tracking(Model):
-    """Where metrics go beside .status and Prometheus. metrics.jsonl is always written."""
+    """Where metrics and samples go beside .status and Prometheus. metrics.jsonl is always written."""
 
     tensorboard: bool = True
+    wandb: Wandb | None = None
+    console: bool = True
+    """One line per step in the driver's log."""
+    sample_logs: Annotated[int, Field(ge=0, le=64)] = 1
+    """Whole episodes written as readable text to samples/step-N.txt, every pipeline.loggingSteps steps and at each validation."""
+    render_dir: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Folder for pictures of these episodes (one GIF each), of environments that can render; relative to the run's output folder."""
 
 
 class FailurePolicy(Model):

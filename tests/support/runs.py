@@ -6,8 +6,10 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from agenticrun_api.algorithm import Algorithm
 from agenticrun_api.base import Model
-from agenticrun_api.pipeline import Algorithm, EnvGroups, Pipeline, Staleness
+from agenticrun_api.environments import EnvGroups
+from agenticrun_api.pipeline import Pipeline, Staleness
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.spec import AgenticRunSpec, InitializeModel, ModelSpec, VolumeClaim
 

@@ -21,6 +21,10 @@ BoolArray = NDArray[np.bool_]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
+STATE_BYTES = 32
+"""Length of a state's hash."""
+
+
 class StopReason(StrEnum):
     """Why a trajectory ended. Each becomes the metric `stop/<reason>`."""
 
@@ -45,6 +49,11 @@ class StopReason(StrEnum):
     def trainable(self) -> bool:
         """Whether the trajectory counts in group statistics and in the loss (rl-semantics, unusual trajectories)."""
         return self not in (StopReason.ENV_ERROR, StopReason.TIMEOUT, StopReason.ABORTED)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the episode was cut before its environment ended it (`algorithm.truncated`)."""
+        return self in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW)
 
 
 class FinishReason(StrEnum):
@@ -114,6 +123,10 @@ class Turn:
     versions_T: IntArray
     reward: float
     """Reward of the environment for this turn (0 if the action did not reach it)."""
+    valid: bool = True
+    """Whether the answer held an action that the environment knows. If not, `envs[].formatPenalty` applies."""
+    state: bytes = bytes(STATE_BYTES)
+    """sha256 of the observation that this turn answers: equal states of a group are compared by gigpo."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -135,7 +148,10 @@ class Trajectory:
     key: EpisodeKey
     tag: str
     turns: tuple[Turn, ...]
+    """With `stepwise`, each turn's prompt stands for itself; else it is what was added to the conversation since the last response."""
     stop_reason: StopReason
+    stepwise: bool = False
+    """One sample per turn (gigpo, step_reinforce) instead of one per trajectory (StarPO)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the environment measured, for example success, action_is_valid, num_actions."""
     error: str = ""
@@ -161,6 +177,18 @@ class Trajectory:
     def versions_T(self) -> IntArray:
         """Policy version of each sampled token, -1 on prompt tokens, int32 [T]."""
         return self._spread(lambda turn: turn.versions_T, np.int32, fill=-1)
+
+    @cached_property
+    def turns_T(self) -> IntArray:
+        """Turn number (from 0) of each sampled token, -1 on prompt tokens, int32 [T]."""
+        numbers = {id(turn): number for number, turn in enumerate(self.turns)}
+        return self._spread(lambda turn: np.full(len(turn.response_T), numbers[id(turn)], np.int32), np.int32, fill=-1)
+
+    @property
+    def sample_lengths(self) -> list[int]:
+        """Tokens of each training sample: of the whole trajectory, or (stepwise) of each turn. They partition `tokens_T`."""
+        lengths = [len(turn.prompt_T) + len(turn.response_T) for turn in self.turns]
+        return lengths if self.stepwise else [sum(lengths)]
 
     @property
     def score(self) -> float:

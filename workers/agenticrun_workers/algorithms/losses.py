@@ -1,7 +1,8 @@
-"""Actor losses per token, and the coefficients that turn a sum over tokens into the configured mean.
+"""Losses per token, differentiable: the actor's variants, the KL to the reference, the critic's. `aggregation` makes means of them.
 
-Every mean is written as `sum(coefficient_t * loss_t)`, with denominators counted over the whole optimizer step. Splitting the
-tokens into micro-batches, packs or ranks therefore never changes the gradient.
+Notation: lp = log-prob under the current policy, old = under the policy at the batch's start, A = advantage, sg = detached,
+rho = exp(lp - old) at the configured ratio level. Only tokens of weight above 0 are given, so what a filter removed takes part
+in no mean over a turn or a sequence either.
 """
 
 from __future__ import annotations
@@ -12,8 +13,90 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlKind = Literal["k2", "k3"]
+RatioLevel = Literal["token", "segment", "sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class Vanilla:
+    """REINFORCE: -A lp (Williams 1992). Ratios are not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ppo:
+    """-min(rho A, clip(rho, 1 - low, 1 + high) A) (Schulman et al. 2017, arXiv 1707.06347); at ratio level sequence: GSPO (2507.18071)."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    """c > 1: the loss of a negative advantage is at most -c A (Ye et al. 2020, arXiv 1912.09729)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoupled(Ppo):
+    """sg(w) * PPO's loss, w = min(exp(old - engine), cap): the clip is around the policy at the batch's start, the weight
+    corrects to the mixture of policies that sampled (AReaL, Fu et al. 2025, arXiv 2505.24298)."""
+
+    cap: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tis:
+    """-sg(clamp(rho, low, high)) A lp: truncated importance sampling (Ionides 2008)."""
+
+    lower_bound: float = 0.0
+    upper_bound: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Topr:
+    """Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv 2503.14286), by the sign of the trajectory's score.
+
+    Positive: -w_pos A lp. Zero or negative: -w_neg sg(clamp(rho, 0, 1)) A lp.
+    """
+
+    positive_weight: float = 1.0
+    negative_weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cispo:
+    """-sg(clamp(rho, 1 - low, 1 + high)) A lp: every token keeps its gradient (MiniMax-M1, arXiv 2506.13585)."""
+
+    epsilon_low: float = 0.1
+    epsilon_high: float = 0.1
+    unified_mask: bool = False
+    """Zero the tokens that PPO's clip would hold: A > 0 and rho > 1 + high, or A < 0 and rho < 1 - low."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kimi15:
+    """-A lp + tau/2 (lp - old)^2 (Kimi k1.5, arXiv 2501.12599). Per token: the ratio level is not read."""
+
+    tau: float = 0.1
+
+
+Variant = Vanilla | Ppo | Decoupled | Tis | Topr | Cispo | Kimi15
+
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """What the loss reads of N tokens, ordered by sequence and position. Whole sequences, except tokens of weight 0."""
+
+    logprobs_N: Tensor
+    """The only one that gradients flow through."""
+    old_logprobs_N: Tensor
+    advantages_N: Tensor
+    sequence_N: Tensor
+    """int64; neighbours of one sequence are neighbours here."""
+    turn_N: Tensor
+    """int64, number of the turn inside the sequence."""
+    score_N: Tensor
+    """Of the token's trajectory; only its sign is read (TOPR)."""
+    engine_logprobs_N: Tensor | None = None
+    """Under the policies that sampled; needed by `Decoupled`."""
+    is_weights_N: Tensor | None = None
+    """Factor of each token's loss (train-inference correction)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,74 +105,130 @@ class PolicyLoss:
 
     loss_N: Tensor
     ratio_N: Tensor
+    """Detached, at the ratio level."""
     clipped_N: Tensor
-    """True where the clip (or the dual clip) holds the gradient at zero."""
+    """True where a clip (or the dual clip, or a clamp of the weight) is in force."""
 
 
-def ppo_loss(
-    logprobs_N: Tensor,
-    old_logprobs_N: Tensor,
-    advantages_N: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> PolicyLoss:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logprob - old) (Schulman et al. 2017, arXiv 1707.06347).
+def policy_loss(variant: Variant, level: RatioLevel, tokens: LossTokens) -> PolicyLoss:
+    """The actor's loss of each token, see the variants' docstrings.
 
-    With `dual_clip` = c > 1 the loss of negative advantages is at most -c A (Ye et al. 2020, arXiv 1912.09729).
+    Raises:
+        ValueError: `Decoupled` without the engine's log-probs, or with importance weights, which are the same ratio.
     """
-    ratio_N = (logprobs_N - old_logprobs_N).exp()
-    plain_N = -ratio_N * advantages_N
-    bounded_N = -ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
-    loss_N = torch.maximum(plain_N, bounded_N)
-    clipped_N = bounded_N > plain_N
-    if dual_clip is not None:
-        ceiling_N = -dual_clip * advantages_N
-        beyond_N = (advantages_N < 0) & (loss_N > ceiling_N)
-        loss_N = torch.where(beyond_N, ceiling_N, loss_N)
-        clipped_N = clipped_N | beyond_N
-    return PolicyLoss(loss_N, ratio_N.detach(), clipped_N.detach())
+    ratio_N = importance_ratio(tokens, level)
+    fixed_N, lp_N, a_N = ratio_N.detach(), tokens.logprobs_N, tokens.advantages_N
+    unclipped_N = torch.zeros_like(fixed_N, dtype=torch.bool)
+    match variant:
+        case Vanilla():
+            loss_N, clipped_N = -a_N * lp_N, unclipped_N
+        case Ppo():
+            loss_N, clipped_N = _ppo(variant, ratio_N, a_N)
+            if isinstance(variant, Decoupled):
+                loss_N = _behaviour_weight(variant, tokens) * loss_N
+        case Tis():
+            weight_N = fixed_N.clamp(variant.lower_bound, variant.upper_bound)
+            loss_N, clipped_N = -weight_N * a_N * lp_N, weight_N != fixed_N
+        case Topr():
+            tapered_N, good_N = fixed_N.clamp(0, 1), tokens.score_N > 0
+            weight_N = torch.where(good_N, variant.positive_weight, variant.negative_weight * tapered_N)
+            loss_N, clipped_N = -weight_N * a_N * lp_N, ~good_N & (tapered_N != fixed_N)
+        case Cispo():
+            weight_N = fixed_N.clamp(1 - variant.epsilon_low, 1 + variant.epsilon_high)
+            clipped_N = weight_N != fixed_N
+            if variant.unified_mask:
+                held_N = torch.where(fixed_N > weight_N, a_N > 0, a_N < 0) & clipped_N
+                weight_N = weight_N * ~held_N
+            loss_N = -weight_N * a_N * lp_N
+        case Kimi15():
+            loss_N, clipped_N = -a_N * lp_N + variant.tau / 2 * (lp_N - tokens.old_logprobs_N).square(), unclipped_N
+    if tokens.is_weights_N is not None:
+        loss_N = tokens.is_weights_N * loss_N
+    return PolicyLoss(loss_N, fixed_N, clipped_N.detach())
 
 
-def kl_loss(logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: KlKind) -> Tensor:
-    """Estimate of KL(policy || reference) per token, [N] (Schulman 2020, "Approximating KL divergence").
+def importance_ratio(tokens: LossTokens, level: RatioLevel) -> Tensor:
+    """rho per token, [N]: exp(lp - old) of the token, or of the mean over its turn (segment) or over its sequence.
 
-    d = ref - logprob. k2: d^2 / 2. k3: exp(d) - d - 1. Gradients flow through `logprobs_N` only.
+    Means are over the tokens given; gradients flow through them.
+    """
+    difference_N = tokens.logprobs_N - tokens.old_logprobs_N
+    match level:
+        case "token":
+            return difference_N.exp()
+        case "segment":
+            return _run_means(difference_N, tokens.sequence_N, tokens.turn_N).exp()
+        case "sequence":
+            return _run_means(difference_N, tokens.sequence_N).exp()
+
+
+def kl_loss(logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: KlKind, limit: float | None = 10.0) -> Tensor:
+    """Estimate of KL(policy || reference) per token, [N], never negative (Schulman 2020, "Approximating KL divergence").
+
+    d = ref - lp. k2: d^2 / 2. k3: exp(d) - d - 1. Gradients flow through `logprobs_N` only. An estimate above `limit` counts as
+    `limit`, without gradient: k3 grows exponentially, and one token would outweigh the batch.
     """
     difference_N = ref_logprobs_N.detach() - logprobs_N
-    match kind:
-        case "k2":
-            return difference_N.square() / 2
-        case "k3":
-            return difference_N.exp() - difference_N - 1
+    if kind == "k2":
+        estimate_N = difference_N.square() / 2
+    else:
+        exponent_N = difference_N if limit is None else difference_N.clamp(max=_LARGEST_EXPONENT)
+        estimate_N = exponent_N.expm1() - exponent_N
+    return estimate_N if limit is None else estimate_N.clamp(max=limit)
 
 
-def token_coefficients(weight_N: Tensor, sequence_N: Tensor, totals: StepTotals, aggregation: Aggregation, norm: float = 1.0) -> Tensor:
-    """Coefficient of each token's loss, [N]; 0 where its weight is 0.
-
-    Args:
-        weight_N: loss mask (or weights) of the tokens at hand.
-        sequence_N: number of the sequence that each token belongs to, int64. A sequence's tokens must all be at hand.
-        totals: counted over ALL tokens of the optimizer step.
-        norm: the constant C of seq-mean-token-sum-norm.
-    """
-    match aggregation:
-        case "token-mean":
-            return weight_N / totals.weight
-        case "seq-mean-token-sum":
-            return weight_N / totals.sequences
-        case "seq-mean-token-sum-norm":
-            return weight_N / (totals.sequences * norm)
-        case "seq-mean-token-mean":
-            sums_S = weight_N.new_zeros(int(sequence_N.max()) + 1 if len(sequence_N) else 0).index_add(0, sequence_N, weight_N)
-            return weight_N / (sums_S[sequence_N].clamp(min=torch.finfo(weight_N.dtype).tiny) * totals.sequences)
+_LARGEST_EXPONENT = 80.0
+"""exp of it is finite in float32; far above it `limit` holds anyway, but infinity times the clamp's zero gradient is NaN."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepTotals:
-    """Denominators of one optimizer step, over all ranks and micro-batches; never 0."""
+class ValueLoss:
+    """Per-token values, each [N]."""
 
-    weight: float
-    """Sum of the token weights."""
-    sequences: float
-    """Sequences with at least one token of weight above 0."""
+    loss_N: Tensor
+    clipped_N: Tensor
+    """True where the clip holds the gradient at zero."""
+
+
+def value_loss(values_N: Tensor, returns_N: Tensor, old_values_N: Tensor | None = None, clip: float | None = None) -> ValueLoss:
+    """1/2 max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2), or 1/2 (V - G)^2 without `clip` (Schulman et al. 2017, PPO's code).
+
+    Raises:
+        ValueError: `clip` without `old_values_N`.
+    """
+    plain_N = (values_N - returns_N).square() / 2
+    if clip is None:
+        return ValueLoss(plain_N, torch.zeros_like(plain_N, dtype=torch.bool))
+    if old_values_N is None:
+        raise ValueError("the value clip needs the values at the batch's start")
+    near_N = values_N.clamp(old_values_N - clip, old_values_N + clip)
+    bounded_N = (near_N - returns_N).square() / 2
+    return ValueLoss(torch.maximum(plain_N, bounded_N), (bounded_N > plain_N).detach())
+
+
+def _ppo(variant: Ppo, ratio_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, Tensor]:
+    plain_N = -ratio_N * advantages_N
+    bounded_N = -ratio_N.clamp(1 - variant.clip_low, 1 + variant.clip_high) * advantages_N
+    loss_N, clipped_N = torch.maximum(plain_N, bounded_N), bounded_N > plain_N
+    if variant.dual_clip is None:
+        return loss_N, clipped_N
+    ceiling_N = -variant.dual_clip * advantages_N
+    beyond_N = (advantages_N < 0) & (loss_N > ceiling_N)
+    return torch.where(beyond_N, ceiling_N, loss_N), clipped_N | beyond_N
+
+
+def _behaviour_weight(variant: Decoupled, tokens: LossTokens) -> Tensor:
+    if tokens.engine_logprobs_N is None or tokens.is_weights_N is not None:
+        raise ValueError("decoupled PPO needs the engine's log-probs, and excludes importance weights, which are the same ratio")
+    return (tokens.old_logprobs_N - tokens.engine_logprobs_N).exp().clamp(max=variant.cap).detach()
+
+
+def _run_means(values_N: Tensor, *keys_N: Tensor) -> Tensor:
+    """Each value replaced by the mean of its run of equal keys, [N]."""
+    starts_N = torch.zeros(len(values_N), dtype=torch.bool, device=values_N.device)
+    for key_N in keys_N:
+        starts_N[1:] |= key_N[1:] != key_N[:-1]
+    run_N = starts_N.cumsum(0)
+    sums_R = values_N.new_zeros(len(values_N)).index_add(0, run_N, values_N)
+    counts_R = values_N.new_zeros(len(values_N)).index_add(0, run_N, torch.ones_like(values_N))
+    return (sums_R / counts_R.clamp(min=1))[run_N]

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from agenticrun_api import Pipeline, Role
@@ -126,20 +125,10 @@ class EnvWorker:
         return trajectory
 
     def _result(self, task: GroupTask, trajectory: Trajectory, transcript: bool) -> EpisodeResult:
-        return EpisodeResult(
-            key=trajectory.key,
-            tag=task.tag,
+        return EpisodeResult.of(
+            trajectory,
             attempt=task.attempt,
-            stop_reason=trajectory.stop_reason,
-            score=trajectory.score,
-            tokens=trajectory.num_tokens,
-            response_tokens=trajectory.num_response_tokens,
-            turns=len(trajectory.turns),
-            oldest_version=trajectory.oldest_version,
-            finite=all(np.isfinite(turn.reward) and np.isfinite(turn.logprobs_T).all() for turn in trajectory.turns),
-            metrics=dict(trajectory.metrics),
             store=-1 if task.stream is Stream.VALIDATION else trajectory.key.group % len(self._stores),
-            error=trajectory.error,
             transcript=self._tokenizer.decode(trajectory.tokens_T.tolist())[:MAX_TRANSCRIPT] if transcript else "",
         )
 

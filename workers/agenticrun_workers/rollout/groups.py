@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from agenticrun_workers.types import EpisodeKey, StopReason, Stream
+import numpy as np
+
+from agenticrun_workers.types import BoolArray, EpisodeKey, FloatArray, IntArray, StopReason, Stream, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +38,58 @@ class EpisodeResult:
     tag: str
     attempt: int
     stop_reason: StopReason
-    score: float
+    rewards_K: FloatArray
+    """Reward of each turn, judges included, float32 [K]."""
+    valid_K: BoolArray
+    response_tokens_K: IntArray
+    states_K: bytes
+    """State hashes of the turns, `STATE_BYTES` each, joined."""
     tokens: int
-    response_tokens: int
-    turns: int
     oldest_version: int
+    samples: int = 1
+    """Training samples: turns of a step-wise agent, else 1."""
     finite: bool = True
     """Whether all rewards and log-probs are finite numbers."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     store: int = -1
     error: str = ""
     transcript: str = ""
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, *, attempt: int = 0, store: int = -1, transcript: str = "") -> EpisodeResult:
+        """The scalars of this trajectory."""
+        turns = trajectory.turns
+        return cls(
+            key=trajectory.key,
+            tag=trajectory.tag,
+            attempt=attempt,
+            stop_reason=trajectory.stop_reason,
+            rewards_K=np.array([turn.reward for turn in turns], np.float32),
+            valid_K=np.array([turn.valid for turn in turns], np.bool_),
+            response_tokens_K=np.array([len(turn.response_T) for turn in turns], np.int32),
+            states_K=b"".join(turn.state for turn in turns),
+            tokens=trajectory.num_tokens,
+            oldest_version=trajectory.oldest_version,
+            samples=len(trajectory.sample_lengths),
+            finite=all(np.isfinite(turn.reward) and np.isfinite(turn.logprobs_T).all() for turn in turns),
+            metrics=dict(trajectory.metrics),
+            store=store,
+            error=trajectory.error,
+            transcript=transcript,
+        )
+
+    @property
+    def turns(self) -> int:
+        return len(self.rewards_K)
+
+    @property
+    def score(self) -> float:
+        """Sum of the turns' rewards."""
+        return float(self.rewards_K.sum(dtype=np.float64))
+
+    @property
+    def response_tokens(self) -> int:
+        return int(self.response_tokens_K.sum())
 
     @property
     def trainable(self) -> bool:

@@ -1,4 +1,7 @@
-"""The protocol every trainer implements: one instance per rank, called by all ranks with the same arguments in the same order."""
+"""The protocols of trainers: one instance per rank, called by all ranks with the same arguments in the same order.
+
+Denominators are global over the optimizer step: how samples are split into ranks, micro-batches and packs changes no gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from agenticrun_workers.algorithms.losses import Aggregation, KlKind
+from agenticrun_workers.algorithms.aggregation import Aggregation
+from agenticrun_workers.algorithms.losses import Kimi15, KlKind, Ppo, RatioLevel, Vanilla, Variant
 from agenticrun_workers.types import FloatArray, IntArray
 
 
@@ -17,62 +21,93 @@ from agenticrun_workers.types import FloatArray, IntArray
 class Sample:
     """One sequence to train on. All arrays are ragged, [T] tokens, and never padded.
 
-    `weight_T` is the loss mask: 1 on tokens that count. `advantages_T`, `old_logprobs_T` (engine values; the trainer recomputes
-    where the algorithm needs it) and `ref_logprobs_T` are 0 where `weight_T` is 0. Position t holds the value of predicting token t.
+    Position t holds the value of predicting token t. The first token is never predicted. Optional arrays are read where
+    `weight_T` is above 0 only.
     """
 
     tokens_T: IntArray
     weight_T: FloatArray
+    """The loss mask: 1 on tokens that count. 0 on prompts, observations, and what a filter removed."""
     advantages_T: FloatArray
-    old_logprobs_T: FloatArray
+    turns_T: IntArray
+    """Number of the turn on response tokens, not falling; -1 elsewhere. `compute_*` cover all response tokens."""
+    old_logprobs_T: FloatArray | None = None
+    """Recomputed by the trainer at the batch's start; without them the detached current ones serve (ratio 1)."""
     ref_logprobs_T: FloatArray | None = None
+    engine_logprobs_T: FloatArray | None = None
+    """Recorded while sampling."""
+    is_weights_T: FloatArray | None = None
+    """Factor of each token's loss (train-inference correction)."""
+    returns_T: FloatArray | None = None
+    """What the critic learns to foresee."""
+    old_values_T: FloatArray | None = None
+    """The critic's values at the batch's start, for its clip."""
+    score: float = 0.0
+    """Of the whole trajectory; TOPR reads its sign."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """What `train_step` minimises. Plain numbers, so that strategies import no configuration."""
+    """What `TrainStrategy.train_step` minimises: aggregated policy loss + kl_coef KL - entropy_coef entropy.
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
+    Raises:
+        ValueError: a ratio level other than token for a variant without ratios.
+    """
+
+    variant: Variant = Ppo()
+    ratio: RatioLevel = "token"
     aggregation: Aggregation = "token-mean"
     aggregation_norm: float = 1.0
     """The constant C of seq-mean-token-sum-norm."""
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_kind: KlKind = "k3"
+    kl_limit: float | None = 10.0
+    """A token's estimate above it counts as it, without gradient."""
     temperature: float = 1.0
+    """Of the sampling: log-probs and entropies are those of logits / temperature."""
+
+    def __post_init__(self) -> None:
+        if self.ratio != "token" and isinstance(self.variant, Vanilla | Kimi15):
+            raise ValueError(f"the loss {type(self.variant).__name__} has no ratio that could be of level {self.ratio}")
 
 
-class TrainStrategy(Protocol):
-    """A policy under training on one or more ranks. Denominators are global over the optimizer step, whatever the split."""
+@dataclass(frozen=True, slots=True)
+class ValueLossSpec:
+    """What `CriticStrategy.train_step` minimises."""
+
+    clip: float | None = None
+    """How far a value may move from `old_values_T` in one step's loss."""
+    aggregation: Aggregation = "token-mean"
+    aggregation_norm: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The critic's values of one sample, float32."""
+
+    values_T: FloatArray
+    """On response tokens: value of the text before the token; 0 elsewhere."""
+    final: float
+    """Value of the whole text, to bootstrap from."""
+
+
+class ReferenceStrategy(Protocol):
+    """A frozen policy."""
 
     rank: int
     world_size: int
-    policy_version: int
 
     def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
-        """Log-probs of each sample's weighted tokens under the current weights and sampling temperature, 0 elsewhere.
+        """Log-probs [T] of each sample's response tokens at the sampling temperature, 0 elsewhere.
 
         This rank's samples only; collective.
         """
         ...
 
-    def supervised_step(self, samples: list[Sample]) -> Mapping[str, float]:
-        """One optimizer step of weighted next-token cross-entropy (warm-up). Collective."""
-        ...
 
-    def train_step(self, samples: list[Sample], loss: LossSpec, old: list[FloatArray] | None = None) -> Mapping[str, float]:
-        """One optimizer step on this rank's share of a mini-batch. Collective; returns metrics equal on every rank.
-
-        `old` are recomputed log-probs; without them the detached current ones serve (ratio 1).
-        A non-finite gradient skips the step and is counted in `actor/skipped_steps`.
-        """
-        ...
-
-    def export_weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Full parameters under their Hugging Face names, float32 on the host. Collective; yields on rank 0 only."""
-        ...
+class Checkpointed(Protocol):
+    """What can be saved and continued."""
 
     def save(self, folder: Path) -> None:
         """Write this rank's shard of model, optimizer, schedule and RNG. Collective."""
@@ -83,5 +118,53 @@ class TrainStrategy(Protocol):
         ...
 
 
+class TrainStrategy(ReferenceStrategy, Checkpointed, Protocol):
+    """A policy under training."""
+
+    policy_version: int
+
+    def supervised_step(self, samples: list[Sample]) -> Mapping[str, float]:
+        """One optimizer step of weighted next-token cross-entropy (warm-up). Collective."""
+        ...
+
+    def train_step(self, samples: list[Sample], loss: LossSpec) -> Mapping[str, float]:
+        """One optimizer step on this rank's share of a mini-batch. Collective; returns metrics equal on every rank.
+
+        A non-finite gradient, or a mini-batch without a weighted token, changes nothing and is counted in `actor/skipped_steps`.
+
+        Raises:
+            NonFiniteGradient: too many in a row.
+            ValueError: samples lack an array that the loss reads.
+        """
+        ...
+
+    def export_weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Full parameters under their Hugging Face names, float32 on the host. Collective; yields on rank 0 only."""
+        ...
+
+    def export_folder(self, folder: Path, files: Mapping[str, bytes]) -> None:
+        """Write a Hugging Face model folder: weights, config, and these files (the tokenizer's). Collective; rank 0 writes."""
+        ...
+
+
+class CriticStrategy(Checkpointed, Protocol):
+    """A value function under training."""
+
+    rank: int
+    world_size: int
+
+    def compute_values(self, samples: list[Sample]) -> list[Values]:
+        """Values of each of this rank's samples. Collective."""
+        ...
+
+    def train_step(self, samples: list[Sample], loss: ValueLossSpec) -> Mapping[str, float]:
+        """One optimizer step towards `returns_T`. Collective; as `TrainStrategy.train_step`, metrics are `critic/...`."""
+        ...
+
+
 class CheckpointMismatch(Exception):
     """A checkpoint of another model or layout."""
+
+
+class NonFiniteGradient(Exception):
+    """So many optimizer steps in a row were skipped that the run must end; names the first parameter whose gradient broke."""

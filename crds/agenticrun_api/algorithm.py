@@ -1,0 +1,331 @@
+"""`spec.pipeline.algorithm`: how credit is assigned and what the actor's loss is. Formulas are in docs/algorithms.md."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from agenticrun_api.base import Coefficient, Model, Rule, Share, camel
+
+Bound = Annotated[float, Field(gt=0, le=1e6)]
+Over = Literal["batch", "group", "none"]
+
+GROUP_BASELINE = ("grpo", "rloo", "dr_grpo", "gigpo", "reinforce_plus_plus_baseline")
+"""Estimators that compare the members of a group."""
+TOKEN_RETURNS = ("gae", "reinforce", "agentic_reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators whose rewards sit on tokens and are discounted over them."""
+CLIPPED = ("ppo", "decoupled")
+
+
+def _cel_list(names: tuple[str, ...]) -> str:
+    return "[" + ", ".join(f"'{name}'" for name in names) + "]"
+
+
+def _read_by(field: str, default: Any, readers: tuple[str, ...], *, of: str = "name", optional: bool = False) -> Rule:
+    """A field that only some values of `of` read: anybody else must leave it at its default."""
+    literal = f"'{default}'" if isinstance(default, str) else str(default).lower()
+    unset = f"!has(self.{camel(field)})" if optional else f"self.{camel(field)} == {literal}"
+    words = {"name": "algorithm", "pg_variant": "pgVariant"}[of]
+
+    def check(algorithm: Any) -> bool:
+        return getattr(algorithm, of) in readers or getattr(algorithm, field) == default
+
+    return Rule(
+        f"self.{camel(of)} in {_cel_list(readers)} || {unset}",
+        f"{camel(field)} is read by {words} {', '.join(readers)} only: leave it out",
+        f".{camel(field)}",
+        check,
+    )
+
+
+class RewardKl(Model):
+    """A penalty on the distance to the reference, inside the reward."""
+
+    RULES = (
+        Rule(
+            "has(self.targetKl) || self.horizon == 10000",
+            "horizon belongs to the adaptive controller: set targetKl too",
+            ".horizon",
+            lambda k: k.target_kl is not None or k.horizon == 10_000,
+        ),
+    )
+
+    kind: Literal["k1", "k2", "k3", "abs"] = "k1"
+    """Estimator per token, with d = logprob(old policy) - logprob(reference): d, d^2/2, exp(-d) + d - 1, or |d|."""
+    coef: Annotated[float, Field(gt=0, le=1e6)] = 0.2
+    """Coefficient, or the one to begin with if `targetKl` is set."""
+    target_kl: Bound | None = None
+    """Mean KL of a trajectory that the adaptive controller steers to; without it the coefficient stays."""
+    horizon: Annotated[int, Field(ge=1, le=1_000_000_000)] = 10_000
+    """Trajectories over which the adaptive controller corrects an error."""
+
+
+class LossKl(Model):
+    """A penalty on the distance to the reference, inside the loss."""
+
+    kind: Literal["k2", "k3"] = "k3"
+    """Estimator per token, with d = logprob(reference) - logprob(policy): d^2/2, or exp(d) - d - 1."""
+    coef: Annotated[float, Field(gt=0, le=1e6)] = 0.001
+
+
+class Truncated(Model):
+    """What becomes of trajectories that were cut (max_turns, max_tokens, context_overflow)."""
+
+    RULES = (
+        Rule(
+            "self.mode == 'softPenalty' || self.penalty == 1.0",
+            "penalty is read by mode softPenalty only: leave it out",
+            ".penalty",
+            lambda t: t.mode == "softPenalty" or t.penalty == 1.0,
+        ),
+        Rule(
+            "self.mode != 'softPenalty' || (has(self.limit) && has(self.buffer) && self.buffer <= self.limit)",
+            "mode softPenalty needs limit (response tokens of a trajectory) and buffer (the last ones of them, where the penalty grows)",
+            ".mode",
+            lambda t: t.mode != "softPenalty" or (t.limit is not None and t.buffer is not None and t.buffer <= t.limit),
+        ),
+        Rule(
+            "self.mode == 'softPenalty' || (!has(self.limit) && !has(self.buffer))",
+            "limit and buffer are read by mode softPenalty only: leave them out",
+            ".limit",
+            lambda t: t.mode == "softPenalty" or (t.limit is None and t.buffer is None),
+        ),
+    )
+
+    mode: Literal["train", "mask", "zeroReward", "softPenalty"] = "train"
+    """Train on them as they are, keep them in the statistics but out of the loss, set their reward to 0, or DAPO's overlong shaping."""
+    limit: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
+    """Response tokens of a trajectory from which softPenalty is complete."""
+    buffer: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
+    """Response tokens before `limit` over which softPenalty grows from 0."""
+    penalty: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """What is taken from the reward at `limit`."""
+
+
+class Tis(Model):
+    """Truncated importance sampling: the ratio, clamped and detached, weighs -A logprob."""
+
+    lower_bound: Annotated[float, Field(ge=0, le=1)] = 0.0
+    upper_bound: Bound = 1.0
+
+
+class Topr(Model):
+    """Tapered off-policy REINFORCE: good trajectories weigh fully, bad ones by their clamped ratio."""
+
+    positive_weight: Coefficient = 1.0
+    negative_weight: Coefficient = 1.0
+
+
+class Cispo(Model):
+    """Clipped importance weights on -A logprob: every token keeps its gradient."""
+
+    epsilon_low: Share = 0.1
+    epsilon_high: Annotated[float, Field(ge=0, le=10)] = 0.1
+    unified_mask: bool = False
+    """Zero the tokens that PPO's clip would hold."""
+
+
+class Kimi15(Model):
+    """-A logprob + tau/2 (logprob - old)^2."""
+
+    tau: Coefficient = 0.1
+
+
+class Decoupled(Model):
+    """AReaL's decoupled PPO: the clip is around the policy at the batch's start, the weight corrects to the one that sampled."""
+
+    cap: Bound = 2.0
+    """Upper bound of the weight."""
+
+
+class VarianceFilter(Model):
+    """StarPO-S: train on the groups whose rewards differ most."""
+
+    keep: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Share of a batch's groups that is kept."""
+
+
+class Algorithm(Model):
+    """The advantage estimator and the actor's loss."""
+
+    RULES = (
+        _read_by("gamma", 1.0, TOKEN_RETURNS),
+        _read_by("lambd", 0.95, ("gae",)),
+        _read_by("turn_level", False, ("gae",)),
+        _read_by("bootstrap_truncated", False, ("gae",)),
+        _read_by("reward_placement", "trajectory", TOKEN_RETURNS),
+        _read_by("whiten_rewards", False, TOKEN_RETURNS),
+        _read_by("step_reward_gamma", 0.95, ("gigpo", "step_reinforce")),
+        _read_by("episode_reward_weight", 1.0, ("gigpo",)),
+        _read_by("step_reward_weight", 1.0, ("gigpo",)),
+        _read_by("norm_mean_type", "group", ("gigpo",)),
+        _read_by("norm_std_type", "group", ("grpo", "gigpo")),
+        _read_by("pg_clip_low", 0.2, CLIPPED, of="pg_variant"),
+        _read_by("pg_clip_high", 0.2, CLIPPED, of="pg_variant"),
+        _read_by("dual_clip", None, CLIPPED, of="pg_variant", optional=True),
+        _read_by("tis", None, ("tis",), of="pg_variant", optional=True),
+        _read_by("topr", None, ("topr",), of="pg_variant", optional=True),
+        _read_by("cispo", None, ("cispo",), of="pg_variant", optional=True),
+        _read_by("kimi15", None, ("kimi15",), of="pg_variant", optional=True),
+        _read_by("decoupled", None, ("decoupled",), of="pg_variant", optional=True),
+        Rule(
+            "self.lossAggMode != 'seq-mean-token-sum-norm' || has(self.lossAggNorm)",
+            "lossAggMode seq-mean-token-sum-norm needs lossAggNorm, the constant that it divides by (for example sequenceLength)",
+            ".lossAggMode",
+            lambda a: a.loss_agg_mode != "seq-mean-token-sum-norm" or a.loss_agg_norm is not None,
+        ),
+        Rule(
+            "self.lossAggMode == 'seq-mean-token-sum-norm' || !has(self.lossAggNorm)",
+            "lossAggNorm is read by lossAggMode seq-mean-token-sum-norm only: leave it out",
+            ".lossAggNorm",
+            lambda a: a.loss_agg_mode == "seq-mean-token-sum-norm" or a.loss_agg_norm is None,
+        ),
+        Rule(
+            "self.name != 'dr_grpo' || self.lossAggMode == 'seq-mean-token-sum-norm'",
+            "dr_grpo divides by a constant instead of lengths: set lossAggMode: seq-mean-token-sum-norm and lossAggNorm",
+            ".lossAggMode",
+            lambda a: a.name != "dr_grpo" or a.loss_agg_mode == "seq-mean-token-sum-norm",
+        ),
+    )
+
+    name: Literal[
+        "gae",
+        "reinforce",
+        "agentic_reinforce",
+        "step_reinforce",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "grpo",
+        "rloo",
+        "dr_grpo",
+        "gigpo",
+    ] = "grpo"
+    """The estimator. gae is PPO with a critic; StarPO is any of them on whole trajectories."""
+    gamma: Share = 1.0
+    """Discount per response token (agentic_reinforce, and gae with turnLevel: per turn)."""
+    lambd: Share = 0.95
+    """gae's lambda."""
+    turn_level: bool = False
+    """gae: gamma and lambda count at the boundaries of turns only."""
+    bootstrap_truncated: bool = False
+    """gae: a trajectory that was cut goes on with the critic's value of its end instead of 0."""
+    reward_placement: Literal["trajectory", "turn"] = "trajectory"
+    """The sum of the rewards on the last response token, or each turn's reward on the last token of its turn."""
+    step_reward_gamma: Share = 0.95
+    """Discount of the step returns, per turn."""
+    episode_reward_weight: Coefficient = 1.0
+    """gigpo: weight of the advantage among the group's trajectories."""
+    step_reward_weight: Coefficient = 1.0
+    """gigpo: weight of the advantage among the group's turns at equal states."""
+    norm_mean_type: Over = "group"
+    """gigpo: the set whose mean is subtracted."""
+    norm_std_type: Over = "group"
+    """grpo and gigpo: the set whose standard deviation divides; `none` leaves the differences as they are."""
+    whiten_rewards: bool = False
+    """Shift and scale the rewards of the batch's response tokens to mean 0, std 1, before returns."""
+    whiten_advantages: bool = False
+    """Shift and scale the advantages of the batch's response tokens to mean 0, std 1. reinforce_plus_plus always does."""
+    reward_clip: Bound | None = None
+    """Rewards are limited to [-c, c]."""
+    advantage_clip: Bound | None = None
+    """Advantages are limited to [-c, c], after whitening."""
+    truncated: Truncated = Truncated()
+    variance_filter: VarianceFilter | None = None
+    reward_kl: RewardKl | None = None
+    loss_kl: LossKl | None = None
+    pg_variant: Literal["vanilla", "ppo", "tis", "topr", "cispo", "kimi15", "decoupled"] = "ppo"
+    """The actor's loss."""
+    tis: Tis | None = None
+    topr: Topr | None = None
+    cispo: Cispo | None = None
+    kimi15: Kimi15 | None = None
+    decoupled: Decoupled | None = None
+    ratio_type: Literal["token", "segment", "sequence"] = "token"
+    """The probability ratio of each token, of its turn (geometric mean), or of its sample (GSPO)."""
+    pg_clip_low: Share = 0.2
+    pg_clip_high: Annotated[float, Field(ge=0, le=10)] = 0.2
+    dual_clip: Annotated[float, Field(gt=1, le=100)] | None = None
+    """Bound c of the dual clip for negative advantages; off without it."""
+    ppo_epochs: Annotated[int, Field(ge=1, le=64)] = 1
+    """Passes over a batch, of actor and critic."""
+    entropy_loss_coef: Coefficient = 0.0
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "seq-mean-token-mean"
+    """How tokens become one loss. A sequence is a sample: a trajectory, or a turn of a step-wise agent."""
+    loss_agg_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+
+class RewardNormalization(Model):
+    """Normalisation of rewards for the estimators that have no baseline of their own."""
+
+    grouping: Literal["batch", "group", "tag", "state"] = "batch"
+    """What `group` means below: the batch, the trajectory's group, its tag, or (step_reinforce) equal states of its group."""
+    norm_mean_type: Over = "none"
+    """The set whose mean is subtracted."""
+    norm_std_type: Over = "none"
+    """The set whose standard deviation divides."""
+
+
+Level = Literal["token", "segment", "geometric", "sequence"]
+"""Of a train-inference ratio: each token, the turn's geometric mean, the sample's geometric mean, the sample's product."""
+
+
+class IsWeight(Model):
+    """The loss of each token times the ratio of trainer's and engine's probability, detached."""
+
+    level: Level = "token"
+    upper_bound: Bound = 1.2
+
+
+class RatioFilter(Model):
+    """Tokens whose trainer and engine disagree leave the loss."""
+
+    RULES = (
+        Rule(
+            "has(self.ratioLow) || has(self.ratioHigh) || has(self.diffLow) || has(self.diffHigh)",
+            "a filter needs at least one bound: ratioLow, ratioHigh, diffLow or diffHigh",
+            "",
+            lambda f: any(bound is not None for bound in (f.ratio_low, f.ratio_high, f.diff_low, f.diff_high)),
+        ),
+    )
+
+    level: Level = "token"
+    ratio_low: Coefficient | None = None
+    """Smallest ratio exp(trainer - engine) that stays."""
+    ratio_high: Coefficient | None = None
+    diff_low: Annotated[float, Field(ge=-1, le=1)] | None = None
+    """Smallest difference of probabilities (trainer - engine) that stays."""
+    diff_high: Annotated[float, Field(ge=-1, le=1)] | None = None
+
+
+class TrainInferCorrection(Model):
+    """Correction of the mismatch between the trainer's and the engine's probabilities."""
+
+    RULES = (
+        Rule(
+            "has(self.isWeight) || (has(self.filters) && size(self.filters) > 0)",
+            "set isWeight or filters, or leave trainInferCorrection out",
+            ".isWeight",
+            lambda c: c.is_weight is not None or bool(c.filters),
+        ),
+    )
+
+    is_weight: IsWeight | None = None
+    filters: Annotated[list[RatioFilter], Field(max_length=8)] = []
+
+
+class Guards(Model):
+    """Alarms. Each is a metric guard/<name> that becomes 1, a line in the log and a message of the run."""
+
+    max_skipped_steps: Annotated[int, Field(ge=1, le=10_000)] = 10
+    """Optimizer steps in a row that may be skipped for a gradient that is not finite, before the run fails."""
+    max_logprob_gap: Bound = 0.1
+    """Mean |trainer's log-prob - engine's log-prob| on the same weights."""
+    min_entropy: Bound | None = None
+    """Mean entropy of the sampled tokens, in nats: below it the policy has collapsed."""
+    max_zero_variance_share: Share | None = None
+    """Share of groups whose rewards are all equal, which teach nothing."""
+    patience: Annotated[int, Field(ge=1, le=10_000)] = 3
+    """Steps in a row that an alarm's condition must hold."""
+    action: Literal["Report", "Fail"] = "Report"
+    """What an alarm does beside being told."""

@@ -1,0 +1,193 @@
+"""What contradicts what in `spec.pipeline`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agenticrun_api.algorithm import GROUP_BASELINE
+from agenticrun_api.base import Rule
+
+OWN_NORMALIZATION = ("grpo", "rloo", "dr_grpo", "gigpo", "reinforce_plus_plus_baseline")
+_OWN = "['grpo', 'rloo', 'dr_grpo', 'gigpo', 'reinforce_plus_plus_baseline']"
+_MINI = "self.actorTrain.training.miniBatchSize"
+_ALGORITHM = "self.algorithm"
+
+
+def _corrects(p: Any) -> bool:
+    correction = p.train_infer_correction
+    return p.algorithm.pg_variant == "decoupled" or (correction is not None and correction.is_weight is not None)
+
+
+def _whitens(p: Any) -> bool:
+    return p.algorithm.whiten_advantages or p.algorithm.whiten_rewards or p.algorithm.name.startswith("reinforce_plus_plus")
+
+
+_CORRECTS = f"({_ALGORITHM}.pgVariant == 'decoupled' || (has(self.trainInferCorrection) && has(self.trainInferCorrection.isWeight)))"
+_WHITENS = f"({_ALGORITHM}.whitenAdvantages || {_ALGORITHM}.whitenRewards || {_ALGORITHM}.name.startsWith('reinforce_plus_plus'))"
+_USES_REFERENCE = f"(has({_ALGORITHM}.rewardKl) || has({_ALGORITHM}.lossKl))"
+
+
+BATCH_RULES = (
+    Rule(
+        "self.rolloutBatchSize % self.trainEnvs.groupSize == 0",
+        "rolloutBatchSize counts trajectories and must be a multiple of trainEnvs.groupSize",
+        ".rolloutBatchSize",
+        lambda p: p.rollout_batch_size % p.train_envs.group_size == 0,
+    ),
+    Rule(
+        f"!has({_MINI}) || {_MINI} % self.trainEnvs.groupSize == 0",
+        "actorTrain.training.miniBatchSize must be a multiple of trainEnvs.groupSize: groups are kept whole",
+        ".actorTrain.training.miniBatchSize",
+        lambda p: not p.actor_train.training.mini_batch_size or p.actor_train.training.mini_batch_size % p.train_envs.group_size == 0,
+    ),
+    Rule(
+        f"!has({_MINI}) || self.rolloutBatchSize % {_MINI} == 0",
+        "rolloutBatchSize must be a multiple of actorTrain.training.miniBatchSize",
+        ".actorTrain.training.miniBatchSize",
+        lambda p: not p.actor_train.training.mini_batch_size or p.rollout_batch_size % p.actor_train.training.mini_batch_size == 0,
+    ),
+    Rule(
+        "!has(self.valEnvs) || self.valBatchSize % self.valEnvs.groupSize == 0",
+        "valBatchSize counts trajectories and must be a multiple of valEnvs.groupSize",
+        ".valBatchSize",
+        lambda p: p.val_envs is None or p.val_batch_size % p.val_envs.group_size == 0,
+    ),
+    Rule(
+        "self.evalSteps == 0 || has(self.valEnvs)",
+        "evalSteps needs valEnvs; set evalSteps: 0 to train without validation",
+        ".evalSteps",
+        lambda p: p.eval_steps == 0 or p.val_envs is not None,
+    ),
+)
+
+TAG_RULES = (
+    Rule(
+        "self.trainEnvs.tags.all(t, self.envs.exists(e, e.tag == t))",
+        "trainEnvs.tags names a tag that no entry of envs has",
+        ".trainEnvs.tags",
+        lambda p: {e.tag for e in p.envs} >= set(p.train_envs.tags),
+    ),
+    Rule(
+        "!has(self.valEnvs) || self.valEnvs.tags.all(t, self.envs.exists(e, e.tag == t))",
+        "valEnvs.tags names a tag that no entry of envs has",
+        ".valEnvs.tags",
+        lambda p: p.val_envs is None or {e.tag for e in p.envs} >= set(p.val_envs.tags),
+    ),
+    Rule(
+        "!has(self.rewards) || self.rewards.all(r, !has(r.tags) || r.tags.all(t, self.envs.exists(e, e.tag == t)))",
+        "rewards names a tag that no entry of envs has",
+        ".rewards",
+        lambda p: {e.tag for e in p.envs} >= {tag for reward in p.rewards for tag in reward.tags},
+    ),
+)
+
+ALGORITHM_RULES = (
+    Rule(
+        f"!({_ALGORITHM}.name in {_OWN}) || self.trainEnvs.groupSize >= 2",
+        f"{', '.join(GROUP_BASELINE)} compare the members of a group: trainEnvs.groupSize must be at least 2",
+        ".trainEnvs.groupSize",
+        lambda p: p.algorithm.name not in GROUP_BASELINE or p.train_envs.group_size >= 2,
+    ),
+    Rule(
+        f"!({_ALGORITHM}.name in {_OWN}) || !has(self.rewardNormalization)",
+        f"{', '.join(OWN_NORMALIZATION)} own their normalisation: remove rewardNormalization, or use another algorithm",
+        ".rewardNormalization",
+        lambda p: p.algorithm.name not in OWN_NORMALIZATION or p.reward_normalization is None,
+    ),
+    Rule(
+        "!has(self.rewardNormalization) || self.rewardNormalization.grouping != 'group' || self.trainEnvs.groupSize >= 2 || "
+        "(self.rewardNormalization.normMeanType != 'group' && self.rewardNormalization.normStdType != 'group')",
+        "rewardNormalization over groups of one leaves nothing: raise trainEnvs.groupSize, or use grouping batch",
+        ".rewardNormalization.grouping",
+        lambda p: (
+            p.reward_normalization is None
+            or p.reward_normalization.grouping != "group"
+            or p.train_envs.group_size >= 2
+            or "group" not in (p.reward_normalization.norm_mean_type, p.reward_normalization.norm_std_type)
+        ),
+    ),
+    Rule(
+        f"!has(self.rewardNormalization) || self.rewardNormalization.grouping != 'state' || {_ALGORITHM}.name == 'step_reinforce'",
+        "rewardNormalization.grouping state compares turns at equal states, which only step_reinforce has",
+        ".rewardNormalization.grouping",
+        lambda p: p.reward_normalization is None or p.reward_normalization.grouping != "state" or p.algorithm.name == "step_reinforce",
+    ),
+    Rule(
+        f"!{_WHITENS} || self.rolloutBatchSize >= 2",
+        "whitening needs at least two trajectories: raise rolloutBatchSize",
+        ".rolloutBatchSize",
+        lambda p: not _whitens(p) or p.rollout_batch_size >= 2,
+    ),
+    Rule(
+        f"({_ALGORITHM}.name == 'gae') == has(self.critic)",
+        "algorithm gae needs critic, and no other algorithm reads it",
+        ".critic",
+        lambda p: (p.algorithm.name == "gae") == (p.critic is not None),
+    ),
+    Rule(
+        f"self.criticWarmup == 0 || {_ALGORITHM}.name == 'gae'",
+        "criticWarmup needs algorithm gae",
+        ".criticWarmup",
+        lambda p: p.critic_warmup == 0 or p.algorithm.name == "gae",
+    ),
+    Rule(
+        f"!has(self.reference) || {_USES_REFERENCE}",
+        "nothing reads reference: set algorithm.rewardKl or algorithm.lossKl, or leave it out",
+        ".reference",
+        lambda p: p.reference is None or p.uses_reference,
+    ),
+)
+
+OFF_POLICY_RULES = (
+    Rule(
+        f"self.staleness.max == 0.0 || self.staleness.offPolicy == 'Ignore' || {_CORRECTS}",
+        "rollouts of older policies bias the gradient: set algorithm.pgVariant: decoupled or trainInferCorrection.isWeight, or accept it "
+        "with offPolicy: Ignore",
+        ".staleness.offPolicy",
+        lambda p: p.staleness.max == 0 or p.staleness.off_policy == "Ignore" or _corrects(p),
+    ),
+    Rule(
+        "self.modelUpdateFrequency == 1 || double(self.modelUpdateFrequency - 1) <= self.staleness.max",
+        "with modelUpdateFrequency N a rollout is up to N-1 versions behind: raise staleness.max to at least N-1",
+        ".modelUpdateFrequency",
+        lambda p: p.model_update_frequency - 1 <= p.staleness.max,
+    ),
+    Rule(
+        f"{_ALGORITHM}.pgVariant != 'decoupled' || !has(self.trainInferCorrection) || !has(self.trainInferCorrection.isWeight)",
+        "pgVariant decoupled holds the weight of isWeight already: leave one of them out",
+        ".trainInferCorrection.isWeight",
+        lambda p: p.algorithm.pg_variant != "decoupled" or p.train_infer_correction is None or p.train_infer_correction.is_weight is None,
+    ),
+    Rule(
+        f"!self.actorInfer.generating.allowTruncatedSampling || (!has(self.trainInferCorrection) && {_ALGORITHM}.pgVariant != 'decoupled')",
+        "truncated sampling and corrections by log-probs exclude each other: the recorded log-probs are not those of the sampling",
+        ".actorInfer.generating.allowTruncatedSampling",
+        lambda p: (
+            not p.actor_infer.generating.allow_truncated_sampling
+            or (p.train_infer_correction is None and p.algorithm.pg_variant != "decoupled")
+        ),
+    ),
+)
+
+DETERMINISTIC_RULES = (
+    Rule(
+        "!self.deterministic || self.staleness.max == 0.0",
+        "deterministic runs are synchronous: leave staleness.max at 0",
+        ".staleness.max",
+        lambda p: not p.deterministic or p.staleness.max == 0,
+    ),
+    Rule(
+        "!self.deterministic || self.trainEnvs.groupSizeRedundancy == 0",
+        "which members of a redundant group finish first is chance: deterministic runs need groupSizeRedundancy 0",
+        ".trainEnvs.groupSizeRedundancy",
+        lambda p: not p.deterministic or p.train_envs.group_size_redundancy == 0,
+    ),
+    Rule(
+        "!self.deterministic || self.envs.all(e, !has(e.stepTimeoutSeconds))",
+        "wall-clock limits are chance: deterministic runs have no envs[].stepTimeoutSeconds",
+        ".envs",
+        lambda p: not p.deterministic or all(env.step_timeout_seconds is None for env in p.envs),
+    ),
+)
+
+PIPELINE_RULES = (*BATCH_RULES, *TAG_RULES, *ALGORITHM_RULES, *OFF_POLICY_RULES, *DETERMINISTIC_RULES)
