@@ -6,12 +6,13 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from agenticrun_api.algorithm import Algorithm
+from agenticrun_api.algorithm import Algorithm, RatioFilter, RewardKl, TrainInferCorrection, Truncated
 from agenticrun_api.base import Model
 from agenticrun_api.environments import EnvGroups
-from agenticrun_api.pipeline import Pipeline, Staleness
+from agenticrun_api.pipeline import Pipeline, Record, Staleness
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.spec import AgenticRunSpec, InitializeModel, ModelSpec, VolumeClaim
+from agenticrun_api.training import Critic, Eval, Generating, Warmup
 
 Change = tuple[str, Any]
 """(path, value): `("spec.pipeline.trainEnvs.groupSize", 4)`; the value REMOVE takes the field away."""
@@ -69,40 +70,254 @@ class RuleCase:
 
 
 _P = "spec.pipeline"
-_CLIP = f"{_P}.algorithm.lossAggMode"
+_AGG = f"{_P}.algorithm.lossAggMode"
+_NORM = f"{_P}.rewardNormalization"
+_CRITIC: tuple[Change, ...] = ((f"{_P}.critic", {}),)
 _VAL = {"groups": 2, "groupSize": 2, "tags": ["Lake"]}
 _TWO = [{"tag": "Lake", "type": "frozen_lake"}, {"tag": "Pond", "type": "frozen_lake"}]
 _BOTH = ["Lake", "Pond"]
 _MINI = f"{_P}.actorTrain.training.miniBatchSize"
 
 RULE_CASES: tuple[RuleCase, ...] = (
-    RuleCase(
-        Algorithm,
-        "normStdType is read by grpo only",
-        f"{_P}.algorithm.normStdType",
-        ((f"{_P}.algorithm", {"name": "rloo", "normStdType": "batch"}),),
-        ((f"{_P}.algorithm", {"name": "grpo", "normStdType": "batch"}),),
-    ),
-    RuleCase(
-        Algorithm,
-        "gamma is read by reinforce only",
-        f"{_P}.algorithm.gamma",
-        ((f"{_P}.algorithm", {"name": "grpo", "gamma": 0.9}),),
-        ((f"{_P}.algorithm", {"name": "reinforce", "gamma": 0.9}),),
+    *(
+        RuleCase(
+            Algorithm,
+            f"{field} is read by {reader}",
+            f"{_P}.algorithm.{field}",
+            ((f"{_P}.algorithm", {**wrong, field: value}), *more_wrong),
+            ((f"{_P}.algorithm", {**right, field: value}), *more_right),
+        )
+        for field, value, reader, wrong, more_wrong, right, more_right in (
+            ("gamma", 0.9, "algorithm gae", {"name": "grpo"}, (), {"name": "reinforce"}, ()),
+            ("lambd", 0.9, "algorithm gae", {"name": "reinforce"}, (), {"name": "gae"}, _CRITIC),
+            ("turnLevel", True, "algorithm gae", {"name": "reinforce"}, (), {"name": "gae"}, _CRITIC),
+            ("bootstrapTruncated", True, "algorithm gae", {"name": "reinforce"}, (), {"name": "gae"}, _CRITIC),
+            ("rewardPlacement", "turn", "algorithm gae", {"name": "grpo"}, (), {"name": "reinforce"}, ()),
+            ("whitenRewards", True, "algorithm gae", {"name": "grpo"}, (), {"name": "reinforce"}, ()),
+            ("stepRewardGamma", 0.5, "algorithm gigpo", {"name": "grpo"}, (), {"name": "gigpo"}, ()),
+            ("episodeRewardWeight", 0.5, "algorithm gigpo", {"name": "grpo"}, (), {"name": "gigpo"}, ()),
+            ("stepRewardWeight", 0.5, "algorithm gigpo", {"name": "grpo"}, (), {"name": "gigpo"}, ()),
+            ("normMeanType", "batch", "algorithm gigpo", {"name": "grpo"}, (), {"name": "gigpo"}, ()),
+            ("normStdType", "batch", "algorithm grpo", {"name": "rloo"}, (), {"name": "grpo"}, ()),
+            ("pgClipLow", 0.1, "pgVariant ppo", {"pgVariant": "tis"}, (), {"pgVariant": "decoupled"}, ()),
+            ("pgClipHigh", 0.1, "pgVariant ppo", {"pgVariant": "tis"}, (), {"pgVariant": "decoupled"}, ()),
+            ("dualClip", 3.0, "pgVariant ppo", {"pgVariant": "tis"}, (), {"pgVariant": "ppo"}, ()),
+            ("tis", {}, "pgVariant tis", {"pgVariant": "ppo"}, (), {"pgVariant": "tis"}, ()),
+            ("topr", {}, "pgVariant topr", {"pgVariant": "ppo"}, (), {"pgVariant": "topr"}, ()),
+            ("cispo", {}, "pgVariant cispo", {"pgVariant": "ppo"}, (), {"pgVariant": "cispo"}, ()),
+            ("kimi15", {}, "pgVariant kimi15", {"pgVariant": "ppo"}, (), {"pgVariant": "kimi15"}, ()),
+            ("decoupled", {}, "pgVariant decoupled", {"pgVariant": "ppo"}, (), {"pgVariant": "decoupled"}, ()),
+        )
     ),
     RuleCase(
         Algorithm,
         "lossAggMode seq-mean-token-sum-norm needs lossAggNorm",
-        _CLIP,
-        ((_CLIP, "seq-mean-token-sum-norm"),),
-        ((_CLIP, "seq-mean-token-sum-norm"), (f"{_P}.algorithm.lossAggNorm", 512)),
+        _AGG,
+        ((_AGG, "seq-mean-token-sum-norm"),),
+        ((_AGG, "seq-mean-token-sum-norm"), (f"{_P}.algorithm.lossAggNorm", 512)),
+    ),
+    RuleCase(
+        Algorithm,
+        "lossAggNorm is read by",
+        f"{_P}.algorithm.lossAggNorm",
+        ((f"{_P}.algorithm.lossAggNorm", 512),),
+        ((_AGG, "seq-mean-token-sum-norm"), (f"{_P}.algorithm.lossAggNorm", 512)),
+    ),
+    RuleCase(
+        Algorithm,
+        "dr_grpo divides by a constant",
+        _AGG,
+        ((f"{_P}.algorithm", {"name": "dr_grpo"}),),
+        ((f"{_P}.algorithm", {"name": "dr_grpo", "lossAggMode": "seq-mean-token-sum-norm", "lossAggNorm": 512}),),
+    ),
+    RuleCase(
+        RewardKl,
+        "horizon belongs to the adaptive controller",
+        f"{_P}.algorithm.rewardKl.horizon",
+        ((f"{_P}.algorithm.rewardKl", {"horizon": 100}),),
+        ((f"{_P}.algorithm.rewardKl", {"horizon": 100, "targetKl": 0.1}),),
+    ),
+    RuleCase(
+        Truncated,
+        "penalty is read by mode softPenalty",
+        f"{_P}.algorithm.truncated.penalty",
+        ((f"{_P}.algorithm.truncated", {"penalty": 0.5}),),
+        ((f"{_P}.algorithm.truncated", {"mode": "softPenalty", "limit": 64, "buffer": 16, "penalty": 0.5}),),
+    ),
+    RuleCase(
+        Truncated,
+        "mode softPenalty needs limit",
+        f"{_P}.algorithm.truncated.mode",
+        ((f"{_P}.algorithm.truncated", {"mode": "softPenalty", "limit": 16, "buffer": 64}),),
+        ((f"{_P}.algorithm.truncated", {"mode": "softPenalty", "limit": 64, "buffer": 16}),),
+    ),
+    RuleCase(
+        Truncated,
+        "limit and buffer are read by mode softPenalty",
+        f"{_P}.algorithm.truncated.limit",
+        ((f"{_P}.algorithm.truncated", {"limit": 64}),),
+        ((f"{_P}.algorithm.truncated", {"mode": "softPenalty", "limit": 64, "buffer": 16}),),
+    ),
+    RuleCase(
+        RatioFilter,
+        "a filter needs at least one bound",
+        f"{_P}.trainInferCorrection.filters[0]",
+        ((f"{_P}.trainInferCorrection", {"filters": [{"level": "sequence"}]}),),
+        ((f"{_P}.trainInferCorrection", {"filters": [{"level": "sequence", "ratioHigh": 2}]}),),
+    ),
+    RuleCase(
+        TrainInferCorrection,
+        "set isWeight or filters",
+        f"{_P}.trainInferCorrection.isWeight",
+        ((f"{_P}.trainInferCorrection", {}),),
+        ((f"{_P}.trainInferCorrection", {"isWeight": {}}),),
     ),
     RuleCase(
         Staleness,
+        "partialRollout is about weights",
+        f"{_P}.staleness.partialRollout",
+        ((f"{_P}.staleness", {"partialRollout": False}),),
+        ((f"{_P}.staleness", {"max": 0.5, "partialRollout": False, "offPolicy": "Ignore"}),),
+    ),
+    RuleCase(
+        Record,
+        "set exactly one of to",
+        f"{_P}.record.to",
+        ((f"{_P}.record", {"to": "/a", "replay": "/b"}),),
+        ((f"{_P}.record", {"replay": "/b"}),),
+    ),
+    RuleCase(
+        Critic,
+        "the critic trains on the actor's mini-batches",
+        f"{_P}.critic.training.miniBatchSize",
+        ((f"{_P}.algorithm.name", "gae"), (f"{_P}.critic", {"training": {"miniBatchSize": 4}})),
+        ((f"{_P}.algorithm.name", "gae"), (f"{_P}.critic", {"training": {"learningRate": 1e-3}})),
+    ),
+    RuleCase(
+        Generating,
+        "topP, topK and minP sample from another distribution",
+        f"{_P}.actorInfer.generating.allowTruncatedSampling",
+        ((f"{_P}.actorInfer.generating", {"topP": 0.9}),),
+        ((f"{_P}.actorInfer.generating", {"topP": 0.9, "allowTruncatedSampling": True}),),
+    ),
+    RuleCase(
+        Warmup,
+        "set dataset exactly when source is Dataset",
+        f"{_P}.warmup.dataset",
+        ((f"{_P}.warmup", {"steps": 1, "source": "Dataset"}),),
+        ((f"{_P}.warmup", {"steps": 1, "source": "Dataset", "dataset": {"path": "a.jsonl"}}),),
+    ),
+    RuleCase(
+        Warmup,
+        "observationWeight is about environments",
+        f"{_P}.warmup.observationWeight",
+        ((f"{_P}.warmup", {"steps": 1, "source": "Dataset", "dataset": {"path": "a.jsonl"}, "observationWeight": 0.5}),),
+        ((f"{_P}.warmup", {"steps": 1, "observationWeight": 0.5}),),
+    ),
+    RuleCase(
+        Eval,
+        "pass@k needs at least k samples",
+        f"{_P}.eval.passAt",
+        ((f"{_P}.eval", {"samples": 2, "passAt": [1, 4]}),),
+        ((f"{_P}.eval", {"samples": 4, "passAt": [1, 4]}),),
+    ),
+    RuleCase(
+        Pipeline,
+        "rewards names a tag",
+        f"{_P}.rewards",
+        ((f"{_P}.rewards", [{"name": "judge", "type": "m:f", "tags": ["Pond"]}]),),
+        ((f"{_P}.rewards", [{"name": "judge", "type": "m:f", "tags": ["Lake"]}, {"name": "all", "type": "m:f"}]),),
+    ),
+    RuleCase(
+        Pipeline,
+        "rewardNormalization over groups of one",
+        f"{_P}.rewardNormalization.grouping",
+        ((f"{_P}.algorithm.name", "reinforce"), (f"{_P}.trainEnvs.groupSize", 1), (_NORM, {"grouping": "group", "normMeanType": "group"})),
+        ((f"{_P}.algorithm.name", "reinforce"), (_NORM, {"grouping": "group", "normMeanType": "group"})),
+    ),
+    RuleCase(
+        Pipeline,
+        "rewardNormalization.grouping state compares turns",
+        f"{_P}.rewardNormalization.grouping",
+        ((f"{_P}.algorithm.name", "reinforce"), (_NORM, {"grouping": "state"})),
+        ((f"{_P}.algorithm.name", "step_reinforce"), (_NORM, {"grouping": "state"})),
+    ),
+    RuleCase(
+        Pipeline,
+        "whitening needs at least two trajectories",
+        f"{_P}.rolloutBatchSize",
+        ((f"{_P}.algorithm", {"name": "reinforce_plus_plus"}), (f"{_P}.rolloutBatchSize", 1), (f"{_P}.trainEnvs.groupSize", 1)),
+        ((f"{_P}.algorithm", {"name": "reinforce_plus_plus"}), (f"{_P}.rolloutBatchSize", 2), (f"{_P}.trainEnvs.groupSize", 1)),
+    ),
+    RuleCase(
+        Pipeline,
+        "algorithm gae needs critic",
+        f"{_P}.critic",
+        ((f"{_P}.algorithm.name", "gae"),),
+        ((f"{_P}.algorithm.name", "gae"), *_CRITIC),
+    ),
+    RuleCase(
+        Pipeline,
+        "criticWarmup needs algorithm gae",
+        f"{_P}.criticWarmup",
+        ((f"{_P}.criticWarmup", 1),),
+        ((f"{_P}.criticWarmup", 1), (f"{_P}.algorithm.name", "gae"), *_CRITIC),
+    ),
+    RuleCase(
+        Pipeline,
+        "nothing reads reference",
+        f"{_P}.reference",
+        ((f"{_P}.reference", {}),),
+        ((f"{_P}.reference", {}), (f"{_P}.algorithm.lossKl", {})),
+    ),
+    RuleCase(
+        Pipeline,
         "rollouts of older policies bias the gradient",
         f"{_P}.staleness.offPolicy",
         ((f"{_P}.staleness", {"max": 1}),),
-        ((f"{_P}.staleness", {"max": 1, "offPolicy": "Ignore"}),),
+        ((f"{_P}.staleness", {"max": 1}), (f"{_P}.algorithm.pgVariant", "decoupled")),
+    ),
+    RuleCase(
+        Pipeline,
+        "with modelUpdateFrequency N",
+        f"{_P}.modelUpdateFrequency",
+        ((f"{_P}.modelUpdateFrequency", 3), (f"{_P}.staleness", {"max": 1.5, "offPolicy": "Ignore"})),
+        ((f"{_P}.modelUpdateFrequency", 3), (f"{_P}.staleness", {"max": 2, "offPolicy": "Ignore"})),
+    ),
+    RuleCase(
+        Pipeline,
+        "pgVariant decoupled holds the weight",
+        f"{_P}.trainInferCorrection.isWeight",
+        ((f"{_P}.algorithm.pgVariant", "decoupled"), (f"{_P}.trainInferCorrection", {"isWeight": {}})),
+        ((f"{_P}.algorithm.pgVariant", "decoupled"), (f"{_P}.trainInferCorrection", {"filters": [{"ratioHigh": 2}]})),
+    ),
+    RuleCase(
+        Pipeline,
+        "truncated sampling and corrections",
+        f"{_P}.actorInfer.generating.allowTruncatedSampling",
+        ((f"{_P}.actorInfer.generating.allowTruncatedSampling", True), (f"{_P}.trainInferCorrection", {"isWeight": {}})),
+        ((f"{_P}.trainInferCorrection", {"isWeight": {}}),),
+    ),
+    RuleCase(
+        Pipeline,
+        "deterministic runs are synchronous",
+        f"{_P}.staleness.max",
+        ((f"{_P}.deterministic", True), (f"{_P}.staleness", {"max": 1, "offPolicy": "Ignore"})),
+        ((f"{_P}.deterministic", True),),
+    ),
+    RuleCase(
+        Pipeline,
+        "which members of a redundant group",
+        f"{_P}.trainEnvs.groupSizeRedundancy",
+        ((f"{_P}.deterministic", True), (f"{_P}.trainEnvs.groupSizeRedundancy", 1)),
+        ((f"{_P}.trainEnvs.groupSizeRedundancy", 1),),
+    ),
+    RuleCase(
+        Pipeline,
+        "wall-clock limits are chance",
+        f"{_P}.envs",
+        ((f"{_P}.deterministic", True), (f"{_P}.envs", [{"tag": "Lake", "type": "frozen_lake", "stepTimeoutSeconds": 5}])),
+        ((f"{_P}.envs", [{"tag": "Lake", "type": "frozen_lake", "stepTimeoutSeconds": 5}]),),
     ),
     RuleCase(
         EnvGroups,
@@ -176,14 +391,14 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
-        "grpo, rloo and dr_grpo compare the members of a group",
+        "grpo, rloo, dr_grpo, gigpo, reinforce_plus_plus_baseline compare the members of a group",
         f"{_P}.trainEnvs.groupSize",
         ((f"{_P}.trainEnvs.groupSize", 1),),
         ((f"{_P}.trainEnvs.groupSize", 1), (f"{_P}.algorithm.name", "reinforce")),
     ),
     RuleCase(
         Pipeline,
-        "grpo, rloo and dr_grpo own their normalisation",
+        "grpo, rloo, dr_grpo, gigpo, reinforce_plus_plus_baseline own their normalisation",
         f"{_P}.rewardNormalization",
         ((f"{_P}.rewardNormalization", {"grouping": "tag"}),),
         ((f"{_P}.rewardNormalization", {"grouping": "tag"}), (f"{_P}.algorithm.name", "reinforce")),

@@ -21,7 +21,7 @@ P = "spec.pipeline"
         ((f"{P}.maxSteps", "many"), f"{P}.maxSteps: Input should be a valid integer"),
         ((f"{P}.maxSteps", 0), f"{P}.maxSteps: Input should be greater than or equal to 1 (got 0)"),
         ((f"{P}.maxSteps", REMOVE), f"{P}.maxSteps: Field required"),
-        ((f"{P}.algorithm.name", "gppo"), f"{P}.algorithm.name: Input should be 'grpo', 'rloo', 'dr_grpo' or 'reinforce' (got 'gppo')"),
+        ((f"{P}.staleness", {"offPolicy": "Maybe"}), f"{P}.staleness.offPolicy: Input should be 'Refuse' or 'Ignore' (got 'Maybe')"),
         ((f"{P}.envs", []), f"{P}.envs: List should have at least 1 item"),
         ((f"{P}.envs", [{"tag": "Lake", "type": 7}]), f"{P}.envs[0].type: Input should be a valid string (got 7)"),
         (("spec.roles.env.memory", "lots"), "spec.roles.env.memory: String should match pattern"),
