@@ -26,6 +26,11 @@ class InvalidRun(Exception):
 
 def load_run(path: Path) -> AgenticRun:
     """Read the AgenticRun in a YAML file; other documents beside it are ignored. Raises `InvalidRun`."""
+    return parse_run(read_run(path))
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The one document of kind AgenticRun in a YAML file, not validated yet. Raises `InvalidRun`."""
     try:
         documents = [doc for doc in yaml.safe_load_all(path.read_text()) if isinstance(doc, dict)]
     except yaml.YAMLError as error:
@@ -33,7 +38,8 @@ def load_run(path: Path) -> AgenticRun:
     runs = [doc for doc in documents if doc.get("kind") == KIND]
     if len(runs) != 1:
         raise InvalidRun([f"{path}: expected one document of kind {KIND}, found {len(runs)}"])
-    return parse_run(runs[0])
+    document: dict[str, Any] = runs[0]
+    return document
 
 
 def parse_run(document: dict[str, Any]) -> AgenticRun:

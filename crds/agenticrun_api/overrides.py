@@ -1,0 +1,108 @@
+"""`--set path=value`: change fields of a run's YAML before it is validated.
+
+A path is as in error messages, relative to `spec`: `pipeline.envs[0].maxSteps`, also written `spec.pipeline.envs.0.maxSteps`.
+A value is YAML: `4`, `0.5`, `true`, `[1, 4]`, `{name: gigpo}`, `null` to take an optional field away.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agenticrun_api.base import camel
+from agenticrun_api.load import InvalidRun, parse_run, read_run
+from agenticrun_api.run import AgenticRun
+
+_SEGMENT = re.compile(r"([^.\[\]]+)((?:\[\d+\])*)")
+_SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+"""YAML 1.1 reads 1e-3, which has no dot, as a text."""
+
+Key = str | int
+
+
+def load_run_with(path: Path, changes: Iterable[str]) -> AgenticRun:
+    """The AgenticRun in a YAML file with these `path=value` changes, validated after all of them. Raises `InvalidRun`."""
+    return parse_run(with_overrides(read_run(path), changes))
+
+
+def with_overrides(document: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
+    """A copy of a run's document with these `path=value` changes made in their order; missing mappings on the way are made.
+
+    Raises:
+        InvalidRun: one line per change that cannot be made, each beginning with its path.
+    """
+    changed = copy.deepcopy(document)
+    errors = []
+    for change in changes:
+        try:
+            _apply(changed, change)
+        except ValueError as error:
+            errors.append(str(error))
+    if errors:
+        raise InvalidRun(errors)
+    return changed
+
+
+def _apply(document: dict[str, Any], change: str) -> None:
+    text, equals, value = change.partition("=")
+    keys = _keys(text.strip())
+    if not equals:
+        raise ValueError(f"{_shown(keys)}: write --set {text}=VALUE")
+    node: Any = document
+    for place in range(len(keys) - 1):
+        node = _child(node, keys, place, empty_for=keys[place + 1])
+        if not isinstance(node, dict | list):
+            raise ValueError(f"{_shown(keys[: place + 1])}: is {node!r}, which has no {keys[place + 1]!r}")
+    try:
+        parsed = _value(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{_shown(keys)}: {value!r} is not YAML: {error}") from error
+    node[_key_in(node, keys, len(keys) - 1)] = parsed
+
+
+def _child(node: Any, keys: list[Key], place: int, empty_for: Key) -> Any:
+    key = _key_in(node, keys, place)
+    if isinstance(node, dict) and node.get(key) is None:
+        node[key] = [] if isinstance(empty_for, int) else {}
+    return node[key]
+
+
+def _key_in(node: Any, keys: list[Key], place: int) -> Key:
+    """The key of this path element in `node`: a list's index, or a mapping's key as the file spells it (camelCase or snake_case)."""
+    key = keys[place]
+    if isinstance(node, list):
+        if not str(key).isdigit():
+            raise ValueError(f"{_shown(keys[:place])}: is a list: write {_shown(keys[:place])}[0] for its first entry")
+        if int(key) >= len(node):
+            raise ValueError(f"{_shown(keys[: place + 1])}: the list has {len(node)} entries")
+        return int(key)
+    if isinstance(key, int):
+        raise ValueError(f"{_shown(keys[:place])}: is not a list, so it has no entry {key}")
+    return next((known for known in node if camel(known) == camel(key)), key)
+
+
+def _keys(path: str) -> list[Key]:
+    """`pipeline.envs[0].maxSteps` -> spec, pipeline, envs, 0, maxSteps."""
+    keys: list[Key] = []
+    for segment in path.split("."):
+        match = _SEGMENT.fullmatch(segment)
+        if match is None:
+            raise ValueError(f"{path}: is not a path of fields such as pipeline.envs[0].maxSteps")
+        keys.append(match[1])
+        keys += [int(index) for index in re.findall(r"\d+", match[2])]
+    return keys if keys[0] in ("spec", "metadata") else ["spec", *keys]
+
+
+def _value(text: str) -> Any:
+    value = yaml.safe_load(text)
+    return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
+
+
+def _shown(keys: list[Key]) -> str:
+    """As in error messages: `spec.pipeline.envs[0].maxSteps`."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
