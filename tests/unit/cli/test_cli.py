@@ -1,7 +1,9 @@
-"""`agenticrun validate` and `version`, as a user types them."""
+"""`agenticrun validate` and `version`, as a user types them, and where a run's output goes."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
+from agenticrun_workers.cli.common import new_folder
 
 GOOD = """
 apiVersion: agenticrun.dev/v1alpha1
@@ -25,10 +28,10 @@ spec:
 """
 
 
-def validate(folder: Path, text: str) -> tuple[int, str]:
+def validate(folder: Path, text: str, *options: str) -> tuple[int, str]:
     file = folder / "run.yaml"
     file.write_text(text)
-    result = CliRunner().invoke(app, ["validate", "-f", str(file)])
+    result = CliRunner().invoke(app, ["validate", "-f", str(file), *options])
     return result.exit_code, result.output
 
 
@@ -61,6 +64,21 @@ def test_environments_are_opened(tmp_path: Path, change: str, expected: str) -> 
 def test_an_environment_beside_the_yaml_is_found(tmp_path: Path) -> None:
     (tmp_path / "own_lake.py").write_text("from agenticrun_workers.envs import FrozenLake\n\nclass Mine(FrozenLake): ...\n")
     assert validate(tmp_path, GOOD.replace("type: frozen_lake", "type: 'own_lake:Mine'"))[0] == 0
+
+
+def test_changes_are_made_before_the_run_is_checked(tmp_path: Path) -> None:
+    assert validate(tmp_path, GOOD, "--set", "pipeline.rolloutBatchSize=4", "--set", "pipeline.trainEnvs.groupSize=4")[0] == 0
+    code, output = validate(tmp_path, GOOD, "--set", "pipeline.envs[0].config.sise=3")
+    assert code == ExitCode.INVALID_CONFIG
+    assert "spec.pipeline.envs[0].config: env 'frozen_lake' has no config key 'sise'" in output
+
+
+def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
+    now = datetime(2026, 11, 21, 10, 45, tzinfo=UTC)
+    with ThreadPoolExecutor(8) as threads:
+        folders = list(threads.map(lambda _: new_folder(tmp_path / "runs" / "lake", now), range(8)))
+    assert len({str(folder) for folder in folders}) == 8
+    assert {"20261121-104500", "20261121-104500-2"} <= {folder.name for folder in folders}
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,5 @@
+"""`python -m agenticrun_workers.cli`"""
+
+from agenticrun_workers.cli.app import main
+
+main()

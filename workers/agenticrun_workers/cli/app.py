@@ -1,0 +1,30 @@
+"""All commands in one application."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed_version
+
+import typer
+
+from agenticrun_workers.cli.run import run
+from agenticrun_workers.cli.validate import validate
+
+app = typer.Typer(
+    help="Train LLM agents with reinforcement learning: on this machine here, on Kubernetes with `kubectl apply`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(run)
+app.command()(validate)
+
+
+@app.command()
+def version() -> None:
+    """Print the version of AgenticRun."""
+    typer.echo(installed_version("agenticrun"))
+
+
+def main() -> None:
+    """Entry point of the `agenticrun` command."""
+    app()

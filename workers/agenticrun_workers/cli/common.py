@@ -1,0 +1,55 @@
+"""What several commands share: the run's file, `--set`, and how a bad one is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from agenticrun_api import AgenticRun, InvalidRun
+from agenticrun_api.names import ExitCode
+from agenticrun_api.overrides import load_run_with
+
+RunFile = Annotated[Path, typer.Option("--file", "-f", help="YAML file with one AgenticRun.", exists=True, dir_okay=False)]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PATH=VALUE",
+        help="Change a field of spec before it is validated: pipeline.envs[0].maxSteps=4. Values are YAML. Repeatable.",
+    ),
+]
+
+
+def load(file: Path, changes: Iterable[str] | None) -> AgenticRun:
+    """The run in a file, with changes. Ends the command with exit code 64 and all errors if it is not valid."""
+    try:
+        return load_run_with(file, changes or [])
+    except InvalidRun as error:
+        refuse(file, error.errors)
+
+
+def refuse(file: Path, errors: Iterable[str]) -> NoReturn:
+    """End the command with exit code 64."""
+    typer.echo(f"{file} is not a valid AgenticRun:", err=True)
+    for error in errors:
+        typer.echo(f"  {error}", err=True)
+    raise typer.Exit(ExitCode.INVALID_CONFIG)
+
+
+def new_folder(parent: Path, now: datetime) -> Path:
+    """Make a folder named after the time that no other process has: 20261121-104500, or 20261121-104500-2 if that is taken."""
+    name = now.strftime("%Y%m%d-%H%M%S")
+    parent.mkdir(parents=True, exist_ok=True)
+    for attempt in count(1):
+        folder = parent / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("count never ends")

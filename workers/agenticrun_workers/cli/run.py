@@ -1,0 +1,40 @@
+"""`agenticrun run`: train on this machine."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from agenticrun_workers.cli.common import Changes, RunFile, load, new_folder
+
+
+def run(
+    file: RunFile,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder for metrics and checkpoints; a run that was stopped goes on there. Default: a new one, runs/<name>/<time>.",
+            file_okay=False,
+        ),
+    ] = None,
+    changes: Changes = None,
+) -> None:
+    """Train on this machine, with the same YAML as on a cluster. Ctrl-C saves a checkpoint and ends."""
+    loaded = load(file, changes)
+    folder = (output or new_folder(Path("runs") / loaded.metadata.name, datetime.now(UTC))).resolve()
+    console = Console()
+    from agenticrun_workers.local import run_locally
+    from agenticrun_workers.pipeline.session import exit_code
+
+    report = run_locally(loaded, folder, file.resolve().parent, console)
+    console.print(f"{report.outcome}: {report.message}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"metrics      {folder / 'metrics.jsonl'}\ncheckpoints  {folder / 'checkpoints'}", highlight=False, soft_wrap=True)
+    if loaded.spec.tracking.tensorboard:
+        console.print(f"curves       tensorboard --logdir {folder / 'tensorboard'}", highlight=False, soft_wrap=True)
+    raise typer.Exit(exit_code(report))

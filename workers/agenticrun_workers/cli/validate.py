@@ -1,0 +1,23 @@
+"""`agenticrun validate`: is this YAML a run?"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from agenticrun_workers.cli.common import Changes, RunFile, load, refuse
+
+
+def validate(file: RunFile, changes: Changes = None) -> None:
+    """Check a YAML file as the apiserver would, and import its environments as the workers would."""
+    loaded = load(file, changes)
+    sys.path.insert(0, str(file.resolve().parent))
+    from agenticrun_workers.rollout.env_worker import describe_envs
+    from agenticrun_workers.rollout.errors import InvalidConfig
+
+    try:
+        describe_envs(loaded.spec.pipeline)
+    except InvalidConfig as error:
+        refuse(file, [str(error)])
+    typer.echo(f"{file}: AgenticRun {loaded.metadata.name} is valid")
