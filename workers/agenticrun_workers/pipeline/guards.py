@@ -1,0 +1,149 @@
+"""Guards: alarms over a run's metrics (`pipeline.guards`). Pure: metrics in, alarms out.
+
+An alarm rises when its condition has held for `patience` steps in a row, and falls at the first step at which it does not hold.
+A step that does not measure the metric changes nothing; a value that is not a number counts as beyond the bound.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agenticrun_api.algorithm import Guards
+
+GuardState = dict[str, int]
+"""Guard -> steps in a row at which its condition held. Goes into checkpoints."""
+
+
+class GuardTripped(Exception):
+    """An alarm is up and `guards.action` is Fail. Another attempt would end the same way."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One condition: the worst of the metrics that `pattern` names lies beyond `bound`."""
+
+    name: str
+    """As in guard/<name>."""
+    field: str
+    """Of spec.pipeline.guards."""
+    pattern: re.Pattern[str]
+    bound: float
+    upper: bool
+    """Whether `bound` is the largest good value; else the smallest."""
+    advice: str
+
+    def worst(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
+        """The metric that lies farthest on the wrong side, and its value. None if the step measured none."""
+        measured = [(name, value) for name, value in metrics.items() if self.pattern.fullmatch(name)]
+        return max(measured, key=lambda item: self._badness(item[1]), default=None)
+
+    def holds(self, value: float) -> bool:
+        """Whether the condition holds at this value."""
+        return self._badness(value) > self._badness(self.bound)
+
+    def _badness(self, value: float) -> float:
+        if math.isnan(value):
+            return math.inf
+        return value if self.upper else -value
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What the guards say about one step."""
+
+    metrics: dict[str, float]
+    """guard/<name>: 1 while the alarm is up, else 0."""
+    messages: tuple[str, ...]
+    """One for each alarm that rose or fell at this step."""
+
+
+class GuardWatch:
+    """Follows a run's guards from step to step.
+
+    Args:
+        state: as a checkpoint kept it; None at the beginning of a run.
+    """
+
+    def __init__(self, spec: Guards, state: Mapping[str, int] | None = None) -> None:
+        self._spec = spec
+        self._guards = guards_of(spec)
+        self._streaks = {guard.name: (state or {}).get(guard.name, 0) for guard in self._guards}
+        self._reasons: dict[str, str] = {}
+
+    @property
+    def state(self) -> GuardState:
+        return dict(self._streaks)
+
+    @property
+    def up(self) -> tuple[str, ...]:
+        """Names of the alarms that are up."""
+        return tuple(name for name, streak in self._streaks.items() if streak >= self._spec.patience)
+
+    def observe(self, metrics: Mapping[str, float]) -> Watched:
+        """Take the metrics of a step."""
+        before = self.up
+        messages: list[str] = []
+        for guard in self._guards:
+            measured = guard.worst(metrics)
+            if measured is None:
+                continue
+            name, value = measured
+            self._streaks[guard.name] = self._streaks[guard.name] + 1 if guard.holds(value) else 0
+            self._reasons[guard.name] = self._reason(guard, name, value)
+            if guard.name in self.up and guard.name not in before:
+                messages.append(self._reasons[guard.name])
+            if guard.name in before and guard.name not in self.up:
+                messages.append(f"guard {guard.name} is quiet again: {name} is {value:.4g}")
+        up = self.up
+        return Watched({f"guard/{guard.name}": float(guard.name in up) for guard in self._guards}, tuple(messages))
+
+    def enforce(self) -> None:
+        """Raise `GuardTripped` if an alarm is up and the run asked to fail then. Call it after the step has been logged."""
+        if self._spec.action == "Fail" and self.up:
+            raise GuardTripped("; ".join(self._reasons.get(name, f"guard {name} was up when the checkpoint was saved") for name in self.up))
+
+    def _reason(self, guard: Guard, name: str, value: float) -> str:
+        side = "above" if guard.upper else "below"
+        steps = f"{self._streaks[guard.name]} step{'s' if self._streaks[guard.name] > 1 else ''}"
+        field = f"spec.pipeline.guards.{guard.field}"
+        return f"guard {guard.name}: {name} is {value:.4g}, {side} {field} {guard.bound:g} for {steps}: {guard.advice}"
+
+
+def guards_of(spec: Guards) -> tuple[Guard, ...]:
+    """The guards that a run asks for. `maxSkippedSteps` is the trainer's."""
+    guards = [
+        Guard(
+            "logprob_gap",
+            "maxLogprobGap",
+            re.compile(r"engine/(?:[^/]+/)?logprob_gap"),
+            spec.max_logprob_gap,
+            upper=True,
+            advice="trainer and engine disagree about the same weights, so importance ratios are wrong",
+        )
+    ]
+    if spec.min_entropy is not None:
+        guards.append(
+            Guard(
+                "entropy",
+                "minEntropy",
+                re.compile("actor/entropy"),
+                spec.min_entropy,
+                upper=False,
+                advice="the policy has collapsed onto few answers: raise entropyLossCoef or lower the learning rate",
+            )
+        )
+    if spec.max_zero_variance_share is not None:
+        guards.append(
+            Guard(
+                "zero_variance",
+                "maxZeroVarianceShare",
+                re.compile("group/zero_variance_share"),
+                spec.max_zero_variance_share,
+                upper=True,
+                advice="most groups have equal rewards and teach nothing: change the tasks' difficulty or set trainEnvs.groupFilter",
+            )
+        )
+    return tuple(guards)
