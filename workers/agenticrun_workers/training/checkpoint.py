@@ -1,65 +1,198 @@
-"""Model, optimizer and counters of all ranks in one folder (torch.distributed.checkpoint), readable by any number of ranks."""
+"""One module with its optimizer in a folder (torch.distributed.checkpoint), readable by any number of ranks.
+
+Every rank writes its shards; rank 0 writes `module.json` last, with the size and checksum of every file. A rank that loads compares
+each file that it reads with them.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import hashlib
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from agenticrun_workers.storage import MODULE_RECORD, DamagedFile, FileEntry, Folder
+from agenticrun_workers.training.checkpoint_files import ShardReader, ShardWriter
 from agenticrun_workers.training.strategy import CheckpointMismatch
 
+T = TypeVar("T")
 
-def save(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, int]) -> None:
-    """Write this rank's shards. Collective."""
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "progress": dict(progress), "rng": torch.get_rng_state()}
-    save_shards(state, checkpoint_id=str(folder))
+Location = str | os.PathLike[str]
+"""A local path or an fsspec URI."""
 
 
-def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, int]) -> dict[str, int]:
-    """Restore what `save` wrote and return its counters. Collective.
+@dataclass(frozen=True)
+class Record:
+    """`module.json`."""
+
+    architecture: str
+    parameters: int
+    """Numbers in all of them."""
+    shapes: str
+    """SHA-256 of their sorted names and shapes."""
+    ranks: int
+    torch: str
+    progress: dict[str, int]
+    files: dict[str, FileEntry]
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({**vars(self), "files": {name: entry.to_json() for name, entry in self.files.items()}}, indent=1).encode()
+
+    @staticmethod
+    def read(folder: Folder) -> Record:
+        """Raises `CheckpointMismatch` if there is none, `DamagedFile` if it cannot be understood."""
+        try:
+            value = json.loads(folder.read(MODULE_RECORD))
+            return Record(**{**value, "files": {name: FileEntry.from_json(entry) for name, entry in value["files"].items()}})
+        except FileNotFoundError as error:
+            raise CheckpointMismatch(f"{folder} holds no trainer checkpoint") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedFile(f"{folder}/{MODULE_RECORD}", f"cannot be read ({error})") from error
+
+
+def save(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, int]) -> None:
+    """Write this rank's shards; they are durable when it returns. Collective."""
+    folder = Folder(location)
+    rank, ranks = _rank()
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "rng": {str(rank): _random_state()}}
+    writer = ShardWriter(folder)
+    _unwrapped(lambda: save_shards(state, storage_writer=writer, no_dist=ranks == 1))
+    written: list[dict[str, FileEntry]] = [{}] * ranks
+    if ranks > 1:
+        dist.all_gather_object(written, writer.written)
+    else:
+        written = [writer.written]
+    if rank == 0:
+        shapes = {name: list(shape) for name, shape in sorted(_shapes(model_state).items())}
+        record = Record(
+            architecture=_architecture(module),
+            parameters=sum(parameter.numel() for parameter in module.parameters()),
+            shapes=hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
+            ranks=ranks,
+            torch=torch.__version__,
+            progress=dict(progress),
+            files={name: entry for part in written for name, entry in sorted(part.items())},
+        )
+        folder.write(MODULE_RECORD, record.to_bytes())
+
+
+def load(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, int]) -> dict[str, int]:
+    """Restore what `save` wrote, by however many ranks, and return its progress. Collective; every rank raises the same.
+
+    `progress` gives the counters that the checkpoint lacks.
+
+    Each rank goes on with its own random state. A rank that is new since then starts one, from its number and rank 0's state.
 
     Raises:
         CheckpointMismatch: naming the first parameter that is missing, unknown or of another shape. Nothing has changed then.
+        DamagedFile: the module may have become a mixture: load another checkpoint into it, or give it up.
     """
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    _check(folder, model_state)
-    state: dict[str, Any] = {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "progress": dict(progress),
-        "rng": torch.get_rng_state(),
-    }
-    load_shards(state, checkpoint_id=str(folder))
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    torch.set_rng_state(state["rng"])
-    restored: dict[str, int] = state["progress"]
-    return restored
+    folder = Folder(location)
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+
+    def look() -> tuple[Record, ShardReader, Metadata]:
+        record = Record.read(folder)
+        reader = ShardReader(folder, record.files)
+        metadata = reader.read_metadata()
+        _check(folder, metadata, model_state)
+        return record, reader, metadata
+
+    record, reader, metadata = _agreed(look)
+    rank, ranks = _rank()
+    source = rank if rank < record.ranks else 0
+    random = {kind: value for kind, value in _random_state().items() if f"rng.{source}.{kind}" in metadata.state_dict_metadata}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "rng": {str(source): random}}
+    _unwrapped(lambda: load_shards(state, storage_reader=reader, no_dist=ranks == 1))
+    set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    _set_random_state(state["rng"][str(source)], None if source == rank else rank)
+    return progress | record.progress
 
 
-def _check(folder: Path, model_state: dict[str, Any]) -> None:
-    if not (folder / ".metadata").is_file():
-        raise CheckpointMismatch(f"{folder} holds no trainer checkpoint")
+def _check(folder: Folder, metadata: Metadata, model_state: dict[str, Any]) -> None:
     stored = {
         name.removeprefix("model."): tuple(entry.size)
-        for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+        for name, entry in metadata.state_dict_metadata.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
-    wanted = {name: tuple(value.shape) for name, value in model_state.items() if isinstance(value, Tensor)}
+    wanted = _shapes(model_state)
     for name in [*wanted, *stored]:
         if stored.get(name) != wanted.get(name):
             raise CheckpointMismatch(
                 f"{name.removeprefix('model.')}: the model has {_shape(wanted.get(name))}, "
-                f"the checkpoint in {folder} has {_shape(stored.get(name))}"
+                f"the checkpoint in {folder} has {_shape(stored.get(name))}; "
+                "set spec.model to the model that was trained, or spec.checkpoint.resume to Never"
             )
+
+
+def _shapes(model_state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model_state.items() if isinstance(value, Tensor)}
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "no such parameter" if shape is None else f"shape {list(shape)}"
+
+
+def _architecture(module: nn.Module) -> str:
+    """As Hugging Face calls it; the class, without FSDP's prefix, for what has no config."""
+    types = (getattr(getattr(part, "config", None), "model_type", None) for part in module.modules())
+    return next((str(name) for name in types if name), type(module).__name__.removeprefix("FSDP"))
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return state | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state  # type: ignore[no-untyped-call]
+
+
+def _set_random_state(state: dict[str, Tensor], new_rank: int | None) -> None:
+    if new_rank is not None:
+        torch.manual_seed(zlib.crc32(state["cpu"].numpy().tobytes(), new_rank))
+        return
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _rank() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _agreed(work: Callable[[], T]) -> T:
+    """Do what every rank does; if one fails, all raise its error instead of waiting for it in the next collective."""
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    errors = [error]
+    if (ranks := _rank()[1]) > 1:
+        errors = [None] * ranks
+        dist.all_gather_object(errors, error)
+    for error in filter(None, errors):
+        raise error
+    return result  # type: ignore[return-value]  # no error: there is one
+
+
+def _unwrapped(work: Callable[[], object]) -> None:
+    """Do it; raise the first rank's own error instead of torch's `CheckpointException`, which is no `Exception`."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank needs none
+            work()
+    except CheckpointException as error:
+        cause, _ = error.failures[min(error.failures)]
+        raise cause from error
