@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from agenticrun_workers.models import load_model
-from agenticrun_workers.training import LossSpec, OptimizerSpec, Sample, TorchStrategy
+from agenticrun_workers.training import OptimizerSpec, Sample, TorchPolicy
+from ragged_samples import LOSSES, batch
 
 SPEC = OptimizerSpec(1e-2, "linear", warmup_steps=2, total_steps=20, weight_decay=0.01)
-LOSS = LossSpec(aggregation="seq-mean-token-mean", entropy_coef=0.02)
+LOSS = LOSSES["ppo"]
 STEPS = 3
 
 
@@ -30,17 +31,6 @@ class Result:
     policy_version: int
 
 
-def batch(seed: int) -> list[Sample]:
-    rng = np.random.default_rng(seed)
-    samples = []
-    for _ in range(11):
-        length = int(rng.integers(3, 14))
-        weight_T = (rng.random(length) < 0.6).astype(np.float32)
-        advantages_T = (rng.normal(size=length) * weight_T).astype(np.float32)
-        samples.append(Sample(rng.integers(21, size=length).astype(np.int32), weight_T, advantages_T, -weight_T))
-    return samples
-
-
 def part(samples: list[Sample], rank: int, world: int) -> list[Sample]:
     """Uneven on purpose: rank 0 has most of the samples and more micro-batches."""
     return samples if world == 1 else samples[:8] if rank == 0 else samples[8:]
@@ -48,7 +38,9 @@ def part(samples: list[Sample], rank: int, world: int) -> list[Sample]:
 
 def train(model: Path, *, save: Path | None = None, resume: Path | None = None) -> Result:
     """Train `2 * STEPS` steps and save in the middle, or resume there and train the rest."""
-    strategy = TorchStrategy(lambda: load_model(str(model), torch.float64), SPEC, max_tokens=30)
+    plain = load_model(str(model), torch.float64)
+    batches = [batch(plain, LOSS, seed, 11) for seed in range(2 * STEPS)]
+    strategy = TorchPolicy(lambda: load_model(str(model), torch.float64), SPEC, max_tokens=30)
     rank, world = strategy.rank, strategy.world_size
     if resume is not None:
         strategy.load(resume)
@@ -57,9 +49,9 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
         if step == STEPS and save is not None:
             strategy.policy_version = STEPS
             strategy.save(save)
-        mine = part(batch(step), rank, world)
+        mine = part(batches[step], rank, world)
         metrics.append(dict(strategy.supervised_step(mine) if step == 1 else strategy.train_step(mine, LOSS)))
-    logprobs = strategy.compute_log_probs(part(batch(0), rank, world))
+    logprobs = strategy.compute_log_probs(part(batches[0], rank, world))
     return Result(metrics, logprobs, dict(strategy.export_weights()), strategy.policy_version)
 
 

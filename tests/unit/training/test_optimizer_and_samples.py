@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agenticrun_workers.training import OptimizerSpec
-from agenticrun_workers.training.samples import policy_sample, supervised_sample
+from agenticrun_workers.training.samples import policy_samples, supervised_samples
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 
 
@@ -30,29 +30,48 @@ def test_a_falling_schedule_needs_its_end() -> None:
         OptimizerSpec(1.0, "linear")
 
 
-def trajectory(reason: StopReason = StopReason.COMPLETED) -> Trajectory:
+def trajectory(*, stepwise: bool = False) -> Trajectory:
     def turn(prompt: int, response: int) -> Turn:
         ones = np.full(response, -0.5, np.float32)
-        return Turn(np.zeros(prompt, np.int32), np.ones(response, np.int32), ones, np.zeros(response, np.int32), 0.0)
+        return Turn(np.zeros(prompt, np.int32), np.ones(response, np.int32), ones, np.zeros(response, np.int32), 0.25)
 
-    return Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "t", (turn(2, 2), turn(1, 1)), reason)
+    return Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "t", (turn(2, 2), turn(1, 1)), StopReason.COMPLETED, stepwise)
 
 
 def test_a_policy_sample_weighs_sampled_tokens_and_keeps_the_engine_s_log_probs() -> None:
-    sample = policy_sample(trajectory(), np.arange(6.0))
+    [sample] = policy_samples(trajectory())
     assert sample.weight_T.tolist() == [0, 0, 1, 1, 0, 1]
-    assert sample.old_logprobs_T.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
-    assert sample.advantages_T.tolist() == [0, 1, 2, 3, 4, 5]
+    assert sample.engine_logprobs_T is not None
+    assert sample.engine_logprobs_T.tolist() == [0, 0, -0.5, -0.5, 0, -0.5]
+    assert sample.old_logprobs_T is None
+    assert sample.turns_T.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert sample.score == 0.5
 
 
-@pytest.mark.parametrize("reason", [StopReason.ENV_ERROR, StopReason.TIMEOUT, StopReason.ABORTED])
-def test_a_trajectory_that_may_not_be_trained_on_weighs_nothing(reason: StopReason) -> None:
-    assert not policy_sample(trajectory(reason), np.zeros(6)).weight_T.any()
+def test_a_step_wise_trajectory_is_one_sample_per_turn() -> None:
+    first, second = policy_samples(trajectory(stepwise=True))
+    assert first.tokens_T.tolist() == [0, 0, 1, 1]
+    assert second.tokens_T.tolist() == [0, 1]
+    assert second.turns_T.tolist() == [-1, 1]
+    assert first.score == second.score == 0.5
 
 
 def test_a_supervised_sample_weighs_answers_only() -> None:
-    assert supervised_sample(trajectory()).weight_T.tolist() == [0, 0, 1, 1, 0, 1]
+    [sample] = supervised_samples(trajectory())
+    assert sample.weight_T.tolist() == [0, 0, 1, 1, 0, 1]
 
 
 def test_a_supervised_sample_can_also_weigh_what_the_environment_says_after_an_answer() -> None:
-    assert supervised_sample(trajectory(), 0.5).weight_T.tolist() == [0, 0, 1, 1, 0.5, 1]
+    [sample] = supervised_samples(trajectory(), 0.5)
+    assert sample.weight_T.tolist() == [0, 0, 1, 1, 0.5, 1]
+
+
+def test_the_prompts_of_a_step_wise_agent_weigh_nothing() -> None:
+    first, second = supervised_samples(trajectory(stepwise=True), 0.5)
+    assert first.weight_T.tolist() == [0, 0, 1, 1]
+    assert second.weight_T.tolist() == [0, 1]
+
+
+def test_a_trajectory_without_turns_is_an_empty_sample() -> None:
+    empty = Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "t", (), StopReason.ENV_ERROR)
+    assert [len(sample.tokens_T) for sample in policy_samples(empty)] == [0]

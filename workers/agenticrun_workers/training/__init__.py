@@ -1,7 +1,35 @@
 """Trainers: samples in, better weights out."""
 
 from agenticrun_workers.training.optimizer import OptimizerSpec
-from agenticrun_workers.training.strategy import CheckpointMismatch, LossSpec, Sample, TrainStrategy
-from agenticrun_workers.training.torch_strategy import TorchStrategy
+from agenticrun_workers.training.strategy import (
+    Checkpointed,
+    CheckpointMismatch,
+    CriticStrategy,
+    LossSpec,
+    NonFiniteGradient,
+    ReferenceStrategy,
+    Sample,
+    TrainStrategy,
+    ValueLossSpec,
+    Values,
+)
+from agenticrun_workers.training.torch_critic import TorchCritic
+from agenticrun_workers.training.torch_policy import TorchPolicy
+from agenticrun_workers.training.torch_reference import TorchReference
 
-__all__ = ["CheckpointMismatch", "LossSpec", "OptimizerSpec", "Sample", "TorchStrategy", "TrainStrategy"]
+__all__ = [
+    "CheckpointMismatch",
+    "Checkpointed",
+    "CriticStrategy",
+    "LossSpec",
+    "NonFiniteGradient",
+    "OptimizerSpec",
+    "ReferenceStrategy",
+    "Sample",
+    "TorchCritic",
+    "TorchPolicy",
+    "TorchReference",
+    "TrainStrategy",
+    "ValueLossSpec",
+    "Values",
+]

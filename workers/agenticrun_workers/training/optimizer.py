@@ -1,14 +1,16 @@
-"""AdamW with a learning-rate schedule."""
+"""AdamW with a learning-rate schedule, which never takes a step that would break the weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.nn import Parameter
+from torch import Tensor, nn
+
+from agenticrun_workers.training.ranks import Ranks, local, whole
+from agenticrun_workers.training.strategy import NonFiniteGradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class OptimizerSpec:
     beta2: float = 0.999
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
+    max_skipped_steps: int = 10
+    """Steps in a row that may be skipped for a gradient that is not finite; the next one raises `NonFiniteGradient`."""
 
     def __post_init__(self) -> None:
         if self.schedule != "constant" and not self.total_steps:
@@ -42,12 +46,71 @@ class OptimizerSpec:
         return self.learning_rate * (left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
 
 
-def build_optimizer(parameters: Iterable[Parameter], spec: OptimizerSpec) -> torch.optim.AdamW:
-    """AdamW on these parameters."""
-    return torch.optim.AdamW(
-        list(parameters),
-        lr=spec.learning_rate,
-        betas=(spec.beta1, spec.beta2),
-        eps=spec.epsilon,
-        weight_decay=spec.weight_decay,
-    )
+class Updater:
+    """Takes the optimizer steps of one module, and counts them."""
+
+    def __init__(self, module: nn.Module, spec: OptimizerSpec, ranks: Ranks) -> None:
+        self.optimizer = torch.optim.AdamW(
+            module.parameters(), lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=spec.epsilon, weight_decay=spec.weight_decay
+        )
+        self.spec = spec
+        self.steps = 0
+        """Steps taken, which the schedule follows."""
+        self.skipped = 0
+        """Steps not taken: gradient not finite, or nothing to learn from."""
+        self._broken = 0
+        """Gradients in a row that were not finite."""
+        self._module = module
+        self._ranks = ranks
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the next step."""
+        return self.spec.rate(self.steps)
+
+    def step(self, rate: float, *, scheduled: bool = True) -> float:
+        """Clip the gradients, take a step at this rate and clear them. Collective. Returns the norm before clipping.
+
+        A gradient that is not finite changes nothing but the count. `scheduled`: the step moves the schedule on.
+
+        Raises:
+            NonFiniteGradient: more than `max_skipped_steps` times in a row.
+        """
+        hopeless = self._first_broken() if self._broken >= self.spec.max_skipped_steps else None
+        norm = float(whole(nn.utils.clip_grad_norm_(self._module.parameters(), self.spec.max_grad_norm)))
+        if math.isfinite(norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.steps += scheduled
+            self._broken = 0
+        else:
+            self.skip()
+            self._broken += 1
+        self.optimizer.zero_grad()
+        if hopeless is not None and self._broken:
+            raise NonFiniteGradient(f"{self._broken} gradients in a row were not finite; in the last, that of {hopeless} is the first")
+        return norm
+
+    def skip(self) -> None:
+        """Count a step that is not taken."""
+        self.skipped += 1
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients so far, whole, by parameter name; they are cleared. Collective."""
+        found = {name: whole(p.grad).clone() for name, p in self._module.named_parameters() if p.grad is not None}
+        self.optimizer.zero_grad()
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """What a checkpoint keeps beside the optimizer's state."""
+        return {"steps": self.steps, "skipped": self.skipped, "broken": self._broken}
+
+    def restore(self, counts: dict[str, int]) -> None:
+        self.steps, self.skipped, self._broken = counts["steps"], counts["skipped"], counts["broken"]
+
+    def _first_broken(self) -> str:
+        """The first parameter with a gradient that is not finite on any rank."""
+        named = [(name, parameter.grad) for name, parameter in self._module.named_parameters() if parameter.grad is not None]
+        broken = self._ranks.max([float(not local(gradient).isfinite().all()) for _, gradient in named])
+        return next((name for (name, _), flag in zip(named, broken, strict=True) if flag), "their joint norm")

@@ -6,7 +6,7 @@ Denominators are global over the optimizer step: how samples are split into rank
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -54,7 +54,7 @@ class LossSpec:
         ValueError: a ratio level other than token for a variant without ratios.
     """
 
-    variant: Variant = Ppo()
+    variant: Variant = field(default_factory=Ppo)
     ratio: RatioLevel = "token"
     aggregation: Aggregation = "token-mean"
     aggregation_norm: float = 1.0
@@ -92,8 +92,8 @@ class Values:
     """Value of the whole text, to bootstrap from."""
 
 
-class ReferenceStrategy(Protocol):
-    """A frozen policy."""
+class LogProbStrategy(Protocol):
+    """A policy that says how probable tokens are."""
 
     rank: int
     world_size: int
@@ -107,18 +107,26 @@ class ReferenceStrategy(Protocol):
 
 
 class Checkpointed(Protocol):
-    """What can be saved and continued."""
+    """What can be saved and restored, on any number of ranks. `folder` is a path or an fsspec URI."""
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's shard of model, optimizer, schedule and RNG. Collective."""
+    def save(self, folder: str) -> None:
+        """Write this rank's shards of the weights and, under training, of optimizer, schedule and RNG. Collective."""
         ...
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: str) -> None:
         """Restore what `save` wrote. Raises `CheckpointMismatch` naming the first parameter that does not fit."""
         ...
 
 
-class TrainStrategy(ReferenceStrategy, Checkpointed, Protocol):
+class ReferenceStrategy(LogProbStrategy, Checkpointed, Protocol):
+    """A frozen policy."""
+
+    def copy_from(self, policy: TrainStrategy) -> None:
+        """Freeze the policy's weights as they are now. Collective."""
+        ...
+
+
+class TrainStrategy(LogProbStrategy, Checkpointed, Protocol):
     """A policy under training."""
 
     policy_version: int

@@ -1,0 +1,28 @@
+"""A tiny model in the dtype that a test asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from agenticrun_workers.models import load_model
+from ragged_samples import make_model
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def load(folder: Path) -> Callable[[], PreTrainedModel]:
+    return lambda: load_model(str(folder), torch.float64)
+
+
+@pytest.fixture
+def load_float32(folder: Path) -> Callable[[], PreTrainedModel]:
+    return lambda: load_model(str(folder), torch.float32)

@@ -1,0 +1,178 @@
+"""The `fsdp2` strategy of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agenticrun_workers.algorithms.aggregation import StepTotals, token_coefficients
+from agenticrun_workers.algorithms.losses import Decoupled, LossTokens, kl_loss, policy_loss
+from agenticrun_workers.training import checkpoint
+from agenticrun_workers.training.actor_metrics import ActorMetrics, nothing_learned
+from agenticrun_workers.training.export import write_folder
+from agenticrun_workers.training.microbatch import MicroBatch, responses, weighted
+from agenticrun_workers.training.modules import PolicyModule
+from agenticrun_workers.training.optimizer import OptimizerSpec, Updater
+from agenticrun_workers.training.ranks import whole
+from agenticrun_workers.training.strategy import LossSpec, Sample
+from agenticrun_workers.training.torch_backend import TorchBackend
+from agenticrun_workers.types import FloatArray
+
+
+class TorchPolicy:
+    """A policy under training; the protocol is `TrainStrategy`. For ranks and arguments see `TorchBackend`.
+
+    Args:
+        load: makes the model, in the dtype to train in.
+        optimizer: learning rate, schedule, clipping.
+        temperature: of the sampling that the log-probs are about, for `compute_log_probs` and `supervised_step`.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], PreTrainedModel],
+        optimizer: OptimizerSpec,
+        *,
+        max_tokens: int = 16_384,
+        temperature: float = 1.0,
+        packing: bool = False,
+    ) -> None:
+        self.policy_version = 0
+        self._temperature = temperature
+        self._backend = TorchBackend(PolicyModule(load()), max_tokens=max_tokens, packing=packing)
+        self._updater = Updater(self._backend.module, optimizer, self._backend.ranks)
+        self.rank, self.world_size = self._backend.ranks.rank, self._backend.ranks.size
+
+    def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
+        """See `LogProbStrategy`."""
+        return log_probs(self._backend, samples, self._temperature)
+
+    def supervised_step(self, samples: list[Sample]) -> Mapping[str, float]:
+        """See `TrainStrategy`."""
+        totals = self._backend.totals(samples)
+        rate = self._updater.spec.supervised_learning_rate or self._updater.spec.learning_rate
+        loss_sum, norm = 0.0, 0.0
+        if totals.weight == 0:
+            self._updater.skip()
+        else:
+            for batch in self._backend.micro_batches(samples, weighted):
+                logprobs_N, _ = self._backend.module(batch, self._temperature)
+                weight_N = batch.pick(samples, "weight_T", logprobs_N.dtype)
+                loss = -(token_coefficients(weight_N, batch.sequence_N, totals, "token-mean") * logprobs_N).sum()
+                loss.backward()
+                loss_sum += loss.item()
+            norm = self._updater.step(rate, scheduled=False)
+        return {"warmup/loss": self._backend.ranks.sum([loss_sum])[0], "warmup/grad_norm": norm, "warmup/lr": rate}
+
+    def train_step(self, samples: list[Sample], loss: LossSpec) -> Mapping[str, float]:
+        """See `TrainStrategy`."""
+        totals = self._backend.totals(samples)
+        rate, norm, waste = self._updater.rate, 0.0, 0.0
+        if totals.weight == 0:
+            self._updater.skip()
+            metrics = nothing_learned()
+        else:
+            metrics, waste = self._backward(samples, loss, totals)
+            norm = self._updater.step(rate)
+        return {
+            **metrics,
+            "actor/grad_norm": norm,
+            "actor/lr": rate,
+            "actor/skipped_steps": float(self._updater.skipped),
+            "train/padding_waste": waste,
+        }
+
+    def gradients(self, samples: list[Sample], loss: LossSpec) -> dict[str, Tensor]:
+        """The gradient that `train_step` would use, whole and unclipped, by parameter name; nothing changes. Collective."""
+        self._backward(samples, loss, self._backend.totals(samples))
+        return {name.removeprefix("model."): gradient for name, gradient in self._updater.gradients().items()}
+
+    def export_weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        """See `TrainStrategy`. Tied parameters come once, under the name that `named_parameters` of the model gives."""
+        for name, full in self._whole_parameters():
+            if self.rank == 0:
+                yield name, full.to("cpu", torch.float32, copy=True).numpy()
+
+    def export_folder(self, folder: Path, files: Mapping[str, bytes]) -> None:
+        """See `TrainStrategy`."""
+        weights = {name: full.to("cpu", copy=True) for name, full in self._whole_parameters() if self.rank == 0}
+        if self.rank == 0:
+            write_folder(folder, self._backend.module.model, weights, files)
+
+    def save(self, folder: str) -> None:
+        """See `Checkpointed`."""
+        checkpoint.save(folder, self._backend.module, self._updater.optimizer, self._progress())
+
+    def load(self, folder: str) -> None:
+        """See `Checkpointed`."""
+        progress = checkpoint.load(folder, self._backend.module, self._updater.optimizer, self._progress())
+        self._updater.restore(progress)
+        self.policy_version = progress["policy_version"]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's shards, in a fixed order."""
+        return self._backend.module.parameters()
+
+    def _progress(self) -> dict[str, int]:
+        return {**self._updater.counts(), "policy_version": self.policy_version}
+
+    def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._backend.module.model.named_parameters():
+            yield name, whole(parameter.detach())
+
+    def _backward(self, samples: list[Sample], spec: LossSpec, totals: StepTotals) -> tuple[dict[str, float], float]:
+        """Sum the gradient over all micro-batches; returns metrics and the share of padding."""
+        metrics = ActorMetrics(totals, self._backend.device)
+        batches = self._backend.micro_batches(samples, weighted)
+        for batch in batches:
+            self._loss(batch, samples, spec, totals, metrics).backward()  # type: ignore[no-untyped-call]
+        return metrics.result(self._backend.ranks), self._backend.padding_waste(batches)
+
+    def _loss(self, batch: MicroBatch, samples: list[Sample], spec: LossSpec, totals: StepTotals, metrics: ActorMetrics) -> Tensor:
+        """One micro-batch's part of the step's loss."""
+        logprobs_N, entropies_N = self._backend.module(batch, spec.temperature)
+        dtype = logprobs_N.dtype
+        tokens = _loss_tokens(batch, samples, spec, logprobs_N)
+        weight_N = batch.pick(samples, "weight_T", dtype)
+        coefficients_N = token_coefficients(weight_N, batch.sequence_N, totals, spec.aggregation, spec.aggregation_norm)
+        policy = policy_loss(spec.variant, spec.ratio, tokens)
+        pg = (coefficients_N * policy.loss_N).sum()
+        kl = logprobs_N.new_zeros(())
+        if spec.kl_coef:
+            ref_N = batch.pick(samples, "ref_logprobs_T", dtype)
+            kl = (coefficients_N * kl_loss(logprobs_N, ref_N, spec.kl_kind, spec.kl_limit)).sum()
+        total: Tensor = pg + spec.kl_coef * kl - spec.entropy_coef * (coefficients_N * entropies_N).sum()
+        metrics.add((pg, kl, total), policy, weight_N, entropies_N, logprobs_N - tokens.old_logprobs_N)
+        return total
+
+
+@torch.no_grad()
+def log_probs(backend: TorchBackend[PolicyModule], samples: list[Sample], temperature: float) -> list[FloatArray]:
+    """Log-probs of the response tokens of each sample, 0 elsewhere. Collective."""
+    result = [np.zeros(len(sample.tokens_T), np.float32) for sample in samples]
+    for batch in backend.micro_batches(samples, responses):
+        batch.put(backend.module(batch, temperature)[0], result)
+    return result
+
+
+def _loss_tokens(batch: MicroBatch, samples: list[Sample], spec: LossSpec, logprobs_N: Tensor) -> LossTokens:
+    """What the loss reads of a micro-batch. Old log-probs and importance weights are given for all samples, or for none."""
+    dtype = logprobs_N.dtype
+    has_old = any(s.old_logprobs_T is not None for s in samples)
+    is_weighted = any(s.is_weights_T is not None for s in samples)
+    scores_S = torch.tensor([samples[i].score for i in batch.samples], dtype=dtype, device=logprobs_N.device)
+    return LossTokens(
+        logprobs_N=logprobs_N,
+        old_logprobs_N=batch.pick(samples, "old_logprobs_T", dtype) if has_old else logprobs_N.detach(),
+        advantages_N=batch.pick(samples, "advantages_T", dtype),
+        sequence_N=batch.sequence_N,
+        turn_N=batch.pick(samples, "turns_T", torch.int64),
+        score_N=scores_S[batch.sequence_N],
+        engine_logprobs_N=batch.pick(samples, "engine_logprobs_T", dtype) if isinstance(spec.variant, Decoupled) else None,
+        is_weights_N=batch.pick(samples, "is_weights_T", dtype) if is_weighted else None,
+    )
