@@ -1,0 +1,139 @@
+"""Data sets that episodes are about, with a cursor that resumes because there is none.
+
+Which item a group plays is a function of (seed, stream, tag, group number) and of nothing else: not of what was played
+before, by whom, or in which order. A checkpoint keeps the numbers of the groups begun and of those to play again (the
+controller's position), so a resumed run asks for exactly the items that the uninterrupted one would have asked for, and
+a group that is played again is about the same item.
+
+    k = how many groups of this tag have a smaller number than `group`
+    item = order[k mod n],  order = the permutation of epoch k div n,  drawn from (seed, stream, epoch)
+
+k runs through 0, 1, 2 ... without gaps, so each epoch begins a group about each of the n items exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agenticrun_api import Pipeline
+from agenticrun_api.environments import DatasetSpec
+from agenticrun_workers.rollout.dataset_files import read_splits
+from agenticrun_workers.rollout.errors import InvalidConfig
+from agenticrun_workers.rollout.groups import tag_cycle
+from agenticrun_workers.rollout.seeds import derive
+from agenticrun_workers.types import Stream
+
+Item = Mapping[str, Any]
+"""Values of one row by column."""
+
+Rows = NDArray[np.int64]
+
+HOLDOUT_SEED = 0
+"""What is held out does not depend on the run's seed: runs of different seeds are compared on the same items."""
+
+
+class Dataset:
+    """The items of one `DatasetSpec`.
+
+    Args:
+        seed: pipeline.seed, for the order of each epoch.
+        field: path of the spec, for messages.
+
+    Raises `InvalidConfig` with the field's path for a path, split or column that is not there, and for a split without items.
+    """
+
+    def __init__(self, spec: DatasetSpec, seed: int, field: str) -> None:
+        self._seed = seed
+        self._shuffle = spec.shuffle
+        self._renamed = spec.columns
+        splits = read_splits(spec, field)
+        rows = {name: np.arange(len(split)) for name, split in splits.items()}
+        train, validation = _choose_rows(spec, rows, field)
+        self._train = (splits[spec.split], train)
+        self._validation = (splits[spec.val_split or spec.split], validation)
+        for split in (self._train[0], self._validation[0]):
+            _check_columns(spec, split.column_names, field)
+        self.columns = {*spec.columns, *(set(self._train[0].column_names) - set(spec.columns.values()))}
+        """Names that every item has."""
+        self._order = lru_cache(maxsize=4)(self._draw_order)
+
+    def size(self, stream: Stream) -> int:
+        """Items of one epoch."""
+        return len(self._rows(stream))
+
+    def item(self, stream: Stream, number: int) -> Item:
+        """Item number `number` of the stream's endless sequence of epochs. Validation goes through the items in file order."""
+        epoch, place = divmod(number, self.size(stream))
+        rows = self._rows(stream)
+        row = rows[self._order(stream, epoch)[place]] if self._shuffle and stream is not Stream.VALIDATION else rows[place]
+        split = (self._validation if stream is Stream.VALIDATION else self._train)[0]
+        values: dict[str, Any] = split[int(row)]
+        kept = {name: value for name, value in values.items() if name not in self._renamed.values()}
+        return kept | {new: values[old] for new, old in self._renamed.items()}
+
+    def _rows(self, stream: Stream) -> Rows:
+        return (self._validation if stream is Stream.VALIDATION else self._train)[1]
+
+    def _draw_order(self, stream: Stream, epoch: int) -> Rows:
+        return np.random.default_rng(derive(self._seed, "items", stream.value, epoch)).permutation(self.size(stream))
+
+
+class EpisodeItems:
+    """What each episode of a run is about. Raises `InvalidConfig` for a data set that cannot be used."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        train = tag_cycle(pipeline.train_envs.shares())
+        validation = tag_cycle(pipeline.val_envs.shares()) if pipeline.val_envs else train
+        self._cycles = {Stream.TRAIN: train, Stream.WARMUP: train, Stream.VALIDATION: validation}
+        self._datasets = {
+            env.tag: Dataset(env.dataset, pipeline.seed, f"spec.pipeline.envs[{index}].dataset")
+            for index, env in enumerate(pipeline.envs)
+            if env.dataset is not None
+        }
+
+    def of(self, tag: str, stream: Stream, group: int) -> Item | None:
+        """The item of this group, the same for all its members; None if the environment has no data set."""
+        dataset = self._datasets.get(tag)
+        return dataset.item(stream, place_among_tag(self._cycles[stream], group)) if dataset else None
+
+
+def place_among_tag(cycle: tuple[str, ...], group: int) -> int:
+    """How many groups before this one have its tag, if group g has the tag cycle[g % len(cycle)]."""
+    rounds, place = divmod(group, len(cycle))
+    tag = cycle[place]
+    return rounds * cycle.count(tag) + cycle[:place].count(tag)
+
+
+def _choose_rows(spec: DatasetSpec, rows: Mapping[str, Rows], field: str) -> tuple[Rows, Rows]:
+    """Rows to train on and rows to validate on, each in file order."""
+    for name, key in ((spec.split, "split"), (spec.val_split, "valSplit")):
+        if name is not None and name not in rows:
+            raise InvalidConfig(f"{field}.{key}", f"{spec.path} has no split {name!r}; it has {', '.join(rows)}")
+        if name is not None and not len(rows[name]):
+            raise InvalidConfig(f"{field}.{key}", f"split {name!r} of {spec.path} has no items")
+    if spec.val_split is not None:
+        return rows[spec.split], rows[spec.val_split]
+    return hold_out(rows[spec.split], spec.val_share, field)
+
+
+def hold_out(rows: Rows, share: float, field: str) -> tuple[Rows, Rows]:
+    """Split rows [n] into those to train on and those held out, at least one of each, each in their order."""
+    if len(rows) < 2:
+        raise InvalidConfig(f"{field}.valShare", "one item cannot be both trained on and held out: set valSplit")
+    count = min(max(1, round(share * len(rows))), len(rows) - 1)
+    held = np.zeros(len(rows), np.bool_)
+    held[np.random.default_rng(derive(HOLDOUT_SEED, "hold-out")).permutation(len(rows))[:count]] = True
+    return rows[~held], rows[held]
+
+
+def _check_columns(spec: DatasetSpec, names: list[str], field: str) -> None:
+    for new, old in spec.columns.items():
+        if old not in names:
+            raise InvalidConfig(f"{field}.columns.{new}", f"{spec.path} has no column {old!r}; it has {', '.join(names)}")
+        if new in names and new not in spec.columns.values():
+            raise InvalidConfig(f"{field}.columns.{new}", f"{spec.path} has a column {new!r} of its own: rename that one too")
