@@ -1,0 +1,96 @@
+"""Estimators that compare trajectories (or steps) with each other: one value per trajectory or turn, no critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agenticrun_workers.algorithms.normalization import Over, normalization, set_means, set_sizes
+from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, codes, discounted_suffix, last_of_each, owners, segment_sums
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A value for each score, and which scores had nothing to be compared with."""
+
+    values_N: Floats
+    degenerate_N: Booleans
+
+
+def grpo(scores_N: Floats, groups_N: Integers, mean: Over = "group", std: Over = "group") -> Compared:
+    """(s_i - mean) / std of the group (Shao et al. 2024, arXiv 2402.03300), of the batch, or undivided."""
+    normalized = normalization(scores_N, groups_N, mean, std)
+    return Compared(normalized.apply(scores_N), normalized.degenerate_N)
+
+
+def dr_grpo(scores_N: Floats, groups_N: Integers) -> Compared:
+    """s_i - mean of the group (Liu et al. 2025, arXiv 2503.20783); its loss aggregation is seq-mean-token-sum-norm."""
+    return grpo(scores_N, groups_N, "group", "none")
+
+
+def rloo(scores_N: Floats, groups_N: Integers) -> Compared:
+    """s_i - mean of the OTHER members of the group = (s_i - mean) n / (n - 1) (Ahmadian et al. 2024, arXiv 2402.14740).
+
+    A group of one has no others: 0.
+    """
+    if not len(scores_N):
+        return Compared(scores_N, np.zeros(0, np.bool_))
+    size_N = set_sizes(groups_N)
+    centred_N = scores_N - set_means(scores_N, groups_N)
+    return Compared(np.where(size_N < 2, 0.0, centred_N * size_N / np.maximum(size_N - 1, 1)), size_N < 2)
+
+
+def step_returns(rewards_K: Floats, cu_turns_N1: Integers, gamma: float) -> Floats:
+    """R_k = r_k + gamma R_{k+1} inside each trajectory, turns in order, float64 [K]."""
+    decay_K = np.where(last_of_each(cu_turns_N1), 0.0, gamma)
+    return discounted_suffix(rewards_K, decay_K, int(np.diff(cu_turns_N1).max(initial=0)))
+
+
+def state_sets(groups_K: Integers, states_K: NDArray[Any]) -> Integers:
+    """Numbers of equal states INSIDE the same trajectory group: states of two groups never share one, int64 [K].
+
+    Args:
+        states_K: raw 32-byte digests of the observations, as `S32`, `V32` or uint8 [K, 32].
+    """
+    digests = np.ascontiguousarray(states_K).view(np.uint8).reshape(len(groups_K), -1)
+    keys = np.concatenate([groups_K.astype(">i8").view(np.uint8).reshape(-1, 8), digests], axis=1)
+    return codes(np.ascontiguousarray(keys).view(f"S{keys.shape[1]}").ravel()) if len(keys) else np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCredit:
+    """What gigpo gives each turn, and its two parts."""
+
+    values_K: Floats
+    episode_N: Floats
+    step_K: Floats
+    degenerate_N: Booleans
+    degenerate_K: Booleans
+
+
+def gigpo(
+    rewards_K: Floats,
+    cu_turns_N1: Integers,
+    groups_N: Integers,
+    states_K: NDArray[Any],
+    *,
+    gamma: float,
+    episode_weight: float,
+    step_weight: float,
+    mean: Over = "group",
+    std: Over = "group",
+) -> StepCredit:
+    """w_E A_E + w_S A_S for every turn (Feng et al. 2025, arXiv 2505.10978).
+
+    A_E is the trajectory's score s = sum_k r_k among its group's trajectories, each counted once. A_S is the step return R_k
+    (`step_returns`) among the turns of the same group that saw the same state; a state seen once gives 0. Both are normalised by
+    `mean` and `std`, where `group` means the trajectory group for A_E and the equal states for A_S.
+    """
+    episode = grpo(segment_sums(rewards_K, cu_turns_N1), groups_N, mean, std)
+    owner_K = owners(cu_turns_N1)
+    step = grpo(step_returns(rewards_K, cu_turns_N1, gamma), state_sets(groups_N[owner_K], states_K), mean, std)
+    values_K = episode_weight * episode.values_N[owner_K] + step_weight * step.values_N
+    return StepCredit(values_K, episode.values_N, step.values_N, episode.degenerate_N, step.degenerate_N)

@@ -1,0 +1,18 @@
+"""How kernels are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba  # type: ignore[import-untyped]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """Compiled by numba without the interpreter lock, and kept on disk where a folder for that can be written."""
+    try:
+        return numba.njit(nogil=True, cache=True)(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # numba found no writable folder
+        return numba.njit(nogil=True)(function)  # type: ignore[no-any-return]

@@ -1,0 +1,275 @@
+"""From the scalars of a batch to one number per turn: the first half of a step's order of operations, on the driver.
+
+    scores -> zeroed rewards and penalties -> reward clip -> KL of the group estimators -> normalisation or baseline -> turns
+
+The second half, on the ranks, is `token_advantages`. Trajectories that are not trainable are in no statistic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agenticrun_workers.algorithms import baselines
+from agenticrun_workers.algorithms.baselines import Compared, state_sets, step_returns
+from agenticrun_workers.algorithms.normalization import Grouping, Over, normalization, zero_variance_share
+from agenticrun_workers.algorithms.rewards import (
+    carriers,
+    clip,
+    format_penalties,
+    on_last_turn,
+    overlong_penalty,
+    zero_rewards,
+)
+from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, codes, owners, segment_sums, take_segments
+
+Estimator = Literal[
+    "gae",
+    "reinforce",
+    "agentic_reinforce",
+    "step_reinforce",
+    "grpo",
+    "rloo",
+    "dr_grpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gigpo",
+]
+Kind = Literal["reward", "advantage"]
+Truncated = Literal["train", "mask", "zeroReward", "softPenalty"]
+
+STEP_ESTIMATORS = ("step_reinforce", "gigpo")
+"""They credit turns by their own rewards."""
+ADVANTAGE_ESTIMATORS = (*STEP_ESTIMATORS, "grpo", "rloo", "dr_grpo")
+"""They give every token of a turn one advantage; the others place a reward and take returns over tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """N trajectories with K turns, in trajectory order."""
+
+    cu_turns_N1: Integers
+    rewards_K: Floats
+    """What environment and judges paid for each turn."""
+    invalid_K: Booleans
+    """The answer held no valid action."""
+    response_tokens_K: Integers
+    groups_N: Integers
+    tags_N: Integers
+    format_penalty_N: Floats
+    """Added for each invalid turn: 0 or below."""
+    truncated_N: Booleans
+    """Ended by a limit: max_turns, max_tokens or context_overflow."""
+    trainable_N: Booleans
+    states_K: NDArray[Any] | None = None
+    """Raw 32-byte digests of the observation before each turn, `S32`, `V32` or uint8 [K, 32]; gigpo and grouping `state` need them."""
+    kl_K: Floats | None = None
+    """Summed token KL of each turn, not yet times its coefficient; the ADVANTAGE_ESTIMATORS need it for a KL in the reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreditSpec:
+    """Which estimator, and its numbers."""
+
+    estimator: Estimator = "grpo"
+    reward_placement: Literal["trajectory", "turn"] = "trajectory"
+    """Where estimators of kind `reward` put rewards: the score on the last turn, or r_k on turn k."""
+    reward_clip: float | None = None
+    """Bound of the score, or of each r_k where turns are credited by their own."""
+    truncated: Truncated = "train"
+    """What a trajectory ended by a limit means. softPenalty depends on length alone (DAPO)."""
+    overlong_limit: float = 1.0
+    overlong_buffer: float = 1.0
+    overlong_penalty: float = 1.0
+    norm_grouping: Grouping = "batch"
+    norm_mean: Over = "none"
+    norm_std: Over = "none"
+    """rewardNormalization, for gae, reinforce, agentic_reinforce, reinforce_plus_plus and (over step returns) step_reinforce."""
+    group_mean: Over = "group"
+    group_std: Over = "group"
+    """Of grpo and gigpo."""
+    step_reward_gamma: float = 0.95
+    """Discount per turn of the step returns of gigpo and step_reinforce."""
+    episode_reward_weight: float = 1.0
+    step_reward_weight: float = 1.0
+    """w_E and w_S of gigpo."""
+
+    @property
+    def kind(self) -> Kind:
+        return "advantage" if self.estimator in ADVANTAGE_ESTIMATORS else "reward"
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What each turn gets."""
+
+    per_turn_K: Floats
+    kind: Kind
+    """reward: it sits on the last response token of its turn, and returns over tokens follow. advantage: every response token of
+    the turn has it."""
+    trains_N: Booleans
+    """Whether the trajectory's tokens are in the loss."""
+    metrics: dict[str, float]
+
+
+def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) -> Credit:
+    """What each turn of a batch gets.
+
+    Args:
+        kl_coef: coefficient of `kl_K` in the reward of the ADVANTAGE_ESTIMATORS; for the others the ranks subtract it token by token.
+
+    Raises:
+        ValueError: a trainable trajectory has a reward (or KL) that is not finite, or an array that the estimator needs is missing.
+    """
+    chosen = np.flatnonzero(episodes.trainable_N)
+    valid, turns = _take(episodes, chosen)
+    _require_finite("rewards_K", valid.rewards_K, valid.cu_turns_N1, chosen)
+    if valid.kl_K is not None:
+        _require_finite("kl_K", valid.kl_K, valid.cu_turns_N1, chosen)
+    scores_N = segment_sums(valid.rewards_K, valid.cu_turns_N1)
+    rewards_K, clipped = _shaped_rewards(spec, valid)
+    shaped_N = segment_sums(rewards_K, valid.cu_turns_N1)
+    if spec.kind == "advantage" and kl_coef:
+        rewards_K = rewards_K - kl_coef * _given(valid.kl_K, "kl_K", "a KL in the reward")
+    metrics = {
+        "critic/reward_clip_frac": clipped,
+        "group/zero_variance_share": zero_variance_share(shaped_N, codes(valid.groups_N)),
+        **_spread("critic/score", scores_N),
+    }
+    values_K, estimator_metrics = _estimate(spec, valid, rewards_K)
+    per_turn_K = np.zeros(len(episodes.rewards_K))
+    per_turn_K[turns] = values_K
+    trains_N = episodes.trainable_N & ~episodes.truncated_N if spec.truncated == "mask" else episodes.trainable_N.copy()
+    return Credit(per_turn_K, spec.kind, trains_N, metrics | estimator_metrics)
+
+
+def _shaped_rewards(spec: CreditSpec, episodes: Episodes) -> tuple[Floats, float]:
+    """Rewards per turn after penalties and clip, on the turns that carry them, and the share that the clip changed."""
+    cu = episodes.cu_turns_N1
+    rewards_K = episodes.rewards_K
+    if spec.truncated == "zeroReward":
+        rewards_K = zero_rewards(rewards_K, cu, episodes.truncated_N)
+    rewards_K = rewards_K + format_penalties(episodes.invalid_K, episodes.format_penalty_N, cu)
+    if spec.truncated == "softPenalty":
+        tokens_N = segment_sums(episodes.response_tokens_K, cu)
+        overlong_N = overlong_penalty(tokens_N.astype(np.int64), spec.overlong_limit, spec.overlong_buffer, spec.overlong_penalty)
+        rewards_K = rewards_K + on_last_turn(overlong_N, cu)
+    if spec.estimator not in STEP_ESTIMATORS and (spec.kind == "advantage" or spec.reward_placement == "trajectory"):
+        scores_N = segment_sums(rewards_K, cu)
+        rewards_K = on_last_turn(clip(scores_N, spec.reward_clip), cu)
+        changed = np.abs(scores_N) > spec.reward_clip if spec.reward_clip is not None else np.zeros(0)
+    else:
+        changed = np.abs(rewards_K) > spec.reward_clip if spec.reward_clip is not None else np.zeros(0)
+        rewards_K = clip(rewards_K, spec.reward_clip)
+    return rewards_K, float(np.mean(changed)) if len(changed) else 0.0
+
+
+def _estimate(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> tuple[Floats, dict[str, float]]:
+    """The value of each turn, and the estimator's metrics."""
+    cu, owner_K = episodes.cu_turns_N1, owners(episodes.cu_turns_N1)
+    groups_N = codes(episodes.groups_N)
+    scores_N = segment_sums(rewards_K, cu)
+    match spec.estimator:
+        case "grpo":
+            return _whole_trajectories(baselines.grpo(scores_N, groups_N, spec.group_mean, spec.group_std), owner_K)
+        case "rloo":
+            return _whole_trajectories(baselines.rloo(scores_N, groups_N), owner_K)
+        case "dr_grpo":
+            return _whole_trajectories(baselines.dr_grpo(scores_N, groups_N), owner_K)
+        case "gigpo":
+            return _gigpo(spec, episodes, rewards_K)
+        case "step_reinforce":
+            returns_K = step_returns(rewards_K, cu, spec.step_reward_gamma)
+            step = normalization(returns_K, _sets(spec, episodes, owner_K), spec.norm_mean, spec.norm_std)
+            values_K = step.apply(returns_K)
+            return values_K, {"group/degenerate": float(step.degenerate_N.sum()), **_spread("critic/rewards", values_K)}
+        case "reinforce_plus_plus_baseline":
+            normalized = normalization(scores_N, groups_N, "group", "none")
+        case _:
+            normalized = normalization(scores_N, _sets(spec, episodes, None), spec.norm_mean, spec.norm_std)
+    # The score's normalisation spread over its turns: scaled rewards, and the shift where the trajectory ends.
+    values_K = rewards_K * normalized.scale_N[owner_K] - on_last_turn(normalized.shift_N * normalized.scale_N, cu)
+    carried_K = np.bincount(carriers(episodes.response_tokens_K, cu), values_K, minlength=len(values_K)).astype(np.float64)
+    metrics = {"group/degenerate": float(normalized.degenerate_N.sum()), **_spread("critic/rewards", segment_sums(carried_K, cu))}
+    return carried_K, metrics
+
+
+def _gigpo(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> tuple[Floats, dict[str, float]]:
+    credit = baselines.gigpo(
+        rewards_K,
+        episodes.cu_turns_N1,
+        codes(episodes.groups_N),
+        _given(episodes.states_K, "states_K", "gigpo"),
+        gamma=spec.step_reward_gamma,
+        episode_weight=spec.episode_reward_weight,
+        step_weight=spec.step_reward_weight,
+        mean=spec.group_mean,
+        std=spec.group_std,
+    )
+    return credit.values_K, {
+        "group/degenerate": float(credit.degenerate_N.sum()),
+        "group/degenerate_steps": float(credit.degenerate_K.sum()),
+        **_spread("critic/rewards", credit.values_K),
+        **_spread("critic/episode_rewards_norm", credit.episode_N),
+        **_spread("critic/step_rewards_norm", credit.step_K),
+    }
+
+
+def _whole_trajectories(compared: Compared, owner_K: Integers) -> tuple[Floats, dict[str, float]]:
+    metrics = {"group/degenerate": float(compared.degenerate_N.sum()), **_spread("critic/rewards", compared.values_N)}
+    return compared.values_N[owner_K], metrics
+
+
+def _sets(spec: CreditSpec, episodes: Episodes, owner_K: Integers | None) -> Integers:
+    """The sets that rewardNormalization's grouping names, of trajectories, or of turns where their owners are given."""
+    if spec.norm_grouping == "state":
+        if owner_K is None:
+            raise ValueError(f"rewardNormalization.grouping state compares turns: {spec.estimator} has one reward per trajectory")
+        return state_sets(episodes.groups_N[owner_K], _given(episodes.states_K, "states_K", "grouping state"))
+    by = {"batch": np.zeros_like(episodes.groups_N), "group": episodes.groups_N, "tag": episodes.tags_N}
+    sets_N = codes(by[spec.norm_grouping])
+    return sets_N if owner_K is None else sets_N[owner_K]
+
+
+def _take(episodes: Episodes, chosen: Integers) -> tuple[Episodes, Integers]:
+    """These trajectories alone, and where their turns were."""
+    cu, turns = take_segments(episodes.cu_turns_N1, chosen)
+    return (
+        replace(
+            episodes,
+            cu_turns_N1=cu,
+            rewards_K=np.asarray(episodes.rewards_K, np.float64)[turns],
+            invalid_K=episodes.invalid_K[turns],
+            response_tokens_K=episodes.response_tokens_K[turns],
+            groups_N=episodes.groups_N[chosen],
+            tags_N=episodes.tags_N[chosen],
+            format_penalty_N=np.asarray(episodes.format_penalty_N, np.float64)[chosen],
+            truncated_N=episodes.truncated_N[chosen],
+            trainable_N=episodes.trainable_N[chosen],
+            states_K=None if episodes.states_K is None else episodes.states_K[turns],
+            kl_K=None if episodes.kl_K is None else np.asarray(episodes.kl_K, np.float64)[turns],
+        ),
+        turns,
+    )
+
+
+def _require_finite(name: str, values_K: Floats, cu_turns_N1: Integers, chosen: Integers) -> None:
+    finite_K = np.isfinite(values_K)
+    if not finite_K.all():
+        trajectory = chosen[owners(cu_turns_N1)[np.argmin(finite_K)]]
+        raise ValueError(f"{name} of trajectory {trajectory} holds {values_K[np.argmin(finite_K)]}: count it out as env_error")
+
+
+def _given(array: NDArray[Any] | None, name: str, user: str) -> NDArray[Any]:
+    if array is None:
+        raise ValueError(f"{user} needs {name}")
+    return array
+
+
+def _spread(name: str, values: Floats) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}

@@ -1,0 +1,241 @@
+"""From one number per turn to advantages per token: the second half of a step's order of operations, on every rank.
+
+    placement on tokens -> token KL -> reward clip -> train-inference filter -> whitened rewards -> returns / advantages
+    -> whitening -> advantage clip
+
+The first half, on the driver, is `credit`. Over the RESPONSE tokens of a trajectory alone (prompts and observations do not exist):
+
+    delta_t = r_t + g_t V_next - V_t        A_t = delta_t + g_t l_t A_next
+
+    gae                 g = gamma, l = lambda (Schulman et al. 2016, arXiv 1506.02438); turn_level: g = l = 1 inside a turn
+    reinforce           V = 0, l = 1: A_t = r_t + gamma A_next, the discounted reward-to-go (also reinforce_plus_plus and its baseline)
+    agentic_reinforce   the same with g = 1 inside a turn and gamma at its end
+    advantages          every token has its turn's number (step_reinforce, grpo, rloo, dr_grpo, gigpo)
+
+After the last token the next value is the critic's at the final observation for a truncated trajectory if asked, else 0. A
+filtered token leaves the loss, not the recurrence: no reward is lost. The critic's target is the unwhitened A + V.
+reinforce_plus_plus (and its baseline, Hu et al. 2025, arXiv 2501.03262) always whitens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agenticrun_workers.algorithms import backend
+from agenticrun_workers.algorithms.correction import CorrectionSpec, correct, correction_metrics
+from agenticrun_workers.algorithms.credit import Estimator, Kind
+from agenticrun_workers.algorithms.kl import KL_CODES, KlKind
+from agenticrun_workers.algorithms.layout import NOTHING, Discounts, TokenRewards, Values
+from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers
+from agenticrun_workers.algorithms.whitening import Reduce, moments, rescale, token_moments
+
+ALWAYS_WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The L tokens of a rank's N trajectories, prompts included: whole sequences one after the other.
+
+    A step-wise trajectory has several sequences, adjacent and in turn order.
+    """
+
+    cu_seqlens_S1: Integers
+    cu_trajectories_N1: Integers
+    turns_L: NDArray[np.int32]
+    """Index into per_turn_K of each response token, -1 elsewhere; never falling over response tokens."""
+    trains_N: Booleans
+    engine_logprobs_L: NDArray[Any] | None = None
+    old_logprobs_L: NDArray[Any] | None = None
+    ref_logprobs_L: NDArray[Any] | None = None
+    values_L: NDArray[Any] | None = None
+    """V read at the position before each token."""
+    bootstrap_N: Floats | None = None
+    """V at the final observation of truncated trajectories, 0 for the others; None is 0 for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpec:
+    estimator: Estimator = "grpo"
+    gamma: float = 1.0
+    lambd: float = 0.95
+    turn_level: bool = False
+    reward_kl: KlKind | None = None
+    """For estimators of kind `reward`; the others have it from the driver."""
+    whiten_rewards: bool = False
+    whiten_advantages: bool = False
+    reward_clip: float | None = None
+    """Bound of a token's reward after its KL (as ROLL clips a second time)."""
+    advantage_clip: float | None = None
+    correction: CorrectionSpec | None = None
+
+    @property
+    def discounts(self) -> Discounts:
+        """Those of the recurrence above."""
+        lambd = self.lambd if self.estimator == "gae" else 1.0
+        return Discounts(self.gamma, lambd, self.estimator == "agentic_reinforce" or (self.estimator == "gae" and self.turn_level))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAdvantages:
+    advantages_L: NDArray[np.float32]
+    """0 where the mask is False."""
+    returns_L: NDArray[np.float32] | None
+    """The critic's target at every response token; gae only."""
+    mask_L: Booleans
+    """Response tokens that are in the loss."""
+    weights_L: NDArray[np.float32] | None
+    """Of the train-inference correction: a constant factor of each token's loss."""
+    metrics: dict[str, float]
+    """Over all ranks."""
+
+
+def token_advantages(spec: TokenSpec, tokens: Tokens, per_turn_K: Floats, kind: Kind, kl_coef: float, reduce: Reduce) -> TokenAdvantages:
+    """Advantages of a rank's tokens.
+
+    Args:
+        per_turn_K: `Credit.per_turn_K` of this rank's turns, in the order of its trajectories.
+        kl_coef: of `reward_kl`, as the controller has it; 0 where `kind` is `advantage`.
+        reduce: sums over ranks; identity on one rank. Every rank calls it equally often.
+
+    Raises:
+        ValueError: an array that the spec needs is missing, or holds a number that is not finite at a response token.
+    """
+    cu_N1 = tokens.cu_trajectories_N1
+    mask_L, weights_L, metrics = _mask_and_weights(spec, tokens, reduce)
+    advantages_L = np.empty(len(tokens.turns_L), np.float32)
+    returns_L = None
+    if kind == "advantage":
+        backend.run("spread", cu_N1, tokens.turns_L, mask_L, per_turn_K, advantages_L)
+    else:
+        rewards, reward_metrics = _token_rewards(spec, tokens, per_turn_K, kl_coef, mask_L, reduce)
+        returns_L, critic_metrics = _discount(spec, tokens, rewards, mask_L, advantages_L, reduce)
+        metrics |= reward_metrics | critic_metrics
+    metrics |= _whiten_and_clip(spec, advantages_L, mask_L, cu_N1, reduce)
+    return TokenAdvantages(advantages_L, returns_L, mask_L, weights_L, metrics)
+
+
+def turn_kl(tokens: Tokens, kind: KlKind, num_turns: int) -> Floats:
+    """Summed KL of the response tokens of each of the rank's turns, float64 [K]; for `Episodes.kl_K`.
+
+    Raises:
+        ValueError: log-probs are missing, or not finite at a response token.
+    """
+    return _kl_sums(kind, tokens, num_turns)[0]
+
+
+def _mask_and_weights(spec: TokenSpec, tokens: Tokens, reduce: Reduce) -> tuple[Booleans, NDArray[np.float32] | None, dict[str, float]]:
+    """Response tokens of trajectories that train, less those that the correction's filters remove, and its weights."""
+    cu_N1 = tokens.cu_trajectories_N1
+    if spec.correction is None:
+        mask_L = np.empty(len(tokens.turns_L), np.bool_)
+        backend.run("response_mask", cu_N1, tokens.turns_L, tokens.trains_N, mask_L)
+        return mask_L, None, {}
+    old_L = _given(tokens.old_logprobs_L, "old_logprobs_L", "correction")
+    engine_L = _given(tokens.engine_logprobs_L, "engine_logprobs_L", "correction")
+    corrected = correct(spec.correction, cu_N1, tokens.cu_seqlens_S1, tokens.turns_L, tokens.trains_N, old_L, engine_L)
+    if not corrected.finite:
+        _finite(tokens, "old_logprobs_L", "correction")
+        _finite(tokens, "engine_logprobs_L", "correction")
+    metrics = correction_metrics(spec.correction, reduce(corrected.tally_NM[tokens.trains_N].sum(axis=0)))
+    return corrected.mask_L, corrected.weights_L, metrics
+
+
+def _token_rewards(
+    spec: TokenSpec, tokens: Tokens, per_turn_K: Floats, kl_coef: float, mask_L: Booleans, reduce: Reduce
+) -> tuple[TokenRewards, dict[str, float]]:
+    """How each token's reward comes about, and what was seen on the way."""
+    cu_N1 = tokens.cu_trajectories_N1
+    metrics: dict[str, float] = {}
+    old_L = ref_L = NOTHING
+    if spec.reward_kl:
+        old_L, ref_L = (
+            _given(tokens.old_logprobs_L, "old_logprobs_L", "reward_kl"),
+            _given(tokens.ref_logprobs_L, "ref_logprobs_L", "reward_kl"),
+        )
+        metrics = {"critic/kl": _mean_kl(spec.reward_kl, tokens, len(per_turn_K), reduce), "critic/kl_coef": kl_coef}
+    bound = np.inf if spec.reward_clip is None else spec.reward_clip
+    rewards = TokenRewards(tokens.turns_L, per_turn_K, old_L, ref_L, KL_CODES[spec.reward_kl], kl_coef, bound)
+
+    def sums_about(center: float) -> Floats:
+        sums_N4 = np.zeros((len(cu_N1) - 1, 4))
+        backend.run("reward_sums", cu_N1, mask_L, rewards, center, sums_N4)
+        return sums_N4.sum(axis=0)
+
+    if spec.reward_clip is not None:
+        count, _, _, clipped = reduce(sums_about(0.0))
+        metrics["critic/token_reward_clip_frac"] = float(clipped / max(count, 1.0))
+    if spec.whiten_rewards:
+        over_ranks = moments(lambda center: sums_about(center)[:3], reduce)
+        rewards = rewards._replace(shift=over_ranks.mean, scale=over_ranks.scale)
+    return rewards, metrics
+
+
+def _mean_kl(kind: KlKind, tokens: Tokens, num_turns: int, reduce: Reduce) -> float:
+    """`kl.mean_kl` over the ranks."""
+    _, kl_N2 = _kl_sums(kind, tokens, num_turns)
+    spoke_N = kl_N2[:, 1] > 0
+    total, count = reduce(np.array([(kl_N2[spoke_N, 0] / kl_N2[spoke_N, 1]).sum(), spoke_N.sum()], np.float64))
+    return float(total / max(count, 1.0))
+
+
+def _kl_sums(kind: KlKind, tokens: Tokens, num_turns: int) -> tuple[Floats, Floats]:
+    """KL of each turn, and of each trajectory with its response tokens."""
+    old_L, ref_L = _finite(tokens, "old_logprobs_L", "reward_kl"), _finite(tokens, "ref_logprobs_L", "reward_kl")
+    kl_K, kl_N2 = np.zeros(num_turns), np.zeros((len(tokens.trains_N), 2))
+    backend.run("turn_kl", tokens.cu_trajectories_N1, tokens.turns_L, old_L, ref_L, KL_CODES[kind], kl_K, kl_N2)
+    return kl_K, kl_N2
+
+
+def _discount(
+    spec: TokenSpec, tokens: Tokens, rewards: TokenRewards, mask_L: Booleans, advantages_L: NDArray[np.float32], reduce: Reduce
+) -> tuple[NDArray[np.float32] | None, dict[str, float]]:
+    """Fills the advantages; returns the critic's target, if there is a critic, and its metrics."""
+    gae = spec.estimator == "gae"
+    values_L = _given(tokens.values_L, "values_L", "gae") if gae else NOTHING
+    returns_L = np.empty(len(values_L), np.float32)
+    bootstrap_N = np.zeros(len(tokens.trains_N)) if tokens.bootstrap_N is None else tokens.bootstrap_N
+    totals_N3 = np.zeros((len(tokens.trains_N), 3))
+    arrays = (advantages_L, returns_L, totals_N3)
+    backend.run("discount", tokens.cu_trajectories_N1, mask_L, rewards, Values(values_L, bootstrap_N), spec.discounts, *arrays)
+    if not np.isfinite(totals_N3[:, 2]).all():
+        bad = int(np.argmin(np.isfinite(totals_N3[:, 2])))
+        raise ValueError(f"values_L, bootstrap_N or per_turn_K of trajectory {bad} of this rank is not finite")
+    if not gae:
+        return None, {}
+    returns, values, count = reduce(np.array([*totals_N3[:, :2].sum(axis=0), mask_L.sum()], np.float64))
+    return returns_L, {"critic/returns/mean": float(returns / max(count, 1.0)), "critic/values/mean": float(values / max(count, 1.0))}
+
+
+def _whiten_and_clip(
+    spec: TokenSpec, advantages_L: NDArray[np.float32], mask_L: Booleans, cu_N1: Integers, reduce: Reduce
+) -> dict[str, float]:
+    """Whitens and clips in place. The metrics of the advantages are those BEFORE it: afterwards they would say nothing."""
+    over_ranks = token_moments(advantages_L, mask_L, cu_N1, reduce)
+    metrics = {"critic/advantages/mean": over_ranks.mean, "critic/advantages/std": over_ranks.std}
+    if spec.whiten_advantages or spec.estimator in ALWAYS_WHITENED:
+        clipped = rescale(advantages_L, mask_L, cu_N1, over_ranks.mean, over_ranks.scale, spec.advantage_clip)
+    elif spec.advantage_clip is not None:
+        clipped = rescale(advantages_L, mask_L, cu_N1, bound=spec.advantage_clip)
+    if spec.advantage_clip is not None:
+        metrics["critic/advantage_clip_frac"] = float(reduce(np.array([clipped], np.float64))[0]) / max(over_ranks.count, 1.0)
+    return metrics
+
+
+def _given(array: NDArray[Any] | None, name: str, user: str) -> NDArray[Any]:
+    if array is None:
+        raise ValueError(f"{user} needs {name}")
+    return array
+
+
+def _finite(tokens: Tokens, name: str, user: str) -> NDArray[Any]:
+    """The array of this name, which must be finite at every response token."""
+    array_L = _given(getattr(tokens, name), name, user)
+    finite_N = np.ones(len(tokens.trains_N), np.bool_)
+    backend.run("all_finite", tokens.cu_trajectories_N1, tokens.turns_L, array_L, finite_N)
+    if not finite_N.all():
+        raise ValueError(f"{name} of trajectory {int(np.argmin(finite_N))} of this rank is not finite: count it out as env_error")
+    return array_L
