@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -44,7 +45,15 @@ def progress(step: int, success: float, activity: Activity = Activity.ROLLOUT) -
         reward=0.25,
         tokens_per_second=9100.4,
         seconds_per_step=1.2,
-        metrics={"val/A/success": success, "val/A/random_success": 0.02, "actor/entropy": 0.9},
+        metrics={
+            "val/A/success": success,
+            "val/A/random_success": 0.02,
+            "rollout/score/mean": 0.25,
+            "actor/entropy": 0.9,
+            "critic/kl": 0.0125,
+            "system/tps": 9100.4,
+            "time/step": 1.2,
+        },
     )
 
 
@@ -57,10 +66,10 @@ def test_without_a_terminal_there_is_one_line_per_step(tmp_path: Path) -> None:
             display.update(progress(step, 0.5))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().splitlines() == [
-        "[validation] step 0: val/A/success 0.500, val/A/random_success 0.020",
-        "step 1/10  reward 0.250  entropy 0.900  tokens/s 9,100  s/step 1.20",
-        "step 2/10  reward 0.250  entropy 0.900  tokens/s 9,100  s/step 1.20",
-        "[validation] step 2: val/A/success 0.500, val/A/random_success 0.020",
+        "[validation] step 0: A success 0.500, A random_success 0.020",
+        "step 1/10  reward 0.250  entropy 0.900  kl 0.0125  tok/s 9,100  s/step 1.20",
+        "step 2/10  reward 0.250  entropy 0.900  kl 0.0125  tok/s 9,100  s/step 1.20",
+        "[validation] step 2: A success 0.500, A random_success 0.020",
     ]
 
 
@@ -73,7 +82,8 @@ def test_the_live_picture_shows_steps_success_curve_and_sample() -> None:
         display.sample("<|user|>P_\n_G<|assistant|>Down")
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
-    for piece in ("lake", "5/10", "A/success", "0.500", "▁▅ 0.50", "Down"):
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    for piece in ("lake", "5/10", "A/success", "0.500", "entropy 0.900", "kl 0.0125", "▁▅ 0.50", "Down"):
         assert piece in shown
 
 

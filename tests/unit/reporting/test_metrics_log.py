@@ -35,3 +35,25 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("actor/entropy")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_a_resume_keeps_the_step_of_its_checkpoint_and_validates_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlTracker(path, resume_step=0)
+    first.log(2, {"rollout/score/mean": 0.2, "val/Lake/success": 0.1})
+    first.log(2, {"val/Lake/success": 0.2})
+    first.close()
+    JsonlTracker(path, resume_step=2).close()
+    assert [json.loads(line)["val/Lake/success"] for line in path.read_text().splitlines()] == [0.1]
+
+
+def test_tensorboard_hides_what_an_earlier_attempt_wrote_and_this_one_computes_again(tmp_path: Path) -> None:
+    for resume_step, steps, value in ((0, (1, 2, 3, 4), 1.0), (2, (3,), 2.0), (0, (1,), 3.0)):
+        tracker = TensorBoardTracker(tmp_path, resume_step)
+        for step in steps:
+            tracker.log(step, {"actor/entropy": value})
+        tracker.close()
+        events = EventAccumulator(str(tmp_path))
+        events.Reload()
+        shown = [(e.step, e.value) for e in events.Scalars("actor/entropy")]
+        assert shown == {0: [(s, value) for s in steps], 2: [(1, 1.0), (2, 1.0), (3, 2.0)]}[resume_step]

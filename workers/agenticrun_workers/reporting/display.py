@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -13,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agenticrun_api import Activity, AgenticRun, Progress
+from agenticrun_workers.reporting.console import COLUMNS, step_line, success_rates, validation_line
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
@@ -38,12 +41,11 @@ class PlainDisplay:
         if progress.activity != self._activity and progress.activity not in (Activity.ROLLOUT, Activity.TRAINING, Activity.VALIDATION):
             self._print(f"[{progress.activity}] {progress.message}".rstrip())
         if validated(self._activity, progress):
-            rates = ", ".join(f"{name} {value:.3f}" for name, value in success_rates(progress).items())
-            self._print(f"[validation] step {progress.step}: {rates}")
+            self._print(validation_line(progress.step, progress.metrics))
         self._activity = progress.activity
         if progress.step != self._step and progress.last_step_time is not None:
             self._step = progress.step
-            self._print(step_line(progress))
+            self._print(step_line(progress.step, progress.max_steps, progress.metrics))
 
     def sample(self, transcript: str) -> None:
         """See `ProgressSink`: samples would drown the lines."""
@@ -75,7 +77,7 @@ class LiveDisplay:
 
     def update(self, progress: Progress) -> None:
         """See `ProgressSink`."""
-        success = [value for name, value in success_rates(progress).items() if name.endswith("/success")]
+        success = [value for name, value in success_rates(progress.metrics).items() if name.endswith("/success")]
         if success and self._progress is not None and validated(self._progress.activity, progress):
             self._curve.append(sum(success) / len(success))
         self._progress = progress
@@ -96,10 +98,8 @@ class LiveDisplay:
         numbers = Table.grid(padding=(0, 2))
         numbers.add_row("phase", f"{progress.activity}  {progress.message}")
         numbers.add_row("step", _bar(progress))
-        numbers.add_row("reward", _shown(progress.reward, "{:.3f}"))
-        numbers.add_row("tokens/s", _shown(progress.tokens_per_second, "{:,.0f}"))
-        numbers.add_row("s/step", _shown(progress.seconds_per_step, "{:.2f}"))
-        for name, value in success_rates(progress).items():
+        numbers.add_row("newest step", newest_step(progress.metrics))
+        for name, value in success_rates(progress.metrics).items():
             numbers.add_row(name.removeprefix("val/"), f"{value:.3f}")
         if self._curve:
             numbers.add_row("validation", curve(self._curve))
@@ -115,25 +115,6 @@ def validated(before: str, progress: Progress) -> bool:
     return before == Activity.VALIDATION and progress.activity != Activity.VALIDATION
 
 
-def success_rates(progress: Progress) -> dict[str, float]:
-    """Validation success and what it is compared with, by name."""
-    return {
-        name: value
-        for name, value in progress.metrics.items()
-        if name.startswith("val/") and name.endswith(("/success", "/random_success", "/warmup_success"))
-    }
-
-
-def step_line(progress: Progress) -> str:
-    """`step 12/300  reward 0.250  entropy 0.91  tokens/s 9,100  s/step 1.20`"""
-    parts = [f"step {progress.step}/{progress.max_steps}", f"reward {_shown(progress.reward, '{:.3f}')}"]
-    if (entropy := progress.metrics.get("actor/entropy")) is not None:
-        parts.append(f"entropy {entropy:.3f}")
-    parts.append(f"tokens/s {_shown(progress.tokens_per_second, '{:,.0f}')}")
-    parts.append(f"s/step {_shown(progress.seconds_per_step, '{:.2f}')}")
-    return "  ".join(parts)
-
-
 def curve(values: list[float]) -> str:
     """The newest values between 0 and 1 as a row of bars, and the last one as a number."""
     newest = values[-CURVE_WIDTH:]
@@ -141,11 +122,13 @@ def curve(values: list[float]) -> str:
     return f"{bars} {newest[-1]:.2f}"
 
 
+def newest_step(metrics: Mapping[str, float]) -> RenderableType:
+    """What the newest step measured; what does not fit the terminal goes to the next line."""
+    pieces = [Text.assemble((f"{label} ", "dim"), form.format(metrics[name])) for label, name, form in COLUMNS if name in metrics]
+    return Columns(pieces, padding=(0, 3)) if pieces else Text("-")
+
+
 def _bar(progress: Progress) -> RenderableType:
     row = Table.grid(padding=(0, 1))
     row.add_row(ProgressBar(total=progress.max_steps, completed=progress.step, width=40), f"{progress.step}/{progress.max_steps}")
     return row
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)

@@ -1,4 +1,4 @@
-"""Metrics of every step on disk: metrics.jsonl always, TensorBoard where the run asks for it."""
+"""Metrics of every step on disk: metrics.jsonl, and events for TensorBoard."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class JsonlTracker:
 
     Args:
         path: the file; appended to.
-        resume_step: lines of later steps are removed, because they are computed again.
+        resume_step: lines of later steps are removed, because they are computed again, and so is the validation of this one.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= resume_step]
+        kept = [line for line in _complete_lines(path) if not _computed_again(json.loads(line), resume_step)]
         aside = path.with_suffix(".tmp")
         aside.write_text("".join(kept))
         aside.replace(path)
@@ -43,7 +43,7 @@ class JsonlTracker:
 class TensorBoardTracker:
     """Scalars for TensorBoard, written without torch or TensorFlow.
 
-    After a resume a restart marker hides what earlier attempts wrote for the steps that are computed again.
+    Where an earlier attempt wrote, a restart marker hides its values of the steps that are computed again.
     """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
@@ -53,8 +53,9 @@ class TensorBoardTracker:
 
         folder.mkdir(parents=True, exist_ok=True)
         self._event, self._summary = Event, Summary
+        earlier = any(folder.iterdir())
         self._writer = EventFileWriter(str(folder))
-        if resume_step:
+        if earlier:
             marker = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(step=resume_step + 1, wall_time=time.time(), session_log=marker))
 
@@ -64,6 +65,11 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _computed_again(line: Mapping[str, float], resume_step: int) -> bool:
+    validation = all(name.startswith("val/") for name in line if name not in ("step", "time"))
+    return line["step"] > resume_step or (line["step"] == resume_step and validation)
 
 
 def _complete_lines(path: Path) -> list[str]:
