@@ -11,9 +11,8 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -66,19 +65,22 @@ class Folder:
     """
 
     def __init__(self, uri: str | os.PathLike[str]) -> None:
-        self.uri = os.fspath(uri).rstrip("/") or "/"
-        _ = self._fs
+        uri = os.fspath(uri)
+        try:
+            self._fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False)  # other processes write here too
+        except (ImportError, ValueError, OSError) as error:
+            raise UnusableStorage(f"{uri}: {error}; use a folder or s3://bucket/prefix, or install that driver in the image") from error
+        self._path = str(path).rstrip("/")
+        self.local_path = Path(path) if isinstance(self._fs, LocalFileSystem) else None
+        """The absolute path, if this is a folder of this machine."""
+        self.uri = str(self.local_path) if self.local_path else uri.rstrip("/")
+        """A local folder's is its absolute path."""
 
     def __str__(self) -> str:
         return self.uri
 
     def __truediv__(self, name: str) -> Folder:
         return Folder(f"{self.uri.rstrip('/')}/{name}")
-
-    @property
-    def local_path(self) -> Path | None:
-        """The path, if this is a folder of this machine."""
-        return Path(self._path) if isinstance(self._fs, LocalFileSystem) else None
 
     def require_writable(self) -> None:
         """Write a file and delete it. Raises `UnusableStorage` if that cannot work, now or later."""
@@ -110,7 +112,7 @@ class Folder:
         """A new file to write in order. It is durable, and its `entry` final, when the block ends."""
         if self.local_path is not None:
             path = self.local_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folders(path.parent)
             with path.open("wb") as raw:
                 yield (writer := ChecksumWriter(raw))
                 writer.flush()
@@ -131,12 +133,11 @@ class Folder:
             raw = self._fs.open(self._at(name), "rb")
         except FileNotFoundError as error:
             raise DamagedFile(f"{self.uri}/{name}", "is missing") from error
-        with raw, tempfile.TemporaryFile() as spool:
-            keep = None if self.local_path else spool
-            found = _entry_of(raw, keep)
+        with raw, nullcontext() if self.local_path else tempfile.TemporaryFile() as download:
+            found = _entry_of(raw, download)
             if found != entry:
                 raise DamagedFile(f"{self.uri}/{name}", _difference(found, entry))
-            file: IO[bytes] = keep or raw
+            file: IO[bytes] = download or raw
             file.seek(0)
             yield file
 
@@ -147,7 +148,7 @@ class Folder:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every file below, by name relative to this folder; empty if there is no such folder."""
-        start = len(self._path.rstrip("/")) + 1
+        start = len(self._path) + 1
         found: dict[str, dict[str, Any]] = self._fs.find(self._path, detail=True)
         return {path[start:]: int(info["size"]) for path, info in found.items()}
 
@@ -180,26 +181,7 @@ class Folder:
             self._fs.rm(self._path, recursive=True)
 
     def _at(self, name: str) -> str:
-        return f"{self._path.rstrip('/')}/{name}"
-
-    @cached_property
-    def _resolved(self) -> tuple[Any, str]:
-        """File system and path. Listings are not cached: other processes write here too."""
-        try:
-            fs, path = fsspec.core.url_to_fs(self.uri, use_listings_cache=False)
-        except (ImportError, ValueError, OSError) as error:
-            raise UnusableStorage(
-                f"{self.uri}: {error}; use a folder or s3://bucket/prefix, or install that driver in the image"
-            ) from error
-        return fs, str(path)
-
-    @property
-    def _fs(self) -> Any:
-        return self._resolved[0]
-
-    @property
-    def _path(self) -> str:
-        return self._resolved[1]
+        return f"{self._path}/{name}"
 
 
 class ChecksumWriter:
@@ -263,6 +245,13 @@ def _advice(error: Exception) -> str | None:
     if isinstance(error, NotADirectoryError | FileExistsError):
         return "name a folder, not a file"
     return None
+
+
+def _make_folders(path: Path) -> None:
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        _sync_folder(folder.parent)
 
 
 def _sync_folder(path: Path) -> None:

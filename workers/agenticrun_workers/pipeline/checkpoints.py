@@ -1,29 +1,33 @@
-"""Checkpoints: everything needed to go on as if nothing had happened.
+"""Checkpoints: everything needed to go on as if nothing had happened, on any fsspec file system.
 
-A checkpoint is a folder `<base>/step-<N>`. Trainer ranks and the driver write into it, and at last a manifest is moved into
-place: that one rename publishes it. A folder without a readable manifest is half-written and never picked. The manifest
-carries the run's uid, so that a run of the same name does not take another run's weights.
+A checkpoint is a folder `<base>/step-<N>`: the driver's state, and one folder per module (actor_train, critic) that its trainer ranks
+write. The manifest is written last, in one piece, and makes it a checkpoint: object stores know no rename. A folder without one is
+half-written and never picked. The manifest carries the run's uid, so that a run of the same name does not take another run's weights.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
-import re
-import shutil
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from agenticrun_workers.reporting.clock import rfc3339
+from agenticrun_workers.pipeline.manifest import FORMAT, MANIFEST, Manifest, check_driver_files, check_sizes, publish, read_manifest
 from agenticrun_workers.rollout.errors import InvalidConfig
+from agenticrun_workers.storage import DamagedFile, Folder, UnusableStorage
 
-MANIFEST = "manifest.json"
+log = logging.getLogger(__name__)
+
 STATE = "state.json"
-TRAINER = "trainer"
-FORMAT = 1
+
+SaveModule = Callable[[str], Awaitable[None]]
+"""Has a module's ranks write their parts into this folder (a path or URI); all is durable when it returns."""
+
+LoadModule = Callable[[str], Awaitable[None]]
+"""Has a module's ranks go on from this folder. Raises `DamagedFile` for broken files, `InvalidConfig` for another model."""
 
 
 @dataclass(frozen=True)
@@ -38,126 +42,193 @@ class DriverState:
     best_success: float | None = None
     baselines: dict[str, float] = field(default_factory=dict)
     """Metrics that are measured once: val/<tag>/random_success, val/<tag>/warmup_success."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What the loop's other parts keep, each under its name: the KL controller, guards, trackers, ... as JSON values."""
+
+    def to_bytes(self) -> bytes:
+        """JSON. Raises TypeError for a part that is none."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> DriverState:
+        """Raises ValueError, KeyError or TypeError for anything else."""
+        state: dict[str, Any] = json.loads(data)
+        if (found := state.pop("format")) != FORMAT:
+            raise ValueError(f"format {found} instead of {FORMAT}")
+        return DriverState(**{**state, "again": tuple(state["again"])})
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint."""
+    """A published checkpoint."""
 
-    folder: Path
+    folder: str
     step: int
     time: str
 
-    @property
-    def trainer_folder(self) -> Path:
-        return self.folder / TRAINER
+    def module_folder(self, module: str) -> str:
+        return f"{self.folder}/{module}"
 
     def driver_state(self) -> DriverState:
-        """Raises `InvalidConfig` if it was written by something else."""
+        """Raises `DamagedFile`."""
         try:
-            state: dict[str, Any] = json.loads((self.folder / STATE).read_text())
-            return DriverState(**{**state, "again": tuple(state["again"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise InvalidConfig("spec.checkpoint.resume", f"{self.folder / STATE} cannot be read: {error}") from error
+            return DriverState.from_bytes(Folder(self.folder).read(STATE))
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            raise DamagedFile(f"{self.folder}/{STATE}", f"cannot be read ({type(error).__name__}: {error})") from error
 
 
 class CheckpointStore:
-    """The checkpoints of one run below `base`.
+    """The checkpoints of one run below `base`. One attempt at a time writes there.
 
     Args:
-        keep: how many complete ones are kept.
+        base: a path or URI.
         run_uid: goes into every manifest.
+        keep: how many complete ones are kept.
+
+    Raises:
+        InvalidConfig: no driver for this URI.
     """
 
-    def __init__(self, base: Path, run_uid: str, keep: int) -> None:
-        self._base = base
+    def __init__(self, base: str | os.PathLike[str], run_uid: str, keep: int) -> None:
+        self._base = _folder(base, "spec.checkpoint.uri")
         self._run_uid = run_uid
         self._keep = keep
+        self._current: Checkpoint | None = None
+        """What this attempt has saved or restored last."""
 
-    async def save(self, state: DriverState, save_trainer: Callable[[Path], Awaitable[None]]) -> Checkpoint:
-        """Write and publish a checkpoint, then delete what is older than the newest `keep`.
+    async def save(self, state: DriverState, modules: Mapping[str, SaveModule]) -> Checkpoint:
+        """Write and publish a checkpoint; then delete what is older than the newest `keep`, half-written, or ahead of this step.
 
-        `save_trainer` writes the ranks' parts into the folder that it is given. A complete checkpoint of this step is
-        left alone: it holds the same.
+        What lies ahead comes from an attempt that was given up: this one went on from before. The checkpoint that was saved or
+        restored last is left alone if it is of this step: it holds the same.
         """
-        folder = self._base / f"step-{state.step}"
-        if (found := read(folder)) is not None and found[1] == self._run_uid:
-            return found[0]
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / TRAINER).mkdir(parents=True)
-        await save_trainer(folder / TRAINER)
-        (folder / STATE).write_text(json.dumps(asdict(state), indent=1))
-        manifest = {
-            "format": FORMAT,
-            "runUid": self._run_uid,
-            "step": state.step,
-            "time": rfc3339(time.time()),
-            "files": {str(file.relative_to(folder)): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()},
-        }
-        _publish(folder / MANIFEST, json.dumps(manifest, indent=1))
-        self._delete_old()
-        return Checkpoint(folder, state.step, str(manifest["time"]))
+        if self._current is not None and self._current.step == state.step and await asyncio.to_thread(self._intact, self._current.folder):
+            return self._current
+        folder = self._base / _name(state.step)
+        await asyncio.to_thread(_delete, folder)
+        await asyncio.gather(*(save(str(folder / name)) for name, save in modules.items()))
 
-    def newest(self) -> Checkpoint | None:
-        """The newest complete checkpoint of this run."""
-        return max(self._complete(), key=lambda checkpoint: checkpoint.step, default=None)
+        def finish() -> Checkpoint:
+            folder.write(STATE, state.to_bytes())
+            manifest = publish(folder, self._run_uid, state.step, modules)
+            self._delete_old(state.step)
+            return Checkpoint(folder.uri, state.step, manifest.time)
 
-    def resolve(self, resume: str) -> Checkpoint | None:
-        """What `spec.checkpoint.resume` says to go on from: `Auto`, `Never`, or a folder. Raises `InvalidConfig`."""
+        self._current = await asyncio.to_thread(finish)
+        return self._current
+
+    async def restore(self, resume: str, modules: Mapping[str, LoadModule]) -> tuple[Checkpoint, DriverState] | None:
+        """Load what `spec.checkpoint.resume` says to go on from: `Auto`, `Never`, or a checkpoint's folder. None: begin anew.
+
+        `Auto` passes over a damaged checkpoint to the newest undamaged one before it, and logs that.
+
+        Raises:
+            InvalidConfig: the base cannot be written; the named checkpoint, or every one of this run, is damaged or of another model.
+        """
+        await asyncio.to_thread(self._require_writable)
         if resume == "Never":
             return None
-        if resume == "Auto":
-            return self.newest()
-        found = read(Path(resume))
-        if found is None:
-            raise InvalidConfig("spec.checkpoint.resume", f"{resume} holds no complete checkpoint (no readable {MANIFEST})")
-        return found[0]
-
-    def _complete(self) -> list[Checkpoint]:
-        found = [read(folder) for folder in self._base.glob("step-*")]
-        return [checkpoint for checkpoint, uid in filter(None, found) if uid == self._run_uid]
-
-    def _delete_old(self) -> None:
-        """Keep the newest complete ones of this run. What a dying attempt left half-written goes too: no other attempt writes."""
-        complete = sorted(self._complete(), key=lambda checkpoint: checkpoint.step)
-        for checkpoint in complete[: -self._keep]:
-            (checkpoint.folder / MANIFEST).unlink()
-            shutil.rmtree(checkpoint.folder)
-        for folder in self._base.glob("step-*"):
-            if not (folder / MANIFEST).exists():
-                shutil.rmtree(folder)
-
-
-def read(folder: Path) -> tuple[Checkpoint, str] | None:
-    """The checkpoint in a folder and the uid of its run; None if it is not complete."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
-        if manifest["format"] != FORMAT or sizes != manifest["files"]:
-            return None
-        return Checkpoint(folder, int(manifest["step"]), str(manifest["time"])), str(manifest["runUid"])
-    except (OSError, ValueError, KeyError, TypeError):
+        folders = await asyncio.to_thread(self._steps) if resume == "Auto" else [_folder(resume, "spec.checkpoint.resume")]
+        damage: list[DamagedFile] = []
+        for folder in folders:
+            try:
+                found = await asyncio.to_thread(self._look, folder, any_run=resume != "Auto")
+                if found is None:
+                    continue
+                checkpoint, state = found
+                await asyncio.gather(*(load(checkpoint.module_folder(name)) for name, load in modules.items()))
+            except DamagedFile as error:
+                damage.append(getattr(error, "cause", error))  # Ray raises a copy whose text is a traceback
+                log.warning("the checkpoint %s is damaged: %s", folder, damage[-1])
+                continue
+            log.info("going on from %s (step %d)%s", folder, state.step, ", the newest that is not damaged" if damage else "")
+            self._current = checkpoint if folder.uri == (self._base / _name(state.step)).uri else None
+            return checkpoint, state
+        if damage:
+            advice = "restore that file, name another checkpoint, or set Never to begin anew"
+            raise InvalidConfig("spec.checkpoint.resume", f"no checkpoint is whole: {damage[0]}; {advice}")
+        if resume != "Auto":
+            raise InvalidConfig("spec.checkpoint.resume", f"{resume} holds no complete checkpoint (no {MANIFEST})")
         return None
 
+    def newest(self) -> Checkpoint | None:
+        """The newest complete checkpoint of this run whose files have their sizes."""
+        return next((_checkpoint(folder, manifest) for folder in self._steps() if (manifest := self._complete(folder))), None)
 
-def folder_of(uri: str, name: str, uid: str) -> Path:
-    """Where a run keeps its checkpoints below `spec.checkpoint.uri`. Raises `InvalidConfig` for what is no local folder."""
-    path = re.sub(r"^file://", "", uri)
-    if "://" in path:
-        raise InvalidConfig("spec.checkpoint.uri", f"{uri}: only folders are supported, for example /checkpoints")
-    return Path(path) / f"{name}-{uid[:8] or 'local'}"
+    def _look(self, folder: Folder, *, any_run: bool) -> tuple[Checkpoint, DriverState] | None:
+        """A checkpoint whose sizes, and the driver's files, are right. None: not published, or another run's. Raises `DamagedFile`."""
+        manifest = read_manifest(folder)
+        if manifest is None or not (any_run or manifest.run_uid == self._run_uid):
+            return None
+        check_sizes(folder, manifest)
+        check_driver_files(folder, manifest)
+        checkpoint = _checkpoint(folder, manifest)
+        return checkpoint, checkpoint.driver_state()
+
+    def _require_writable(self) -> None:
+        try:
+            self._base.require_writable()
+        except UnusableStorage as error:
+            raise InvalidConfig("spec.checkpoint.uri", str(error)) from error
+
+    def _steps(self) -> list[Folder]:
+        """Folders of steps, the highest first; not all need be checkpoints."""
+        names = [name for name in self._base.folders() if name.startswith("step-") and name[5:].isdigit()]
+        return [self._base / name for name in sorted(names, key=lambda name: int(name[5:]), reverse=True)]
+
+    def _complete(self, folder: Folder) -> Manifest | None:
+        """The manifest of this run's checkpoint in a folder, if it is published and its files have their sizes."""
+        try:
+            manifest = read_manifest(folder)
+            if manifest is None or manifest.run_uid != self._run_uid:
+                return None
+            check_sizes(folder, manifest)
+        except DamagedFile as error:
+            log.warning("the checkpoint %s is damaged: %s", folder, error)
+            return None
+        return manifest
+
+    def _intact(self, folder: str) -> bool:
+        return self._complete(Folder(folder)) is not None
+
+    def _delete_old(self, step: int) -> None:
+        """Keep the newest complete ones of this run up to `step`, and what belongs to other runs."""
+        kept = 0
+        for folder in self._steps():
+            try:
+                manifest = read_manifest(folder)
+            except DamagedFile:
+                continue
+            if manifest is not None and manifest.run_uid != self._run_uid:
+                continue
+            if manifest is None or manifest.step > step or kept >= self._keep:
+                _delete(folder)
+            elif self._complete(folder):
+                kept += 1
 
 
-def _publish(path: Path, text: str) -> None:
-    """Move a file into place when all of it and all before it is on the disk."""
-    aside = path.with_suffix(".tmp")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
+def folder_of(uri: str, name: str, uid: str) -> str:
+    """Where a run keeps its checkpoints below `spec.checkpoint.uri`. Raises `InvalidConfig` if there is no driver for that."""
+    return str(_folder(uri, "spec.checkpoint.uri") / f"{name}-{uid[:8] or 'local'}")
+
+
+def _folder(uri: str | os.PathLike[str], path: str) -> Folder:
     try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        return Folder(uri)
+    except UnusableStorage as error:
+        raise InvalidConfig(path, str(error)) from error
+
+
+def _name(step: int) -> str:
+    return f"step-{step}"
+
+
+def _checkpoint(folder: Folder, manifest: Manifest) -> Checkpoint:
+    return Checkpoint(folder.uri, manifest.step, manifest.time)
+
+
+def _delete(folder: Folder) -> None:
+    """From here on it is no checkpoint, however far the deletion comes."""
+    if folder.exists(MANIFEST):
+        folder.remove(MANIFEST)
+    folder.delete()
