@@ -6,7 +6,9 @@ import math
 
 import pytest
 
-from agenticrun_workers.pipeline.metrics import rollout_metrics, success_of, telling, validation_metrics
+from agenticrun_workers.inference import EngineStats
+from agenticrun_workers.pipeline.metrics import engine_metrics, rollout_metrics, success_of, timing_metrics, validation_metrics
+from agenticrun_workers.pipeline.telling import telling
 from agenticrun_workers.rollout.controller import Batch, RolloutCounts
 from agenticrun_workers.rollout.groups import Group
 from agenticrun_workers.types import StopReason
@@ -30,7 +32,16 @@ def test_a_batch_tells_scores_ages_and_why_episodes_ended() -> None:
         "rollout/queue_depth": 3.0,
         "env/A/success": 0.5,
         "env/A/action_is_valid": 1.0,
+        "env/A/score": 0.5,
+        "rollout/success/mean": 0.5,
+        "rollout/score/max": 1.0,
+        "rollout/turns/mean": 2.0,
+        "tokens/prompt": 30.0,
         "tokens/response": 10.0,
+        "tokens/prompt_length/mean": 15.0,
+        "tokens/response_length/mean": 5.0,
+        "tokens/turn_response_length/mean": 2.5,
+        "system/samples": 2.0,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
@@ -43,10 +54,60 @@ def test_validation_is_averaged_per_tag_and_then_over_tags() -> None:
     assert success_of({"val/A/score": 1.0}) is None
 
 
+def test_validation_tells_turns_and_why_episodes_ended() -> None:
+    metrics = validation_metrics([result(0, score=1.0), result(1, stop=StopReason.MAX_TURNS)])
+    expected = {
+        "val/A/score": 0.5,
+        "val/A/turns": 2.0,
+        "val/A/response_length": 5.0,
+        "val/A/stop/completed": 0.5,
+        "val/A/stop/max_turns": 0.5,
+        "val/score/mean": 0.5,
+        "val/success/mean": 0.5,
+    }
+    assert {name: metrics.get(name) for name in expected} == expected
+    assert "val/A/stop/timeout" not in metrics
+
+
+def test_speed_does_not_count_the_validation_inside_a_step() -> None:
+    metrics = timing_metrics({"step": 6.0, "val": 4.0, "sync": 0.5}, tokens=100)
+    assert metrics == {"time/step": 6.0, "time/val": 4.0, "time/sync": 0.5, "weight_sync/seconds": 0.5, "system/tps": 50.0}
+
+
+def test_engines_tell_speed_queue_and_how_busy_they_were_also_one_that_is_new() -> None:
+    def stats(generated: int, busy: float, waiting: int = 0) -> EngineStats:
+        fields = {"policy_version": 1, "running": 0, "waiting": waiting, "prompt_tokens": 0}
+        return EngineStats(**fields, generated_tokens=generated, busy_seconds=busy)
+
+    before = {"engine-0": stats(100, 5.0), "engine-1": stats(70, 5.0)}
+    after = {"engine-0": stats(300, 9.0, waiting=3), "engine-2": stats(50, 2.0)}
+    assert engine_metrics(before, after, seconds=10.0) == {
+        "engine/engine-0/tokens_per_second": 20.0,
+        "engine/engine-0/queue": 3.0,
+        "engine/engine-2/tokens_per_second": 5.0,
+        "engine/engine-2/queue": 0.0,
+        "rollout/utilization": pytest.approx(0.3),
+    }
+    assert engine_metrics(before, {}, seconds=10.0) == {}
+
+
 def test_a_snapshot_holds_the_most_telling_metrics_and_nothing_that_the_api_refuses() -> None:
     many = {f"time/phase{i}": 1.0 for i in range(100)}
     shown = telling({**many, "val/A/success": 0.5, "env/A/bad name": 1.0, "actor/entropy": math.nan, "rollout/score/mean": 0.1})
     assert len(shown) == 64
-    assert list(shown)[:2] == ["val/A/success", "rollout/score/mean"]
+    assert list(shown)[:3] == ["val/A/success", "rollout/score/mean", "time/phase0"]
     assert "actor/entropy" not in shown
     assert "env/A/bad name" not in shown
+
+
+def test_many_environments_do_not_hide_the_losses() -> None:
+    many = {f"val/Level{i:02}/{name}": 0.5 for i in range(30) for name in ("success", "score", "turns")}
+    first = list(telling({**many, "actor/total_loss": 0.1, "system/tps": 10.0, "actor/entropy": 1.0}))[:16]
+    assert first[:6] == [
+        "val/Level00/success",
+        "val/Level01/success",
+        "val/Level02/success",
+        "actor/total_loss",
+        "actor/entropy",
+        "system/tps",
+    ]

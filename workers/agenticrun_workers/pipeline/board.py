@@ -11,7 +11,7 @@ from statistics import median
 
 from agenticrun_api import Activity, FinalReport, Progress
 from agenticrun_api.status import CheckpointStatus
-from agenticrun_workers.pipeline.metrics import telling
+from agenticrun_workers.pipeline.telling import telling
 from agenticrun_workers.reporting.clock import rfc3339
 from agenticrun_workers.reporting.sink import ProgressSink
 

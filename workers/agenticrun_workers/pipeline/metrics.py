@@ -1,65 +1,60 @@
-"""Metrics of a step, under ROLL's names where it has one (rl-semantics, "Metrics")."""
+"""Metrics of a step, under ROLL's names where it has one (rl-semantics, "Metrics"). docs/metrics.md explains each."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS
 from agenticrun_workers.rollout.controller import Batch
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.types import StopReason
 
+if TYPE_CHECKING:
+    from agenticrun_workers.inference import EngineStats
+
 Metrics = dict[str, float]
-
-TELLING = (
-    "val/", "rollout/score/mean", "env/", "actor/", "system/", "staleness/", "group/", "stop/", "time/step", "warmup/",
-    "tokens/", "rollout/", "time/",
-)  # fmt: skip
-"""Which metrics go into a snapshot when there are more than it may hold: the first ones by this order of prefixes."""
-
-
-NAME = re.compile(rf"[A-Za-z0-9_./@<>-]{{1,{MAX_METRIC_NAME}}}")
-"""Names that a snapshot may hold; an environment may have others, which stay in metrics.jsonl."""
 
 
 def rollout_metrics(batch: Batch, version: int) -> Metrics:
     """What a batch says about the policy that played it. `version` is the policy version about to be trained."""
     results = batch.results
-    scores = np.array([result.score for result in results])
-    ages = np.array([version - result.oldest_version for result in results])
-    prompt = sum(result.tokens - result.response_tokens for result in results)
     response = sum(result.response_tokens for result in results)
+    turns_K = np.concatenate([result.response_tokens_K for result in results])
     return {
-        "rollout/score/mean": float(scores.mean()),
-        "rollout/score/max": float(scores.max()),
-        "rollout/score/min": float(scores.min()),
-        "rollout/turns/mean": float(np.mean([result.turns for result in results])),
+        **_spread("rollout/score", [result.score for result in results]),
+        **_spread("rollout/turns", [result.turns for result in results]),
+        **_success("rollout/success/mean", results),
         "rollout/discarded": float(len(batch.counts.untrainable)),
         "rollout/queue_depth": float(batch.queue_depth),
-        "staleness/mean": float(ages.mean()),
-        "staleness/max": float(ages.max()),
+        **{f"staleness/{name}": value for name, value in _ages(results, version).items()},
         "group/rerolled": float(batch.counts.rerolled),
         "group/dropped": float(batch.counts.dropped),
         "group/stale": float(batch.counts.stale),
-        "tokens/prompt": float(prompt),
+        "tokens/prompt": float(sum(result.tokens for result in results) - response),
         "tokens/response": float(response),
-        "tokens/response_length/mean": response / max(1, sum(result.turns for result in results)),
-        "system/samples": float(len(results)),
+        **_spread("tokens/prompt_length", [result.tokens - result.response_tokens for result in results]),
+        **_spread("tokens/response_length", [result.response_tokens for result in results]),
+        **_spread("tokens/turn_response_length", turns_K),
+        "system/samples": float(sum(result.samples for result in results)),
         **_stop_reasons([*results, *batch.counts.untrainable]),
         **_of_envs("env", results),
     }
 
 
 def validation_metrics(results: list[EpisodeResult]) -> Metrics:
-    """Means over each tag's episodes: val/<tag>/score and what the environment measures, success above all."""
+    """Means over each tag's episodes, success above all, and over all episodes."""
     metrics = _of_envs("val", results)
     for tag, played in _by_tag(results).items():
-        metrics[f"val/{tag}/score"] = float(np.mean([result.score for result in played]))
-    return metrics
+        metrics[f"val/{tag}/turns"] = float(np.mean([result.turns for result in played]))
+        metrics[f"val/{tag}/response_length"] = float(np.mean([result.response_tokens for result in played]))
+        metrics |= {f"val/{tag}/{name}": value for name, value in _stop_reasons(played).items() if value}
+    metrics["val/score/mean"] = float(np.mean([result.score for result in results]))
+    success = success_of(metrics)
+    return metrics if success is None else {**metrics, "val/success/mean": success}
 
 
 def success_of(metrics: Mapping[str, float]) -> float | None:
@@ -68,14 +63,52 @@ def success_of(metrics: Mapping[str, float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def telling(metrics: Mapping[str, float]) -> Metrics:
-    """At most as many finite metrics as a snapshot may hold, the most telling ones."""
+def timing_metrics(seconds: Mapping[str, float], tokens: float) -> Metrics:
+    """Where a step's time went.
 
-    def rank(name: str) -> int:
-        return next((place for place, prefix in enumerate(TELLING) if name.startswith(prefix)), len(TELLING))
+    Args:
+        seconds: by phase; `step` is the whole step, `val` the validation inside it.
+        tokens: prompt and response tokens of the step's batch.
+    """
+    working = seconds["step"] - seconds.get("val", 0.0)
+    return {
+        **{f"time/{phase}": value for phase, value in seconds.items()},
+        "weight_sync/seconds": seconds.get("sync", 0.0),
+        "system/tps": tokens / working,
+    }
 
-    fits = [name for name, value in metrics.items() if np.isfinite(value) and NAME.fullmatch(name)]
-    return {name: metrics[name] for name in sorted(fits, key=lambda name: (rank(name), name))[:MAX_METRICS]}
+
+def engine_metrics(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats], seconds: float) -> Metrics:
+    """What the engines did between two looks, `seconds` apart.
+
+    An engine that began in between counts from its beginning. rollout/utilization is the share of the time that engines computed.
+    """
+    metrics: Metrics = {}
+    busy: list[float] = []
+    for engine, now in after.items():
+        then = before.get(engine)
+        tokens = now.generated_tokens - (then.generated_tokens if then else 0)
+        busy.append((now.busy_seconds - (then.busy_seconds if then else 0.0)) / seconds)
+        metrics[f"engine/{engine}/tokens_per_second"] = tokens / seconds
+        metrics[f"engine/{engine}/queue"] = float(now.waiting)
+    return metrics | ({"rollout/utilization": float(np.mean(busy))} if busy else {})
+
+
+def _spread(name: str, values: ArrayLike) -> Metrics:
+    """Mean, largest and smallest. `values` has at least one."""
+    values_N = np.asarray(values, np.float64)
+    return {f"{name}/mean": float(values_N.mean()), f"{name}/max": float(values_N.max()), f"{name}/min": float(values_N.min())}
+
+
+def _ages(results: Sequence[EpisodeResult], version: int) -> Metrics:
+    ages = _spread("age", [version - result.oldest_version for result in results])
+    return {"mean": ages["age/mean"], "max": ages["age/max"]}
+
+
+def _success(name: str, results: Iterable[EpisodeResult]) -> Metrics:
+    """Mean over the episodes whose environments measure success."""
+    measured = [result.metrics["success"] for result in results if "success" in result.metrics]
+    return {name: float(np.mean(measured))} if measured else {}
 
 
 def _stop_reasons(results: Iterable[EpisodeResult]) -> Metrics:
@@ -85,9 +118,10 @@ def _stop_reasons(results: Iterable[EpisodeResult]) -> Metrics:
 
 
 def _of_envs(prefix: str, results: list[EpisodeResult]) -> Metrics:
-    """Means of what environments measure: per action for `action_*`, per episode else."""
+    """Scores, and means of what environments measure: per action for `action_*`, per episode else."""
     metrics: Metrics = {}
     for tag, played in _by_tag(results).items():
+        metrics[f"{prefix}/{tag}/score"] = float(np.mean([result.score for result in played]))
         sums: dict[str, float] = defaultdict(float)
         for result in played:
             for name, value in result.metrics.items():
