@@ -56,7 +56,7 @@ class RewardKl(Model):
     coef: Annotated[float, Field(gt=0, le=1e6)] = 0.2
     """Coefficient, or the one to begin with if `targetKl` is set."""
     target_kl: Bound | None = None
-    """Mean KL of a trajectory that the adaptive controller steers to; without it the coefficient stays."""
+    """Mean KL per response token that the adaptive controller steers to; without it the coefficient stays."""
     horizon: Annotated[int, Field(ge=1, le=1_000_000_000)] = 10_000
     """Trajectories over which the adaptive controller corrects an error."""
 
@@ -161,6 +161,7 @@ class Algorithm(Model):
         _read_by("step_reward_weight", 1.0, ("gigpo",)),
         _read_by("norm_mean_type", "group", ("gigpo",)),
         _read_by("norm_std_type", "group", ("grpo", "gigpo")),
+        _read_by("ratio_type", "token", ("ppo", "tis", "topr", "cispo", "decoupled"), of="pg_variant"),
         _read_by("pg_clip_low", 0.2, CLIPPED, of="pg_variant"),
         _read_by("pg_clip_high", 0.2, CLIPPED, of="pg_variant"),
         _read_by("dual_clip", None, CLIPPED, of="pg_variant", optional=True),

@@ -25,11 +25,11 @@ class Role(StrEnum):
 
     DRIVER = "driver"
     TRAINER = "trainer"
+    REFERENCE = "reference"
+    CRITIC = "critic"
     INFERENCE = "inference"
     ENV = "env"
 
-
-WORKER_ROLES = (Role.TRAINER, Role.INFERENCE, Role.ENV)
 
 DASHBOARD_PORT = 8265
 REPORTER_PORT = 8787

@@ -73,7 +73,7 @@ class Progress(Model):
         dict[Annotated[str, Field(max_length=MAX_METRIC_NAME, pattern=r"^[A-Za-z0-9_./@<>-]+$")], FiniteFloat],
         Field(max_length=MAX_METRICS),
     ] = {}
-    """The newest step's most telling numbers. The whole set is in metrics.jsonl."""
+    """The newest step's most telling numbers, the most telling first. The whole set is in metrics.jsonl."""
     checkpoint: CheckpointStatus | None = None
     message: Annotated[str, Field(max_length=1024)] = ""
     final: FinalReport | None = None

@@ -60,12 +60,26 @@ class Roles(Model):
 
     driver: DriverRole = DriverRole()
     trainer: WorkerRole = WorkerRole()
+    reference: WorkerRole | None = None
+    """Pods of the frozen policy's own; without them it shares the trainer's."""
+    critic: WorkerRole | None = None
+    """Pods of the value model's own; without them it shares the trainer's."""
     inference: WorkerRole = WorkerRole()
     env: WorkerRole = WorkerRole()
 
+    def has(self, role: Role) -> bool:
+        """Whether the role has pods."""
+        return getattr(self, role.value) is not None
+
+    @property
+    def workers(self) -> tuple[Role, ...]:
+        """Roles with pods beside the head, in the order of `Role`."""
+        return tuple(role for role in Role if role is not Role.DRIVER and self.has(role))
+
     def of(self, role: Role) -> PodRole:
-        """The settings of one role."""
-        found: PodRole = getattr(self, role.value)
+        """The settings of a role that has pods."""
+        found: PodRole | None = getattr(self, role.value)
+        assert found is not None, f"no pods of role {role}"
         return found
 
     def replicas(self, role: Role) -> int:

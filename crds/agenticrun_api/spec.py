@@ -150,6 +150,19 @@ class AgenticRunSpec(Model):
         ),
         *(_immutable(field, required=False) for field in ("image", "code", "checkpoint")),
         Rule(
+            "!has(self.roles) || !has(self.roles.critic) || has(self.pipeline.critic)",
+            "roles.critic is for pipeline.critic: leave it out",
+            ".roles.critic",
+            lambda s: s.roles.critic is None or s.pipeline.critic is not None,
+        ),
+        Rule(
+            "!has(self.roles) || !has(self.roles.reference) || "
+            "(has(self.pipeline.algorithm) && (has(self.pipeline.algorithm.rewardKl) || has(self.pipeline.algorithm.lossKl)))",
+            "roles.reference is for KL penalties: set pipeline.algorithm.rewardKl or lossKl, or leave it out",
+            ".roles.reference",
+            lambda s: s.roles.reference is None or s.pipeline.uses_reference,
+        ),
+        Rule(
             "!has(self.checkpoint) || !has(self.checkpoint.volumeClaim) || self.checkpoint.uri.startsWith('/checkpoints')",
             "checkpoint.uri must lie below /checkpoints, where checkpoint.volumeClaim is mounted",
             ".checkpoint.uri",

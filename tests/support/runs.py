@@ -99,6 +99,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
             ("stepRewardWeight", 0.5, "algorithm gigpo", {"name": "grpo"}, (), {"name": "gigpo"}, ()),
             ("normMeanType", "batch", "algorithm gigpo", {"name": "grpo"}, (), {"name": "gigpo"}, ()),
             ("normStdType", "batch", "algorithm grpo", {"name": "rloo"}, (), {"name": "grpo"}, ()),
+            ("ratioType", "sequence", "pgVariant ppo", {"pgVariant": "kimi15"}, (), {"pgVariant": "ppo"}, ()),
             ("pgClipLow", 0.1, "pgVariant ppo", {"pgVariant": "tis"}, (), {"pgVariant": "decoupled"}, ()),
             ("pgClipHigh", 0.1, "pgVariant ppo", {"pgVariant": "tis"}, (), {"pgVariant": "decoupled"}, ()),
             ("dualClip", 3.0, "pgVariant ppo", {"pgVariant": "tis"}, (), {"pgVariant": "ppo"}, ()),
@@ -423,6 +424,20 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "spec.checkpoint.volumeClaim.claimName",
         (("spec.checkpoint.volumeClaim", {"claimName": "data", "size": "1Gi"}),),
         (("spec.checkpoint.volumeClaim", {"claimName": "data"}),),
+    ),
+    RuleCase(
+        AgenticRunSpec,
+        "roles.critic is for pipeline.critic",
+        "spec.roles.critic",
+        (("spec.roles", {"critic": {}}),),
+        (("spec.roles", {"critic": {}}), (f"{_P}.algorithm.name", "gae"), *_CRITIC),
+    ),
+    RuleCase(
+        AgenticRunSpec,
+        "roles.reference is for KL penalties",
+        "spec.roles.reference",
+        (("spec.roles", {"reference": {}}),),
+        (("spec.roles", {"reference": {}}), (f"{_P}.algorithm.lossKl", {})),
     ),
     RuleCase(
         AgenticRunSpec,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import islice
 
 from agenticrun_api import Activity, AgenticRun, Progress
 from agenticrun_api.status import Metric
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.observed import NoReport, Unreachable
 from agenticrun_operator.planning.times import format_span, format_time, parse_time
+
+STATUS_METRICS = 16
+"""How many of a snapshot's metrics the status tells: every write of it goes to all watchers. The reporter serves the others."""
 
 
 def own_progress(run: AgenticRun, progress: Progress | NoReport | Unreachable) -> Progress | None:
@@ -39,7 +43,7 @@ def fold(draft: Draft, progress: Progress) -> None:
         tokens_per_second=_number(progress.tokens_per_second, "{:.0f}"),
         staleness=_number(progress.staleness, "{:.2f}"),
         last_step_time=format_time(parse_time(progress.last_step_time)) if progress.last_step_time else None,
-        metrics=[Metric(name=name, value=f"{value:.6g}") for name, value in sorted(progress.metrics.items())],
+        metrics=[Metric(name=name, value=f"{value:.6g}") for name, value in sorted(islice(progress.metrics.items(), STATUS_METRICS))],
     )
     if progress.checkpoint:
         draft.set(checkpoint=progress.checkpoint)

@@ -15,7 +15,7 @@ def report(draft: Draft, observed: Observed) -> bool:
     run = draft.run
     own = [pod for pod in observed.pods if pod.run_uid == run.metadata.uid and not pod.deleting]
     statuses, first = [], None
-    for role in Role:
+    for role in (Role.DRIVER, *run.spec.roles.workers):
         pods = [pod for pod in own if pod.role is role]
         status, problem = _role(draft, role, pods)
         statuses.append(status)

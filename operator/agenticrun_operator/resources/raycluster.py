@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from agenticrun_api import AgenticRun, Role
-from agenticrun_api.names import DASHBOARD_PORT, REPORTER_PORT, WORKER_ROLES
+from agenticrun_api.names import DASHBOARD_PORT, REPORTER_PORT
 from agenticrun_operator.resources.metadata import Manifest, child_metadata, run_labels
 from agenticrun_operator.resources.pods import head_pod, worker_pod
 from agenticrun_operator.resources.quantities import whole_number
@@ -35,7 +35,7 @@ def ray_cluster(run: AgenticRun, worker_image: str) -> Manifest:
                 "rayStartParams": _ray_start_params(run, Role.DRIVER) | {"dashboard-host": "0.0.0.0"},
                 "template": {"metadata": {"labels": run_labels(run, Role.DRIVER)}, "spec": head},
             },
-            "workerGroupSpecs": [_worker_group(run, role, image) for role in WORKER_ROLES],
+            "workerGroupSpecs": [_worker_group(run, role, image) for role in run.spec.roles.workers],
         },
     }
 

@@ -53,7 +53,7 @@ def pod_volumes(run: AgenticRun, role: Role) -> tuple[Mounted, ...]:
     if run.spec.code:
         volumes.append(_mounted("code", CODE_DIR, {"configMap": {"name": run.spec.code.config_map}}, read_only=True))
     claim = run.spec.checkpoint.volume_claim if run.spec.checkpoint else None
-    if claim and role in (Role.DRIVER, Role.TRAINER):
+    if claim and role in (Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC):
         source = {"persistentVolumeClaim": {"claimName": claim.claim_name or claim_name(run)}}
         volumes.append(_mounted("checkpoints", CHECKPOINT_DIR, source))
     return tuple(volumes)

@@ -84,6 +84,12 @@ async def test_a_step_shows_in_the_status(world: World, operator: Operator) -> N
     assert condition(world, ConditionType.TRAINING).status == "True"
 
 
+async def test_the_status_tells_the_first_metrics_of_the_snapshot(world: World, operator: Operator) -> None:
+    metrics = {f"m{place:02}": 1.0 for place in reversed(range(40))}
+    await training(operator, 1, metrics=metrics)
+    assert [metric.name for metric in world.status.metrics] == [f"m{place}" for place in range(24, 40)]
+
+
 async def test_what_the_driver_says_shows_as_the_message(world: World, operator: Operator) -> None:
     await training(operator, 0, activity=Activity.WARMUP, message="10 of 150 batches")
     assert (world.status.activity, world.status.message) == ("warm-up", "10 of 150 batches")

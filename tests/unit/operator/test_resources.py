@@ -18,6 +18,10 @@ GPU_RUN = (
     ("spec.roles.inference", {"gpus": 1, "gpuResourceName": "example.com/gpu", "nodeSelector": {"type": "gpu"}}),
     ("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),
     ("spec.code", {"configMap": "my-envs"}),
+    ("spec.roles.reference", {"gpus": 1}),
+    ("spec.roles.critic", {"gpus": 1, "replicas": 2}),
+    ("spec.pipeline.algorithm", {"name": "gae", "lossKl": {}}),
+    ("spec.pipeline.critic", {}),
 )
 
 
@@ -70,11 +74,12 @@ def test_a_claim_is_made_for_a_size_and_not_for_a_claim_of_the_users() -> None:
 
 def test_ray_start_parameters_pin_each_role_to_its_pods(cluster: Manifest) -> None:
     head = cluster["spec"]["headGroupSpec"]["rayStartParams"]
-    trainer, inference, env = (group["rayStartParams"] for group in cluster["spec"]["workerGroupSpecs"])
-    resources = [json.loads(json.loads(params["resources"])) for params in (head, trainer, inference, env)]
-    assert resources == [{"driver": 1}, {"trainer": 4}, {"inference": 1}, {"env": 1}]
-    assert [params["num-cpus"] for params in (head, trainer, inference, env)] == ["0", "2", "1", "1"]
-    assert [params["num-gpus"] for params in (head, trainer, inference, env)] == ["0", "4", "1", "0"]
+    everyone = [head, *(group["rayStartParams"] for group in cluster["spec"]["workerGroupSpecs"])]
+    trainer = everyone[1]
+    resources = [json.loads(json.loads(params["resources"])) for params in everyone]
+    assert resources == [{"driver": 1}, {"trainer": 4}, {"reference": 1}, {"critic": 1}, {"inference": 1}, {"env": 1}]
+    assert [params["num-cpus"] for params in everyone] == ["0", "2", "1", "1", "1", "1"]
+    assert [params["num-gpus"] for params in everyone] == ["0", "4", "1", "1", "1", "0"]
     assert int(trainer["object-store-memory"]) < 2 * 2**30
 
 
@@ -94,6 +99,13 @@ def test_replicas_cannot_be_scaled_by_anyone_else(cluster: Manifest) -> None:
     assert (trainer["replicas"], trainer["minReplicas"], trainer["maxReplicas"]) == (2, 2, 2)
 
 
+def test_reference_and_critic_have_pods_only_where_the_run_gives_them_a_role(cluster: Manifest) -> None:
+    named = [group["groupName"] for group in cluster["spec"]["workerGroupSpecs"]]
+    assert named == ["trainer", "reference", "critic", "inference", "env"]
+    plain = ray_cluster(a_run(("spec.pipeline.algorithm", {"lossKl": {}})), "worker:1")
+    assert [group["groupName"] for group in plain["spec"]["workerGroupSpecs"]] == ["trainer", "inference", "env"]
+
+
 def test_all_head_ports_are_named(cluster: Manifest) -> None:
     (head,) = pod_of(cluster, Role.DRIVER)["containers"]
     ports = {port["name"]: port["containerPort"] for port in head["ports"]}
@@ -104,7 +116,7 @@ def test_only_the_head_sees_the_run_and_the_reporters_token(cluster: Manifest) -
     for role in Role:
         names = {volume["name"] for volume in pod_of(cluster, role)["volumes"]}
         assert ({"run", "reporter-token"} <= names) is (role is Role.DRIVER)
-        assert ("checkpoints" in names) is (role in (Role.DRIVER, Role.TRAINER))
+        assert ("checkpoints" in names) is (role in (Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC))
         assert {"work", "shared-memory", "code"} <= names
 
 
