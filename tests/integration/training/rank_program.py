@@ -1,73 +1,113 @@
-"""The training that test_ranks.py compares; as a program, one rank of two: `rank_program.py RANK PORT MODEL WORK`."""
+"""The training that test_ranks.py compares; as a program, one rank of several: `rank_program.py RANK WORLD PORT MODEL WORK`."""
 
 from __future__ import annotations
 
 import pickle
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from agenticrun_workers.models import load_model
-from agenticrun_workers.training import OptimizerSpec, Sample, TorchPolicy
-from ragged_samples import LOSSES, batch
+from agenticrun_workers.training import OptimizerSpec, Sample, TorchCritic, TorchPolicy, TorchReference
+from ragged_samples import LOSSES, VALUE_LOSSES, batch
 
 SPEC = OptimizerSpec(1e-2, "linear", warmup_steps=2, total_steps=20, weight_decay=0.01)
 LOSS = LOSSES["ppo"]
 STEPS = 3
+CUTS = {"padded": {"max_tokens": 30}, "packed": {"max_tokens": 40, "packing": True}}
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 @dataclass
 class Result:
-    """What one rank saw: metrics of each step, log-probs of its samples, and (rank 0) the weights at the end."""
+    """What one rank saw of a policy and its critic."""
 
     metrics: list[dict[str, float]]
+    """Of each step, the policy's and the critic's together."""
     logprobs: list[np.ndarray]
+    """Of its samples at the end: the policy's, and the reference's, which was copied in the middle."""
+    values: list[np.ndarray]
     weights: dict[str, np.ndarray]
+    """At the end, on rank 0."""
     policy_version: int
 
 
 def part(samples: list[Sample], rank: int, world: int) -> list[Sample]:
-    """Uneven on purpose: rank 0 has most of the samples and more micro-batches."""
-    return samples if world == 1 else samples[:8] if rank == 0 else samples[8:]
+    """Uneven on purpose: rank 0 has most of the samples and more micro-batches; the third rank has none."""
+    bounds = {1: (0, len(samples)), 2: (0, 6, len(samples)), 3: (0, 6, len(samples), len(samples))}[world]
+    return samples[bounds[rank] : bounds[rank + 1]]
 
 
 def train(model: Path, *, save: Path | None = None, resume: Path | None = None) -> Result:
     """Train `2 * STEPS` steps and save in the middle, or resume there and train the rest."""
-    plain = load_model(str(model), torch.float64)
-    batches = [batch(plain, LOSS, seed, 11) for seed in range(2 * STEPS)]
-    strategy = TorchPolicy(lambda: load_model(str(model), torch.float64), SPEC, max_tokens=30)
-    rank, world = strategy.rank, strategy.world_size
+    load = partial(load_model, str(model), torch.float64)
+    batches = [batch(load(), LOSS, seed, 11) for seed in range(2 * STEPS)]
+    policy, critic, reference = TorchPolicy(load, SPEC, max_tokens=30), TorchCritic(load, SPEC, max_tokens=30), TorchReference(load)
+    parts = {"policy": policy, "critic": critic, "reference": reference}
+    rank, world = policy.rank, policy.world_size
     if resume is not None:
-        strategy.load(resume)
+        for name, trained in parts.items():
+            trained.load(str(resume / name))
     metrics: list[dict[str, float]] = []
     for step in range(STEPS if resume else 0, 2 * STEPS):
         if step == STEPS and save is not None:
-            strategy.policy_version = STEPS
-            strategy.save(save)
+            policy.policy_version = STEPS
+            reference.copy_from(policy)
+            for name, trained in parts.items():
+                trained.save(str(save / name))
         mine = part(batches[step], rank, world)
-        metrics.append(dict(strategy.supervised_step(mine) if step == 1 else strategy.train_step(mine, LOSS)))
-    logprobs = strategy.compute_log_probs(part(batches[0], rank, world))
-    return Result(metrics, logprobs, dict(strategy.export_weights()), strategy.policy_version)
+        actor = policy.supervised_step(mine) if step == 1 else policy.train_step(mine, LOSS)
+        metrics.append({**actor, **critic.train_step(mine, VALUE_LOSSES["clipped"])})
+    mine = part(batches[0], rank, world)
+    logprobs = [*policy.compute_log_probs(mine), *reference.compute_log_probs(mine)]
+    values = [np.append(v.values_T, v.final) for v in critic.compute_values(mine)]
+    return Result(metrics, logprobs, values, dict(policy.export_weights()), policy.policy_version)
 
 
-def main(rank: int, port: int, model: Path, work: Path) -> None:
-    """Train with two ranks, then resume from two ranks' checkpoint and from one's; write what this rank saw."""
+def gradients(model: Path) -> dict[tuple[str, str, str], dict[str, Tensor]]:
+    """The gradient of one step, by (loss, dtype, cut). Every rank computes it; the whole is the same on all."""
+    found = {}
+    for dtype, torch_dtype in DTYPES.items():
+        load = partial(load_model, str(model), torch_dtype)
+        plain = load()
+        for cut, arguments in CUTS.items():
+            policy = TorchPolicy(load, SPEC, **arguments)
+            for name, loss in LOSSES.items():
+                mine = part(batch(plain, loss), policy.rank, policy.world_size)
+                found[name, dtype, cut] = policy.gradients(mine, loss)
+            critic = TorchCritic(load, SPEC, **arguments)
+            for name, value_loss in VALUE_LOSSES.items():
+                mine = part(batch(plain, LOSS), critic.rank, critic.world_size)
+                critic.train_step(mine, value_loss)
+                found[f"critic {name}", dtype, cut] = critic.gradients(mine, value_loss)
+    return found
+
+
+def export(model: Path, folder: Path) -> None:
+    """Write the untrained policy as a Hugging Face folder."""
+    TorchPolicy(partial(load_model, str(model)), SPEC).export_folder(folder, {"note.txt": b"exported"})
+
+
+def main(rank: int, world: int, port: int, model: Path, work: Path) -> None:
+    """What several ranks do; two ranks also train, and resume from two ranks' checkpoint and from one's."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    results: dict[str, Any] = {
-        "fresh": train(model, save=work / "saved-by-2"),
-        "resumed from 2": train(model, resume=work / "saved-by-2"),
-        "resumed from 1": train(model, resume=work / "saved-by-1"),
-    }
-    plain = {name: vars(result) for name, result in results.items()}
-    (work / f"rank-{rank}.pickle").write_bytes(pickle.dumps(plain))
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    results: dict[str, Any] = {"gradients": gradients(model)}
+    if world == 2:
+        results["fresh"] = vars(train(model, save=work / "saved-by-2"))
+        results["resumed from 2"] = vars(train(model, resume=work / "saved-by-2"))
+        results["resumed from 1"] = vars(train(model, resume=work / "saved-by-1"))
+        export(model, work / "exported")
+    (work / f"rank-{rank}-of-{world}.pickle").write_bytes(pickle.dumps(results))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    main(*(int(argument) for argument in sys.argv[1:4]), Path(sys.argv[4]), Path(sys.argv[5]))

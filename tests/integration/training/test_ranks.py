@@ -1,4 +1,4 @@
-"""Two real gloo processes train exactly as one does."""
+"""Two and three real gloo processes train exactly as one does."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from agenticrun_workers.models import InitializeSpec, initialize_model
+from agenticrun_workers.models import load_model
+from ragged_samples import LOSSES, VALUE_LOSSES, largest_difference, make_model
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 
-Runs = dict[str, Any]
+Runs = dict[Any, Any]
 
 
 def load_program() -> ModuleType:
@@ -32,32 +36,33 @@ def load_program() -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Everything that is compared: one rank in this process, two in processes of their own."""
-    work = tmp_path_factory.mktemp("ranks")
-    model = work / "model"
-    spec = InitializeSpec(tuple("abcdefghijklmnop"), hidden_size=16, intermediate_size=32, heads=2, initializer_range=0.3)
-    initialize_model(model, spec)
-    program = load_program()
-    one = program.train(model, save=work / "saved-by-1")
+def run_ranks(world: int, model: Path, work: Path) -> list[Runs]:
+    """What each of so many processes found."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(port), str(model), str(work)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    commands = [[sys.executable, str(PROGRAM), *map(str, (rank, world, port, model, work))] for rank in range(world)]
+    ranks = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
     errors = [process.communicate(timeout=500)[1] for process in ranks]
     assert all(process.returncode == 0 for process in ranks), "\n".join(errors)
-    two = [pickle.loads((work / f"rank-{rank}.pickle").read_bytes()) for rank in range(2)]
-    return {"one": vars(one), "one from 2": vars(program.train(model, resume=work / "saved-by-2")), "two": two}
+    return [pickle.loads((work / f"rank-{rank}-of-{world}.pickle").read_bytes()) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def runs(work: Path) -> Runs:
+    """Everything that is compared: one rank in this process, two and three in processes of their own."""
+    model = make_model(work / "model")
+    program = load_program()
+    one = {"gradients": program.gradients(model), "fresh": vars(program.train(model, save=work / "saved-by-1"))}
+    two, three = run_ranks(2, model, work), run_ranks(3, model, work)
+    one["resumed from 2"] = vars(program.train(model, resume=work / "saved-by-2"))
+    return {1: one, 2: two, 3: three}
 
 
 def assert_same_weights(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -69,30 +74,61 @@ def assert_same_weights(found: dict[str, np.ndarray], expected: dict[str, np.nda
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", [*LOSSES, *(f"critic {name}" for name in VALUE_LOSSES)])
+def test_the_gradient_is_the_same_on_one_two_or_three_ranks_padded_or_packed(runs: Runs, name: str, dtype: str) -> None:
+    expected = runs[1]["gradients"][name, dtype, "padded"]
+    assert all(gradient.norm() > 0 for gradient in expected.values())
+    for rank in [runs[1], *runs[2], *runs[3]]:
+        for cut in ("padded", "packed"):
+            assert largest_difference(rank["gradients"][name, dtype, cut], expected) < TOLERANCE[dtype]
+
+
 def test_two_ranks_reach_the_same_weights_as_one(runs: Runs) -> None:
-    assert_same_weights(runs["two"][0]["fresh"]["weights"], runs["one"]["weights"])
+    assert_same_weights(runs[2][0]["fresh"]["weights"], runs[1]["fresh"]["weights"])
 
 
 def test_only_rank_zero_exports_weights(runs: Runs) -> None:
-    assert runs["two"][1]["fresh"]["weights"] == {}
+    assert runs[2][1]["fresh"]["weights"] == {}
+
+
+def test_two_ranks_write_one_folder_that_transformers_loads(runs: Runs, work: Path) -> None:
+    found = AutoModelForCausalLM.from_pretrained(work / "exported").state_dict()
+    expected = load_model(str(work / "model")).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert (work / "exported" / "note.txt").read_text() == "exported"
 
 
 def test_metrics_are_global_and_equal_on_every_rank(runs: Runs) -> None:
-    first, second = (rank["fresh"]["metrics"] for rank in runs["two"])
+    first, second = (rank["fresh"]["metrics"] for rank in runs[2])
     assert first == second
-    for alone, together in zip(runs["one"]["metrics"], first, strict=True):
-        assert together == pytest.approx(alone, rel=1e-10, abs=1e-10)
+    for alone, together in zip(runs[1]["fresh"]["metrics"], first, strict=True):
+        about_the_loss = alone.keys() - {"train/padding_waste"}
+        assert {name: together[name] for name in about_the_loss} == pytest.approx(
+            {name: alone[name] for name in about_the_loss}, rel=1e-10, abs=1e-10
+        )
 
 
-def test_each_rank_computes_the_log_probs_of_its_own_samples(runs: Runs) -> None:
-    together = [logprobs for rank in runs["two"] for logprobs in rank["fresh"]["logprobs"]]
-    for a, b in zip(runs["one"]["logprobs"], together, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+def test_each_rank_computes_the_log_probs_and_values_of_its_own_samples(runs: Runs) -> None:
+    for what in ("logprobs", "values"):
+        alone, parts = runs[1]["fresh"][what], [rank["fresh"][what] for rank in runs[2]]
+        if what == "logprobs":  # of the policy, then of the reference
+            halves = [(part[: len(part) // 2], part[len(part) // 2 :]) for part in parts]
+            parts = [half for which in zip(*halves, strict=True) for half in which]
+        for a, b in zip(alone, [array for part in parts for array in part], strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def test_a_checkpoint_goes_on_exactly_with_as_many_or_with_other_ranks(runs: Runs) -> None:
-    expected = runs["one"]["weights"]
-    for resumed in (runs["one from 2"], runs["two"][0]["resumed from 2"], runs["two"][0]["resumed from 1"]):
-        assert resumed["policy_version"] == 3
-        assert len(resumed["metrics"]) == 3
-        assert_same_weights(resumed["weights"], expected)
+    """Policy, critic and the copied reference."""
+    for rank in (0, 1):
+        for name in ("resumed from 2", "resumed from 1"):
+            resumed, straight = runs[2][rank][name], runs[2][rank]["fresh"]
+            assert resumed["policy_version"] == 3
+            assert len(resumed["metrics"]) == 3
+            for what in ("logprobs", "values"):
+                for a, b in zip(resumed[what], straight[what], strict=True):
+                    np.testing.assert_allclose(a, b, atol=1e-6)
+    for resumed in (runs[1]["resumed from 2"], runs[2][0]["resumed from 2"], runs[2][0]["resumed from 1"]):
+        assert_same_weights(resumed["weights"], runs[1]["fresh"]["weights"])

@@ -12,7 +12,8 @@ LENGTHS = (5, 9, 3)
 def can_pack(decoder: nn.Module) -> bool:
     """True if sequences packed into one row, with restarting position ids, give the hidden states that each gives alone.
 
-    Random tokens; agreement to the square root of the dtype's precision, where mixing is off by more than a tenth.
+    Random tokens; agreement to the square root of the precision (float32's at best: some kernels round to it), where mixing is
+    off by more than a tenth.
     """
     embeddings: nn.Embedding = decoder.get_input_embeddings()  # type: ignore[operator]
     device = embeddings.weight.device
@@ -21,5 +22,6 @@ def can_pack(decoder: nn.Module) -> bool:
     alone_TH = torch.cat([decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])
     position_ids = torch.cat([torch.arange(length, device=device) for length in LENGTHS])[None]
     packed_TH: Tensor = decoder(input_ids=torch.cat(rows, 1), position_ids=position_ids, use_cache=False).last_hidden_state[0]
-    tolerance = torch.finfo(alone_TH.dtype).eps ** 0.5 * alone_TH.abs().max()
+    precision = max(torch.finfo(alone_TH.dtype).eps, torch.finfo(torch.float32).eps)
+    tolerance = precision**0.5 * alone_TH.abs().max()
     return bool((packed_TH - alone_TH).abs().max() <= tolerance)
