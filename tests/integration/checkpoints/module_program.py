@@ -1,0 +1,112 @@
+"""Ranks that train a small sharded module, save it, and go on from what other numbers of ranks have saved.
+
+As a program it is one rank: `module_program.py RANK WORLD PORT OUT TASK...`; a task is `train=FOLDER`, `resume=FOLDER`, `damage=FOLDER`
+or `other=FOLDER`. What the rank saw in each goes into `OUT/WORLD-RANK.pickle`, by task.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from agenticrun_workers.storage import Folder
+from agenticrun_workers.training import checkpoint
+from agenticrun_workers.training.ranks import Ranks, whole
+
+STEPS = 6
+SAVED_AT = 3
+
+
+@dataclass
+class Seen:
+    """Whole weights after the first step since the checkpoint, and at the end; what the next random numbers are; what was raised."""
+
+    next_weights: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+    draws: list[float]
+    progress: dict[str, int]
+    error: str = ""
+
+
+class Trainer:
+    """A module whose sizes divide by no number of ranks, AdamW, and a batch per step that all ranks share."""
+
+    def __init__(self, width: int = 7) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
+        self._ranks = Ranks(torch.device("cpu"))
+        self._ranks.shard(self.module, [self.module[0], self.module[2]])
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.05, weight_decay=0.1)
+        torch.manual_seed(1000 + self._ranks.rank)
+        self.progress = {"steps": 0}
+
+    def step(self) -> None:
+        draw = torch.Generator().manual_seed(self.progress["steps"])
+        inputs, targets = torch.randn(8, 5, generator=draw), torch.randn(8, 3, generator=draw)
+        loss = (self.module(inputs) - targets).square().mean() / self._ranks.size
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.progress["steps"] += 1
+
+    def save(self, folder: str) -> None:
+        checkpoint.save(folder, self.module, self.optimizer, self.progress)
+
+    def load(self, folder: str) -> None:
+        self.progress = checkpoint.load(folder, self.module, self.optimizer, self.progress)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: whole(parameter.detach()).numpy().copy() for name, parameter in self.module.named_parameters()}
+
+    def finish(self) -> Seen:
+        """Train from the checkpoint's step to the end."""
+        progress = dict(self.progress)
+        draws = torch.rand(2).tolist()
+        self.step()
+        next_weights = self.weights()
+        while self.progress["steps"] < STEPS:
+            self.step()
+        return Seen(next_weights, self.weights(), draws, progress)
+
+
+def run(task: str, folder: str) -> Seen:
+    """One task on this rank."""
+    trainer = Trainer(width=9 if task == "other" else 7)
+    if task == "train":
+        while trainer.progress["steps"] < SAVED_AT:
+            trainer.step()
+        torch.rand(3)
+        trainer.save(folder)
+        return trainer.finish()
+    if task == "damage":
+        trainer.save(folder)
+        if dist.get_rank() == 0:
+            shard = Folder(folder).read("__1_0.distcp")
+            Folder(folder).write("__1_0.distcp", shard[:-1] + bytes([shard[-1] ^ 1]))
+        dist.barrier()
+    before = trainer.weights()
+    try:
+        trainer.load(folder)
+    except Exception as error:
+        return Seen(before, trainer.weights(), [], {}, f"{type(error).__name__}: {error}")
+    return trainer.finish()
+
+
+def main(rank: int, world: int, port: int, out: Path, tasks: list[str]) -> None:
+    """Do the tasks together with the other ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    seen = {task: vars(run(*task.split("=", 1))) for task in tasks}
+    (out / f"{world}-{rank}.pickle").write_bytes(pickle.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])
