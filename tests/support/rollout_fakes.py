@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import numpy as np
+
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.types import EpisodeKey, StopReason, Stream
+from agenticrun_workers.types import STATE_BYTES, EpisodeKey, StopReason, Stream
 
 Fate = Callable[[GroupTask, int], StopReason]
 
@@ -22,15 +24,17 @@ def result(
     tag: str = "A",
     attempt: int = 0,
 ) -> EpisodeResult:
+    """An episode of two turns whose score comes with the last one."""
     return EpisodeResult(
         key=EpisodeKey(Stream.TRAIN, group, member),
         tag=tag,
         attempt=attempt,
         stop_reason=stop,
-        score=score,
+        rewards_K=np.array([0.0, score], np.float32),
+        valid_K=np.ones(2, np.bool_),
+        response_tokens_K=np.array([tokens // 4 - tokens // 8, tokens // 8], np.int32),
+        states_K=bytes(2 * STATE_BYTES),
         tokens=tokens,
-        response_tokens=tokens // 4,
-        turns=2,
         oldest_version=version,
         metrics={"success": score, "num_actions": 2.0, "action_is_valid": 2.0},
         store=0,

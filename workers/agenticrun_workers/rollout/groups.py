@@ -54,6 +54,8 @@ class EpisodeResult:
     store: int = -1
     error: str = ""
     transcript: str = ""
+    frames: bytes = b""
+    """The episode as an animated GIF; empty where the environment has no pictures or nobody asked."""
 
     @classmethod
     def of(cls, trajectory: Trajectory, *, attempt: int = 0, store: int = -1, transcript: str = "") -> EpisodeResult:

@@ -1,0 +1,94 @@
+"""Sample episodes on disk, for people: whole episodes as text, and pictures of them as animated GIFs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from agenticrun_api import Pipeline
+from agenticrun_api.spec import Tracking
+from agenticrun_workers.rollout.groups import EpisodeResult
+
+log = logging.getLogger(__name__)
+
+
+class SampleWriter:
+    """Writes `tracking.sampleLogs` episodes to samples/step-N.txt, those of validations to samples/step-N-val.txt.
+
+    GIFs go to `tracking.renderDir` as step-N[-val]-<tag>-<group>-<member>.gif. Nothing is ever deleted. A disk that takes nothing
+    never stops training: it is told once.
+
+    Args:
+        output: the run's output folder.
+    """
+
+    def __init__(self, output: Path, pipeline: Pipeline, tracking: Tracking) -> None:
+        self._samples = output / "samples"
+        self._pictures = output / tracking.render_dir if tracking.render_dir else None
+        self._episodes = tracking.sample_logs
+        self._every = pipeline.logging_steps
+        self._works = True
+
+    @property
+    def frames(self) -> bool:
+        """Whether the run asks for pictures."""
+        return self._pictures is not None and self._episodes > 0
+
+    def training(self, step: int, results: Iterable[EpisodeResult]) -> None:
+        """Episodes of the batch of completed step `step`, every `loggingSteps` steps."""
+        if self._every and step % self._every == 0:
+            self._write(f"step-{step}", results)
+
+    def validation(self, step: int, results: Iterable[EpisodeResult]) -> None:
+        """Episodes of the validation after `step` steps."""
+        self._write(f"step-{step}-val", results)
+
+    def _write(self, name: str, results: Iterable[EpisodeResult]) -> None:
+        """The episodes that came with a transcript, taking tags in turn, at most `sampleLogs` of them."""
+        chosen = spread([result for result in results if result.transcript], self._episodes)
+        if not chosen:
+            return
+        try:
+            self._samples.mkdir(parents=True, exist_ok=True)
+            (self._samples / f"{name}.txt").write_text("\n".join(episode_text(result) for result in chosen), encoding="utf-8")
+            self._draw(name, chosen)
+        except OSError as error:
+            if self._works:
+                log.warning("sample episodes are not written: %s", error)
+            self._works = False
+        else:
+            self._works = True
+
+    def _draw(self, name: str, results: Iterable[EpisodeResult]) -> None:
+        if self._pictures is None:
+            return
+        self._pictures.mkdir(parents=True, exist_ok=True)
+        for result in results:
+            if result.frames:
+                (self._pictures / f"{name}-{result.tag}-{result.key.group}-{result.key.member}.gif").write_bytes(result.frames)
+
+
+def spread(results: list[EpisodeResult], count: int) -> list[EpisodeResult]:
+    """At most `count` of these episodes: one of each tag, then a second one of each, and so on, in their order."""
+    nth: dict[str, int] = {}
+    places: list[tuple[int, int]] = []
+    for place, result in enumerate(results):
+        nth[result.tag] = nth.get(result.tag, 0) + 1
+        places.append((nth[result.tag], place))
+    return [results[place] for _, place in sorted(places)[:count]]
+
+
+def episode_text(result: EpisodeResult) -> str:
+    """An episode under a line that says which one it is and how it ended."""
+    facts = [
+        f"tag {result.tag}",
+        f"group {result.key.group}",
+        f"member {result.key.member}",
+        f"score {result.score:.4g}",
+        f"stop {result.stop_reason}",
+        f"turns {result.turns}",
+        f"tokens {result.tokens}",
+        *([f"error {result.error}"] if result.error else []),
+    ]
+    return f"=== {', '.join(facts)} ===\n{result.transcript.rstrip()}\n"
