@@ -20,7 +20,7 @@ class FunctionJudge:
     Raises `TypeError` if the function does not take these arguments.
     """
 
-    episodes_per_call = None
+    episodes_per_call: int | None = None
     calls_at_once = MAX_THREADS
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

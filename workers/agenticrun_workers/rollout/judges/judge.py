@@ -137,7 +137,7 @@ def check_template(template: str, name: str) -> None:
         raise ValueError(f"{name} {template!r}: {error!r}; known fields are {', '.join(TEMPLATE_FIELDS)}") from error
 
 
-class _Anything(dict[str, str]):
+class _Anything(dict[str, Any]):
     """Has every key: which columns an item has is known only when it comes."""
 
     def __missing__(self, key: str) -> str:

@@ -40,7 +40,7 @@ class LLMJudge:
         backoff_seconds: wait before the first retry; doubled before each further one.
     """
 
-    episodes_per_call = 1
+    episodes_per_call: int | None = 1
 
     def __init__(
         self,

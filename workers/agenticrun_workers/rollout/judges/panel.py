@@ -181,8 +181,8 @@ class _Seat:
             judgements = [failure] * len(episodes)
         except Exception as error:  # a judge is a user's code and may raise anything
             judgements = [JudgeFailed(f"{type(error).__name__}: {error}")] * len(episodes)
-        for failure in {str(judgement) for judgement in judgements if isinstance(judgement, JudgeFailed)}:
-            self._tell(failure)
+        for problem in {str(judgement) for judgement in judgements if isinstance(judgement, JudgeFailed)}:
+            self._tell(problem)
         return judgements
 
     def _tell(self, message: str) -> None:

@@ -24,7 +24,7 @@ class RewardModelJudge:
         trust_remote_code: allow the model's own code.
     """
 
-    episodes_per_call = None
+    episodes_per_call: int | None = None
     calls_at_once = 1
 
     def __init__(
