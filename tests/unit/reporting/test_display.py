@@ -53,6 +53,7 @@ def progress(step: int, success: float, activity: Activity = Activity.ROLLOUT) -
             "critic/kl": 0.0125,
             "system/tps": 9100.4,
             "time/step": 1.2,
+            "guard/logprob_gap": 0.0,
         },
     )
 
@@ -85,6 +86,15 @@ def test_the_live_picture_shows_steps_success_curve_and_sample() -> None:
     shown = re.sub(r"\x1b\[[0-9;]*m", "", shown)
     for piece in ("lake", "5/10", "A/success", "0.500", "entropy 0.900", "kl 0.0125", "▁▅ 0.50", "Down"):
         assert piece in shown
+
+
+def test_the_live_picture_shows_alarms_while_they_are_up() -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    with LiveDisplay(console, RUN) as display:
+        up = progress(5, 0.5)
+        display.update(up.model_copy(update={"metrics": {**up.metrics, "guard/logprob_gap": 1.0}}))
+    assert isinstance(console.file, io.StringIO)
+    assert re.search(r"alarms.*logprob_gap", console.file.getvalue())
 
 
 def test_a_curve_is_a_row_of_bars() -> None:

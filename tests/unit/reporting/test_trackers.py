@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agenticrun_api import AgenticRun
+from agenticrun_workers.reporting.console import step_line
 from agenticrun_workers.reporting.trackers import Tolerated, build_trackers
 
 STEP = {"rollout/score/mean": 0.25, "actor/total_loss": -0.0123, "actor/entropy": 0.91, "system/tps": 9100.0, "time/step": 1.2}
@@ -35,6 +36,10 @@ def test_every_tracker_that_the_run_asks_for_gets_every_step(
         "step 3/10  reward 0.250  loss -0.0123  entropy 0.910  tok/s 9,100  s/step 1.20",
         "[validation] step 3: Lake success 0.650, Lake random_success 0.020",
     ]
+
+
+def test_a_line_names_the_alarms_that_are_up() -> None:
+    assert step_line(1, 10, {**STEP, "guard/entropy": 1.0, "guard/logprob_gap": 0.0}).endswith("s/step 1.20  ALARM entropy")
 
 
 def test_a_validation_without_success_shows_scores(

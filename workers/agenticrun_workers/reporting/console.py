@@ -38,7 +38,8 @@ class ConsoleTracker:
 def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
     """`step 12/300  reward 0.250  success 0.250  loss -0.0123  entropy 0.910  tok/s 9,100  s/step 1.20`"""
     shown = [f"{label} {form.format(metrics[name])}" for label, name, form in COLUMNS if name in metrics]
-    return "  ".join([f"step {step}/{max_steps}", *shown])
+    told = [f"ALARM {name}" for name in alarms(metrics)]
+    return "  ".join([f"step {step}/{max_steps}", *shown, *told])
 
 
 def validation_line(step: int, metrics: Mapping[str, float]) -> str:
@@ -46,6 +47,11 @@ def validation_line(step: int, metrics: Mapping[str, float]) -> str:
     rates = success_rates(metrics) or {name: value for name, value in metrics.items() if name.endswith("/score")}
     shown = (f"{name.removeprefix('val/').replace('/', ' ')} {value:.3f}" for name, value in rates.items())
     return f"[validation] step {step}: {', '.join(shown)}"
+
+
+def alarms(metrics: Mapping[str, float]) -> list[str]:
+    """Names of the guards whose alarm is up."""
+    return [name.removeprefix("guard/") for name, value in metrics.items() if name.startswith("guard/") and value]
 
 
 def success_rates(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agenticrun_api import Activity, AgenticRun, Progress
-from agenticrun_workers.reporting.console import COLUMNS, step_line, success_rates, validation_line
+from agenticrun_workers.reporting.console import COLUMNS, alarms, step_line, success_rates, validation_line
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
@@ -99,6 +99,8 @@ class LiveDisplay:
         numbers.add_row("phase", f"{progress.activity}  {progress.message}")
         numbers.add_row("step", _bar(progress))
         numbers.add_row("newest step", newest_step(progress.metrics))
+        if up := alarms(progress.metrics):
+            numbers.add_row("alarms", Text(", ".join(up), "bold red"))
         for name, value in success_rates(progress.metrics).items():
             numbers.add_row(name.removeprefix("val/"), f"{value:.3f}")
         if self._curve:
