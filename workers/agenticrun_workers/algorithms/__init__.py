@@ -6,7 +6,8 @@ A step's order of operations has two halves: `assign_credit` on the driver, from
 
 from agenticrun_workers.algorithms.batch_advantages import Advantages, AdvantageSpec, batch_advantages
 from agenticrun_workers.algorithms.correction import CorrectionSpec, FilterSpec, WeightSpec
-from agenticrun_workers.algorithms.credit import Credit, CreditSpec, Episodes, Estimator, Kind, assign_credit
+from agenticrun_workers.algorithms.credit import Credit, CreditSpec, Estimator, Kind, assign_credit
+from agenticrun_workers.algorithms.episodes import Episodes
 from agenticrun_workers.algorithms.kl import KlController, KlKind, mean_kl
 from agenticrun_workers.algorithms.token_advantages import TokenAdvantages, Tokens, TokenSpec, token_advantages, turn_kl
 from agenticrun_workers.algorithms.whitening import Reduce

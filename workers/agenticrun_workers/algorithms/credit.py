@@ -1,13 +1,14 @@
 """From the scalars of a batch to one number per turn: the first half of a step's order of operations, on the driver.
 
-    scores -> zeroed rewards and penalties -> reward clip -> KL of the group estimators -> normalisation or baseline -> turns
+    scores -> zeroed rewards and penalties -> reward clip -> variance filter -> KL of the ADVANTAGE_ESTIMATORS
+    -> normalisation or the estimator's own baseline -> turns
 
 The second half, on the ranks, is `token_advantages`. Trajectories that are not trainable are in no statistic.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 
 from agenticrun_workers.algorithms import baselines
 from agenticrun_workers.algorithms.baselines import Compared, state_sets, step_returns
-from agenticrun_workers.algorithms.normalization import Grouping, Over, normalization, zero_variance_share
+from agenticrun_workers.algorithms.episodes import Episodes
+from agenticrun_workers.algorithms.normalization import Grouping, Over, most_varied, normalization, zero_variance_share
 from agenticrun_workers.algorithms.rewards import (
     carriers,
     clip,
@@ -24,7 +26,7 @@ from agenticrun_workers.algorithms.rewards import (
     overlong_penalty,
     zero_rewards,
 )
-from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, codes, owners, segment_sums, take_segments
+from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, codes, owners, segment_sums
 
 Estimator = Literal[
     "gae",
@@ -45,29 +47,6 @@ STEP_ESTIMATORS = ("step_reinforce", "gigpo")
 """They credit turns by their own rewards."""
 ADVANTAGE_ESTIMATORS = (*STEP_ESTIMATORS, "grpo", "rloo", "dr_grpo")
 """They give every token of a turn one advantage; the others place a reward and take returns over tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Episodes:
-    """N trajectories with K turns, in trajectory order."""
-
-    cu_turns_N1: Integers
-    rewards_K: Floats
-    """What environment and judges paid for each turn."""
-    invalid_K: Booleans
-    """The answer held no valid action."""
-    response_tokens_K: Integers
-    groups_N: Integers
-    tags_N: Integers
-    format_penalty_N: Floats
-    """Added for each invalid turn: 0 or below."""
-    truncated_N: Booleans
-    """Ended by a limit: max_turns, max_tokens or context_overflow."""
-    trainable_N: Booleans
-    states_K: NDArray[Any] | None = None
-    """Raw 32-byte digests of the observation before each turn, `S32`, `V32` or uint8 [K, 32]; gigpo and grouping `state` need them."""
-    kl_K: Floats | None = None
-    """Summed token KL of each turn, not yet times its coefficient; the ADVANTAGE_ESTIMATORS need it for a KL in the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +75,8 @@ class CreditSpec:
     episode_reward_weight: float = 1.0
     step_reward_weight: float = 1.0
     """w_E and w_S of gigpo."""
+    variance_keep: float | None = None
+    """StarPO-S: the share of groups, those whose scores vary most, that is trained on; the others leave the statistics too."""
 
     @property
     def kind(self) -> Kind:
@@ -125,31 +106,33 @@ def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) ->
         ValueError: a trainable trajectory has a reward (or KL) that is not finite, or an array that the estimator needs is missing.
     """
     chosen = np.flatnonzero(episodes.trainable_N)
-    valid, turns = _take(episodes, chosen)
-    _require_finite("rewards_K", valid.rewards_K, valid.cu_turns_N1, chosen)
-    if valid.kl_K is not None:
-        _require_finite("kl_K", valid.kl_K, valid.cu_turns_N1, chosen)
-    scores_N = segment_sums(valid.rewards_K, valid.cu_turns_N1)
-    rewards_K, clipped = _shaped_rewards(spec, valid)
-    shaped_N = segment_sums(rewards_K, valid.cu_turns_N1)
+    valid, turns = episodes.take(chosen)
+    valid.require_finite(chosen)
+    rewards_K, metrics = _shaped_rewards(spec, valid)
+    scores_N = segment_sums(rewards_K, valid.cu_turns_N1)
+    metrics["group/zero_variance_share"] = zero_variance_share(scores_N, codes(valid.groups_N))
+    if spec.variance_keep is not None:
+        kept_N = most_varied(scores_N, codes(valid.groups_N), spec.variance_keep)
+        metrics["group/variance_filtered"] = float(len(np.unique(valid.groups_N)) - len(np.unique(valid.groups_N[kept_N])))
+        valid, kept_turns = valid.take(np.flatnonzero(kept_N))
+        chosen, turns, rewards_K = chosen[kept_N], turns[kept_turns], rewards_K[kept_turns]
     if spec.kind == "advantage" and kl_coef:
         rewards_K = rewards_K - kl_coef * _given(valid.kl_K, "kl_K", "a KL in the reward")
-    metrics = {
-        "critic/reward_clip_frac": clipped,
-        "group/zero_variance_share": zero_variance_share(shaped_N, codes(valid.groups_N)),
-        **_spread("critic/score", scores_N),
-    }
     values_K, estimator_metrics = _estimate(spec, valid, rewards_K)
     per_turn_K = np.zeros(len(episodes.rewards_K))
     per_turn_K[turns] = values_K
-    trains_N = episodes.trainable_N & ~episodes.truncated_N if spec.truncated == "mask" else episodes.trainable_N.copy()
+    trains_N = np.zeros(len(episodes), np.bool_)
+    trains_N[chosen] = True
+    if spec.truncated == "mask":
+        trains_N &= ~episodes.truncated_N
     return Credit(per_turn_K, spec.kind, trains_N, metrics | estimator_metrics)
 
 
-def _shaped_rewards(spec: CreditSpec, episodes: Episodes) -> tuple[Floats, float]:
-    """Rewards per turn after penalties and clip, on the turns that carry them, and the share that the clip changed."""
+def _shaped_rewards(spec: CreditSpec, episodes: Episodes) -> tuple[Floats, dict[str, float]]:
+    """Rewards per turn after penalties and clip; whole trajectories' are on their last turn."""
     cu = episodes.cu_turns_N1
     rewards_K = episodes.rewards_K
+    metrics = _spread("critic/score", segment_sums(rewards_K, cu))
     if spec.truncated == "zeroReward":
         rewards_K = zero_rewards(rewards_K, cu, episodes.truncated_N)
     rewards_K = rewards_K + format_penalties(episodes.invalid_K, episodes.format_penalty_N, cu)
@@ -157,14 +140,11 @@ def _shaped_rewards(spec: CreditSpec, episodes: Episodes) -> tuple[Floats, float
         tokens_N = segment_sums(episodes.response_tokens_K, cu)
         overlong_N = overlong_penalty(tokens_N.astype(np.int64), spec.overlong_limit, spec.overlong_buffer, spec.overlong_penalty)
         rewards_K = rewards_K + on_last_turn(overlong_N, cu)
-    if spec.estimator not in STEP_ESTIMATORS and (spec.kind == "advantage" or spec.reward_placement == "trajectory"):
-        scores_N = segment_sums(rewards_K, cu)
-        rewards_K = on_last_turn(clip(scores_N, spec.reward_clip), cu)
-        changed = np.abs(scores_N) > spec.reward_clip if spec.reward_clip is not None else np.zeros(0)
-    else:
-        changed = np.abs(rewards_K) > spec.reward_clip if spec.reward_clip is not None else np.zeros(0)
-        rewards_K = clip(rewards_K, spec.reward_clip)
-    return rewards_K, float(np.mean(changed)) if len(changed) else 0.0
+    by_turn = spec.estimator in STEP_ESTIMATORS or (spec.kind == "reward" and spec.reward_placement == "turn")
+    unclipped = rewards_K if by_turn else segment_sums(rewards_K, cu)
+    clipped = clip(unclipped, spec.reward_clip)
+    metrics["critic/reward_clip_frac"] = float(np.mean(clipped != unclipped)) if len(unclipped) else 0.0
+    return clipped if by_turn else on_last_turn(clipped, cu), metrics
 
 
 def _estimate(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> tuple[Floats, dict[str, float]]:
@@ -232,35 +212,6 @@ def _sets(spec: CreditSpec, episodes: Episodes, owner_K: Integers | None) -> Int
     by = {"batch": np.zeros_like(episodes.groups_N), "group": episodes.groups_N, "tag": episodes.tags_N}
     sets_N = codes(by[spec.norm_grouping])
     return sets_N if owner_K is None else sets_N[owner_K]
-
-
-def _take(episodes: Episodes, chosen: Integers) -> tuple[Episodes, Integers]:
-    """These trajectories alone, and where their turns were."""
-    cu, turns = take_segments(episodes.cu_turns_N1, chosen)
-    return (
-        replace(
-            episodes,
-            cu_turns_N1=cu,
-            rewards_K=np.asarray(episodes.rewards_K, np.float64)[turns],
-            invalid_K=episodes.invalid_K[turns],
-            response_tokens_K=episodes.response_tokens_K[turns],
-            groups_N=episodes.groups_N[chosen],
-            tags_N=episodes.tags_N[chosen],
-            format_penalty_N=np.asarray(episodes.format_penalty_N, np.float64)[chosen],
-            truncated_N=episodes.truncated_N[chosen],
-            trainable_N=episodes.trainable_N[chosen],
-            states_K=None if episodes.states_K is None else episodes.states_K[turns],
-            kl_K=None if episodes.kl_K is None else np.asarray(episodes.kl_K, np.float64)[turns],
-        ),
-        turns,
-    )
-
-
-def _require_finite(name: str, values_K: Floats, cu_turns_N1: Integers, chosen: Integers) -> None:
-    finite_K = np.isfinite(values_K)
-    if not finite_K.all():
-        trajectory = chosen[owners(cu_turns_N1)[np.argmin(finite_K)]]
-        raise ValueError(f"{name} of trajectory {trajectory} holds {values_K[np.argmin(finite_K)]}: count it out as env_error")
 
 
 def _given(array: NDArray[Any] | None, name: str, user: str) -> NDArray[Any]:

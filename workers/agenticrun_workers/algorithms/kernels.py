@@ -33,14 +33,6 @@ def token_kl(old: float, ref: float, code: int) -> float:
 
 
 @compiled
-def unclipped_reward(t: int, turn: int, closes: bool, rewards: TokenRewards) -> float:
-    reward = rewards.per_turn_K[turn] if closes else 0.0
-    if rewards.kl_code != 0:
-        reward -= rewards.kl_coef * token_kl(rewards.old_logprobs_L[t], rewards.ref_logprobs_L[t], rewards.kl_code)
-    return reward
-
-
-@compiled
 def response_mask(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], trains_N: Booleans, mask_L: Booleans) -> None:
     """Response tokens of trajectories that train."""
     for n in range(first, last):
@@ -49,26 +41,38 @@ def response_mask(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.in
 
 
 @compiled
-def spread(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], mask_L: Booleans, per_turn_K: Floats, out_L: Any) -> None:
-    """The value of its turn on every masked token."""
-    for t in range(cu_N1[first], cu_N1[last]):
-        out_L[t] = per_turn_K[turns_L[t]] if mask_L[t] else 0.0
+def spread(
+    first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], mask_L: Booleans, per_turn_K: Floats, out_L: Any, totals_N4: Floats
+) -> None:
+    """The value of its turn on every masked token, 0 elsewhere. Totals over masked tokens: number, sum."""
+    for n in range(first, last):
+        count = 0
+        total = 0.0
+        for t in range(cu_N1[n], cu_N1[n + 1]):
+            value = per_turn_K[turns_L[t]] if mask_L[t] else 0.0
+            out_L[t] = value
+            count += mask_L[t]
+            total += value
+        totals_N4[n, 0] = count
+        totals_N4[n, 1] = total
 
 
 @compiled
 def reward_sums(first: int, last: int, cu_N1: Integers, mask_L: Booleans, rewards: TokenRewards, center: float, sums_N4: Floats) -> None:
     """Per trajectory over masked tokens: number, sum of (r - center), sum of its square, tokens that the clip changed."""
-    turns_L = rewards.turns_L
+    turns_L, per_turn_K, old_L, ref_L, kl_code, kl_coef, bound, _, _ = rewards  # locals: a tuple's fields are counted references
     for n in range(first, last):
         following = -1
         for t in range(cu_N1[n + 1] - 1, cu_N1[n] - 1, -1):
             turn = turns_L[t]
             if turn < 0:
                 continue
-            reward = unclipped_reward(t, turn, turn != following, rewards)
+            reward = per_turn_K[turn] if turn != following else 0.0
+            if kl_code != 0:
+                reward -= kl_coef * token_kl(old_L[t], ref_L[t], kl_code)
             following = turn
             if mask_L[t]:
-                clipped = min(max(reward, -rewards.bound), rewards.bound)
+                clipped = min(max(reward, -bound), bound)
                 sums_N4[n, 0] += 1.0
                 sums_N4[n, 1] += clipped - center
                 sums_N4[n, 2] += (clipped - center) ** 2
@@ -86,20 +90,25 @@ def discount(
     discounts: Discounts,
     advantages_L: Any,
     returns_L: Any,
-    totals_N3: Floats,
+    totals_N4: Floats,
 ) -> None:
     """Generalised advantages over the response tokens of each trajectory, 0 where masked out; `token_advantages` has the formula.
 
-    Without values (an empty array) V = 0. `returns_L` is filled where there are values. The totals are the sums of returns and
-    of values over masked tokens, and a 0 that is NaN where any advantage was not finite.
+    Without values (an empty array) V = 0. `returns_L` is filled where there are values. Totals: the number of masked tokens, the
+    sums of their advantages and values, and a 0 that is NaN where any advantage was not finite.
     """
-    turns_L = rewards.turns_L
-    values_L = critic.values_L
+    turns_L, per_turn_K, old_L, ref_L, kl_code, kl_coef, bound, shift, scale = rewards
+    values_L, bootstrap_N = critic
+    outer_gamma, outer_lambd, turn_level = discounts
     has_values = len(values_L) > 0
     for n in range(first, last):
         following = -1
-        next_value = critic.bootstrap_N[n]
+        next_value = bootstrap_N[n]
         next_advantage = 0.0
+        count = 0
+        advantages_total = 0.0
+        values_total = 0.0
+        probe = 0.0
         for t in range(cu_N1[n + 1] - 1, cu_N1[n] - 1, -1):
             turn = turns_L[t]
             if turn < 0:
@@ -109,38 +118,42 @@ def discount(
                 continue
             closes = turn != following
             following = turn
-            reward = unclipped_reward(t, turn, closes, rewards)
-            reward = (min(max(reward, -rewards.bound), rewards.bound) - rewards.shift) * rewards.scale
-            discounted = closes or not discounts.turn_level
-            gamma = discounts.gamma if discounted else 1.0
-            lambd = discounts.lambd if discounted else 1.0
+            reward = per_turn_K[turn] if closes else 0.0
+            if kl_code != 0:
+                reward -= kl_coef * token_kl(old_L[t], ref_L[t], kl_code)
+            reward = (min(max(reward, -bound), bound) - shift) * scale
+            discounted = closes or not turn_level
+            gamma = outer_gamma if discounted else 1.0
+            lambd = outer_lambd if discounted else 1.0
             value = np.float64(values_L[t]) if has_values else 0.0
             next_advantage = reward + gamma * next_value - value + gamma * lambd * next_advantage
             next_value = value
             advantages_L[t] = next_advantage if mask_L[t] else 0.0
             if has_values:
                 returns_L[t] = next_advantage + value
-            totals_N3[n, 2] += next_advantage * 0.0
+            probe += next_advantage * 0.0
             if mask_L[t]:
-                totals_N3[n, 0] += next_advantage + value
-                totals_N3[n, 1] += value
+                count += 1
+                advantages_total += next_advantage
+                values_total += value
+        totals_N4[n, 0] = count
+        totals_N4[n, 1] = advantages_total
+        totals_N4[n, 2] = values_total
+        totals_N4[n, 3] = probe
 
 
 @compiled
-def sums(first: int, last: int, cu_N1: Integers, mask_L: Booleans, values_L: Any, center: float, sums_N3: Floats) -> None:
-    """Per trajectory over masked tokens: number, sum of (x - center), sum of its square."""
+def deviations(first: int, last: int, cu_N1: Integers, mask_L: Booleans, values_L: Any, center: float, sums_N2: Floats) -> None:
+    """Per trajectory over masked tokens: sum of (x - center), sum of its square."""
     for n in range(first, last):
-        count = 0
         total = 0.0
         squares = 0.0
         for t in range(cu_N1[n], cu_N1[n + 1]):
             deviation = np.float64(values_L[t]) - center if mask_L[t] else 0.0
-            count += mask_L[t]
             total += deviation
             squares += deviation * deviation
-        sums_N3[n, 0] = count
-        sums_N3[n, 1] = total
-        sums_N3[n, 2] = squares
+        sums_N2[n, 0] = total
+        sums_N2[n, 1] = squares
 
 
 @compiled
@@ -153,7 +166,8 @@ def rescale(
         for t in range(cu_N1[n], cu_N1[n + 1]):
             if mask_L[t]:
                 value = (np.float64(values_L[t]) - shift) * scale
-                clipped += abs(value) > bound
+                if abs(value) > bound:
+                    clipped += 1
                 values_L[t] = min(max(value, -bound), bound)
         clipped_N[n] = clipped
 
@@ -183,4 +197,4 @@ def all_finite(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32
         finite_N[n] = probe == 0.0
 
 
-__all__ = ["all_finite", "correct", "discount", "rescale", "response_mask", "reward_sums", "spread", "sums", "turn_kl"]
+__all__ = ["all_finite", "correct", "deviations", "discount", "rescale", "response_mask", "reward_sums", "spread", "turn_kl"]

@@ -54,9 +54,16 @@ def responses(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32]
 
 def token_kl(old: NDArray[Any], ref: NDArray[Any], code: int) -> Floats:
     d = old.astype(np.float64) - ref.astype(np.float64)
-    with np.errstate(over="ignore"):
-        kinds = {1: lambda: d, 2: lambda: 0.5 * d * d, 3: lambda: np.minimum(np.exp(-d) + d - 1.0, K3_LIMIT), 4: lambda: np.abs(d)}
-        return kinds[code]()
+    match code:
+        case 1:
+            return d
+        case 2:
+            return 0.5 * d * d
+        case 3:
+            with np.errstate(over="ignore"):
+                return np.minimum(np.exp(-d) + d - 1.0, K3_LIMIT)
+        case _:
+            return np.abs(d)
 
 
 def unclipped_rewards(rewards: TokenRewards, tokens: Responses) -> Floats:
@@ -72,11 +79,15 @@ def response_mask(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.in
     mask_L[lo:hi] = (turns_L[lo:hi] >= 0) & np.repeat(trains_N[first:last], np.diff(cu_N1[first : last + 1]))
 
 
-def spread(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], mask_L: Booleans, per_turn_K: Floats, out_L: Any) -> None:
-    lo, hi = cu_N1[first], cu_N1[last]
-    out_L[lo:hi] = 0.0
-    at_M = np.flatnonzero(mask_L[lo:hi]) + lo
-    out_L[at_M] = per_turn_K[turns_L[at_M]]
+def spread(
+    first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], mask_L: Booleans, per_turn_K: Floats, out_L: Any, totals_N4: Floats
+) -> None:
+    tokens = responses(first, last, cu_N1, turns_L)
+    keep_M = mask_L[tokens.at_M]
+    values_M = keep_M * per_turn_K[tokens.turns_M]
+    out_L[cu_N1[first] : cu_N1[last]] = 0.0
+    out_L[tokens.at_M] = values_M
+    _add_columns(totals_N4, tokens.trajectory_M, (keep_M, values_M))
 
 
 def reward_sums(first: int, last: int, cu_N1: Integers, mask_L: Booleans, rewards: TokenRewards, center: float, sums_N4: Floats) -> None:
@@ -98,7 +109,7 @@ def discount(
     discounts: Discounts,
     advantages_L: Any,
     returns_L: Any,
-    totals_N3: Floats,
+    totals_N4: Floats,
 ) -> None:
     tokens = responses(first, last, cu_N1, rewards.turns_L)
     rewards_M = np.clip(unclipped_rewards(rewards, tokens), -rewards.bound, rewards.bound)
@@ -117,14 +128,14 @@ def discount(
         returns_L[cu_N1[first] : cu_N1[last]] = 0.0
         returns_L[tokens.at_M] = advantages_M + values_M
     keep_M = mask_L[tokens.at_M]
-    columns = (keep_M * (advantages_M + values_M), keep_M * values_M, advantages_M * 0.0)
-    _add_columns(totals_N3, tokens.trajectory_M, columns)
+    columns = (keep_M, keep_M * advantages_M, keep_M * values_M, advantages_M * 0.0)
+    _add_columns(totals_N4, tokens.trajectory_M, columns)
 
 
-def sums(first: int, last: int, cu_N1: Integers, mask_L: Booleans, values_L: Any, center: float, sums_N3: Floats) -> None:
+def deviations(first: int, last: int, cu_N1: Integers, mask_L: Booleans, values_L: Any, center: float, sums_N2: Floats) -> None:
     at_M = np.flatnonzero(mask_L[cu_N1[first] : cu_N1[last]]) + cu_N1[first]
     deviation_M = values_L[at_M].astype(np.float64) - center
-    _add_columns(sums_N3, np.searchsorted(cu_N1, at_M, "right") - 1, [np.ones(len(at_M)), deviation_M, deviation_M**2])
+    _add_columns(sums_N2, np.searchsorted(cu_N1, at_M, "right") - 1, (deviation_M, deviation_M**2))
 
 
 def rescale(
@@ -188,11 +199,11 @@ def correct(
 
 
 def _sum_by(segment_M: Integers, values_M: Floats) -> Floats:
-    return np.bincount(segment_M, values_M)[segment_M] if len(values_M) else values_M
+    return np.bincount(segment_M, values_M).astype(np.float64)[segment_M] if len(values_M) else values_M
 
 
 def _mean_by(segment_M: Integers, values_M: Floats) -> Floats:
-    return _sum_by(segment_M, values_M) / np.bincount(segment_M)[segment_M] if len(values_M) else values_M
+    return _sum_by(segment_M, values_M) / _sum_by(segment_M, np.ones(len(values_M)))
 
 
 def _add_columns(sums_NM: Floats, trajectory_M: Integers, columns: Sequence[NDArray[Any]]) -> None:

@@ -26,7 +26,8 @@ def overlong_penalty(lengths_N: Integers, limit: float, buffer: float, penalty: 
         lengths_N: response tokens of each trajectory.
         buffer: tokens before the limit in which the penalty grows; above 0.
     """
-    return penalty * np.clip((limit - buffer - lengths_N) / buffer, -1.0, 0.0)
+    share_N: Floats = np.clip((limit - buffer - lengths_N) / buffer, -1.0, 0.0)
+    return penalty * share_N
 
 
 def clip(values: Floats, bound: float | None) -> Floats:

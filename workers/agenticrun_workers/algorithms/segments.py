@@ -26,6 +26,11 @@ def segment_sums(values_L: NDArray[Any], cu_N1: Integers) -> Floats:
     return np.bincount(owners(cu_N1), values_L, minlength=len(cu_N1) - 1).astype(np.float64)
 
 
+def column_sums(sums_NM: Floats) -> Floats:
+    """Sums over segments, [M]."""
+    return np.asarray(sums_NM.sum(axis=0), np.float64)
+
+
 def take_segments(cu_N1: Integers, chosen: Integers) -> tuple[Integers, Integers]:
     """Offsets of the chosen segments alone, and the positions of their values in the flat array."""
     lengths = np.diff(cu_N1)[chosen]

@@ -30,7 +30,7 @@ from agenticrun_workers.algorithms.correction import CorrectionSpec, correct, co
 from agenticrun_workers.algorithms.credit import Estimator, Kind
 from agenticrun_workers.algorithms.kl import KL_CODES, KlKind
 from agenticrun_workers.algorithms.layout import NOTHING, Discounts, TokenRewards, Values
-from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers
+from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, column_sums
 from agenticrun_workers.algorithms.whitening import Reduce, moments, rescale, token_moments
 
 ALWAYS_WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -52,7 +52,7 @@ class Tokens:
     old_logprobs_L: NDArray[Any] | None = None
     ref_logprobs_L: NDArray[Any] | None = None
     values_L: NDArray[Any] | None = None
-    """V read at the position before each token."""
+    """V read at the position before each token. It and bootstrap_N are gae's."""
     bootstrap_N: Floats | None = None
     """V at the final observation of truncated trajectories, 0 for the others; None is 0 for all."""
 
@@ -106,15 +106,17 @@ def token_advantages(spec: TokenSpec, tokens: Tokens, per_turn_K: Floats, kind: 
     """
     cu_N1 = tokens.cu_trajectories_N1
     mask_L, weights_L, metrics = _mask_and_weights(spec, tokens, reduce)
+    _require_finite(per_turn_K)
     advantages_L = np.empty(len(tokens.turns_L), np.float32)
     returns_L = None
+    totals_N4 = np.zeros((len(tokens.trains_N), 4))
     if kind == "advantage":
-        backend.run("spread", cu_N1, tokens.turns_L, mask_L, per_turn_K, advantages_L)
+        backend.run("spread", cu_N1, tokens.turns_L, mask_L, per_turn_K, advantages_L, totals_N4)
     else:
         rewards, reward_metrics = _token_rewards(spec, tokens, per_turn_K, kl_coef, mask_L, reduce)
-        returns_L, critic_metrics = _discount(spec, tokens, rewards, mask_L, advantages_L, reduce)
-        metrics |= reward_metrics | critic_metrics
-    metrics |= _whiten_and_clip(spec, advantages_L, mask_L, cu_N1, reduce)
+        returns_L = _discount(spec, tokens, rewards, mask_L, advantages_L, totals_N4)
+        metrics |= reward_metrics
+    metrics |= _whiten_and_clip(spec, advantages_L, mask_L, cu_N1, column_sums(totals_N4), reduce)
     return TokenAdvantages(advantages_L, returns_L, mask_L, weights_L, metrics)
 
 
@@ -140,7 +142,7 @@ def _mask_and_weights(spec: TokenSpec, tokens: Tokens, reduce: Reduce) -> tuple[
     if not corrected.finite:
         _finite(tokens, "old_logprobs_L", "correction")
         _finite(tokens, "engine_logprobs_L", "correction")
-    metrics = correction_metrics(spec.correction, reduce(corrected.tally_NM[tokens.trains_N].sum(axis=0)))
+    metrics = correction_metrics(spec.correction, reduce(column_sums(corrected.tally_NM[tokens.trains_N])))
     return corrected.mask_L, corrected.weights_L, metrics
 
 
@@ -163,14 +165,15 @@ def _token_rewards(
     def sums_about(center: float) -> Floats:
         sums_N4 = np.zeros((len(cu_N1) - 1, 4))
         backend.run("reward_sums", cu_N1, mask_L, rewards, center, sums_N4)
-        return sums_N4.sum(axis=0)
+        return column_sums(sums_N4)
 
-    if spec.reward_clip is not None:
-        count, _, _, clipped = reduce(sums_about(0.0))
+    if spec.reward_clip is not None or spec.whiten_rewards:
+        count, total, _, clipped = sums_about(0.0)
+        if spec.whiten_rewards:
+            over_ranks = moments(count, total, lambda center: sums_about(center)[1:3], reduce)
+            rewards = rewards._replace(shift=over_ranks.mean, scale=over_ranks.scale)
+        count, clipped = reduce(np.array([count, clipped]))
         metrics["critic/token_reward_clip_frac"] = float(clipped / max(count, 1.0))
-    if spec.whiten_rewards:
-        over_ranks = moments(lambda center: sums_about(center)[:3], reduce)
-        rewards = rewards._replace(shift=over_ranks.mean, scale=over_ranks.scale)
     return rewards, metrics
 
 
@@ -191,38 +194,46 @@ def _kl_sums(kind: KlKind, tokens: Tokens, num_turns: int) -> tuple[Floats, Floa
 
 
 def _discount(
-    spec: TokenSpec, tokens: Tokens, rewards: TokenRewards, mask_L: Booleans, advantages_L: NDArray[np.float32], reduce: Reduce
-) -> tuple[NDArray[np.float32] | None, dict[str, float]]:
-    """Fills the advantages; returns the critic's target, if there is a critic, and its metrics."""
+    spec: TokenSpec, tokens: Tokens, rewards: TokenRewards, mask_L: Booleans, advantages_L: NDArray[np.float32], totals_N4: Floats
+) -> NDArray[np.float32] | None:
+    """Fills the advantages and their totals; returns the critic's target, if there is a critic."""
     gae = spec.estimator == "gae"
     values_L = _given(tokens.values_L, "values_L", "gae") if gae else NOTHING
     returns_L = np.empty(len(values_L), np.float32)
-    bootstrap_N = np.zeros(len(tokens.trains_N)) if tokens.bootstrap_N is None else tokens.bootstrap_N
-    totals_N3 = np.zeros((len(tokens.trains_N), 3))
-    arrays = (advantages_L, returns_L, totals_N3)
+    bootstrap_N = tokens.bootstrap_N if gae and tokens.bootstrap_N is not None else np.zeros(len(tokens.trains_N))
+    arrays = (advantages_L, returns_L, totals_N4)
     backend.run("discount", tokens.cu_trajectories_N1, mask_L, rewards, Values(values_L, bootstrap_N), spec.discounts, *arrays)
-    if not np.isfinite(totals_N3[:, 2]).all():
-        bad = int(np.argmin(np.isfinite(totals_N3[:, 2])))
-        raise ValueError(f"values_L, bootstrap_N or per_turn_K of trajectory {bad} of this rank is not finite")
-    if not gae:
-        return None, {}
-    returns, values, count = reduce(np.array([*totals_N3[:, :2].sum(axis=0), mask_L.sum()], np.float64))
-    return returns_L, {"critic/returns/mean": float(returns / max(count, 1.0)), "critic/values/mean": float(values / max(count, 1.0))}
+    finite_N = np.isfinite(totals_N4[:, 3])
+    if not finite_N.all():
+        raise ValueError(f"values_L or bootstrap_N of trajectory {int(np.argmin(finite_N))} of this rank is not finite")
+    return returns_L if gae else None
 
 
 def _whiten_and_clip(
-    spec: TokenSpec, advantages_L: NDArray[np.float32], mask_L: Booleans, cu_N1: Integers, reduce: Reduce
+    spec: TokenSpec, advantages_L: NDArray[np.float32], mask_L: Booleans, cu_N1: Integers, totals: Floats, reduce: Reduce
 ) -> dict[str, float]:
-    """Whitens and clips in place. The metrics of the advantages are those BEFORE it: afterwards they would say nothing."""
-    over_ranks = token_moments(advantages_L, mask_L, cu_N1, reduce)
-    metrics = {"critic/advantages/mean": over_ranks.mean, "critic/advantages/std": over_ranks.std}
+    """Whitens and clips in place. The mean and std reported are those BEFORE it: afterwards they would say nothing."""
+    count, advantages, values, _ = reduce(totals)
+    tokens = max(count, 1.0)
+    metrics = {"critic/advantages/mean": float(advantages / tokens)}
+    if spec.estimator == "gae":
+        metrics |= {"critic/returns/mean": float((advantages + values) / tokens), "critic/values/mean": float(values / tokens)}
+    clipped = 0
     if spec.whiten_advantages or spec.estimator in ALWAYS_WHITENED:
+        over_ranks = token_moments(totals[0], totals[1], advantages_L, mask_L, cu_N1, reduce)
+        metrics["critic/advantages/std"] = over_ranks.std
         clipped = rescale(advantages_L, mask_L, cu_N1, over_ranks.mean, over_ranks.scale, spec.advantage_clip)
     elif spec.advantage_clip is not None:
         clipped = rescale(advantages_L, mask_L, cu_N1, bound=spec.advantage_clip)
     if spec.advantage_clip is not None:
-        metrics["critic/advantage_clip_frac"] = float(reduce(np.array([clipped], np.float64))[0]) / max(over_ranks.count, 1.0)
+        metrics["critic/advantage_clip_frac"] = float(reduce(np.array([clipped], np.float64))[0] / tokens)
     return metrics
+
+
+def _require_finite(per_turn_K: Floats) -> None:
+    finite_K = np.isfinite(per_turn_K)
+    if not finite_K.all():
+        raise ValueError(f"per_turn_K of turn {int(np.argmin(finite_K))} of this rank is not finite")
 
 
 def _given(array: NDArray[Any] | None, name: str, user: str) -> NDArray[Any]:

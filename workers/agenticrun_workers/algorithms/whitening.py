@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from agenticrun_workers.algorithms import backend
 from agenticrun_workers.algorithms.normalization import MIN_SPREAD
-from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers
+from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, column_sums
 
 Reduce = Callable[[Floats], Floats]
 """Element-wise sum of a float64 array over the ranks; a collective, so every rank calls it equally often."""
@@ -39,30 +39,32 @@ class Moments:
         return 1.0 / self.std if self.std > MIN_SPREAD else 1.0
 
 
-def moments(sums_about: Callable[[float], Floats], reduce: Reduce) -> Moments:
-    """Moments over the ranks of what `sums_about(center)` sums: [number, sum of x - center, sum of its square] of this rank."""
-    count, total = reduce(sums_about(0.0)[:2])
-    mean = float(total / count) if count else 0.0
-    _, rest, squares = reduce(sums_about(mean))
-    # The rounding of the mean, corrected (Chan, Golub, LeVeque 1983).
-    return Moments(float(count), mean, float(max(squares - rest * rest / count, 0.0)) if count else 0.0)
+def moments(count: float, total: float, deviations: Callable[[float], Floats], reduce: Reduce) -> Moments:
+    """Moments over the ranks.
+
+    Args:
+        count, total: number and sum of this rank's values.
+        deviations: of a center: [sum of x - center, sum of its square] of this rank's values.
+    """
+    count, total = reduce(np.array([count, total], np.float64))
+    if not count:
+        reduce(np.zeros(2))
+        return Moments(0.0, 0.0, 0.0)
+    center = float(total / count)
+    rest, squares = reduce(deviations(center))
+    # What rounding left of the sum about the mean is taken out of both (Chan, Golub, LeVeque 1983).
+    return Moments(float(count), center + float(rest / count), float(max(squares - rest * rest / count, 0.0)))
 
 
-def token_moments(values_L: NDArray[Any], mask_L: Booleans, cu_N1: Integers, reduce: Reduce) -> Moments:
-    """Moments of masked tokens over the ranks."""
+def token_moments(count: float, total: float, values_L: NDArray[Any], mask_L: Booleans, cu_N1: Integers, reduce: Reduce) -> Moments:
+    """Moments over the ranks of masked tokens, whose number and sum on this rank are known."""
 
-    def sums_about(center: float) -> Floats:
-        sums_N3 = np.zeros((len(cu_N1) - 1, 3))
-        backend.run("sums", cu_N1, mask_L, values_L, center, sums_N3)
-        return sums_N3.sum(axis=0)
+    def deviations(center: float) -> Floats:
+        sums_N2 = np.zeros((len(cu_N1) - 1, 2))
+        backend.run("deviations", cu_N1, mask_L, values_L, center, sums_N2)
+        return column_sums(sums_N2)
 
-    return moments(sums_about, reduce)
-
-
-def whiten(values_L: NDArray[Any], mask_L: Booleans, cu_N1: Integers, reduce: Reduce) -> None:
-    """Whitens masked tokens in place; the others are left alone."""
-    over_ranks = token_moments(values_L, mask_L, cu_N1, reduce)
-    rescale(values_L, mask_L, cu_N1, over_ranks.mean, over_ranks.scale)
+    return moments(count, total, deviations, reduce)
 
 
 def rescale(
