@@ -23,7 +23,7 @@ class SampleWriter:
         output: the run's output folder.
     """
 
-    def __init__(self, output: Path, pipeline: Pipeline, tracking: Tracking) -> None:
+    def __init__(self, output: Path, tracking: Tracking, pipeline: Pipeline) -> None:
         self._samples = output / "samples"
         self._pictures = output / tracking.render_dir if tracking.render_dir else None
         self._episodes = tracking.sample_logs
@@ -35,20 +35,20 @@ class SampleWriter:
         """Whether the run asks for pictures."""
         return self._pictures is not None and self._episodes > 0
 
-    def training(self, step: int, results: Iterable[EpisodeResult]) -> None:
-        """Episodes of the batch of completed step `step`, every `loggingSteps` steps."""
-        if self._every and step % self._every == 0:
-            self._write(f"step-{step}", results)
+    def due(self, step: int) -> bool:
+        """Whether the batch of completed step `step` is sampled. Validations always are."""
+        return self._every > 0 and step % self._every == 0
 
-    def validation(self, step: int, results: Iterable[EpisodeResult]) -> None:
-        """Episodes of the validation after `step` steps."""
-        self._write(f"step-{step}-val", results)
+    def write(self, step: int, results: Iterable[EpisodeResult], *, validation: bool = False) -> None:
+        """Write the episodes that came with a transcript, taking tags in turn, at most `sampleLogs` of them.
 
-    def _write(self, name: str, results: Iterable[EpisodeResult]) -> None:
-        """The episodes that came with a transcript, taking tags in turn, at most `sampleLogs` of them."""
+        Args:
+            step: completed training steps.
+        """
         chosen = spread([result for result in results if result.transcript], self._episodes)
         if not chosen:
             return
+        name = f"step-{step}{'-val' if validation else ''}"
         try:
             self._samples.mkdir(parents=True, exist_ok=True)
             (self._samples / f"{name}.txt").write_text("\n".join(episode_text(result) for result in chosen), encoding="utf-8")
