@@ -59,7 +59,7 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
     for step in range(STEPS if resume else 0, 2 * STEPS):
         if step == STEPS and save is not None:
             policy.policy_version = STEPS
-            reference.copy_from(policy)
+            reference.load_weights(everywhere(dict(policy.export_weights())))
             for name, trained in parts.items():
                 trained.save(str(save / name))
         mine = part(batches[step], rank, world)
@@ -69,6 +69,14 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
     logprobs = [*policy.compute_log_probs(mine), *reference.compute_log_probs(mine)]
     values = [np.append(v.values_T, v.final) for v in critic.compute_values(mine)]
     return Result(metrics, logprobs, values, dict(policy.export_weights()), policy.policy_version)
+
+
+def everywhere(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Rank 0's weights on every rank."""
+    box = [weights]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]
 
 
 def gradients(model: Path) -> dict[tuple[str, str, str], dict[str, Tensor]]:

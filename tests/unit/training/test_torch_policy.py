@@ -129,6 +129,18 @@ def test_metrics_say_what_the_step_did(load: Load) -> None:
     assert 0 < metrics["train/padding_waste"] < 1
 
 
+def test_the_gap_to_the_engine_is_told_where_both_speak_of_the_same_weights(load: Load) -> None:
+    loss = replace(LOSSES["ppo"], kl_coef=0.0)
+    samples = batch(load(), loss)
+    bare = [replace(s, old_logprobs_T=None) for s in samples]
+    gaps: list[float] = []
+    for s in samples:
+        new_T = token_log_probs(load(), s.tokens_T, loss.temperature).detach().numpy()
+        gaps += [abs(new_T[t] - float(s.engine_logprobs_T[t])) for t in np.flatnonzero(s.weight_T[1:]) + 1]  # type: ignore[index]
+    assert TorchPolicy(load, SPEC, max_tokens=30).train_step(bare, loss)["engine/logprob_gap"] == pytest.approx(np.mean(gaps))
+    assert "engine/logprob_gap" not in TorchPolicy(load, SPEC).train_step(samples, loss)
+
+
 def test_the_gradient_is_clipped_to_its_norm(load: Load, samples: list[Sample]) -> None:
     """Epsilon makes Adam's first step proportional to the gradient, so that its size shows the clipping."""
     policy = TorchPolicy(load, OptimizerSpec(1.0, max_grad_norm=1e-3, epsilon=1.0))
@@ -189,7 +201,7 @@ def test_a_loss_says_which_array_it_lacks(load: Load, samples: list[Sample]) -> 
     policy = TorchPolicy(load, SPEC)
     with pytest.raises(ValueError, match="sample 0 lacks ref_logprobs_T"):
         policy.train_step([replace(s, ref_logprobs_T=None) for s in samples], LossSpec(kl_coef=0.1))
-    with pytest.raises(ValueError, match="lacks engine_logprobs_T"):
+    with pytest.raises(ValueError, match="decoupled PPO needs the engine's log-probs"):
         policy.train_step([replace(s, engine_logprobs_T=None, is_weights_T=None) for s in samples], LossSpec(Decoupled()))
     with pytest.raises(ValueError, match="sample 1 lacks old_logprobs_T"):
         policy.train_step([samples[0], replace(samples[1], old_logprobs_T=None)], LOSS)
@@ -220,6 +232,27 @@ def test_an_exported_folder_loads_with_transformers_own_classes(load: Load, fold
     found = token_log_probs(model, samples[0].tokens_T, 1.0).detach().numpy()
     np.testing.assert_allclose(found * (samples[0].turns_T >= 0), expected, atol=1e-6)
     assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+def test_a_reference_becomes_the_policy_whose_weights_it_is_given(load: Load, samples: list[Sample], tmp_path: Path) -> None:
+    policy, reference = TorchPolicy(load, replace(SPEC, learning_rate=0.1)), TorchReference(load)
+    policy.train_step(samples, LOSS)
+    moved = policy.compute_log_probs(samples)
+    assert any(np.abs(a - b).max() > 0.01 for a, b in zip(reference.compute_log_probs(samples), moved, strict=True))
+    reference.load_weights(weights(policy))
+    policy.train_step(samples, LOSS)
+    reference.save(str(tmp_path))
+    restored = TorchReference(load)
+    restored.load(str(tmp_path))
+    for frozen in (reference, restored):
+        for a, b in zip(frozen.compute_log_probs(samples), moved, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_reference_refuses_the_weights_of_another_model(load: Load) -> None:
+    other = {name: weight[:1] for name, weight in weights(TorchPolicy(load, SPEC)).items()}
+    with pytest.raises(CheckpointMismatch, match="embed_tokens"):
+        TorchReference(load).load_weights(other)
 
 
 def test_a_resumed_trainer_goes_on_as_if_it_had_never_stopped(load: Load, tmp_path: Path) -> None:

@@ -121,8 +121,11 @@ class Checkpointed(Protocol):
 class ReferenceStrategy(LogProbStrategy, Checkpointed, Protocol):
     """A frozen policy."""
 
-    def copy_from(self, policy: TrainStrategy) -> None:
-        """Freeze the policy's weights as they are now. Collective."""
+    def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Become the policy with these whole parameters, as `TrainStrategy.export_weights` names them. Collective.
+
+        Raises `CheckpointMismatch` for another model's.
+        """
         ...
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.aggregation import StepTotals, token_coefficients
-from agenticrun_workers.algorithms.losses import Decoupled, LossTokens, kl_loss, policy_loss
+from agenticrun_workers.algorithms.losses import LossTokens, kl_loss, policy_loss
 from agenticrun_workers.training import checkpoint
 from agenticrun_workers.training.actor_metrics import ActorMetrics, nothing_learned
 from agenticrun_workers.training.export import write_folder
@@ -114,10 +114,6 @@ class TorchPolicy:
         self._updater.restore(progress)
         self.policy_version = progress["policy_version"]
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's shards, in a fixed order."""
-        return self._backend.module.parameters()
-
     def _progress(self) -> dict[str, int]:
         return {**self._updater.counts(), "policy_version": self.policy_version}
 
@@ -137,7 +133,7 @@ class TorchPolicy:
         """One micro-batch's part of the step's loss."""
         logprobs_N, entropies_N = self._backend.module(batch, spec.temperature)
         dtype = logprobs_N.dtype
-        tokens = _loss_tokens(batch, samples, spec, logprobs_N)
+        tokens = _loss_tokens(batch, samples, logprobs_N)
         weight_N = batch.pick(samples, "weight_T", dtype)
         coefficients_N = token_coefficients(weight_N, batch.sequence_N, totals, spec.aggregation, spec.aggregation_norm)
         policy = policy_loss(spec.variant, spec.ratio, tokens)
@@ -147,7 +143,7 @@ class TorchPolicy:
             ref_N = batch.pick(samples, "ref_logprobs_T", dtype)
             kl = (coefficients_N * kl_loss(logprobs_N, ref_N, spec.kl_kind, spec.kl_limit)).sum()
         total: Tensor = pg + spec.kl_coef * kl - spec.entropy_coef * (coefficients_N * entropies_N).sum()
-        metrics.add((pg, kl, total), policy, weight_N, entropies_N, logprobs_N - tokens.old_logprobs_N)
+        metrics.add((pg, kl, total), policy, weight_N, entropies_N, tokens, on_policy=not _given(samples, "old_logprobs_T"))
         return total
 
 
@@ -160,19 +156,27 @@ def log_probs(backend: TorchBackend[PolicyModule], samples: list[Sample], temper
     return result
 
 
-def _loss_tokens(batch: MicroBatch, samples: list[Sample], spec: LossSpec, logprobs_N: Tensor) -> LossTokens:
-    """What the loss reads of a micro-batch. Old log-probs and importance weights are given for all samples, or for none."""
+def _loss_tokens(batch: MicroBatch, samples: list[Sample], logprobs_N: Tensor) -> LossTokens:
+    """What the loss reads of a micro-batch."""
     dtype = logprobs_N.dtype
-    has_old = any(s.old_logprobs_T is not None for s in samples)
-    is_weighted = any(s.is_weights_T is not None for s in samples)
+
+    def optional(name: str) -> Tensor | None:
+        return batch.pick(samples, name, dtype) if _given(samples, name) else None
+
+    old_N = optional("old_logprobs_T")
     scores_S = torch.tensor([samples[i].score for i in batch.samples], dtype=dtype, device=logprobs_N.device)
     return LossTokens(
         logprobs_N=logprobs_N,
-        old_logprobs_N=batch.pick(samples, "old_logprobs_T", dtype) if has_old else logprobs_N.detach(),
+        old_logprobs_N=logprobs_N.detach() if old_N is None else old_N,
         advantages_N=batch.pick(samples, "advantages_T", dtype),
         sequence_N=batch.sequence_N,
         turn_N=batch.pick(samples, "turns_T", torch.int64),
         score_N=scores_S[batch.sequence_N],
-        engine_logprobs_N=batch.pick(samples, "engine_logprobs_T", dtype) if isinstance(spec.variant, Decoupled) else None,
-        is_weights_N=batch.pick(samples, "is_weights_T", dtype) if is_weighted else None,
+        engine_logprobs_N=optional("engine_logprobs_T"),
+        is_weights_N=optional("is_weights_T"),
     )
+
+
+def _given(samples: list[Sample], name: str) -> bool:
+    """Whether the samples have this array: all of them or none."""
+    return any(getattr(sample, name) is not None for sample in samples)

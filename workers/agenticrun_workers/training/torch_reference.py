@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.training import checkpoint
 from agenticrun_workers.training.modules import PolicyModule
-from agenticrun_workers.training.strategy import Sample, TrainStrategy
+from agenticrun_workers.training.strategy import CheckpointMismatch, Sample
 from agenticrun_workers.training.torch_backend import TorchBackend
-from agenticrun_workers.training.torch_policy import TorchPolicy, log_probs
+from agenticrun_workers.training.torch_policy import log_probs
 from agenticrun_workers.types import FloatArray
 
 
@@ -35,12 +37,14 @@ class TorchReference:
         return log_probs(self._backend, samples, self._temperature)
 
     @torch.no_grad()
-    def copy_from(self, policy: TrainStrategy) -> None:
-        """See `ReferenceStrategy`. Shard by shard, so the policy must be a `TorchPolicy` of the same model."""
-        if not isinstance(policy, TorchPolicy):
-            raise TypeError(f"a TorchReference copies from a TorchPolicy, not from {type(policy).__name__}")
-        for mine, current in zip(self._backend.module.parameters(), policy.parameters(), strict=True):
-            mine.copy_(current)
+    def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """See `ReferenceStrategy`."""
+        for name, parameter in self._backend.module.model.named_parameters():
+            if name not in weights or weights[name].shape != tuple(parameter.shape):
+                raise CheckpointMismatch(f"{name}: the reference needs shape {list(parameter.shape)}, the policy has another model")
+            whole = torch.from_numpy(weights[name]).to(parameter.device, parameter.dtype)
+            sharded = isinstance(parameter, DTensor)
+            parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements) if sharded else whole)
 
     def save(self, folder: str) -> None:
         """See `Checkpointed`. The weights only."""
