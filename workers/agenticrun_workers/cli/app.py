@@ -6,6 +6,7 @@ from importlib.metadata import version as installed_version
 
 import typer
 
+from agenticrun_workers.cli.convert import convert
 from agenticrun_workers.cli.run import run
 from agenticrun_workers.cli.validate import validate
 
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(validate)
+app.command()(convert)
 
 
 @app.command()

@@ -45,11 +45,11 @@ def new_folder(parent: Path, now: datetime) -> Path:
     """Make a folder named after the time that no other process has: 20261121-104500, or 20261121-104500-2 if that is taken."""
     name = now.strftime("%Y%m%d-%H%M%S")
     parent.mkdir(parents=True, exist_ok=True)
-    for attempt in count(1):
-        folder = parent / (name if attempt == 1 else f"{name}-{attempt}")
+    folder, others = parent / name, count(2)
+    while True:
         try:
             folder.mkdir()
         except FileExistsError:
-            continue
-        return folder
-    raise AssertionError("count never ends")
+            folder = parent / f"{name}-{next(others)}"
+        else:
+            return folder

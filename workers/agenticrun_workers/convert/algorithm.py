@@ -1,0 +1,169 @@
+"""`spec.pipeline.{algorithm,rewardNormalization,trainInferCorrection}` from ROLL's PPOConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agenticrun_workers.convert.fields import View
+from agenticrun_workers.convert.mapping import FILTERS
+from agenticrun_workers.convert.notes import Notes
+from agenticrun_workers.convert.unread import has_variants, variant_of
+
+GROUPINGS = {"batch": "batch", "traj_group_id": "group", "tags": "tag", "state_group_id": "state"}
+DEPRECATED_METHODS = {"mean": ("group", None), "mean_std": ("group", "group"), "asym_clip": ("group", "group")}
+KL_KINDS = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3"}
+ESTIMATORS = ("gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce")
+WITHOUT_RATIO = ("vanilla", "kimi15")
+TOKEN_RETURNS = ("gae", "reinforce", "agentic_reinforce")
+
+Spec = dict[str, Any]
+
+
+def algorithm(top: View, notes: Notes) -> Spec:
+    """`algorithm`, and `rewardNormalization` where the estimator reads one."""
+    name, normalization = _estimator(top, notes)
+    spec: Spec = {"name": name}
+    if name == "gigpo":
+        spec |= normalization | {key: top[roll] for key, roll in _GIGPO.items()}
+    elif name == "grpo":
+        spec["normStdType"] = normalization["normStdType"]
+    if name in ("gigpo", "step_reinforce"):
+        spec["stepRewardGamma"] = top["step_reward_gamma"]
+        if top["gamma"] != 1:
+            notes.changed("gamma", top["gamma"], "an advantage is constant within its step: ROLL discounts it over tokens once more")
+    if name in TOKEN_RETURNS:
+        spec |= {"gamma": top["gamma"], "whitenRewards": top["whiten_rewards"]}
+        if top["gamma"] != 1 and name != "agentic_reinforce":
+            notes.changed("gamma", top["gamma"], "algorithm.gamma: prompt and observation tokens do not discount (C16)")
+    if name == "gae":
+        spec["lambd"] = top["lambd"]
+    spec |= {
+        "whitenAdvantages": top["whiten_advantages"],
+        "ppoEpochs": top["ppo_epochs"],
+        "entropyLossCoef": top["entropy_loss_coef"],
+        "rewardClip": top["reward_clip"],
+        "advantageClip": top["advantage_clip"],
+        "rewardKl": _reward_kl(top),
+        "lossKl": {"kind": "k3", "coef": top["kl_loss_coef"]} if top["use_kl_loss"] and top["kl_loss_coef"] > 0 else None,
+        **_loss(top, notes),
+    }
+    own = name in ("grpo", "gigpo")
+    return {"algorithm": spec, "rewardNormalization": None if own or not _normalizes(normalization) else normalization}
+
+
+_GIGPO = {"episodeRewardWeight": "episode_reward_weight", "stepRewardWeight": "step_reward_weight"}
+
+
+def _estimator(top: View, notes: Notes) -> tuple[str, Spec]:
+    """Our estimator, and the normalisation that ROLL applies before it."""
+    name, size = top["adv_estimator"], top.section("train_env_manager")["group_size"]
+    reward = top.section("reward_normalization")
+    mean, std = DEPRECATED_METHODS.get(reward["method"], (None, None))
+    grouping = GROUPINGS.get(reward["grouping"], "batch")
+    types = {"normMeanType": reward["norm_mean_type"] or mean or "none", "normStdType": reward["norm_std_type"] or std or "none"}
+    if name not in ESTIMATORS:
+        notes.cannot("adv_estimator", name, "no such estimator in ROLL's agentic pipeline: reinforce takes its place")
+        name = "reinforce"
+    if grouping == "state" and name != "step_reinforce":
+        notes.cannot("reward_normalization.grouping", reward["grouping"], "only step_reinforce has states: batch takes its place")
+        grouping = "batch"
+    if "group" in types.values() and size < 2 and (name == "gigpo" or grouping == "group"):
+        notes.cannot("train_env_manager.group_size", size, "a group of one has nothing to compare (ROLL's advantages are all 0)")
+    if name == "gigpo":
+        return name, _gigpo(grouping, types, size, notes)
+    if name == "grpo":
+        name = _grpo(top, grouping, types, notes)
+    return name, {"grouping": grouping, **types}
+
+
+def _gigpo(grouping: str, types: Spec, size: int, notes: Notes) -> Spec:
+    notes.changed(
+        "adv_estimator",
+        "gigpo",
+        "algorithm.name: gigpo; states are compared inside their group, by the same types as episodes; each trajectory counts once (C6)",
+    )
+    if grouping == "tag":
+        notes.cannot(
+            "reward_normalization.grouping", "tags", "gigpo compares inside a trajectory's group or the batch: group takes its place"
+        )
+    if size < 2 and "group" not in types.values():
+        notes.cannot("train_env_manager.group_size", size, "gigpo compares the members of a group: at least 2")
+    return {key: "batch" if grouping == "batch" and over == "group" else over for key, over in types.items()}
+
+
+def _grpo(top: View, grouping: str, types: Spec, notes: Notes) -> str:
+    same = grouping == "group" and types["normMeanType"] == "group" and top.section("train_env_manager")["group_size"] >= 2
+    if same and top["gamma"] == 1 and not top["whiten_rewards"] and not top["add_token_level_kl"]:
+        notes.mapped("adv_estimator", "grpo", "algorithm.name: grpo: ROLL's reinforce with this reward_normalization is that")
+        return "grpo"
+    notes.changed(
+        "adv_estimator", "grpo", "algorithm.name: reinforce with rewardNormalization, which is what ROLL computes under this name"
+    )
+    return "reinforce"
+
+
+def _normalizes(normalization: Spec) -> bool:
+    return normalization["normMeanType"] != "none" or normalization["normStdType"] != "none"
+
+
+def _reward_kl(top: View) -> Spec | None:
+    if not top["add_token_level_kl"] or top["init_kl_coef"] <= 0:
+        return None
+    adaptive = {"targetKl": top["target_kl"], "horizon": top["kl_horizon"]} if top["target_kl"] is not None else {}
+    return {"kind": KL_KINDS.get(top["kl_penalty"], "k1"), "coef": top["init_kl_coef"], **adaptive}
+
+
+def _loss(top: View, notes: Notes) -> Spec:
+    variant, ratio, mode = variant_of(top), top["ratio_type"], top["loss_agg_mode"]
+    actor = top.section("actor_train")
+    if has_variants(top) and actor["pg_variant"] is None:
+        notes.changed("actor_train.pg_variant", None, "pgVariant: ppo; ROLL raises an error without one (C14)")
+    if ratio != "token" and variant in WITHOUT_RATIO:
+        notes.changed("ratio_type", ratio, f"pg_variant {variant} has no ratio: token")
+        ratio = "token"
+    if mode == "token-mean":
+        notes.changed("loss_agg_mode", mode, "lossAggMode: token-mean, over the response mask: ROLL sums masked tokens too (C1)")
+    if mode == "seq-mean-token-sum-norm":
+        notes.changed(
+            "loss_agg_mode",
+            mode,
+            "lossAggNorm: sequence_length, and divided by the number of samples: ROLL divides by the padded width alone",
+        )
+    spec: Spec = {"pgVariant": variant, "ratioType": ratio, "lossAggMode": mode}
+    if mode == "seq-mean-token-sum-norm":
+        spec["lossAggNorm"] = sequence_length(top)
+    if variant == "ppo":
+        low, high = (top["pg_clip_low"], top["pg_clip_high"]) if top["use_pg_clip_range"] else (top["pg_clip"], top["pg_clip"])
+        spec |= {"pgClipLow": low, "pgClipHigh": high, "dualClip": 1 + 2 * top["pg_clip"] if top["dual_clip_loss"] else None}
+    if variant == "topr":
+        spec["topr"] = {"positiveWeight": actor["topr_positive_weight"], "negativeWeight": actor["topr_negative_weight"]}
+    return spec
+
+
+def sequence_length(top: View) -> int:
+    """Token limit of a trajectory."""
+    return int(top["sequence_length"] or top["prompt_length"] + (top["response_length"] or 3 * top["prompt_length"]))
+
+
+def correction(top: View, notes: Notes) -> Spec | None:
+    """`trainInferCorrection`, if anything of it is on."""
+    section = top.section("train_infer_correction")
+    weight = section.section("is_weight")
+    spec: Spec = {}
+    if weight["enabled"]:
+        unbounded = isinstance(section["is_weight"], dict) and section["is_weight"].get("upper_bound", 1.2) is None
+        spec["isWeight"] = {"level": weight["weight_type"], "upperBound": 1e6 if unbounded else weight["upper_bound"]}
+    filters = [_filter(View(one, FILTERS)) for one in section["filters"] or [] if one.get("enabled")]
+    if any(filters):
+        spec["filters"] = [one for one in filters if one]
+        notes.changed("train_infer_correction.filters", "", "filtered tokens leave loss, gradient, denominators and whitening (C1)")
+    return spec or None
+
+
+def _filter(one: View) -> Spec | None:
+    bounds: Spec = {}
+    if one["ratio_enabled"]:
+        bounds |= {"ratioLow": one["ratio_low"], "ratioHigh": one["ratio_high"]}
+    if one["diff_enabled"]:
+        bounds |= {"diffLow": one["diff_low"], "diffHigh": one["diff_high"]}
+    return {"level": one["agg_type"], **bounds} if bounds else None

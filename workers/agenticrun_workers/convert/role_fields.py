@@ -1,0 +1,215 @@
+"""ROLL's WorkerConfig and the arguments nested in it (every role)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from agenticrun_workers.convert.fields import Field, Fields, Section, cannot, changed, dead, dropped, mapped, one_of
+from agenticrun_workers.convert.unread import without_distillation, without_topr, without_variants
+
+_TRAINING = "spec.pipeline.actorTrain.training (critic: spec.pipeline.critic.training)"
+_BACKEND = dropped("a setting of ROLL's backend: nothing here needs it")
+_SHARDED = "FSDP2 shards over all ranks: no other parallelism yet"
+
+STRATEGY_CONFIG: Fields = {
+    "tensor_model_parallel_size": cannot(_SHARDED, 1),
+    "pipeline_model_parallel_size": cannot(_SHARDED, 1),
+    "virtual_pipeline_model_parallel_size": cannot(_SHARDED, 1),
+    "context_parallel_size": cannot(_SHARDED, 1),
+    "expert_model_parallel_size": cannot(_SHARDED, 1),
+    "expert_tensor_parallel_size": cannot(_SHARDED, 1),
+    "tensor_parallel_size": cannot("one engine per GPU: no tensor parallelism yet", 1),
+    "pipeline_parallel_size": cannot("one engine per GPU: no pipeline parallelism yet", 1),
+    "optimizer_cpu_offload": cannot("no offloading yet", False),
+}
+"""Keys of strategy_config that ask for more than tuning; the others are the backend's own."""
+
+MODEL_ARGS: Fields = {
+    "model_name_or_path": changed("pretrain (critic: reward_pretrain) takes its place, as in ROLL; without one this is spec.model.path"),
+    "adapter_name_or_path": cannot("no LoRA yet: all parameters are trained"),
+    "attn_implementation": dropped("attention is PyTorch's scaled_dot_product_attention"),
+    "moe_aux_loss_coef": cannot("no auxiliary loss of mixture-of-experts models", 0.0, 0),
+    "disable_gradient_checkpointing": dropped("activations are kept: lower maxTokensPerMicroBatch to save memory", False),
+    "gradient_checkpointing_use_reentrant": dropped("no gradient checkpointing"),
+    "device_map": dropped("FSDP2 places the parameters", "balanced"),
+    "dtype": one_of(
+        {
+            "bf16": "spec.model.dtype: bfloat16 (of the actor, for all roles)",
+            "fp32": "spec.model.dtype: float32 (of the actor, for all roles)",
+        },
+        "no float16: bfloat16 takes its place",
+        "bf16",
+    ),
+    "model_type": changed("the critic is the causal language model with a value head; other roles have no such choice"),
+    "num_labels": dropped("a value head has one output", 1),
+    "model_config_kwargs": cannot("the model's config is taken as it is", None, {}),
+    "freeze_module_prefix": cannot("all parameters are trained", None, [], ""),
+    "ulysses_size": cannot(_SHARDED, 1),
+    "lora_rank": dropped("no LoRA (see lora_target)", 8),
+    "lora_alpha": dropped("no LoRA (see lora_target)"),
+    "lora_dropout": dropped("no LoRA (see lora_target)", 0),
+    "lora_target": cannot("no LoRA yet: all parameters are trained"),
+    "additional_target": dropped("no LoRA (see lora_target)"),
+    "autocast_adapter_dtype": dropped("no LoRA (see lora_target)", True),
+}
+
+SCHEDULES = {"linear": "linear", "constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
+TRAINING_ARGS: Fields = {
+    "learning_rate": mapped(f"{_TRAINING}.learningRate", 5e-5),
+    "lr_scheduler_type": one_of(
+        {name: f"{_TRAINING}.lrSchedulerType: {ours}" for name, ours in SCHEDULES.items()},
+        "no such schedule: linear takes its place",
+        "linear",
+    ),
+    "weight_decay": mapped(f"{_TRAINING}.weightDecay", 0.0),
+    "adam_beta1": mapped(f"{_TRAINING}.adamBeta1", 0.9),
+    "adam_beta2": mapped(f"{_TRAINING}.adamBeta2", 0.999),
+    "per_device_train_batch_size": changed(
+        "with gradient_accumulation_steps and the number of ranks it gives actorTrain.training.miniBatchSize; with sequence_length it "
+        "gives maxTokensPerMicroBatch",
+        8,
+    ),
+    "gradient_accumulation_steps": changed("gives actorTrain.training.miniBatchSize", 1),
+    "warmup_ratio": mapped(f"{_TRAINING}.warmupSteps (times the number of optimizer steps)", 0.0),
+    "warmup_steps": mapped(f"{_TRAINING}.warmupSteps", 0),
+    "max_steps": dropped("follows from spec.pipeline.maxSteps, as in ROLL", -1),
+    "num_train_epochs": dropped("an RL run has steps, not epochs"),
+    "seed": dropped("spec.pipeline.seed is the seed of everything, as in ROLL"),
+    "data_seed": dropped("spec.pipeline.seed is the seed of everything"),
+    "dataloader_num_workers": dropped("there is no data loader"),
+    "fp16": dropped("the precision is model_args.dtype"),
+    "bf16": dropped("the precision is model_args.dtype"),
+    "tf32": dropped("PyTorch's own default"),
+    "save_hf_model": changed("`agenticrun export` writes a Hugging Face folder from any checkpoint", False),
+    "output_dir": dropped("checkpoints go to spec.checkpoint.uri"),
+}
+
+_VALIDATION_TOO = "spec.pipeline.actorInfer.generating, and validationGenerating: ROLL validates with the same sampling"
+GENERATING_ARGS: Fields = {
+    "do_sample": cannot("greedy training has nothing to learn from: sampling stays on", True),
+    "temperature": mapped(f"{_VALIDATION_TOO} (.temperature)", 0.95),
+    "top_p": mapped(f"{_VALIDATION_TOO} (.topP)", 0.7),
+    "top_k": mapped(f"{_VALIDATION_TOO} (.topK, -1 -> 0)", 50),
+    "num_beams": cannot("no beam search", 1),
+    "max_length": dropped("max_new_tokens and sequence_length bound a response", 8192),
+    "max_new_tokens": mapped("spec.pipeline.envs[].maxTokensPerStep (the smaller of it and max_tokens_per_step)", 8192),
+    "repetition_penalty": cannot("log-probs would not be those of the sampling", 1, 1.0),
+    "length_penalty": dropped("a setting of beam search", 1),
+    "num_return_sequences": dropped("always 1, as in ROLL", 1),
+    "stop_strings": cannot("a response ends with the end of its turn, or at its token limit", None, []),
+    "include_stop_str_in_output": dropped("no stop strings"),
+    "logprobs": dropped("log-probs are always recorded", 0),
+}
+
+_LENGTHS = dropped("rows are packed up to maxTokensPerMicroBatch")
+_NO_EFFECT = "ROLL's YAML could never set it (C14): spec.pipeline.algorithm"
+PACKING_ARGS: Fields = dict.fromkeys(
+    (
+        "algorithm",
+        "max_packed_sequence_length_forward",
+        "max_packed_sequence_length_train",
+        "min_num_micro_batches_forward",
+        "min_num_micro_batches_train",
+    ),
+    _LENGTHS,
+)
+
+_ENGINE = one_of(
+    {"hf_infer": "spec.pipeline.actorInfer.strategy.name: transformers"}, "not offered yet: the transformers engine takes its place", "vllm"
+)
+_TRAINER = one_of({"fsdp2_train": "spec.pipeline.actorTrain.strategy.name: fsdp2"}, "not offered yet: fsdp2 takes its place", "fsdp2_train")
+_PODS = {
+    "actor_train": mapped("spec.roles.trainer: gpus times replicas"),
+    "actor_infer": mapped("spec.roles.inference: gpus times replicas"),
+}
+_WITH_TRAINER = changed("it has no GPUs of its own: it lives in the trainer pods")
+_OPD = cannot("no on-policy distillation yet", None, [], unread=without_distillation)
+
+_WORKER: Fields = {
+    "name": dropped("a name for logs"),
+    "data_args": Section({}, rest=dropped("agentic runs read no data_args")),
+    "infer_batch_size": dropped("micro-batches are cut by tokens (maxTokensPerMicroBatch)", 16),
+    "backend_timeout": dropped("nothing waits by a timeout", 30),
+    "max_concurrency": dropped("actors take any number of calls", 1),
+    "use_dynamic_batching_in_infer": dropped("micro-batches are always cut by tokens", False),
+    "max_tokens_per_microbatch_in_infer": dropped("log-probs are computed under maxTokensPerMicroBatch too"),
+    "sequence_length_round_in_train": dropped("lengths are not rounded", 4),
+    "sequence_length_round_in_infer": dropped("lengths are not rounded", 4),
+    "sequence_packing_args": Section(PACKING_ARGS),
+    "logits_in_fp32": dropped("log-probs are always computed in float32", False),
+    "router_replay": Section({"mode": cannot("no routing replay of mixture-of-experts models", "disable")}),
+    "apply_loss_scale": dropped("denominators are global: there is nothing to undo (C15)", True),
+    "mtp_training_mode": cannot("no multi-token prediction", "disabled"),
+    "offload_nccl": dropped("ROLL forces it to false", False),
+    "opd_kl_coef": _OPD,
+    "tag_included": _OPD,
+}
+_ACTOR_ONLY: Fields = {
+    "model_update_frequency": mapped("spec.pipeline.modelUpdateFrequency", 1),
+    "pg_variant": mapped("spec.pipeline.algorithm.pgVariant", unread=without_variants),
+    "topr_positive_weight": mapped("spec.pipeline.algorithm.topr.positiveWeight", 1.0, without_topr),
+    "topr_negative_weight": mapped("spec.pipeline.algorithm.topr.negativeWeight", 1.0, without_topr),
+    "tis_lower_bound": dead(f"{_NO_EFFECT}.tis.lowerBound"),
+    "tis_upper_bound": dead(f"{_NO_EFFECT}.tis.upperBound"),
+    "cispo_epsilon_low": dead(f"{_NO_EFFECT}.cispo.epsilonLow"),
+    "cispo_epsilon_high": dead(f"{_NO_EFFECT}.cispo.epsilonHigh"),
+    "cispo_use_unified_mask": dead(f"{_NO_EFFECT}.cispo.unifiedMask"),
+    "kimi15_tau": dead(f"{_NO_EFFECT}.kimi15.tau"),
+}
+_TRAINED: Fields = {
+    "training_args": Section(TRAINING_ARGS),
+    "use_dynamic_batching_in_train": changed("micro-batches are always cut by tokens", False),
+    "max_tokens_per_microbatch_in_train": mapped(f"{_TRAINING}.maxTokensPerMicroBatch, with use_dynamic_batching_in_train"),
+    "use_sequence_packing": mapped(f"{_TRAINING}.sequencePacking", False),
+}
+_POLICY_WORKERS = {
+    "agentic_actor_worker.ActorWorker": "the actor of spec.pipeline.algorithm.pgVariant: ppo",
+    "agentic_actor_pg_worker.ActorWorker": "spec.pipeline.algorithm.pgVariant",
+    "base_worker.ActorWorker": "the actor of spec.pipeline.algorithm.pgVariant: ppo",
+    "base_worker.InferWorker": "the engines of spec.pipeline.actorInfer",
+    "base_worker.CriticWorker": "spec.pipeline.critic",
+}
+_PREFIXES = ("roll.pipeline.", "roll.pipeline.agentic.", "")
+WORKER_CLASSES = {f"{prefix}{name}": note for prefix in _PREFIXES for name, note in _POLICY_WORKERS.items()}
+
+
+def role(name: Literal["actor_train", "actor_infer", "reference", "critic", "env"]) -> Section:
+    """The WorkerConfig of a role: what another role reads has no effect here."""
+    trains, samples = name in ("actor_train", "critic"), name == "actor_infer"
+    silent = {key: dropped("this role does not read it", _default(field)) for key, field in {**_ACTOR_ONLY, **_TRAINED}.items()}
+    fields: dict[str, Field | Section] = {**silent, **_WORKER}
+    fields["worker_cls"] = one_of(WORKER_CLASSES, "only ROLL's own workers have a counterpart")
+    fields["training_args"] = Section(TRAINING_ARGS) if trains else Section({}, rest=dropped("this role does not train"))
+    fields["generating_args"] = (
+        Section(GENERATING_ARGS) if samples else Section({}, rest=dropped("only actor_infer's are read: ROLL replaces these by them"))
+    )
+    models: Fields = (
+        MODEL_ARGS if name == "actor_train" else {**MODEL_ARGS, "dtype": changed("spec.model.dtype is actor_train's, for all roles")}
+    )
+    fields["model_args"] = Section(models) if name != "env" else Section({}, rest=dropped("no model here"))
+    fields["strategy_args"] = Section(
+        {
+            "strategy_name": _ENGINE if samples else _TRAINER if trains else _BACKEND,
+            "strategy_config": Section(STRATEGY_CONFIG, rest=_BACKEND),
+        }
+    )
+    pods = _PODS.get(name, _WITH_TRAINER if name != "env" else dropped("spec.roles.env.replicas follows from max_env_num_per_worker"))
+    fields["device_mapping"] = fields["world_size"] = pods
+    fields["num_gpus_per_worker"] = (
+        cannot("one engine per GPU: no model spread over GPUs yet", 1) if samples else dropped("a rank has one GPU", 1)
+    )
+    role_of = {"actor_train": "trainer", "actor_infer": "inference", "env": "env"}.get(name)
+    fields["system_envs"] = (
+        mapped(f"spec.roles.{role_of}.env (without what names a secret: use envFrom)")
+        if role_of
+        else changed("the trainer pods' system_envs count")
+    )
+    if trains:
+        fields |= _TRAINED
+    if name == "actor_train":
+        fields |= _ACTOR_ONLY
+    return Section(fields)
+
+
+def _default(field: Field | Section) -> object:
+    return field.default if isinstance(field, Field) else None
