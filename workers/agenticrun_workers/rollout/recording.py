@@ -1,0 +1,180 @@
+"""Recordings: the batch of each training step on disk, written by one run and trained on by another.
+
+    <uri>/step-000001.npz     what step 1 trained on
+
+A file is complete or not there: it is written beside its place and moved, or put by one request on object storage. It is
+read without pickle, so that a recording from a stranger is only numbers and text. Tokens are kept as they were sampled,
+with their log-probs and versions.
+
+Arrays of a file, for N trajectories with K turns in all, P prompt and R response tokens:
+
+    header uint8 [bytes of JSON]; turns_N; prompt_lengths_K, response_lengths_K, rewards_K float64, valid_K bool,
+    states_K uint8 [K, 32]; prompts_P int32; responses_R int32, logprobs_R float32, versions_R int32
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+from numpy.typing import NDArray
+
+from agenticrun_workers.types import STATE_BYTES, EpisodeKey, StopReason, Stream, Trajectory, Turn
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{6,})\.npz")
+
+
+class RecordingError(Exception):
+    """A recording is missing, damaged, or written by something else. The message names the file."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """The trajectories of one training step, by group and member."""
+
+    trajectories: tuple[Trajectory, ...]
+    attempts: tuple[int, ...]
+    """Which re-roll each trajectory was."""
+
+
+class Recording:
+    """The files of one recording, in a folder or at an fsspec URL. Its methods block: call them in a thread."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        self._files: Any
+        self._files, self._root = fsspec.core.url_to_fs(uri)
+
+    def steps(self) -> list[int]:
+        """Steps that are there, in order; none if there is no such folder."""
+        if not self._files.isdir(self._root):
+            return []
+        names = (path.rsplit("/", 1)[-1] for path in self._files.ls(self._root, detail=False, refresh=True))
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+    def write(self, step: int, recorded: RecordedStep) -> None:
+        """Put a step into its place; one that is there is replaced."""
+        content = encode(recorded)
+        path = self._path(step)
+        if isinstance(self._files, LocalFileSystem):
+            self._files.makedirs(self._root, exist_ok=True)
+            self._files.pipe_file(f"{path}.part", content)
+            self._files.mv(f"{path}.part", path)
+        else:
+            self._files.pipe_file(path, content)
+
+    def read(self, step: int) -> RecordedStep:
+        """A step. Raises `RecordingError` if it is not there or cannot be read."""
+        path = self._path(step)
+        try:
+            content: bytes = self._files.cat_file(path)
+        except FileNotFoundError as error:
+            raise RecordingError(f"there is no step {step}: {self.describe()}") from error
+        try:
+            return decode(content)
+        except Exception as error:  # NumPy and zipfile raise a dozen kinds for a damaged archive
+            raise RecordingError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+    def truncate(self, last: int) -> None:
+        """Remove the steps after `last`: they belong to a run that took another way."""
+        for step in self.steps():
+            if step > last:
+                self._files.rm_file(self._path(step))
+
+    def describe(self) -> str:
+        """Which steps there are, for messages."""
+        steps = self.steps()
+        return f"{self.uri} holds " + (f"{len(steps)} steps ({steps[0]} to {steps[-1]})" if steps else "no steps")
+
+    def _path(self, step: int) -> str:
+        return f"{self._root}/step-{step:06d}.npz"
+
+
+def encode(recorded: RecordedStep) -> bytes:
+    """The bytes of a step's file."""
+    trajectories = recorded.trajectories
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    header = {"format": FORMAT, "trajectories": [_scalars(t, a) for t, a in zip(trajectories, recorded.attempts, strict=True)]}
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        header=np.frombuffer(json.dumps(header).encode(), np.uint8),
+        turns_N=np.array([len(trajectory.turns) for trajectory in trajectories], np.int64),
+        prompt_lengths_K=np.array([len(turn.prompt_T) for turn in turns], np.int64),
+        response_lengths_K=np.array([len(turn.response_T) for turn in turns], np.int64),
+        rewards_K=np.array([turn.reward for turn in turns], np.float64),
+        valid_K=np.array([turn.valid for turn in turns], np.bool_),
+        states_K=np.frombuffer(b"".join(turn.state for turn in turns), np.uint8),
+        prompts_P=_joined([turn.prompt_T for turn in turns], np.int32),
+        responses_R=_joined([turn.response_T for turn in turns], np.int32),
+        logprobs_R=_joined([turn.logprobs_T for turn in turns], np.float32),
+        versions_R=_joined([turn.versions_T for turn in turns], np.int32),
+    )
+    return buffer.getvalue()
+
+
+def decode(content: bytes) -> RecordedStep:
+    """The inverse of `encode`."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+        arrays: dict[str, NDArray[Any]] = dict(archive)
+    header = json.loads(arrays["header"].tobytes())
+    if header["format"] != FORMAT:
+        raise ValueError(f"format {header['format']} is not {FORMAT}, the one that this version reads")
+    turns = _turns(arrays)
+    trajectories = tuple(
+        Trajectory(
+            key=EpisodeKey(Stream(entry["stream"]), entry["group"], entry["member"]),
+            tag=entry["tag"],
+            turns=tuple(next(turns) for _ in range(count)),
+            stop_reason=StopReason(entry["stop_reason"]),
+            stepwise=entry["stepwise"],
+            metrics=entry["metrics"],
+            error=entry["error"],
+        )
+        for entry, count in zip(header["trajectories"], arrays["turns_N"].tolist(), strict=True)
+    )
+    return RecordedStep(trajectories, tuple(entry["attempt"] for entry in header["trajectories"]))
+
+
+def _scalars(trajectory: Trajectory, attempt: int) -> dict[str, Any]:
+    return {
+        "stream": trajectory.key.stream.value,
+        "group": trajectory.key.group,
+        "member": trajectory.key.member,
+        "tag": trajectory.tag,
+        "stop_reason": trajectory.stop_reason.value,
+        "stepwise": trajectory.stepwise,
+        "metrics": dict(trajectory.metrics),
+        "error": trajectory.error,
+        "attempt": attempt,
+    }
+
+
+def _turns(arrays: dict[str, NDArray[Any]]) -> Iterator[Turn]:
+    prompts = np.split(arrays["prompts_P"], np.cumsum(arrays["prompt_lengths_K"])[:-1])
+    ends = np.cumsum(arrays["response_lengths_K"])[:-1]
+    responses, logprobs, versions = (np.split(arrays[name], ends) for name in ("responses_R", "logprobs_R", "versions_R"))
+    count = len(arrays["rewards_K"])
+    states = arrays["states_K"].reshape(count, STATE_BYTES)
+    for k in range(count):
+        yield Turn(
+            prompt_T=prompts[k],
+            response_T=responses[k],
+            logprobs_T=logprobs[k],
+            versions_T=versions[k],
+            reward=float(arrays["rewards_K"][k]),
+            valid=bool(arrays["valid_K"][k]),
+            state=states[k].tobytes(),
+        )
+
+
+def _joined(parts: list[Any], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
