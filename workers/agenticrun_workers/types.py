@@ -150,12 +150,12 @@ class Trajectory:
     turns: tuple[Turn, ...]
     """With `stepwise`, each turn's prompt stands for itself; else it is what was added to the conversation since the last response."""
     stop_reason: StopReason
-    stepwise: bool = False
-    """One sample per turn (gigpo, step_reinforce) instead of one per trajectory (StarPO)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the environment measured, for example success, action_is_valid, num_actions."""
     error: str = ""
     """For env_error and timeout: one line for people."""
+    stepwise: bool = False
+    """One sample per turn (gigpo, step_reinforce) instead of one per trajectory (StarPO)."""
 
     @cached_property
     def tokens_T(self) -> IntArray:
@@ -181,8 +181,10 @@ class Trajectory:
     @cached_property
     def turns_T(self) -> IntArray:
         """Turn number (from 0) of each sampled token, -1 on prompt tokens, int32 [T]."""
-        numbers = {id(turn): number for number, turn in enumerate(self.turns)}
-        return self._spread(lambda turn: np.full(len(turn.response_T), numbers[id(turn)], np.int32), np.int32, fill=-1)
+        parts = [np.zeros(0, np.int32)]
+        for number, turn in enumerate(self.turns):
+            parts += [np.full(len(turn.prompt_T), -1, np.int32), np.full(len(turn.response_T), number, np.int32)]
+        return np.concatenate(parts)
 
     @property
     def sample_lengths(self) -> list[int]:
