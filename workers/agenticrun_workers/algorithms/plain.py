@@ -99,6 +99,7 @@ def reward_sums(first: int, last: int, cu_N1: Integers, mask_L: Booleans, reward
     _add_columns(sums_N4, tokens.trajectory_M[keep_M], [column[keep_M] for column in columns])
 
 
+@np.errstate(invalid="ignore")  # what is not finite is reported by the totals
 def discount(
     first: int,
     last: int,

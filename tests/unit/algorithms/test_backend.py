@@ -1,0 +1,78 @@
+"""Who runs the token passes, and that the answer does not depend on it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agenticrun_workers.algorithms import CorrectionSpec, FilterSpec, TokenAdvantages, Tokens, TokenSpec, WeightSpec, backend, plain
+from agenticrun_workers.algorithms.token_advantages import token_advantages
+
+SPEC = TokenSpec(
+    "gae", 0.99, 0.95, True, "k3", whiten_advantages=True, correction=CorrectionSpec(WeightSpec(), (FilterSpec("segment", 0.9, 1.1),))
+)
+
+
+def many_tokens() -> tuple[Tokens, np.ndarray]:
+    """97 trajectories of different lengths, enough tokens for threads."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 6000, 97)
+    turns = [np.where(np.arange(n) % 7 > 2, np.arange(n) // 70, -1) for n in lengths]
+    firsts = np.concatenate([[0], np.cumsum([row.max(initial=-1) + 1 for row in turns])])
+    turns_L = np.concatenate([np.where(row >= 0, row + first, -1) for row, first in zip(turns, firsts, strict=False)]).astype(np.int32)
+    size = len(turns_L)
+    assert size > backend.SERIAL_BELOW
+    old = -rng.random(size, np.float32)
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    others = [(old + 0.1 * rng.standard_normal(size)).astype(np.float32) for _ in range(3)]
+    tokens = Tokens(cu, cu, turns_L, rng.random(97) < 0.8, others[0], old, others[1], others[2], rng.standard_normal(97))
+    return tokens, rng.standard_normal(int(firsts[-1]))
+
+
+def run() -> TokenAdvantages:
+    tokens, per_turn = many_tokens()
+    return token_advantages(SPEC, tokens, per_turn, "reward", 0.1, lambda sums: sums)
+
+
+def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for threads in ("1", "2", "5"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        results.append(run())
+    for other in results[1:]:
+        np.testing.assert_array_equal(other.advantages_L, results[0].advantages_L)
+        assert other.metrics == results[0].metrics
+
+
+def test_numpy_and_numba_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = run()
+    monkeypatch.setattr(backend, "passes", plain)
+    numpy = run()
+    np.testing.assert_array_equal(numpy.mask_L, compiled.mask_L)
+    assert numpy.returns_L is not None
+    assert compiled.returns_L is not None
+    assert numpy.weights_L is not None
+    assert compiled.weights_L is not None
+    np.testing.assert_allclose(numpy.advantages_L, compiled.advantages_L, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(numpy.returns_L, compiled.returns_L, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(numpy.weights_L, compiled.weights_L, rtol=1e-6)
+    assert numpy.metrics == pytest.approx(compiled.metrics, rel=1e-9)
+
+
+def test_without_numba_the_passes_are_numpys() -> None:
+    code = "import sys; sys.modules['numba'] = None; from agenticrun_workers.algorithms import backend; print(backend.passes.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == plain.__name__
+
+
+@given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 6))
+def test_ranges_cover_every_trajectory_once(lengths: list[int], parts: int) -> None:
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    ranges = backend.even_ranges(cu, parts)
+    assert [n for first, last in ranges for n in range(first, last)] == list(range(len(lengths)))
+    assert len(ranges) <= max(parts, 1)
