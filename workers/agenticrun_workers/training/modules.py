@@ -22,9 +22,8 @@ class PolicyModule(nn.Module):
         self.model = model
 
     @property
-    def decoder(self) -> nn.Module:
-        decoder: nn.Module = self.model.get_decoder()
-        return decoder
+    def decoder(self) -> PreTrainedModel:
+        return self.model.get_decoder()
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs of the selected tokens and the entropy they were sampled with, both under logits / temperature.
@@ -54,7 +53,7 @@ class ValueModule(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.decoder: nn.Module = model.get_decoder()
+        self.decoder: PreTrainedModel = model.get_decoder()
         parameter = next(self.decoder.parameters())
         size: int = model.config.get_text_config().hidden_size
         self.head = nn.Linear(size, 1, device=parameter.device, dtype=parameter.dtype)
@@ -67,7 +66,7 @@ class ValueModule(nn.Module):
         return values_N.to(torch.promote_types(values_N.dtype, torch.float32))
 
 
-def read_hidden(decoder: nn.Module, batch: MicroBatch) -> Tensor:
+def read_hidden(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """The decoder's last hidden state at the token before each selected one, [N, H].
 
     Without a cache and without a two-dimensional mask, transformers reads the bounds of packed sequences from their

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 LENGTHS = (5, 9, 3)
 
 
 @torch.no_grad()
-def can_pack(decoder: nn.Module) -> bool:
+def can_pack(decoder: PreTrainedModel) -> bool:
     """True if sequences packed into one row, with restarting position ids, give the hidden states that each gives alone.
 
     Random tokens; agreement to the square root of the precision (float32's at best: some kernels round to it), where mixing is
     off by more than a tenth.
     """
-    embeddings: nn.Embedding = decoder.get_input_embeddings()  # type: ignore[operator]
+    embeddings: nn.Embedding = decoder.get_input_embeddings()
     device = embeddings.weight.device
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(embeddings.num_embeddings, (1, length), generator=generator).to(device) for length in LENGTHS]

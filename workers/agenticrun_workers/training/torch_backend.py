@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import numpy as np
-from torch import nn
 
 from agenticrun_workers.algorithms.aggregation import StepTotals
 from agenticrun_workers.training.microbatch import MicroBatch, Positions, filler, split
@@ -41,8 +40,8 @@ class TorchBackend(Generic[Module]):
         if packing and not self.packing:
             log.warning("%s mixes packed sequences: training goes on with padding", type(module.decoder).__name__)
         self._max_tokens = max_tokens
-        layers: nn.ModuleList = module.decoder.layers  # type: ignore[assignment]
-        self.ranks.shard(module, list(layers))
+        names = module.decoder._no_split_modules or ()
+        self.ranks.shard(module, [part for part in module.modules() if type(part).__name__ in names])
 
     def micro_batches(self, samples: list[Sample], select: Callable[[Sample], Positions]) -> list[MicroBatch]:
         """This rank's micro-batches, filled up to the number of the rank that has most. Collective."""
