@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
+from pathlib import Path
 
 import pytest
 
+import agenticrun_workers
+from agenticrun_api.algorithm import Guards
 from agenticrun_workers.inference import EngineStats
+from agenticrun_workers.pipeline.guards import guards_of
 from agenticrun_workers.pipeline.metrics import engine_metrics, rollout_metrics, success_of, timing_metrics, validation_metrics
 from agenticrun_workers.pipeline.telling import telling
 from agenticrun_workers.rollout.controller import Batch, RolloutCounts
 from agenticrun_workers.rollout.groups import Group
+from agenticrun_workers.training import torch_critic
+from agenticrun_workers.training.actor_metrics import nothing_learned
 from agenticrun_workers.types import StopReason
 from rollout_fakes import result
 
@@ -111,3 +119,44 @@ def test_many_environments_do_not_hide_the_losses() -> None:
         "actor/entropy",
         "system/tps",
     ]
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
+PACKAGE = Path(agenticrun_workers.__file__).parent
+FAMILIES = "actor critic engine env group guard judge reward rollout staleness stop system time tokens train val warmup weight_sync"
+METRIC = re.compile(rf"({FAMILIES.replace(' ', '|')})/[A-Za-z0-9_/<>{{}},-]*[A-Za-z0-9>}}]")
+
+
+def documented() -> re.Pattern[str]:
+    """A pattern of all names in docs/metrics.md: `<tag>` stands for any name, `{mean,max}` for each of its parts."""
+    names = [name for name in re.findall(r"`([^` ]+)`", DOCUMENT.read_text()) if METRIC.fullmatch(name)]
+    patterns = [re.sub(r"\\\{(.*?)\\\}", lambda m: f"(?:{m[1].replace(',', '|')})", re.escape(name)) for name in names]
+    return re.compile("|".join(re.sub(r"<[^/]+?>", "[^/]+", pattern) for pattern in patterns))
+
+
+def names_in_source() -> set[str]:
+    """Every metric name that is spelled out in a source file, what an f-string fills in as `x`; families filled in whole left out."""
+    found: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.add("".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return {name for name in found if METRIC.fullmatch(name) and not re.fullmatch("[a-z_]+/x", name)}
+
+
+def test_every_metric_is_explained_in_the_docs() -> None:
+    spreads = {f"{name}/mean" for name in ("critic/score", "critic/rewards", "critic/episode_rewards_norm", "critic/step_rewards_norm")}
+    measured = {
+        *rollout_metrics(Batch((Group(0, "A", (result(0, 0),)),), RolloutCounts(), queue_depth=0), version=0),
+        *validation_metrics([result(0)]),
+        *timing_metrics({"step": 1.0}, 1.0),
+        *nothing_learned(),
+        *(f"critic/{name}" for name in torch_critic.SUMS),
+        *(f"guard/{guard.name}" for guard in guards_of(Guards(min_entropy=0.1, max_zero_variance_share=0.9))),
+        *spreads,
+    }
+    heads = {name.removesuffix("/mean") for name in measured if name.endswith("/mean")}
+    explained = documented()
+    assert sorted(name for name in (measured | names_in_source()) - heads if not explained.fullmatch(name)) == []
