@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
-import fsspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from agenticrun_workers.rollout.recording import RecordedStep, Recording, RecordingError, decode, encode
+from agenticrun_workers.storage import Folder
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey, StopReason, Stream, Trajectory, Turn
 
 TOKENS = hnp.arrays(np.int32, st.integers(0, 6), elements=st.integers(0, 2**31 - 1))
@@ -110,7 +110,7 @@ def test_what_another_attempt_wrote_later_is_removed(tmp_path: Path) -> None:
     recording = Recording(folder_uri(tmp_path))
     for number in (1, 2, 3):
         recording.write(number, step(simple()))
-    recording.truncate(1)
+    recording.begin(1)
     assert recording.steps() == [1]
 
 
@@ -119,13 +119,12 @@ def test_a_file_is_complete_or_not_there(tmp_path: Path, monkeypatch: pytest.Mon
     recording.write(1, step(simple(1.0)))
 
     def die(*_arguments: object) -> None:
-        raise OSError("no space left")
+        raise OSError("the machine is gone")
 
-    monkeypatch.setattr(fsspec.implementations.local.LocalFileSystem, "mv", die)
-    with pytest.raises(OSError, match="no space left"):
-        recording.write(1, step(simple(2.0)))
-    with pytest.raises(OSError, match="no space left"):
-        recording.write(2, step(simple(2.0)))
+    monkeypatch.setattr(Folder, "rename", die)
+    for number in (1, 2):
+        with pytest.raises(OSError, match="the machine is gone"):
+            recording.write(number, step(simple(2.0)))
     assert recording.steps() == [1]
     assert recording.read(1).trajectories[0].score == 1.0
 

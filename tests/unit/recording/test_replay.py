@@ -190,10 +190,30 @@ class _Stuck:
         return type("Method", (), {"remote": staticmethod(lambda *_arguments: asyncio.get_running_loop().create_future())})
 
 
-async def test_a_folder_that_cannot_be_written_ends_the_attempt_with_its_field(tmp_path: Path) -> None:
+async def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RolloutFailed, match=r"spec\.pipeline\.record\.to: .* cannot be written"):
-        await record(str(tmp_path / "file" / "folder"), 1)
+    with pytest.raises(InvalidConfig, match=r"cannot be written .*: name a folder, not a file") as caught:
+        await record(str(tmp_path / "file"), 1)
+    assert caught.value.path == "spec.pipeline.record.to"
+
+
+@pytest.mark.parametrize("record", [{"to": "gopher://there"}, {"replay": "gopher://there"}])
+async def test_a_url_that_nothing_reads_is_refused(record: dict[str, str]) -> None:
+    there = stores()
+    with pytest.raises(InvalidConfig, match="gopher") as caught:
+        await record_or_replay(pipeline(**record), Controller(there), there, 0)  # type: ignore[arg-type]
+    assert caught.value.path == f"spec.pipeline.record.{next(iter(record))}"
+
+
+async def test_a_disk_that_fills_up_ends_the_attempt_with_the_fields_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_arguments: object) -> None:
+        raise OSError("no space left on device")
+
+    there = stores()
+    rollout = await RecordingRollout.begin(Controller(there), str(tmp_path), there, step=0)  # type: ignore[arg-type]
+    monkeypatch.setattr(Recording, "write", full)
+    with pytest.raises(RolloutFailed, match=r"spec\.pipeline\.record\.to: .* cannot be written: no space left on device"):
+        await rollout.batch()
 
 
 async def test_without_record_the_controller_is_used_as_it_is() -> None:

@@ -2,9 +2,8 @@
 
     <uri>/step-000001.npz     what step 1 trained on
 
-A file is complete or not there: it is written beside its place and moved, or put by one request on object storage. It is
-read without pickle, so that a recording from a stranger is only numbers and text. Tokens are kept as they were sampled,
-with their log-probs and versions.
+A file is complete or not there. It is read without pickle, so that a recording from a stranger is only numbers and text.
+Tokens are kept as they were sampled, with their log-probs and versions.
 
 Arrays of a file, for N trajectories with K turns in all, P prompt and R response tokens:
 
@@ -21,11 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
+from agenticrun_workers.storage import Folder
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey, StopReason, Stream, Trajectory, Turn
 
 FORMAT = 1
@@ -46,56 +44,52 @@ class RecordedStep:
 
 
 class Recording:
-    """The files of one recording, in a folder or at an fsspec URL. Its methods block: call them in a thread."""
+    """The files of one recording, in a folder or at an fsspec URL. Its methods block: call them in a thread.
+
+    Raises `UnusableStorage` for a URL that this process cannot use.
+    """
 
     def __init__(self, uri: str) -> None:
-        self.uri = uri
-        self._files: Any
-        self._files, self._root = fsspec.core.url_to_fs(uri)
+        self._folder = Folder(uri)
+        self.uri = self._folder.uri
 
     def steps(self) -> list[int]:
         """Steps that are there, in order; none if there is no such folder."""
-        if not self._files.isdir(self._root):
-            return []
-        names = (path.rsplit("/", 1)[-1] for path in self._files.ls(self._root, detail=False, refresh=True))
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, self._folder.sizes()) if match)
+
+    def begin(self, done: int) -> None:
+        """Make ready to write after `done` steps: later ones belong to an attempt that took another way, and are removed.
+
+        Raises `UnusableStorage` if nothing can be written here.
+        """
+        self._folder.require_writable()
+        for step in self.steps():
+            if step > done:
+                self._folder.remove(_name(step))
 
     def write(self, step: int, recorded: RecordedStep) -> None:
         """Put a step into its place; one that is there is replaced."""
-        content = encode(recorded)
-        path = self._path(step)
-        if isinstance(self._files, LocalFileSystem):
-            self._files.makedirs(self._root, exist_ok=True)
-            self._files.pipe_file(f"{path}.part", content)
-            self._files.mv(f"{path}.part", path)
-        else:
-            self._files.pipe_file(path, content)
+        self._folder.write(_name(step), encode(recorded))
 
     def read(self, step: int) -> RecordedStep:
         """A step. Raises `RecordingError` if it is not there or cannot be read."""
-        path = self._path(step)
         try:
-            content: bytes = self._files.cat_file(path)
+            content = self._folder.read(_name(step))
         except FileNotFoundError as error:
             raise RecordingError(f"there is no step {step}: {self.describe()}") from error
         try:
             return decode(content)
         except Exception as error:  # NumPy and zipfile raise a dozen kinds for a damaged archive
-            raise RecordingError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-
-    def truncate(self, last: int) -> None:
-        """Remove the steps after `last`: they belong to a run that took another way."""
-        for step in self.steps():
-            if step > last:
-                self._files.rm_file(self._path(step))
+            raise RecordingError(f"{self.uri}/{_name(step)} is damaged: {type(error).__name__}: {error}") from error
 
     def describe(self) -> str:
         """Which steps there are, for messages."""
         steps = self.steps()
         return f"{self.uri} holds " + (f"{len(steps)} steps ({steps[0]} to {steps[-1]})" if steps else "no steps")
 
-    def _path(self, step: int) -> str:
-        return f"{self._root}/step-{step:06d}.npz"
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}.npz"
 
 
 def encode(recorded: RecordedStep) -> bytes:

@@ -17,9 +17,10 @@ from agenticrun_workers.rollout.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.rollout.groups import EpisodeResult, Group
 from agenticrun_workers.rollout.recording import RecordedStep, Recording, RecordingError
 from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.storage import UnusableStorage
 from agenticrun_workers.types import EpisodeKey, Trajectory
 
-REPLAY_FIELD = "spec.pipeline.record.replay"
+RECORD_FIELD, REPLAY_FIELD = "spec.pipeline.record.to", "spec.pipeline.record.replay"
 
 
 class RecordingRollout:
@@ -34,9 +35,15 @@ class RecordingRollout:
 
     @classmethod
     async def begin(cls, inner: RolloutController, uri: str, stores: list[Any], step: int) -> RecordingRollout:
-        """Go on recording after `step` completed training steps; what the folder holds of later ones is removed."""
-        recording = Recording(uri)
-        await _writing(uri, recording.truncate, step)
+        """Go on recording after `step` completed training steps; what the folder holds of later ones is removed.
+
+        Raises `InvalidConfig` if nothing can be written there.
+        """
+        try:
+            recording = Recording(uri)
+            await asyncio.to_thread(recording.begin, step)
+        except UnusableStorage as error:
+            raise InvalidConfig(RECORD_FIELD, str(error)) from error
         return cls(inner, recording, stores)
 
     @property
@@ -55,7 +62,10 @@ class RecordingRollout:
         self._unwritten = batch.groups
         trajectories = await fetch(self._stores, batch.results)
         recorded = RecordedStep(tuple(trajectories), tuple(result.attempt for result in batch.results))
-        await _writing(self._recording.uri, self._recording.write, self._version + 1, recorded)
+        try:
+            await asyncio.to_thread(self._recording.write, self._version + 1, recorded)
+        except OSError as error:
+            raise RolloutFailed(f"{RECORD_FIELD}: {self._recording.uri} cannot be written: {error}") from error
         self._unwritten = ()
         return batch
 
@@ -77,7 +87,10 @@ class ReplayRollout:
     @classmethod
     async def open(cls, pipeline: Pipeline, uri: str, stores: list[Any], step: int, position: RolloutPosition) -> ReplayRollout:
         """Go on after `step` completed training steps. Raises `InvalidConfig` unless all steps up to maxSteps are recorded."""
-        recording = Recording(uri)
+        try:
+            recording = Recording(uri)
+        except UnusableStorage as error:
+            raise InvalidConfig(REPLAY_FIELD, str(error)) from error
         there = set(await asyncio.to_thread(recording.steps))
         missing = [number for number in range(step + 1, pipeline.max_steps + 1) if number not in there]
         if missing:
@@ -141,10 +154,3 @@ def groups_of(recorded: RecordedStep, stores: int) -> tuple[Group, ...]:
 
 def _store(key: EpisodeKey, stores: int) -> int:
     return key.group % stores
-
-
-async def _writing(uri: str, method: Any, *arguments: Any) -> None:
-    try:
-        await asyncio.to_thread(method, *arguments)
-    except OSError as error:
-        raise RolloutFailed(f"spec.pipeline.record.to: {uri} cannot be written: {error}") from error
