@@ -55,9 +55,11 @@ def state_sets(groups_K: Integers, states_K: NDArray[Any]) -> Integers:
     Args:
         states_K: raw 32-byte digests of the observations, as `S32`, `V32` or uint8 [K, 32].
     """
+    if not len(groups_K):
+        return np.zeros(0, np.int64)
     digests = np.ascontiguousarray(states_K).view(np.uint8).reshape(len(groups_K), -1)
     keys = np.concatenate([groups_K.astype(">i8").view(np.uint8).reshape(-1, 8), digests], axis=1)
-    return codes(np.ascontiguousarray(keys).view(f"S{keys.shape[1]}").ravel()) if len(keys) else np.zeros(0, np.int64)
+    return codes(np.ascontiguousarray(keys).view(f"S{keys.shape[1]}").ravel())
 
 
 @dataclass(frozen=True, slots=True)
