@@ -63,11 +63,11 @@ class Record:
             raise DamagedFile(f"{folder}/{MODULE_RECORD}", f"cannot be read ({error})") from error
 
 
-def save(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, int]) -> None:
-    """Write this rank's shards; they are durable when it returns. Collective."""
+def save(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer | None, progress: dict[str, int]) -> None:
+    """Write this rank's shards, without an optimizer the weights alone; they are durable when it returns. Collective."""
     folder = Folder(location)
     rank, ranks = _rank()
-    model_state, optimizer_state = get_state_dict(module, optimizer)
+    model_state, optimizer_state = get_state_dict(module, _listed(optimizer))
     state = {"model": model_state, "optimizer": optimizer_state, "rng": {str(rank): _random_state()}}
     writer = ShardWriter(folder)
     _unwrapped(lambda: save_shards(state, storage_writer=writer, no_dist=ranks == 1))
@@ -90,7 +90,7 @@ def save(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer
         folder.write(MODULE_RECORD, record.to_bytes())
 
 
-def load(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, int]) -> dict[str, int]:
+def load(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer | None, progress: dict[str, int]) -> dict[str, int]:
     """Restore what `save` wrote, by however many ranks, and return its progress. Collective; every rank raises the same.
 
     `progress` gives the counters that the checkpoint lacks.
@@ -102,7 +102,7 @@ def load(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer
         DamagedFile: the module may have become a mixture: load another checkpoint into it, or give it up.
     """
     folder = Folder(location)
-    model_state, optimizer_state = get_state_dict(module, optimizer)
+    model_state, optimizer_state = get_state_dict(module, _listed(optimizer))
 
     def look() -> tuple[Record, ShardReader, Metadata]:
         record = Record.read(folder)
@@ -117,9 +117,13 @@ def load(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer
     random = {kind: value for kind, value in _random_state().items() if f"rng.{source}.{kind}" in metadata.state_dict_metadata}
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "rng": {str(source): random}}
     _unwrapped(lambda: load_shards(state, storage_reader=reader, no_dist=ranks == 1))
-    set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(module, _listed(optimizer), model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     _set_random_state(state["rng"][str(source)], None if source == rank else rank)
     return progress | record.progress
+
+
+def _listed(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimizer]:
+    return [] if optimizer is None else [optimizer]
 
 
 def _check(folder: Folder, metadata: Metadata, model_state: dict[str, Any]) -> None:
