@@ -26,7 +26,11 @@ from rollout_fakes import result
 def test_a_batch_tells_scores_ages_and_why_episodes_ended() -> None:
     played = (result(0, 0, score=1.0, version=4), result(0, 1, stop=StopReason.MAX_TURNS, version=5))
     failed = result(0, 2, stop=StopReason.TIMEOUT)
-    batch = Batch((Group(0, "A", played),), RolloutCounts(rerolled=2, dropped=1, untrainable=[failed, failed]), queue_depth=3)
+    batch = Batch(
+        (Group(0, "A", played),),
+        RolloutCounts(rerolled=2, dropped=1, filtered=4, aborted_tokens=7, length_bias=-1.5, untrainable=[failed, failed]),
+        queue_depth=3,
+    )
     metrics = rollout_metrics(batch, version=5)
     expected = {
         "rollout/score/mean": 0.5,
@@ -36,6 +40,9 @@ def test_a_batch_tells_scores_ages_and_why_episodes_ended() -> None:
         "stop/timeout": 0.5,
         "group/rerolled": 2.0,
         "group/dropped": 1.0,
+        "group/filtered": 4.0,
+        "group/length_bias": -1.5,
+        "rollout/aborted_tokens": 7.0,
         "rollout/discarded": 2.0,
         "rollout/queue_depth": 3.0,
         "env/A/success": 0.5,

@@ -32,6 +32,12 @@ class RolloutCounts:
     """Groups given up: fewer than two (one, for groups of one) members could be trained on."""
     stale: int = 0
     """Finished groups thrown away because their policy was too old."""
+    filtered: int = 0
+    """Groups refused by `groupFilter`."""
+    aborted_tokens: int = 0
+    """Tokens sampled by surplus members of redundant groups."""
+    length_bias: float = 0.0
+    """Mean tokens of the members that were kept minus that of all that finished; 0 without redundancy."""
     untrainable: list[EpisodeResult] = field(default_factory=list)
     """Every episode that could not be trained on."""
 
