@@ -74,14 +74,21 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a response is sampled. `temperature == 0` is greedy decoding."""
+    """How a response is sampled. `temperature == 0` is greedy decoding.
+
+    top_k, top_p and min_p cut the distribution at `temperature`; a token must pass all that are set.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     """0 = off."""
+    min_p: float = 0.0
+    """Smallest probability relative to the likeliest token's; 0 = off."""
     stop_token_ids: tuple[int, ...] = ()
+    record_temperature: float | None = None
+    """Temperature of the recorded log-probs; None: that of the sampling (1 for greedy decoding)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +110,8 @@ class GenerationRequest:
 class Generation:
     """What an engine sampled.
 
-    `tokens_T` includes the stop token. `logprobs_T` is log_softmax(logits / temperature) over the full vocabulary (for greedy
-    decoding: temperature 1). `versions_T` is the policy version each token was sampled with.
+    `tokens_T` includes the stop token. `logprobs_T` is log_softmax(logits / temperature) over the full vocabulary, at the
+    temperature that `SamplingParams` says. `versions_T` is the policy version each token was sampled with.
     """
 
     tokens_T: IntArray
@@ -127,6 +134,8 @@ class Turn:
     """Whether the answer held an action that the environment knows. If not, `envs[].formatPenalty` applies."""
     state: bytes = bytes(STATE_BYTES)
     """sha256 of the observation that this turn answers: equal states of a group are compared by gigpo."""
+    action: str | None = None
+    """What the agent read in the answer; None: nothing that it knows as an action."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -164,11 +164,10 @@ def test_the_action_is_the_pattern_s_last_group() -> None:
 @pytest.mark.parametrize(("policy", "reason", "turns"), [("continue", "max_turns", 4), ("stop", "parse_error", 1)])
 def test_an_answer_that_does_not_parse_is_invalid_or_the_end(policy: str, reason: str, turns: int) -> None:
     player = agent(actionPattern="<answer>(.*?)</answer>", onParseError=policy)
-    lake = FrozenLake(format_penalty=-0.5)
-    trajectory, _ = play(player, lake, *["Right"] * 4)
+    trajectory, _ = play(player, FrozenLake(), *["Right"] * 4)
     assert (trajectory.stop_reason, len(trajectory.turns)) == (reason, turns)
     if policy == "continue":
-        assert trajectory.score == -2.0
+        assert [turn.valid for turn in trajectory.turns] == [False] * 4
         assert trajectory.metrics["action_is_valid"] == 0.0
 
 

@@ -8,9 +8,12 @@ from agenticrun_workers.agents.registry import (
     AgentConfigError,
     AgentImportError,
     AgentNotFound,
+    agent_texts,
     make_agent,
     register_agent,
 )
+from agenticrun_workers.agents.step_wise import StepWiseAgent
+from agenticrun_workers.agents.turn_based import TurnBasedAgent
 
 __all__ = [
     "Agent",
@@ -23,6 +26,9 @@ __all__ = [
     "Episode",
     "Generate",
     "MultiTurnAgent",
+    "StepWiseAgent",
+    "TurnBasedAgent",
+    "agent_texts",
     "make_agent",
     "random_valid_policy",
     "register_agent",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from agenticrun_workers.envs.env import Env
 from agenticrun_workers.types import EpisodeKey, Generation, GenerationRequest, Trajectory
@@ -23,6 +23,8 @@ class Episode:
     """Equal for all members of a group: they play the same level."""
     sampling_seed: int
     """Different for every member."""
+    item: Mapping[str, Any] | None = None
+    """What the episode is about, of `envs[].dataset`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,13 @@ class AgentLimits:
     max_turns: int
     max_tokens_per_step: int
     sequence_length: int
-    """Of the whole trajectory, prompts and responses."""
+    """Of the whole trajectory, prompts and responses; of one turn's prompt and answer for step-wise agents."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    record_temperature: float | None = None
+    """See `SamplingParams`."""
     step_timeout: float | None = None
     """Seconds that the environment may take for one reset or step (None: any)."""
 

@@ -44,7 +44,11 @@ class ChatFormat:
     def first(self, system: str, user: str) -> IntArray:
         """Tokens up to the start of the first answer, int32 [T]. An empty `system` adds no system message."""
         messages = [{"role": "system", "content": system}] if system else []
-        return self._encode(self._render([*messages, {"role": "user", "content": user}], prompt=True))
+        return self.conversation([*messages, {"role": "user", "content": user}])
+
+    def conversation(self, messages: list[dict[str, str]]) -> IntArray:
+        """Tokens of these chat messages up to the start of the answer, int32 [T]."""
+        return self._encode(self._render(messages, prompt=True))
 
     def next(self, user: str, *, ended: bool) -> IntArray:
         """Tokens between an answer and the next one, int32 [T]; `ended` says that the policy sampled the end of turn itself."""
@@ -59,6 +63,11 @@ class ChatFormat:
         if len(response_T) and int(response_T[-1]) in self.stop_tokens:
             response_T = response_T[:-1]
         text: str = self._tokenizer.decode(response_T.tolist(), skip_special_tokens=False)
+        return text
+
+    def shown(self, prompt_T: IntArray) -> str:
+        """A prompt as the policy saw it, the template's marks included."""
+        text: str = self._tokenizer.decode(prompt_T.tolist(), skip_special_tokens=False)
         return text
 
     def _next(self, user: str, ended: bool) -> IntArray:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from agenticrun_workers.types import Stream
 
@@ -52,4 +55,22 @@ class HasVocabulary(Protocol):
 
     def vocabulary(self) -> list[str]:
         """The pieces; every observation and answer is a concatenation of them."""
+        ...
+
+
+@runtime_checkable
+class TakesItem(Protocol):
+    """An environment whose episodes are about items of `envs[].dataset`."""
+
+    def set_item(self, item: Mapping[str, Any]) -> None:
+        """The item of the next episode. Called before `reset`, with the columns of the data set by name."""
+        ...
+
+
+@runtime_checkable
+class Renders(Protocol):
+    """An environment that can draw its state, for `tracking.renderDir`."""
+
+    def render(self) -> NDArray[np.uint8]:
+        """A picture of the state that the last `reset` or `step` led to: RGB, uint8 [height, width, 3]."""
         ...
