@@ -7,6 +7,8 @@ from importlib.metadata import version as installed_version
 import typer
 
 from agenticrun_workers.cli.convert import convert
+from agenticrun_workers.cli.evaluate import evaluate
+from agenticrun_workers.cli.export import export
 from agenticrun_workers.cli.run import run
 from agenticrun_workers.cli.validate import validate
 
@@ -18,6 +20,8 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(validate)
+app.command("eval")(evaluate)
+app.command()(export)
 app.command()(convert)
 
 

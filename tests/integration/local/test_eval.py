@@ -1,0 +1,105 @@
+"""`agenticrun export` and `agenticrun eval` as a user types them, on a real checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agenticrun_api import parse_run
+from agenticrun_api.names import ExitCode
+from agenticrun_workers.pipeline.checkpoints import CheckpointStore, DriverState
+from agenticrun_workers.pipeline.exporting import first_model
+from agenticrun_workers.pipeline.strategies import build_strategy
+from agenticrun_workers.training import Sample, TrainStrategy
+from tiny_runs import tiny_document
+
+SAMPLED = "pipeline.eval={samples: 3, passAt: [1, 3], generating: {temperature: 1.0}}"
+
+
+class Trained:
+    """A run, and a checkpoint of it whose weights differ from the first ones."""
+
+    def __init__(self, folder: Path) -> None:
+        document = tiny_document()
+        del document["metadata"]["uid"]
+        self.file = folder / "run.yaml"
+        self.file.write_text(yaml.safe_dump(document))
+        run = parse_run(document)
+        self.strategy: TrainStrategy = build_strategy(run.spec.pipeline, first_model(run))
+        self.first = dict(self.strategy.export_weights())
+        tokens_T = np.arange(8, dtype=np.int32)
+        weight_T = np.ones(8, np.float32)
+        for _ in range(3):
+            self.strategy.supervised_step([Sample(tokens_T, weight_T, np.zeros(8, np.float32), np.zeros(8, np.int32))])
+        self.checkpoints = folder / "checkpoints"
+        store = CheckpointStore(self.checkpoints, "local", 2)
+
+        async def save(module: str) -> None:
+            self.strategy.save(module)
+
+        for step in (2, 5):
+            asyncio.run(store.save(DriverState(step, 0, ()), {"actor_train": save}))
+
+    def command(self, *arguments: str) -> tuple[int, str]:
+        """Exit code and output of an `agenticrun` command on the run's file."""
+        command = [sys.executable, "-m", "agenticrun_workers.cli", arguments[0], "-f", str(self.file), *arguments[1:]]
+        found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+        return found.returncode, found.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("trained"))
+
+
+def test_an_exported_folder_holds_the_checkpoint_s_policy(trained: Trained, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    code, output = trained.command("export", "--checkpoint", str(trained.checkpoints), "-o", str(folder))
+    assert (code, output) == (0, f"{folder}: the policy after 5 steps\n")
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    for name, weights in trained.strategy.export_weights():
+        np.testing.assert_array_equal(loaded[name].detach().numpy(), weights)
+    assert any((loaded[name].detach().numpy() != weights).any() for name, weights in trained.first.items())
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    code, output = trained.command("export", "--checkpoint", str(trained.checkpoints), "-o", str(folder))
+    assert code == 2
+    assert "holds files already" in output
+
+
+def test_export_refuses_what_is_no_checkpoint_or_another_model_s(trained: Trained, tmp_path: Path) -> None:
+    code, output = trained.command("export", "--checkpoint", str(tmp_path), "-o", str(tmp_path / "out"))
+    assert code == ExitCode.INVALID_CONFIG
+    assert f"{tmp_path} holds no complete checkpoint" in output
+    other = ("--set", "model.initialize.layers=2")
+    code, output = trained.command("export", "--checkpoint", str(trained.checkpoints), "-o", str(tmp_path / "out"), *other)
+    assert code == ExitCode.INVALID_CONFIG
+    assert "no such parameter" in output
+
+
+def test_a_checkpoint_and_the_folder_exported_from_it_play_alike(trained: Trained, tmp_path: Path) -> None:
+    folder, first, second = tmp_path / "exported", tmp_path / "first.json", tmp_path / "second.json"
+    trained.command("export", "--checkpoint", str(trained.checkpoints / "step-2"), "-o", str(folder))
+    code, output = trained.command("eval", "--checkpoint", str(trained.checkpoints), "--json", str(first), "--set", SAMPLED)
+    assert code == 0, output
+    assert "pass@3" in output
+    code, output = trained.command("eval", "--model", str(folder), "--json", str(second), "--set", SAMPLED)
+    assert code == 0, output
+    figures: list[dict[str, Any]] = [json.loads(file.read_text())["tags"]["Lake"] for file in (first, second)]
+    assert figures[0] == figures[1]
+    assert (figures[0]["levels"], figures[0]["episodes"]) == (8, 24)
+    assert set(figures[0]["pass_at"]) == {"1", "3"}
+
+
+def test_random_weights_are_not_evaluated(trained: Trained) -> None:
+    code, output = trained.command("eval")
+    assert code == ExitCode.INVALID_CONFIG
+    assert "spec.model.initialize: has random weights" in output

@@ -1,0 +1,105 @@
+"""`agenticrun eval`: how good is a policy?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from agenticrun_workers.cli.common import Changes, RunFile, load, refuse
+
+if TYPE_CHECKING:
+    from agenticrun_api import AgenticRun
+    from agenticrun_workers.pipeline.evaluation import TagResult
+
+
+def evaluate(
+    file: RunFile,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Folder or URI of a checkpoint of this run (step-N), or of all its checkpoints: then the newest one.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A Hugging Face folder or name instead of a checkpoint. Default: spec.model.path.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.", dir_okay=False)] = None,
+    changes: Changes = None,
+) -> None:
+    """Play the validation set without training: success, pass@k, score, turns and stop reasons of each environment.
+
+    pipeline.eval says how often each level is played (samples), which pass@k to compute, and how to sample.
+    """
+    loaded = load(file, changes)
+    if checkpoint is not None and model is not None:
+        raise typer.BadParameter("give --checkpoint or --model, not both")
+    sys.path.insert(0, str(file.resolve().parent))
+    from agenticrun_workers.rollout.errors import InvalidConfig
+
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="agenticrun-eval-") as scratch:
+        try:
+            results, what = _play(loaded, checkpoint, model, Path(scratch), file.resolve().parent, console)
+        except InvalidConfig as error:
+            refuse(file, [str(error)])
+    console.print(table(results, what))
+    if json_file is not None:
+        document = {"run": loaded.metadata.name, "policy": what, "tags": {tag: result.to_json() for tag, result in results.items()}}
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _play(
+    run: AgenticRun, checkpoint: str | None, model: str | None, scratch: Path, code: Path, console: Console
+) -> tuple[dict[str, TagResult], str]:
+    """The results, and what played. Raises `InvalidConfig`."""
+    from agenticrun_workers.local import embedded_ray
+    from agenticrun_workers.pipeline.evaluation import evaluate as play
+    from agenticrun_workers.pipeline.evaluation import evaluation_run
+    from agenticrun_workers.pipeline.exporting import export_checkpoint
+
+    what = model or run.spec.model.path or ""
+    if checkpoint is not None:
+        step = export_checkpoint(run, checkpoint, scratch)
+        model, what = str(scratch), f"{checkpoint} (step {step})"
+    playing = evaluation_run(run, model)
+    generating = playing.spec.pipeline.actor_infer.validation_generating
+    if run.spec.pipeline.eval.samples > 1 and generating.temperature == 0:
+        console.print("note: at temperature 0 all samples of a level are the same; set pipeline.eval.generating.temperature")
+    columns: list[Any] = [TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with embedded_ray(playing, code), Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=playing.spec.pipeline.val_batch_size)
+        return asyncio.run(play(playing, lambda episodes: progress.advance(bar, episodes))), what
+
+
+def table(results: Mapping[str, TagResult], what: str) -> Table:
+    """One column per environment."""
+    ks = sorted({k for result in results.values() for k in result.pass_at})
+    reasons = dict.fromkeys(reason for result in results.values() for reason in result.stop)
+    shown = Table(title=Text(what), title_justify="left")
+    shown.add_column("")
+    for tag in results:
+        shown.add_column(Text(tag), justify="right")
+
+    def row(name: str, values: Iterable[float | None], form: str) -> None:
+        shown.add_row(name, *("-" if value is None else form.format(value) for value in values))
+
+    found = list(results.values())
+    row("levels", (result.levels for result in found), "{}")
+    row("episodes", (result.episodes for result in found), "{}")
+    row("success", (result.success for result in found), "{:.3f}")
+    for k in ks:
+        row(f"pass@{k}", (result.pass_at.get(k) for result in found), "{:.3f}")
+    row("score", (result.score for result in found), "{:.3f}")
+    row("turns", (result.turns for result in found), "{:.2f}")
+    row("response tokens", (result.response_tokens for result in found), "{:.1f}")
+    for reason in reasons:
+        row(f"stop/{reason}", (result.stop.get(reason) for result in found), "{:.1%}")
+    return shown
