@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
-from agenticrun_workers.envs import EnvConfigError, FrozenLake, make_env
+from agenticrun_workers.envs import EnvConfigError, FrozenLake, Renders, make_env
 from agenticrun_workers.envs.frozen_lake import is_holdout, is_solvable, random_holes
+from agenticrun_workers.envs.frozen_lake_picture import CELL
 from agenticrun_workers.types import Stream
 
 
@@ -159,11 +160,11 @@ def test_the_goal_gives_one_and_ends_the_episode() -> None:
     assert (result.reward, result.metrics["success"]) == (1.0, 1.0)
 
 
-def test_an_answer_that_is_no_action_costs_the_penalty_and_moves_nothing() -> None:
-    env = FrozenLake(format_penalty=-0.1)
+def test_an_answer_that_is_no_action_moves_nothing() -> None:
+    env = FrozenLake()
     before = env.reset(1, Stream.TRAIN)
     result = env.step("sideways")
-    assert (result.observation, result.reward, result.terminated) == (before, -0.1, False)
+    assert (result.observation, result.reward, result.terminated) == (before, 0.0, False)
     assert result.metrics == {"action_is_valid": 0.0, "action_is_effective": 0.0, "num_actions": 1.0, "success": 0.0}
 
 
@@ -172,6 +173,24 @@ def test_a_step_against_the_border_is_valid_but_without_effect() -> None:
     env.reset(1, Stream.TRAIN)
     metrics = env.step("Up").metrics
     assert (metrics["action_is_valid"], metrics["action_is_effective"]) == (1.0, 0.0)
+
+
+def test_the_picture_shows_holes_the_goal_and_where_the_player_is() -> None:
+    env = FrozenLake(size=3)
+    assert isinstance(env, Renders)
+    env.start_on(np.array([[0, 1, 0], [0, 0, 0], [0, 0, 0]], np.bool_))
+    start = env.render()
+    assert (start.shape, start.dtype) == ((3 * CELL, 3 * CELL, 3), np.uint8)
+
+    def cells(picture: np.ndarray) -> dict[tuple[int, int], bytes]:
+        return {(r, c): picture[r * CELL : (r + 1) * CELL, c * CELL : (c + 1) * CELL].tobytes() for r, c in np.ndindex(3, 3)}
+
+    before = cells(start)
+    assert len(set(before.values())) == 4  # player, hole, goal, ice
+    env.step("Down")
+    after = cells(env.render())
+    assert {cell for cell in before if before[cell] != after[cell]} == {(0, 0), (1, 0)}
+    assert (after[1, 0], after[0, 0]) == (before[0, 0], before[1, 0])
 
 
 def test_symbols_and_actions_can_be_chosen() -> None:
@@ -189,7 +208,7 @@ def test_symbols_and_actions_can_be_chosen() -> None:
         ({"size": 1}, "size must be at least 2"),
         ({"frozenProbability": 0}, "frozenProbability"),
         ({"holdoutShare": 1}, "holdoutShare"),
-        ({"formatPenalty": 1}, "formatPenalty"),
+        ({"formatPenalty": -0.1}, "no config key 'formatPenalty'"),
         ({"symbols": "PPPPPP"}, "symbols"),
         ({"words": "lines"}, "words must be cells or rows"),
         ({"words": "rows", "size": 9}, "words: rows is for sizes up to 8"),

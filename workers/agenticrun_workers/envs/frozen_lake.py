@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agenticrun_workers.envs.env import StepResult
+from agenticrun_workers.envs.frozen_lake_picture import draw_lake
 from agenticrun_workers.envs.registry import register_env
 from agenticrun_workers.types import BoolArray, Stream
 
@@ -53,7 +55,6 @@ class FrozenLake:
         size: rows and columns, at least 2.
         frozen_probability: of each cell but start and goal, in (0, 1].
         is_slippery: move sideways instead with probability 2/3, as gymnasium does.
-        format_penalty: reward of an answer that is no action (zero or negative); the player does not move.
         holdout_share: share of all maps kept for validation, in (0, 1).
         symbols: six characters in the order player, frozen, hole, goal, fallen, arrived.
         actions: the words for left, down, right, up.
@@ -71,7 +72,6 @@ class FrozenLake:
         size: int = 4,
         frozen_probability: float = 0.8,
         is_slippery: bool = False,
-        format_penalty: float = 0.0,
         holdout_share: float = 0.2,
         symbols: str = "P_OGX√",
         actions: Sequence[str] = DEFAULT_ACTIONS,
@@ -84,8 +84,6 @@ class FrozenLake:
             raise ValueError(f"frozenProbability must be in (0, 1], not {frozen_probability}")
         if not 0 < holdout_share < 1:
             raise ValueError(f"holdoutShare must be in (0, 1), not {holdout_share}")
-        if format_penalty > 0:
-            raise ValueError(f"formatPenalty must be zero or negative, not {format_penalty}")
         if len(set(symbols)) != 6:
             raise ValueError(f"symbols must be six different characters, not {symbols!r}")
         if len({action.lower() for action in actions}) != 4:
@@ -97,7 +95,6 @@ class FrozenLake:
         self.size = size
         self.frozen_probability = frozen_probability
         self.is_slippery = is_slippery
-        self.format_penalty = format_penalty
         self.holdout_share = holdout_share
         self.symbols = Symbols(*symbols)
         self.actions = tuple(actions)
@@ -122,19 +119,19 @@ class FrozenLake:
         """Begin on this map, bool [size, size], True where there is a hole."""
         self._holes = holes
         self._position = (0, 0)
-        return self.render()
+        return self.board()
 
     def step(self, action: str) -> StepResult:
-        """Play one answer, in any case; see `StepResult`."""
+        """Play one answer, in any case; see `StepResult`. One that is no action moves nothing."""
         number = self._action_ids.get(action.strip().lower())
         if number is None:
-            return StepResult(self.render(), self.format_penalty, False, metrics=_metrics(valid=False))
+            return StepResult(self.board(), 0.0, False, metrics=_metrics(valid=False))
         before = self._position
         self._position = self._move(number)
         in_hole = bool(self._holes[self._position])
         success = self._position == (self.size - 1, self.size - 1)
         return StepResult(
-            self.render(),
+            self.board(),
             float(success),
             terminated=success or in_hole,
             metrics=_metrics(valid=True, effective=before != self._position, success=success),
@@ -157,8 +154,12 @@ class FrozenLake:
         last = _with_player(itertools.product((s.frozen, s.hole), repeat=self.size - 1), s.player)
         return [*(row + "\n" for row in upper), *(row + s.goal for row in last)]
 
-    def render(self) -> str:
-        """The board as rows of symbols."""
+    def render(self) -> NDArray[np.uint8]:
+        """See `Renders`."""
+        return draw_lake(self._holes, self._position)
+
+    def board(self) -> str:
+        """The state as rows of symbols."""
         s = self.symbols
         rows = np.where(self._holes, s.hole, s.frozen)
         rows[-1, -1] = s.goal
