@@ -70,7 +70,10 @@ def correct(
                     turn, turn_begin, turn_length, turn_log, turn_diff = turns_L[t], t, 0, 0.0, 0.0
                 log_ratio = np.float64(old_L[t]) - np.float64(engine_L[t])
                 ratio = bounded_exp(log_ratio)
-                diff = exp(np.float64(old_L[t])) - exp(np.float64(engine_L[t]))
+                if abs(log_ratio) <= LOG_LIMIT:
+                    diff = exp(np.float64(engine_L[t])) * (ratio - 1.0)
+                else:
+                    diff = exp(np.float64(old_L[t])) - exp(np.float64(engine_L[t]))
                 turn_length, turn_log, turn_diff = turn_length + 1, turn_log + log_ratio, turn_diff + diff
                 ratio_kept = bounds.ratio_low[0] <= ratio <= bounds.ratio_high[0]
                 diff_kept = bounds.diff_low[0] <= diff <= bounds.diff_high[0]

@@ -1,0 +1,203 @@
+"""How fast is a step's credit? Each algorithm against `clone()` of one float32 tensor with a number per token, in the same run.
+
+    python benchmarks/algorithms.py [--quick] [--json FILE]
+
+1,024 trajectories of 8,192 tokens, 60 % of them responses, in 10 turns; states are raw 32-byte hashes. Inputs are full arrays with
+prompts and observations in them. Every case goes through the product's own functions, allocates its outputs, and is timed in
+turn with the clone, several times; figures are ratios of medians. `<case>_growth` is the time per token of the largest size over
+that of the smallest: 1 is linear. `<case>_memory` is the peak of the process's memory above what it held before the call (VmHWM,
+reset through /proc/self/clear_refs), outputs included, in tensors of that size. `--quick` takes a sixteenth of the trajectories.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from agenticrun_workers.algorithms import (
+    CorrectionSpec,
+    CreditSpec,
+    Episodes,
+    FilterSpec,
+    Tokens,
+    TokenSpec,
+    WeightSpec,
+    assign_credit,
+    backend,
+    token_advantages,
+)
+
+TOKENS, RESPONSES, TURNS, GROUP = 8192, 4915, 10, 8
+SIZES = (128, 256, 512, 1024)
+LIMITS = {"gae": 6.0, "reinforce": 4.0, "gigpo": 12.0, "correction": 8.0}
+MEMORY_LIMIT = 3.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    episodes: Episodes
+    tokens: Tokens
+    tensor: torch.Tensor
+    """One number per token: what the clone copies."""
+
+
+def make_batch(trajectories: int, seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    turns_L = np.concatenate([_turns(rng, n) for n in range(trajectories)])
+    cu = np.arange(trajectories + 1, dtype=np.int64) * TOKENS
+    size, turns = trajectories * TOKENS, trajectories * TURNS
+
+    def noise(scale: float) -> np.ndarray:
+        return scale * rng.standard_normal(size, np.float32)
+
+    old = -np.abs(noise(1.0))
+    tokens = Tokens(cu, cu, turns_L, np.ones(trajectories, np.bool_), old + noise(0.05), old, old + noise(0.1), noise(1.0))
+    start_pages = rng.integers(0, 256, (turns // 4, 32), np.uint8)
+    episodes = Episodes(
+        cu_turns_N1=np.arange(trajectories + 1, dtype=np.int64) * TURNS,
+        rewards_K=rng.random(turns),
+        invalid_K=rng.random(turns) < 0.05,
+        response_tokens_K=np.bincount(turns_L[turns_L >= 0], minlength=turns),
+        groups_N=np.arange(trajectories, dtype=np.int64) // GROUP,
+        tags_N=np.zeros(trajectories, np.int64),
+        format_penalty_N=np.full(trajectories, -0.1),
+        truncated_N=np.zeros(trajectories, np.bool_),
+        trainable_N=np.ones(trajectories, np.bool_),
+        states_K=start_pages[rng.integers(0, len(start_pages), turns)],
+    )
+    return Batch(episodes, tokens, torch.from_numpy(noise(1.0)))
+
+
+def _turns(rng: np.random.Generator, trajectory: int) -> np.ndarray:
+    """A trajectory's turn numbers: observations and responses of random lengths."""
+    responses = rng.multinomial(RESPONSES - TURNS, np.full(TURNS, 1 / TURNS)) + 1
+    observations = rng.multinomial(TOKENS - RESPONSES, np.full(TURNS, 1 / TURNS))
+    lengths = np.stack([observations, responses], axis=1).ravel()
+    numbers = np.stack([np.full(TURNS, -1), trajectory * TURNS + np.arange(TURNS)], axis=1).ravel()
+    return np.repeat(numbers, lengths).astype(np.int32)
+
+
+def alone(sums: np.ndarray) -> np.ndarray:
+    """The reduction of one rank."""
+    return sums
+
+
+LEVEL_FILTERS = tuple(FilterSpec(level, 0.8, 1.2, -0.5, 0.5) for level in ("token", "segment", "geometric", "sequence"))
+CASES: dict[str, Callable[[Batch], object]] = {
+    "clone": lambda b: b.tensor.clone(),
+    "gae": lambda b: token_advantages(TokenSpec("gae", 0.99, 0.95), b.tokens, b.episodes.rewards_K, "reward", 0.0, alone),
+    "reinforce": lambda b: token_advantages(TokenSpec("reinforce", 0.99), b.tokens, b.episodes.rewards_K, "reward", 0.0, alone),
+    "gigpo": lambda b: token_advantages(
+        TokenSpec("gigpo"), b.tokens, assign_credit(CreditSpec("gigpo"), b.episodes).per_turn_K, "advantage", 0.0, alone
+    ),
+    "correction": lambda b: token_advantages(
+        TokenSpec("grpo", correction=CorrectionSpec(WeightSpec("token"), LEVEL_FILTERS)),
+        b.tokens,
+        b.episodes.rewards_K,
+        "advantage",
+        0.0,
+        alone,
+    ),
+}
+
+
+def seconds(batch: Batch, repeats: int) -> dict[str, float]:
+    """Median time of every case, taken in turns."""
+    times: dict[str, list[float]] = {name: [] for name in CASES}
+    for _ in range(repeats):
+        for name, case in CASES.items():
+            began = time.perf_counter()
+            result = case(batch)
+            times[name].append(time.perf_counter() - began)
+            del result
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def extra_memory(batch: Batch, case: Callable[[Batch], object]) -> float:
+    """Peak memory above what was held before, in tensors of the batch's size."""
+    ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed and kept would be handed out uncounted
+    before = _kilobytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    result = case(batch)
+    peak = _kilobytes("VmHWM")
+    del result
+    return (peak - before) * 1024 / (batch.tensor.numel() * 4)
+
+
+def _kilobytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def warm_up() -> None:
+    """Compiles every kernel and starts the threads."""
+    tokens = make_batch(32)
+    for case in CASES.values():
+        case(tokens)
+        case(replace(tokens, tokens=replace(tokens.tokens, trains_N=~tokens.tokens.trains_N)))
+
+
+def measure(sizes: tuple[int, ...], repeats: int) -> dict[str, float]:
+    per_token: dict[int, dict[str, float]] = {}
+    figures: dict[str, float] = {}
+    for trajectories in sizes:
+        batch = make_batch(trajectories)
+        seconds(batch, 2)
+        times = seconds(batch, repeats)
+        per_token[trajectories] = {name: 1e9 * value / (trajectories * TOKENS) for name, value in times.items()}
+        ratios = {name: times[name] / times["clone"] for name in LIMITS}
+        print(f"{trajectories:5} trajectories  clone {1e3 * times['clone']:6.1f} ms   ", end="")
+        print("   ".join(f"{name} {1e3 * times[name]:6.1f} ms ({ratio:4.1f})" for name, ratio in ratios.items()), flush=True)
+        if trajectories == sizes[-1]:
+            figures |= {f"{name}_over_clone": ratio for name, ratio in ratios.items()}
+            figures |= {f"{name}_memory": extra_memory(batch, CASES[name]) for name in LIMITS}
+            figures["clone_milliseconds"] = 1e3 * times["clone"]
+    for name in LIMITS:
+        figures[f"{name}_growth"] = per_token[sizes[-1]][name] / per_token[sizes[0]][name]
+        figures |= {f"{name}_nanoseconds_per_token_{size}": per_token[size][name] for size in sizes}
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of the trajectories: a smoke test, not a result")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(backend.threads())
+    warm_up()
+    sizes = tuple(size // 16 for size in SIZES) if arguments.quick else SIZES
+    figures = measure(sizes, arguments.repeats)
+    for name, limit in LIMITS.items():
+        memory = figures[f"{name}_memory"]
+        growth = figures[f"{name}_growth"]
+        print(
+            f"{name:10} {figures[f'{name}_over_clone']:5.2f} of clone (at most {limit:g})   memory {memory:4.2f} tensors "
+            f"(under {MEMORY_LIMIT:g})   time per token, largest over smallest size {growth:4.2f}"
+        )
+    if arguments.json:
+        record = {
+            "figures": figures,
+            "command": shlex.join(["python", "benchmarks/algorithms.py", *sys.argv[1:]]),
+            "machine": f"{platform.machine()}, {backend.threads()} threads, {backend.passes.__name__.rpartition('.')[2]}, "
+            f"torch {torch.__version__}, numpy {np.__version__}",
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
