@@ -1,0 +1,82 @@
+"""Answers to imitate: items of the warm-up's data set as trajectories, rendered in the policy's own chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from agenticrun_api import Pipeline
+from agenticrun_api.training import WarmupDataset
+from agenticrun_workers.agents import ChatFormat
+from agenticrun_workers.rollout.datasets import Dataset
+from agenticrun_workers.rollout.errors import InvalidConfig
+from agenticrun_workers.types import EpisodeKey, IntArray, StopReason, Trajectory, Turn
+
+FIELD = "spec.pipeline.warmup.dataset"
+
+
+class DemonstrationError(Exception):
+    """An item that holds no prompt or no answer."""
+
+
+class Demonstrations:
+    """The items of `spec` in the order of `pipeline.seed`. Raises `InvalidConfig` for a data set that cannot be used.
+
+    Args:
+        sequence_length: longer items are not trained on: an answer that is cut would teach to stop early.
+    """
+
+    def __init__(self, spec: WarmupDataset, seed: int, sequence_length: int) -> None:
+        self._items = Dataset(spec, seed, FIELD)
+        self._spec = spec
+        self._sequence_length = sequence_length
+        for field, column in (("promptColumn", spec.prompt_column), ("answerColumn", spec.answer_column)):
+            if column not in self._items.columns:
+                known = ", ".join(sorted(self._items.columns))
+                raise InvalidConfig(f"{FIELD}.{field}", f"{spec.path} has no column {column!r}; it has {known}")
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> Demonstrations | None:
+        """Those of `pipeline.warmup`, if it asks for a data set."""
+        if pipeline.warmup is None or pipeline.warmup.dataset is None:
+            return None
+        return cls(pipeline.warmup.dataset, pipeline.seed, pipeline.sequence_length)
+
+    def trajectory(self, key: EpisodeKey, tag: str, chat: ChatFormat) -> Trajectory:
+        """Item number `key.group` as one turn: the prompt, and the answer with its end of turn.
+
+        An item that cannot be shown ends with env_error and a message; one that is too long with context_overflow and no turn.
+        """
+        item = self._items.item(key.stream, key.group)
+        try:
+            prompt_T = _prompt(item[self._spec.prompt_column], chat)
+            answer_T = chat.answer(_text(item[self._spec.answer_column], self._spec.answer_column))
+        except Exception as error:  # tokenizers raise plain Exception, chat templates errors of jinja
+            message = f"item {key.group} of the warm-up: {type(error).__name__}: {error}"
+            return Trajectory(key, tag, (), StopReason.ENV_ERROR, error=message)
+        tokens = len(prompt_T) + len(answer_T)
+        if tokens > self._sequence_length:
+            message = f"item {key.group} of the warm-up has {tokens} tokens, and sequenceLength is {self._sequence_length}"
+            return Trajectory(key, tag, (), StopReason.CONTEXT_OVERFLOW, error=message)
+        size = len(answer_T)
+        turn = Turn(prompt_T, answer_T, np.zeros(size, np.float32), np.zeros(size, np.int32), reward=0.0)
+        return Trajectory(key, tag, (turn,), StopReason.COMPLETED)
+
+
+def _prompt(value: Any, chat: ChatFormat) -> IntArray:
+    """Tokens of a text (one user message) or of chat messages, up to the start of the answer."""
+    if not isinstance(value, list):
+        return chat.first("", _text(value, "prompt"))
+    messages = [{"role": _text(message["role"], "role"), "content": _text(message["content"], "content")} for message in value]
+    if not messages or messages[-1]["role"] == "assistant":
+        raise DemonstrationError("the chat messages of a prompt must end with a message to the policy")
+    return chat.conversation(messages)
+
+
+def _text(value: Any, name: str) -> str:
+    if isinstance(value, int):
+        return str(value)  # CSV and JSON files hold answers that look like numbers
+    if not isinstance(value, str):
+        raise DemonstrationError(f"{name} is {type(value).__name__}, not text")
+    return value
