@@ -61,6 +61,12 @@ def test_a_glob_joins_its_files_in_the_order_of_their_names(tmp_path: Path) -> N
     assert [dataset.item(Stream.TRAIN, n)["q"] for n in range(6)] == [row["q"] for row in ROWS]
 
 
+def test_a_relative_path_is_found_beside_the_users_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lines(tmp_path / "items.jsonl")
+    monkeypatch.setenv("PYTHONPATH", f"/nowhere:{tmp_path}")
+    assert open_dataset("items.jsonl").size(Stream.TRAIN) == 5
+
+
 def test_chat_messages_and_numbers_keep_their_types(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "hi"}], "level": 3, "share": 0.5}
     (tmp_path / "items.jsonl").write_text((json.dumps(row) + "\n") * 2)

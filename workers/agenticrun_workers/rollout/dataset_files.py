@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def read_splits(spec: DatasetSpec, field: str) -> dict[str, hf.Dataset]:
     `field` is the path of the spec, for messages. Raises `InvalidConfig` for what is not there or not readable, and
     `RolloutFailed` if the hub cannot be reached.
     """
-    found = sorted(glob.glob(spec.path))
+    found = _find(spec.path)
     if not found and _HUB_NAME.fullmatch(spec.path) and Path(spec.path).suffix not in READERS:
         return _from_hub(spec.path, field)
     if not found:
@@ -41,6 +42,13 @@ def read_splits(spec: DatasetSpec, field: str) -> dict[str, hf.Dataset]:
     if len(found) == 1 and Path(found[0]).is_dir():
         return _from_folder(found[0], field)
     return {FILES_SPLIT: _from_files(found, field)}
+
+
+def _find(path: str) -> list[str]:
+    """What the path or glob matches: here, or else in the folders of PYTHONPATH, where `spec.code` lies."""
+    folders = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    matches = (sorted(glob.glob(os.path.join(folder, path))) for folder in folders)
+    return next(filter(None, matches), [])
 
 
 def _from_files(paths: list[str], field: str) -> hf.Dataset:
