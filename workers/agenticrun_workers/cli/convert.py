@@ -17,7 +17,7 @@ def convert(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the AgenticRun; default: standard output.")] = None,
     config_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder that the file's `defaults:` are relative to; default: the file's own.", exists=True, file_okay=False),
+        typer.Option(help="Folder where entries of the file's `defaults:` are looked for too.", exists=True, file_okay=False),
     ] = None,
 ) -> None:
     """Turn a ROLL YAML into an AgenticRun, and tell what became of every field (on standard error). ROLL need not be installed."""

@@ -36,20 +36,16 @@ def compose(file: Path, config_dir: Path | None = None) -> Composition:
 
     Args:
         file: the YAML that ROLL's launcher would be given as --config_name.
-        config_dir: the folder that entries of `defaults:` are relative to; default: the file's own.
+        config_dir: a folder where entries of `defaults:` are looked for too, beside the file's own.
 
     Raises:
         ConvertError: no YAML, a missing default, an interpolation that cannot be resolved.
     """
-    root = (config_dir or file.parent).resolve()
+    overrides = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
     try:
-        name = file.resolve().relative_to(root).with_suffix("")
-    except ValueError:
-        raise ConvertError(f"{file} does not lie below the configuration folder {root}") from None
-    try:
-        with warnings.catch_warnings(), initialize_config_dir(str(root), version_base="1.3"):
+        with warnings.catch_warnings(), initialize_config_dir(str(file.parent.resolve()), version_base="1.3"):
             warnings.simplefilter("ignore")  # Hydra's, about _self_: a file's own values win
-            composed = hydra_compose(str(name))
+            composed = hydra_compose(file.stem, overrides)
             variables = _VARIABLE.findall(OmegaConf.to_yaml(composed, resolve=False))
             config = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from agenticrun_api import InvalidRun, parse_run
 from agenticrun_api.names import API_VERSION, KIND, MAX_NAME_LENGTH
 from agenticrun_workers.convert.algorithm import algorithm, correction, sequence_length
 from agenticrun_workers.convert.compose import Composition
@@ -48,6 +49,7 @@ def convert(composition: Composition, name: str) -> Conversion:
         "tracking": _tracking(top, run_name),
     }
     document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": run_name}, "spec": _without_none(spec)}
+    _refused(document, notes)
     told = {line.field for line in notes.lines}
     lines = report_lines(composition.config, AGENTIC, composition.variables)
     left_out = tuple(f"{line.field}." for line in notes.lines if line.fate is Fate.DROPPED)
@@ -57,6 +59,15 @@ def convert(composition: Composition, name: str) -> Conversion:
         if not line.field.startswith(left_out) and (line.field not in told or line.fate not in (Fate.MAPPED, Fate.DROPPED))
     ]
     return Conversion(document, rest + notes.lines)
+
+
+def _refused(document: Spec, notes: Notes) -> None:
+    """Say what of the result is no valid run."""
+    try:
+        parse_run(document)
+    except InvalidRun as error:
+        for line in error.errors:
+            notes.cannot("(result)", "", f"the run is refused as it is: {line}")
 
 
 def as_yaml(document: dict[str, Any]) -> str:

@@ -14,11 +14,11 @@ Spec = dict[str, Any]
 
 MAX_GPUS_PER_POD = 16
 MAX_VARIABLES = 32
-_ROLE_OF = {"trainer": "actor_train", "inference": "actor_infer", "env": "train_env_manager"}
+_ROLE_OF = {"trainer": "actor_train", "inference": "actor_infer", "env": "train_env_manager", "reference": "reference", "critic": "critic"}
 
 
 def roles(top: View, env_pods: int, notes: Notes) -> Spec:
-    """Pods of each role. ROLL's critic and reference have no pods of their own here."""
+    """Pods of each role. Reference and critic have their own where ROLL gives them GPUs of their own."""
     trainer, inference = devices(top, "actor_train"), devices(top, "actor_infer")
     if set(trainer) & set(inference):
         notes.changed(
@@ -34,6 +34,10 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
         "inference": _pods(len(inference), top.section("actor_infer")["world_size"], per_pod),
         "env": {"replicas": env_pods},
     }
+    for role, used in (("reference", uses_reference(top)), ("critic", top["adv_estimator"] == "gae")):
+        own = devices(top, role)
+        if used and own and not set(own) & set(trainer):
+            pods[role] = _pods(len(own), None, per_pod)
     everywhere = _variables(top["system_envs"], "system_envs", notes)
     for role, pod in pods.items():
         section = _ROLE_OF.get(role)
@@ -44,6 +48,11 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
         if variables:
             pod["env"] = variables[:MAX_VARIABLES]
     return {role: pod for role, pod in pods.items() if pod}
+
+
+def uses_reference(top: View) -> bool:
+    """Whether a KL penalty needs the frozen policy."""
+    return bool((top["add_token_level_kl"] and top["init_kl_coef"] > 0) or (top["use_kl_loss"] and top["kl_loss_coef"] > 0))
 
 
 def devices(top: View, role: str) -> list[int]:

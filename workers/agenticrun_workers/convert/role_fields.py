@@ -122,7 +122,7 @@ _PODS = {
     "actor_train": mapped("spec.roles.trainer: gpus times replicas"),
     "actor_infer": mapped("spec.roles.inference: gpus times replicas"),
 }
-_WITH_TRAINER = changed("it has no GPUs of its own: it lives in the trainer pods")
+_WITH_TRAINER = changed("pods of its own (spec.roles) where its GPUs are not actor_train's, else it shares the trainer pods")
 _OPD = cannot("no on-policy distillation yet", None, [], unread=without_distillation)
 
 _WORKER: Fields = {
@@ -202,7 +202,7 @@ def role(name: Literal["actor_train", "actor_infer", "reference", "critic", "env
     fields["system_envs"] = (
         mapped(f"spec.roles.{role_of}.env (without what names a secret: use envFrom)")
         if role_of
-        else changed("the trainer pods' system_envs count")
+        else changed("spec.roles.<role>.env where it has pods of its own, else actor_train's count")
     )
     if trains:
         fields |= _TRAINED

@@ -1,0 +1,246 @@
+"""ROLL's values become ours, as ROLL means them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from agenticrun_api import parse_run
+from agenticrun_api.names import ExitCode
+from agenticrun_workers.cli import app
+from agenticrun_workers.convert import Conversion, ConvertError, Fate, as_yaml, compose, convert
+from agenticrun_workers.convert.compose import Composition
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "data/roll/agentic").glob("*.yaml"))
+
+BASE: dict[str, Any] = {
+    "pretrain": "Qwen/Qwen2.5-0.5B-Instruct",
+    "max_steps": 10,
+    "rollout_batch_size": 32,
+    "sequence_length": 1024,
+    "adv_estimator": "reinforce",
+    "custom_envs": {"Lake": {"env_type": "frozen_lake", "env_config": {"is_slippery": False, "action_pattern": "(.*)"}}},
+    "train_env_manager": {"num_env_groups": 8, "group_size": 4, "tags": ["Lake"], "num_groups_partition": [8]},
+    "actor_infer": {"generating_args": {"temperature": 1.0, "top_p": 1.0, "top_k": 0}, "strategy_args": {"strategy_name": "hf_infer"}},
+}
+"""A small configuration that converts without a line of `cannot`."""
+
+
+def converted(**changes: Any) -> Conversion:
+    return convert(Composition({**BASE, **changes}, frozenset()), "base")
+
+
+def pipeline(**changes: Any) -> dict[str, Any]:
+    found: dict[str, Any] = converted(**changes).document["spec"]["pipeline"]
+    return found
+
+
+def cannot(conversion: Conversion) -> list[str]:
+    return [line.field for line in conversion.lines if line.fate is Fate.CANNOT]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_become_valid_runs_that_yaml_keeps(example: Path) -> None:
+    conversion = convert(compose(example), example.stem)
+    assert "(result)" not in cannot(conversion)
+    run = parse_run(yaml.safe_load(as_yaml(conversion.document)))
+    assert run == parse_run(conversion.document)
+
+
+def test_the_base_asks_for_nothing_that_we_cannot_do() -> None:
+    assert cannot(converted()) == []
+    parse_run(converted().document)
+
+
+def test_a_result_that_is_refused_is_told() -> None:
+    conversion = converted(rollout_batch_size=33)
+    assert "(result)" in cannot(conversion)
+    assert any("spec.pipeline.rolloutBatchSize" in line.note for line in conversion.lines)
+
+
+@pytest.mark.parametrize(
+    ("normalization", "changes", "name", "expected"),
+    [
+        ({"grouping": "traj_group_id", "method": "mean_std"}, {}, "grpo", {"normStdType": "group"}),
+        ({"grouping": "traj_group_id", "norm_mean_type": "group", "norm_std_type": "batch"}, {}, "grpo", {"normStdType": "batch"}),
+        ({"grouping": "traj_group_id", "method": "mean"}, {}, "grpo", {"normStdType": "none"}),
+        ({"grouping": "traj_group_id", "method": "mean_std"}, {"gamma": 0.9}, "reinforce", {"gamma": 0.9}),
+        ({"grouping": "traj_group_id", "method": "mean_std"}, {"whiten_rewards": True}, "reinforce", {"whitenRewards": True}),
+        ({"grouping": "batch", "method": "mean_std"}, {}, "reinforce", {}),
+        ({}, {}, "reinforce", {}),
+    ],
+)
+def test_roll_s_grpo_is_ours_only_where_the_formulas_agree(
+    normalization: dict[str, Any], changes: dict[str, Any], name: str, expected: dict[str, Any]
+) -> None:
+    found = pipeline(adv_estimator="grpo", reward_normalization=normalization, **changes)
+    assert found["algorithm"]["name"] == name
+    assert found["algorithm"] == {**found["algorithm"], **expected}
+    if name == "grpo" or not normalization:
+        assert "rewardNormalization" not in found
+    else:
+        assert found["rewardNormalization"]["grouping"] == {"traj_group_id": "group", "batch": "batch"}[normalization["grouping"]]
+
+
+def test_token_kl_keeps_grpo_a_reinforce() -> None:
+    found = pipeline(
+        adv_estimator="grpo", reward_normalization={"grouping": "traj_group_id", "method": "mean_std"}, add_token_level_kl=True
+    )
+    assert found["algorithm"]["name"] == "reinforce"
+    assert found["algorithm"]["rewardKl"] == {"kind": "k1", "coef": 0.2}
+
+
+@pytest.mark.parametrize(("kind", "ours"), [("kl", "k1"), ("mse", "k2"), ("k3", "k3"), ("abs", "abs"), ("full", "k1")])
+def test_kl_kinds_have_other_names(kind: str, ours: str) -> None:
+    conversion = converted(add_token_level_kl=True, kl_penalty=kind)
+    assert conversion.document["spec"]["pipeline"]["algorithm"]["rewardKl"]["kind"] == ours
+    assert cannot(conversion) == (["kl_penalty"] if kind == "full" else [])
+
+
+def test_a_kl_coefficient_without_a_penalty_does_nothing() -> None:
+    found = pipeline(init_kl_coef=0.5)["algorithm"]
+    assert "rewardKl" not in found
+    assert "lossKl" not in found
+
+
+def test_dual_clip_is_one_plus_twice_the_clip() -> None:
+    found = pipeline(pg_clip=0.3, dual_clip_loss=True)["algorithm"]
+    assert (found["pgClipLow"], found["pgClipHigh"], found["dualClip"]) == (0.3, 0.3, 1.6)
+
+
+@pytest.mark.parametrize(
+    ("worker", "variant"),
+    [
+        ({"pg_variant": "tis"}, "ppo"),  # ignored without the worker class that reads it
+        ({"pg_variant": "tis", "worker_cls": "roll.pipeline.agentic.agentic_actor_pg_worker.ActorWorker"}, "tis"),
+        ({"worker_cls": "roll.pipeline.agentic.agentic_actor_pg_worker.ActorWorker"}, "ppo"),
+    ],
+)
+def test_the_loss_variant_counts_with_its_worker_class_only(worker: dict[str, Any], variant: str) -> None:
+    assert pipeline(actor_train=worker)["algorithm"]["pgVariant"] == variant
+
+
+def test_sampling_defaults_are_roll_s_and_cut_the_distribution() -> None:
+    conversion = converted(actor_infer={})
+    sampling = conversion.document["spec"]["pipeline"]["actorInfer"]
+    assert sampling["generating"] == {"temperature": 0.95, "topP": 0.7, "topK": 50, "allowTruncatedSampling": True}
+    assert sampling["validationGenerating"] == {"temperature": 0.95, "topP": 0.7, "topK": 50}
+
+
+def test_a_correction_needs_the_whole_distribution() -> None:
+    found = pipeline(actor_infer={}, train_infer_correction={"is_weight": {"enabled": True, "upper_bound": None}})
+    assert found["actorInfer"]["generating"] == {"temperature": 0.95}
+    assert found["trainInferCorrection"] == {"isWeight": {"level": "token", "upperBound": 1e6}}
+
+
+@pytest.mark.parametrize(
+    ("ahead", "frequency", "expected"),
+    [
+        (0, 1, None),
+        (2, 1, {"max": 2, "partialRollout": False, "offPolicy": "Ignore"}),
+        (0.5, 1, {"max": 0.5, "partialRollout": False, "offPolicy": "Ignore"}),  # crashed in ROLL (C8)
+        (0, 4, {"max": 3, "partialRollout": False, "offPolicy": "Ignore"}),
+    ],
+)
+def test_rollout_that_runs_ahead_is_said_openly(ahead: float, frequency: int, expected: dict[str, Any] | None) -> None:
+    conversion = converted(async_generation_ratio=ahead, actor_train={"model_update_frequency": frequency})
+    assert conversion.document["spec"]["pipeline"].get("staleness") == expected
+    parse_run(conversion.document)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "pods"),
+    [
+        ("list(range(0,16))", {"gpus": 8, "replicas": 2}),
+        ("[0, 1] + list(range(2, 6))", {"gpus": 6, "replicas": 1}),
+        ([0, 1, 2], {"gpus": 3, "replicas": 1}),
+        ("list(range(0, 24, 2))", {"gpus": 6, "replicas": 2}),
+    ],
+)
+def test_devices_become_pods_of_equal_size(mapping: Any, pods: dict[str, int]) -> None:
+    assert converted(actor_train={"device_mapping": mapping}).document["spec"]["roles"]["trainer"] == pods
+
+
+def test_device_mappings_are_read_not_run() -> None:
+    with pytest.raises(ConvertError, match=r"actor_train\.device_mapping"):
+        converted(actor_train={"device_mapping": "__import__('os').getpid()"})
+
+
+def test_a_reference_with_gpus_of_its_own_gets_pods() -> None:
+    roles = {"actor_train": {"device_mapping": [0, 1]}, "reference": {"device_mapping": [2]}}
+    assert converted(use_kl_loss=True, kl_loss_coef=0.1, **roles).document["spec"]["roles"]["reference"] == {"gpus": 1, "replicas": 1}
+    assert "reference" not in converted(**roles).document["spec"]["roles"]  # nothing reads it
+
+
+@pytest.mark.parametrize(
+    ("per_device", "accumulation", "devices", "expected"),
+    [(2, 2, 2, 8), (1, 3, 1, 4), (8, 4, 1, None), (16, 16, 8, None)],
+)
+def test_optimizer_batches_are_whole_groups(per_device: int, accumulation: int, devices: int, expected: int | None) -> None:
+    training = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": accumulation}
+    found = pipeline(actor_train={"training_args": training, "device_mapping": list(range(devices))})["actorTrain"]["training"]
+    assert found.get("miniBatchSize") == expected
+
+
+def test_model_parallel_ranks_are_no_data_parallel_ranks() -> None:
+    conversion = converted(
+        actor_train={
+            "training_args": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+            "device_mapping": "list(range(0, 8))",
+            "strategy_args": {"strategy_name": "megatron_train", "strategy_config": {"tensor_model_parallel_size": 4}},
+        }
+    )
+    assert conversion.document["spec"]["pipeline"]["actorTrain"]["training"]["miniBatchSize"] == 8
+    assert cannot(conversion) == [
+        "actor_train.strategy_args.strategy_name",
+        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
+    ]
+
+
+def test_a_missing_validation_is_none() -> None:
+    assert pipeline()["evalSteps"] == 0
+    assert "valEnvs" not in pipeline()
+
+
+def test_a_batch_without_end_becomes_one_of_all_episodes_side_by_side() -> None:
+    conversion = converted(rollout_batch_size=-1)
+    assert conversion.document["spec"]["pipeline"]["rolloutBatchSize"] == 32
+    assert cannot(conversion) == ["rollout_batch_size"]
+
+
+def test_what_is_no_configuration_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "roll.yaml"
+    for text, message in (
+        ("a: ${missing}\n", "missing"),
+        ("defaults: [nowhere]\n", "nowhere"),
+        ("a: [1\n", "roll.yaml"),
+        ("", "holds no settings"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConvertError, match=message):
+            compose(file)
+
+
+def test_a_file_s_own_values_win_over_its_defaults(tmp_path: Path) -> None:
+    (tmp_path / "shared.yaml").write_text("seed: 1\nmax_steps: 7\n")
+    file = tmp_path / "nested" / "roll.yaml"
+    file.parent.mkdir()
+    file.write_text("defaults: [/shared@_here_]\nseed: 2\nhydra: {output_subdir: null}\n")
+    assert compose(file, tmp_path).config == {"seed": 2, "max_steps": 7}
+
+
+def test_the_command_writes_the_run_and_tells_the_rest(tmp_path: Path) -> None:
+    out = tmp_path / "run.yaml"
+    result = CliRunner().invoke(app, ["convert", str(EXAMPLES[0]), "-o", str(out)])
+    assert result.exit_code == 0
+    assert "means something else here" in result.stderr
+    assert CliRunner().invoke(app, ["validate", "-f", str(out)]).exit_code == 0
+    printed = CliRunner().invoke(app, ["convert", str(EXAMPLES[0])])
+    assert printed.stdout == out.read_text()
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("a: ${b}\n")
+    assert CliRunner().invoke(app, ["convert", str(bad)]).exit_code == ExitCode.INVALID_CONFIG
