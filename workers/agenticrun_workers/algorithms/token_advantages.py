@@ -154,10 +154,8 @@ def _token_rewards(
     metrics: dict[str, float] = {}
     old_L = ref_L = NOTHING
     if spec.reward_kl:
-        old_L, ref_L = (
-            _given(tokens.old_logprobs_L, "old_logprobs_L", "reward_kl"),
-            _given(tokens.ref_logprobs_L, "ref_logprobs_L", "reward_kl"),
-        )
+        old_L = _given(tokens.old_logprobs_L, "old_logprobs_L", "reward_kl")
+        ref_L = _given(tokens.ref_logprobs_L, "ref_logprobs_L", "reward_kl")
         metrics = {"critic/kl": _mean_kl(spec.reward_kl, tokens, len(per_turn_K), reduce), "critic/kl_coef": kl_coef}
     bound = np.inf if spec.reward_clip is None else spec.reward_clip
     rewards = TokenRewards(tokens.turns_L, per_turn_K, old_L, ref_L, KL_CODES[spec.reward_kl], kl_coef, bound)
