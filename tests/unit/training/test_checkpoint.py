@@ -38,7 +38,8 @@ def saved(tmp_path: Path) -> Folder:
 
 @pytest.mark.parametrize("place", ["path", "string", "memory"])
 def test_weights_optimizer_counters_and_random_state_go_on(place: str, tmp_path: Path) -> None:
-    folder = {"path": tmp_path / "x", "string": str(tmp_path / "y"), "memory": f"memory://{tmp_path.name}"}[place]
+    places: dict[str, checkpoint.Location] = {"path": tmp_path / "x", "string": str(tmp_path / "y"), "memory": f"memory://{tmp_path.name}"}
+    folder = places[place]
     module, optimizer = a_module()
     train(module, optimizer, 2)
     checkpoint.save(folder, module, optimizer, {"steps": 2})
@@ -49,6 +50,22 @@ def test_weights_optimizer_counters_and_random_state_go_on(place: str, tmp_path:
     assert torch.equal(torch.rand(3), draw)
     train(again, its_optimizer, 3)
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+
+
+def test_a_frozen_module_is_saved_and_loaded_without_an_optimizer(tmp_path: Path) -> None:
+    module, _ = a_module()
+    checkpoint.save(tmp_path, module.requires_grad_(False), None, {})
+    again, _ = a_module(seed=1)
+    checkpoint.load(tmp_path, again.requires_grad_(False), None, {})
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+
+
+def test_the_weights_alone_are_loaded_from_a_trained_module(saved: Folder) -> None:
+    trained, optimizer = a_module()
+    train(trained, optimizer, 2)
+    module, _ = a_module(seed=1)
+    checkpoint.load(saved.uri, module, None, {})
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), module.parameters(), strict=True))
 
 
 def test_a_counter_that_the_checkpoint_lacks_keeps_its_value(saved: Folder) -> None:
