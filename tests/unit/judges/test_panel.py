@@ -133,7 +133,6 @@ async def test_a_score_that_is_no_finite_number_never_becomes_a_reward(score: fl
     judged = await panel(FakeJudge(lambda e: score)).apply(trajectory(1.0), episode())
     assert error_of(judged) == f"judge style: its score is {score}"
     assert not EpisodeResult.of(judged).trainable
-    assert EpisodeResult.of(judged).finite
 
 
 async def test_a_late_judge_fails_its_call() -> None:
