@@ -42,10 +42,18 @@ def result(
 
 
 class FakePlayers:
-    """Plays at once, or when `release` says so for groups in `held`."""
+    """Plays at once, or when `release` says so for groups in `held`.
 
-    def __init__(self, fate: Fate = lambda task, member: StopReason.COMPLETED) -> None:
+    Members finish in the order of their numbers, with `scores(task, member)`. Beyond `task.enough` they are aborted after
+    half of their tokens.
+    """
+
+    def __init__(
+        self, fate: Fate = lambda task, member: StopReason.COMPLETED, scores: Callable[[GroupTask, int], float] = lambda task, member: 0.0
+    ) -> None:
         self.fate = fate
+        self.scores = scores
+        self.tokens = 20
         self.version = 0
         self.tasks: list[GroupTask] = []
         self.held: dict[int, asyncio.Event] = {}
@@ -59,4 +67,19 @@ class FakePlayers:
         if task.stream is Stream.TRAIN and task.group in self.held:
             await self.held[task.group].wait()
         await asyncio.sleep(0)
-        return [result(task.group, m, stop=self.fate(task, m), version=version, tag=task.tag, attempt=task.attempt) for m in task.members]
+        played: list[EpisodeResult] = []
+        for member in task.members:
+            late = task.enough is not None and sum(r.trainable for r in played) >= task.enough
+            played.append(
+                result(
+                    task.group,
+                    member,
+                    stop=StopReason.ABORTED if late else self.fate(task, member),
+                    score=self.scores(task, member),
+                    version=version,
+                    tokens=self.tokens // 2 if late else self.tokens,
+                    tag=task.tag,
+                    attempt=task.attempt,
+                )
+            )
+        return played

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
+import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition, TooManyDropped
+from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition, TooManyDropped, TooManyRejected
 from agenticrun_workers.rollout.gate import StalenessGate
+from agenticrun_workers.rollout.group_plan import GroupFilter, GroupPlan, zero_variance
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
 from agenticrun_workers.types import StopReason
 from rollout_fakes import FakePlayers
@@ -17,15 +23,21 @@ class Run:
     """A controller with its fakes."""
 
     def __init__(
-        self, players: FakePlayers, *, size: int = 2, staleness: float = 0, group_size: int = 2, position: RolloutPosition | None = None
+        self,
+        players: FakePlayers,
+        *,
+        size: int = 2,
+        staleness: float = 0,
+        group_size: int = 2,
+        position: RolloutPosition | None = None,
+        **plan: Any,
     ) -> None:
         self.players = players
         self.discarded: list[EpisodeResult] = []
         self.controller = RolloutController(
             players,
             StalenessGate(size, 16, staleness),
-            tags=("A",),
-            group_size=group_size,
+            GroupPlan(("A",), group_size, **plan),
             discard=self._discard,
             position=position or RolloutPosition(),
         )
@@ -107,6 +119,132 @@ async def test_a_group_trains_with_fewer_members_after_the_last_reroll() -> None
     batch = await asyncio.wait_for(run.controller.batch(), 5)
     assert [(r.key.group, r.key.member) for r in batch.results] == [(0, 1), (0, 2), (1, 1), (1, 2)]
     assert [task.attempt for task in run.players.tasks if task.group == 0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("rerolls", [0, 1, 5])
+async def test_an_episode_is_played_again_at_most_max_rerolls_times(rerolls: int) -> None:
+    players = FakePlayers(lambda task, member: StopReason.TIMEOUT if member == 0 else StopReason.COMPLETED)
+    run = Run(players, size=1, group_size=3, max_rerolls=rerolls)
+    run.advance(0)
+    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    assert batch.counts.rerolled == rerolls
+    assert len(batch.counts.untrainable) == rerolls + 1
+    assert [task.members for task in players.tasks] == [(0, 1, 2), *[(0,)] * rerolls]
+
+
+async def test_the_first_members_to_finish_make_a_redundant_group_and_the_others_are_stopped() -> None:
+    run = Run(FakePlayers(), size=1, group_size=2, redundancy=2)
+    run.advance(0)
+    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    assert [r.key.member for r in batch.results] == [0, 1]
+    assert [(task.members, task.enough) for task in run.players.tasks] == [((0, 1, 2, 3), 2)]
+    assert batch.counts.untrainable == []
+    assert batch.counts.rerolled == 0
+    kept, stopped = batch.results[0].response_tokens, 2
+    assert batch.counts.aborted_tokens == 2 * stopped
+    assert batch.counts.length_bias == kept - (2 * kept + 2 * stopped) / 4
+
+
+async def test_redundant_members_stand_in_for_failed_ones_and_unneeded_ones_are_discarded() -> None:
+    class LatePlayers(FakePlayers):
+        """All of them finish before the word to stop arrives."""
+
+        async def play(self, task: GroupTask) -> list[EpisodeResult]:
+            return await super().play(replace(task, enough=None))
+
+    run = Run(LatePlayers(lambda task, member: StopReason.ENV_ERROR if member == 0 else StopReason.COMPLETED), size=1, redundancy=2)
+    run.advance(0)
+    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    assert [r.key.member for r in batch.results] == [1, 2]
+    assert [r.key.member for r in run.discarded] == [3]
+    assert [r.key.member for r in batch.counts.untrainable] == [0]
+    assert (batch.counts.rerolled, batch.counts.length_bias) == (0, 0.0)
+
+
+async def test_too_few_of_a_redundant_group_are_filled_up_by_rerolls_of_which_only_the_missing_ones_are_needed() -> None:
+    def fate(task: GroupTask, member: int) -> StopReason:
+        return StopReason.COMPLETED if member == 0 or task.attempt else StopReason.ENV_ERROR
+
+    run = Run(FakePlayers(fate), size=1, group_size=2, redundancy=2)
+    run.advance(0)
+    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    assert [(task.members, task.enough) for task in run.players.tasks] == [((0, 1, 2, 3), 2), ((1, 2, 3), 1)]
+    assert [r.key.member for r in batch.results] == [0, 1]
+
+
+def refusing(count: int, rejections: int) -> Any:
+    """Refuses the first `rejections` groups it sees."""
+    seen = itertools.count()
+    return GroupFilter("mine:picky", lambda scores: next(seen) < rejections, count)
+
+
+async def test_groups_that_the_filter_refuses_are_replaced_and_counted() -> None:
+    def scores(task: GroupTask, member: int) -> float:
+        return float(member) if task.group % 2 else 1.0
+
+    run = Run(FakePlayers(scores=scores), filter=GroupFilter("zero_variance", zero_variance, 8))
+    run.advance(0)
+    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    assert [group.group for group in batch.groups] == [1, 3]
+    assert batch.counts.filtered == 2
+    assert {r.key.group for r in run.discarded} == {0, 2}
+    assert run.controller.position == RolloutPosition(next_group=4)
+
+
+async def test_a_filter_may_refuse_max_rejected_groups_for_each_batch() -> None:
+    run = Run(FakePlayers(), filter=refusing(4, rejections=4))
+    run.advance(0)
+    assert await run.batch() == [4, 5]
+
+
+async def test_a_filter_that_refuses_more_ends_in_an_error_that_says_what_to_change() -> None:
+    run = Run(FakePlayers(), filter=refusing(4, rejections=5))
+    run.advance(0)
+    with pytest.raises(TooManyRejected, match=r"groupFilter mine:picky refused 5 groups.*maxRejected is 4.*groupSize"):
+        await run.batch()
+
+
+async def test_a_filter_that_fails_reaches_whoever_waits_for_a_batch() -> None:
+    run = Run(FakePlayers(), filter=GroupFilter("mine:broken", lambda scores: bool(1 / 0), 4))
+    run.advance(0)
+    with pytest.raises(ZeroDivisionError):
+        await run.batch()
+
+
+@pytest.mark.parametrize(("staleness", "begun"), [(0.0, [4, 8, 12]), (0.25, [5, 9, 13]), (0.5, [6, 10, 14]), (1.5, [10, 14, 18])])
+async def test_fractional_staleness_begins_a_part_of_the_next_batch_ahead_and_wastes_nothing(staleness: float, begun: list[int]) -> None:
+    run = Run(FakePlayers(), size=4, staleness=staleness)
+    served: list[int] = []
+    seen: list[int] = []
+    for version in range(3):
+        run.advance(version)
+        batch = await asyncio.wait_for(run.controller.batch(), 5)
+        served += [group.group for group in batch.groups]
+        assert batch.counts.stale == 0
+        assert all(version - group.oldest_version <= math.ceil(staleness) for group in batch.groups)
+        await asyncio.sleep(0.01)
+        seen.append(len(run.players.tasks))
+    assert served == list(range(12))
+    assert seen == begun
+
+
+async def test_an_environment_s_error_is_told_once_however_often_it_happens(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(FakePlayers(lambda task, member: StopReason.ENV_ERROR if task.attempt == 0 else StopReason.COMPLETED), size=8)
+    run.advance(0)
+    with caplog.at_level(logging.WARNING):
+        await run.batch()
+    assert [record.getMessage() for record in caplog.records] == ["episodes of 'A' end with env_error: "]
+
+
+async def test_transcripts_and_frames_are_asked_of_the_first_try_of_so_many_groups_of_each_batch() -> None:
+    run = Run(
+        FakePlayers(lambda task, member: StopReason.ENV_ERROR if task.attempt == 0 else StopReason.COMPLETED), transcripts=1, frames=True
+    )
+    for version in range(2):
+        run.advance(version)
+        await run.batch()
+    told = [(task.group, task.attempt) for task in run.players.tasks if task.transcript]
+    assert told == [(0, 0), (2, 0)] == [(task.group, task.attempt) for task in run.players.tasks if task.frames]
 
 
 async def test_a_group_with_one_good_member_is_dropped_and_another_begins() -> None:

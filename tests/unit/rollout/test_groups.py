@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.rollout.groups import tag_cycle
+from agenticrun_api import Pipeline
+from agenticrun_workers.rollout.errors import InvalidConfig
+from agenticrun_workers.rollout.group_plan import GroupPlan
+from agenticrun_workers.rollout.groups import EpisodeResult, tag_cycle
 from agenticrun_workers.rollout.seeds import derive, env_seed, episode, sampling_seed
 from agenticrun_workers.rollout.wire import pack, unpack
-from agenticrun_workers.types import EpisodeKey, StopReason, Stream
+from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from rollout_fakes import result
 
 
@@ -50,6 +56,41 @@ def test_untrainable_are_errors_and_episodes_without_a_finite_response() -> None
     assert result(0, stop=StopReason.MAX_TURNS).trainable
     assert not result(0, stop=StopReason.TIMEOUT).trainable
     assert not result(0, tokens=0).trainable
+
+
+@pytest.mark.parametrize(("reward", "logprob"), [(math.nan, -1.0), (math.inf, -1.0), (1.0, -math.inf), (1.0, math.nan)])
+def test_numbers_that_are_not_finite_count_as_an_error_of_the_environment(reward: float, logprob: float) -> None:
+    one = np.ones(1, np.int32)
+    turn = Turn(one, one, np.array([logprob], np.float32), one, reward)
+    told = EpisodeResult.of(Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "A", (turn,), StopReason.COMPLETED))
+    assert (told.stop_reason, told.trainable) == (StopReason.ENV_ERROR, False)
+    assert "not a finite number" in told.error
+
+
+def pipeline(**train_envs: Any) -> Pipeline:
+    envs = [{"tag": "A", "type": "frozen_lake"}]
+    document = {"maxSteps": 1, "rolloutBatchSize": 8, "evalSteps": 0, "envs": envs}
+    return Pipeline.model_validate(document | {"trainEnvs": {"groups": 2, "groupSize": 2, "tags": ["A"]} | train_envs})
+
+
+def test_a_plan_is_what_train_envs_say() -> None:
+    plan = GroupPlan.of(pipeline(groupSizeRedundancy=3, maxRerolls=7, groupFilter={"maxRejected": 5}), transcripts=2, frames=True)
+    assert (plan.group_size, plan.redundancy, plan.max_rerolls, plan.transcripts, plan.frames) == (2, 3, 7, 2, True)
+    assert plan.filter is not None
+    assert (plan.filter.max_rejected, plan.filter.refuses([1.0, 1.0]), plan.filter.refuses([1.0, 0.0])) == (5, True, False)
+    assert GroupPlan.of(pipeline()).filter is None
+
+
+def test_a_filter_of_one_s_own_is_a_function_of_the_scores() -> None:
+    plan = GroupPlan.of(pipeline(groupFilter={"type": "statistics:mean"}))
+    assert plan.filter is not None
+    assert plan.filter.refuses([1.0, 3.0]) == 2.0
+
+
+@pytest.mark.parametrize("name", ["nonsense", "no.such.module:f", "statistics:no_such_function"])
+def test_a_filter_that_is_not_there_is_refused_with_its_field(name: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"spec\.pipeline\.trainEnvs\.groupFilter\.type"):
+        GroupPlan.of(pipeline(groupFilter={"type": name}))
 
 
 def test_results_survive_the_wire() -> None:

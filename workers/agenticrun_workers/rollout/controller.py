@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from agenticrun_workers.rollout.env_pool import Players
-from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupTask
-from agenticrun_workers.types import Stream
+import numpy as np
 
-MAX_REROLLS = 2
-"""How often an episode that cannot be trained on is played again."""
+from agenticrun_workers.rollout.env_pool import Players
+from agenticrun_workers.rollout.errors import RolloutFailed
+from agenticrun_workers.rollout.gate import StalenessGate
+from agenticrun_workers.rollout.group_plan import GroupPlan
+from agenticrun_workers.rollout.group_player import PlayedGroup, play_group
+from agenticrun_workers.rollout.groups import EpisodeResult, Group
+from agenticrun_workers.rollout.once import Once
+
+log = logging.getLogger(__name__)
 
 MAX_DROPPED_SHARE = 4
 """Groups that may be dropped for each one of a batch before the run fails: an environment that always fails must not spin."""
 
 
-class TooManyDropped(Exception):
+class TooManyDropped(RolloutFailed):
     """Nearly all groups are dropped, so that no batch comes together."""
+
+
+class TooManyRejected(RolloutFailed):
+    """The group filter refuses nearly all groups, so that no batch comes together."""
 
 
 @dataclass
@@ -37,7 +47,7 @@ class RolloutCounts:
     aborted_tokens: int = 0
     """Tokens sampled by surplus members of redundant groups."""
     length_bias: float = 0.0
-    """Mean tokens of the members that were kept minus that of all that finished; 0 without redundancy."""
+    """Mean sampled tokens of the members that were kept minus that of all that began; 0 without redundancy."""
     untrainable: list[EpisodeResult] = field(default_factory=list)
     """Every episode that could not be trained on."""
 
@@ -74,27 +84,17 @@ class RolloutController:
     Args:
         players: plays groups.
         gate: says how many may begin.
-        tags: the cycle in which groups take tags (`groups.tag_cycle`).
-        group_size: members of a group.
+        plan: what a group is.
         discard: called with trajectories that will not be trained on and lie in a store.
         position: where to go on.
     """
 
-    def __init__(
-        self,
-        players: Players,
-        gate: StalenessGate,
-        *,
-        tags: tuple[str, ...],
-        group_size: int,
-        discard: Discard,
-        position: RolloutPosition,
-    ) -> None:
+    def __init__(self, players: Players, gate: StalenessGate, plan: GroupPlan, *, discard: Discard, position: RolloutPosition) -> None:
         self._players = players
         self._gate = gate
-        self._tags = tags
-        self._group_size = group_size
+        self._plan = plan
         self._discard = discard
+        self._max_age = math.ceil(gate.max_staleness)
         self._next_group = position.next_group
         self._again = sorted(position.again)
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -102,6 +102,7 @@ class RolloutController:
         self._changed = asyncio.Event()
         self._counts = RolloutCounts()
         self._failure: BaseException | None = None
+        self._warn = Once(log.warning)
 
     @property
     def position(self) -> RolloutPosition:
@@ -115,7 +116,10 @@ class RolloutController:
         self._begin()
 
     async def batch(self) -> Batch:
-        """The next batch: the oldest finished groups that are young enough. Raises `TooManyDropped`, or what `play` raises."""
+        """The next batch: the oldest finished groups that are young enough.
+
+        Raises `TooManyDropped`, `TooManyRejected`, or what `play` raises.
+        """
         size = self._gate.groups_per_batch
         while True:
             await self._drop_stale()
@@ -127,6 +131,7 @@ class RolloutController:
             await self._changed.wait()
         groups, self._ready = self._ready[:size], self._ready[size:]
         counts, self._counts = self._counts, RolloutCounts()
+        counts.length_bias = float(np.mean([group.length_bias for group in groups]))
         return Batch(tuple(groups), counts, len(self._ready))
 
     async def stop(self) -> None:
@@ -146,52 +151,43 @@ class RolloutController:
             self._running[number] = asyncio.create_task(self._run(number), name=f"group-{number}")
 
     async def _run(self, number: int) -> None:
+        transcript = number % self._gate.groups_per_batch < self._plan.transcripts
         try:
-            group = await self._play(number)
+            played = await play_group(self._players, self._plan, number, transcript=transcript)
+            await self._settle(played)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # handed to whoever waits for a batch
             self._failure = error
-            self._changed.set()
-            return
-        del self._running[number]
-        if group is None:
+        else:
+            del self._running[number]
+            if self._failure is None:
+                self._begin()
+        self._changed.set()
+
+    async def _settle(self, played: PlayedGroup) -> None:
+        """A group is over: it is ready, or another one may begin in its place."""
+        self._counts.rerolled += played.rerolled
+        self._counts.aborted_tokens += played.aborted_tokens
+        self._counts.untrainable += played.untrainable
+        for result in played.untrainable:
+            self._warn(f"episodes of {result.tag!r} end with {result.stop_reason}: {result.error}")
+        group, chosen = played.group, self._plan.filter
+        refused = group is not None and chosen is not None and chosen.refuses(group.scores)
+        await self._discard([*played.surplus, *(group.results if group and refused else ())])
+        if group is None or refused:
             self._gate.cancel()
-            self._counts.dropped += 1
-            if self._counts.dropped > MAX_DROPPED_SHARE * self._gate.groups_per_batch:
-                self._failure = TooManyDropped(self._why_dropped())
+            self._counts.dropped += group is None
+            self._counts.filtered += refused
+            self._check_bounds(played.untrainable)
         else:
             self._gate.accept()
             self._ready.append(group)
             self._ready.sort(key=lambda ready: ready.group)
-        if self._failure is None:
-            self._begin()
-        self._changed.set()
-
-    async def _play(self, number: int) -> Group | None:
-        """Play a group, untrainable members again; None if too few remain."""
-        tag = self._tags[number % len(self._tags)]
-        shown = number % self._gate.groups_per_batch == 0
-        good: list[EpisodeResult] = []
-        members = tuple(range(self._group_size))
-        for attempt in range(MAX_REROLLS + 1):
-            task = GroupTask(Stream.TRAIN, number, tag, members, attempt, transcript=shown and attempt == 0)
-            results = await self._players.play(task)
-            good += [result for result in results if result.trainable]
-            bad = [result for result in results if not result.trainable]
-            self._counts.untrainable += bad
-            members = tuple(result.key.member for result in bad)
-            if not members:
-                break
-            if attempt < MAX_REROLLS:
-                self._counts.rerolled += len(members)
-        if len(good) < min(2, self._group_size):
-            await self._discard(good)
-            return None
-        return Group(number, tag, tuple(sorted(good, key=lambda result: result.key)))
 
     async def _drop_stale(self) -> None:
-        too_old = [group for group in self._ready if self._gate.version - group.oldest_version > self._gate.max_staleness]
+        """A fraction of a version more is begun ahead than a whole number would allow: its age is the next whole one."""
+        too_old = [group for group in self._ready if self._gate.version - group.oldest_version > self._max_age]
         if not too_old:
             return
         self._ready = [group for group in self._ready if group not in too_old]
@@ -201,9 +197,17 @@ class RolloutController:
             await self._discard(list(group.results))
         self._begin()
 
-    def _why_dropped(self) -> str:
-        last = self._counts.untrainable[-1]
-        return (
-            f"{self._counts.dropped} groups were dropped for one batch: the environments fail nearly always. "
-            f"The last episode of {last.tag!r} ended with {last.stop_reason}: {last.error}"
-        )
+    def _check_bounds(self, untrainable: list[EpisodeResult]) -> None:
+        counts, chosen = self._counts, self._plan.filter
+        if counts.dropped > MAX_DROPPED_SHARE * self._gate.groups_per_batch and untrainable:
+            last = untrainable[-1]
+            raise TooManyDropped(
+                f"{counts.dropped} groups were dropped for one batch: the environments fail nearly always. "
+                f"The last episode of {last.tag!r} ended with {last.stop_reason}: {last.error}"
+            )
+        if chosen is not None and counts.filtered > chosen.max_rejected:
+            raise TooManyRejected(
+                f"trainEnvs.groupFilter {chosen.name} refused {counts.filtered} groups for one batch (maxRejected is "
+                f"{chosen.max_rejected}): the policy gets the same reward nearly everywhere. Raise trainEnvs.groupSize or "
+                "maxRejected, sample hotter, choose levels of another difficulty, or remove the filter"
+            )

@@ -25,12 +25,18 @@ class GroupTask:
     """Play uniformly random valid actions instead of asking the policy."""
     transcript: bool = False
     """Return the text of the first member's episode, for people."""
+    frames: bool = False
+    """Return pictures of the first member's episode, if its environment can draw."""
+    demonstration: bool = False
+    """Take the answer of the warm-up data set's item number `group` instead of playing."""
+    enough: int | None = None
+    """Stop the other members once so many have ended in a way that can be trained on; None: play all to their end."""
 
     def key(self, member: int) -> EpisodeKey:
         return EpisodeKey(self.stream, self.group, member)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EpisodeResult:
     """The scalars of one finished trajectory. Its tokens lie in store number `store` (-1: they were not kept)."""
 
@@ -48,8 +54,6 @@ class EpisodeResult:
     oldest_version: int
     samples: int = 1
     """Training samples: turns of a step-wise agent, else 1."""
-    finite: bool = True
-    """Whether all rewards and log-probs are finite numbers."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     store: int = -1
     error: str = ""
@@ -58,14 +62,15 @@ class EpisodeResult:
     """The episode as an animated GIF; empty where the environment has no pictures or nobody asked."""
 
     @classmethod
-    def of(cls, trajectory: Trajectory, *, attempt: int = 0, store: int = -1, transcript: str = "") -> EpisodeResult:
-        """The scalars of this trajectory."""
+    def of(cls, trajectory: Trajectory, *, attempt: int = 0, store: int = -1, transcript: str = "", frames: bytes = b"") -> EpisodeResult:
+        """The scalars of this trajectory. One with numbers that are not finite ends with env_error."""
         turns = trajectory.turns
+        finite = all(np.isfinite(turn.reward) and np.isfinite(turn.logprobs_T).all() for turn in turns)
         return cls(
             key=trajectory.key,
             tag=trajectory.tag,
             attempt=attempt,
-            stop_reason=trajectory.stop_reason,
+            stop_reason=trajectory.stop_reason if finite else StopReason.ENV_ERROR,
             rewards_K=np.array([turn.reward for turn in turns], np.float32),
             valid_K=np.array([turn.valid for turn in turns], np.bool_),
             response_tokens_K=np.array([len(turn.response_T) for turn in turns], np.int32),
@@ -73,11 +78,11 @@ class EpisodeResult:
             tokens=trajectory.num_tokens,
             oldest_version=trajectory.oldest_version,
             samples=len(trajectory.sample_lengths),
-            finite=all(np.isfinite(turn.reward) and np.isfinite(turn.logprobs_T).all() for turn in turns),
             metrics=dict(trajectory.metrics),
             store=store,
-            error=trajectory.error,
+            error=trajectory.error if finite else "a reward or a log-prob is not a finite number",
             transcript=transcript,
+            frames=frames,
         )
 
     @property
@@ -96,7 +101,7 @@ class EpisodeResult:
     @property
     def trainable(self) -> bool:
         """Whether it counts in group statistics and in the loss (rl-semantics, unusual trajectories)."""
-        return self.stop_reason.trainable and self.finite and self.response_tokens > 0
+        return self.stop_reason.trainable and self.response_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,13 @@ class Group:
     group: int
     tag: str
     results: tuple[EpisodeResult, ...]
+    length_bias: float = 0.0
+    """Mean sampled tokens of these members minus those of all that began, where the group was redundant."""
+
+    @property
+    def scores(self) -> list[float]:
+        """By member."""
+        return [result.score for result in self.results]
 
     @property
     def oldest_version(self) -> int:

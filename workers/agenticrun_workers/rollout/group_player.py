@@ -1,0 +1,83 @@
+"""Plays one group to its end: re-rolls of members that cannot be trained on, and the race of redundant ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agenticrun_workers.rollout.env_pool import Players
+from agenticrun_workers.rollout.group_plan import GroupPlan
+from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupTask
+from agenticrun_workers.types import StopReason, Stream
+
+
+@dataclass
+class PlayedGroup:
+    """What came of a group."""
+
+    group: Group | None = None
+    """None: fewer than two (one, for groups of one) members could be trained on."""
+    surplus: list[EpisodeResult] = field(default_factory=list)
+    """Trainable episodes that are not in `group`."""
+    untrainable: list[EpisodeResult] = field(default_factory=list)
+    rerolled: int = 0
+    """Episodes played again."""
+    aborted_tokens: int = 0
+    """Tokens that were sampled for members that came too late."""
+
+
+async def play_group(players: Players, plan: GroupPlan, number: int, *, transcript: bool = False) -> PlayedGroup:
+    """Play group `number` until `plan.group_size` members can be trained on or the re-rolls are used up."""
+    played = PlayedGroup()
+    good: list[EpisodeResult] = []
+    late: list[EpisodeResult] = []
+    members = tuple(range(plan.group_size + plan.redundancy))
+    for attempt in range(plan.max_rerolls + 1):
+        needed = plan.group_size - len(good)
+        told = transcript and attempt == 0
+        task = GroupTask(
+            Stream.TRAIN,
+            number,
+            plan.tag(number),
+            members,
+            attempt,
+            transcript=told,
+            frames=told and plan.frames,
+            enough=needed if needed < len(members) else None,
+        )
+        results = await players.play(task)
+        good += [result for result in results if result.trainable]
+        too_late = _too_late(results) if len(good) >= plan.group_size else []
+        late += too_late
+        failed = [result for result in results if not result.trainable and result not in too_late]
+        played.untrainable += failed
+        members = tuple(result.key.member for result in failed)
+        if len(good) >= plan.group_size or attempt == plan.max_rerolls:
+            break
+        played.rerolled += len(members)
+    kept, played.surplus = good[: plan.group_size], good[plan.group_size :]
+    played.aborted_tokens = sum(result.response_tokens for result in late)
+    if len(kept) < min(2, plan.group_size):
+        played.surplus = good
+    else:
+        in_order = tuple(sorted(kept, key=lambda result: result.key))
+        played.group = Group(number, plan.tag(number), in_order, length_bias=_length_bias(kept, [*played.surplus, *late]))
+    return played
+
+
+def _too_late(results: list[EpisodeResult]) -> list[EpisodeResult]:
+    """Members that were stopped because enough others had finished."""
+    return [result for result in results if result.stop_reason is StopReason.ABORTED]
+
+
+def _length_bias(kept: list[EpisodeResult], others: list[EpisodeResult]) -> float:
+    """Mean sampled tokens of the members that are kept, minus those of all; of members that were stopped those until then."""
+    if not others:
+        return 0.0
+    return _mean_tokens(kept) - _mean_tokens([*kept, *others])
+
+
+def _mean_tokens(results: Iterable[EpisodeResult]) -> float:
+    return float(np.mean([result.response_tokens for result in results]))
