@@ -257,15 +257,6 @@ def test_zeroed_rewards_keep_the_format_penalty() -> None:
     assert credit(CreditSpec("reinforce", truncated="zeroReward"), batch).per_turn_K.tolist() == [-0.5]
 
 
-def test_the_variance_filter_trains_on_the_groups_that_differ_most() -> None:
-    same = [Played((Turn(1.0),), group=0)] * 2
-    varied = [Played((Turn(0.0),), group=1), Played((Turn(1.0),), group=1)]
-    result = credit(CreditSpec("reinforce", norm_mean="batch", variance_keep=0.5), same + varied)
-    assert result.trains_N.tolist() == [False, False, True, True]
-    assert result.per_turn_K.tolist() == [0, 0, -0.5, 0.5]
-    assert result.metrics["group/variance_filtered"] == 1
-
-
 def test_groups_whose_members_all_score_the_same_are_reported() -> None:
     batch = [Played((Turn(x),), group=g) for g, x in ((0, 1.0), (0, 1.0), (1, 0.0), (1, 3.0))]
     metrics = credit(CreditSpec("grpo"), batch).metrics

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.algorithms.normalization import Over, most_varied, normalization, zero_variance_share
+from agenticrun_workers.algorithms.normalization import Over, normalization, zero_variance_share
 
 scored = st.lists(st.tuples(st.integers(0, 4), st.floats(-10, 10).map(lambda x: round(x, 3))), max_size=24)
 overs = st.sampled_from(["batch", "group", "none"])
@@ -52,15 +52,3 @@ def test_a_large_common_offset_does_not_cost_the_spread_its_digits() -> None:
 @pytest.mark.parametrize(("pairs", "share"), [([], 0.0), ([(0, 1.0), (0, 1.0), (1, 0.0), (1, 3.0)], 0.5), ([(3, 7.0)], 1.0)])
 def test_the_share_of_sets_whose_scores_are_all_equal(pairs: list[tuple[int, float]], share: float) -> None:
     assert zero_variance_share(*split(pairs)) == share
-
-
-@given(scored, st.floats(0.01, 1))
-def test_the_most_varied_sets_are_kept_rounded_up(pairs: list[tuple[int, float]], share: float) -> None:
-    numbers = sorted({number for number, _ in pairs})
-    renumbered = [(numbers.index(number), score) for number, score in pairs]
-    spread = {n: statistics.pstdev([s for m, s in renumbered if m == n]) for n, _ in renumbered}
-    kept = {n for (n, _), keep in zip(renumbered, most_varied(*split(renumbered), share), strict=True) if keep}
-    assert len(kept) == -(-len(numbers) * share // 1) or not numbers
-    ordered = sorted((np.std([s for m, s in renumbered if m == n], ddof=1) if spread[n] else 0.0 for n in spread), reverse=True)
-    mine = sorted((np.std([s for m, s in renumbered if m == n], ddof=1) if spread[n] else 0.0 for n in kept), reverse=True)
-    np.testing.assert_allclose(mine, ordered[: len(mine)], atol=1e-9)

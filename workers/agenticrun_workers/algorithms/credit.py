@@ -1,6 +1,6 @@
 """From the scalars of a batch to one number per turn: the first half of a step's order of operations, on the driver.
 
-    scores -> zeroed rewards and penalties -> reward clip -> variance filter -> KL of the ADVANTAGE_ESTIMATORS
+    scores -> zeroed rewards and penalties -> reward clip -> KL of the ADVANTAGE_ESTIMATORS
     -> normalisation or the estimator's own baseline -> turns
 
 The second half, on the ranks, is `token_advantages`. Trajectories that are not trainable are in no statistic.
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from agenticrun_workers.algorithms import baselines
 from agenticrun_workers.algorithms.baselines import Compared, state_sets, step_returns
 from agenticrun_workers.algorithms.episodes import Episodes
-from agenticrun_workers.algorithms.normalization import Grouping, Over, most_varied, normalization, zero_variance_share
+from agenticrun_workers.algorithms.normalization import Grouping, Over, normalization, zero_variance_share
 from agenticrun_workers.algorithms.rewards import (
     carriers,
     clip,
@@ -75,8 +75,6 @@ class CreditSpec:
     episode_reward_weight: float = 1.0
     step_reward_weight: float = 1.0
     """w_E and w_S of gigpo."""
-    variance_keep: float | None = None
-    """StarPO-S: the share of groups, those whose scores vary most, that is trained on; the others leave the statistics too."""
 
     @property
     def kind(self) -> Kind:
@@ -111,20 +109,12 @@ def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) ->
     rewards_K, metrics = _shaped_rewards(spec, valid)
     scores_N = segment_sums(rewards_K, valid.cu_turns_N1)
     metrics["group/zero_variance_share"] = zero_variance_share(scores_N, codes(valid.groups_N))
-    if spec.variance_keep is not None:
-        kept_N = most_varied(scores_N, codes(valid.groups_N), spec.variance_keep)
-        metrics["group/variance_filtered"] = float(len(np.unique(valid.groups_N)) - len(np.unique(valid.groups_N[kept_N])))
-        valid, kept_turns = valid.take(np.flatnonzero(kept_N))
-        chosen, turns, rewards_K = chosen[kept_N], turns[kept_turns], rewards_K[kept_turns]
     if spec.kind == "advantage" and kl_coef:
         rewards_K = rewards_K - kl_coef * _given(valid.kl_K, "kl_K", "a KL in the reward")
     values_K, estimator_metrics = _estimate(spec, valid, rewards_K)
     per_turn_K = np.zeros(len(episodes.rewards_K))
     per_turn_K[turns] = values_K
-    trains_N = np.zeros(len(episodes), np.bool_)
-    trains_N[chosen] = True
-    if spec.truncated == "mask":
-        trains_N &= ~episodes.truncated_N
+    trains_N = episodes.trainable_N & ~episodes.truncated_N if spec.truncated == "mask" else episodes.trainable_N
     return Credit(per_turn_K, spec.kind, trains_N, metrics | estimator_metrics)
 
 

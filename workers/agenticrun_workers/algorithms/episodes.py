@@ -33,9 +33,6 @@ class Episodes:
     kl_K: Floats | None = None
     """Summed token KL of each turn, not yet times its coefficient; the ADVANTAGE_ESTIMATORS need it for a KL in the reward."""
 
-    def __len__(self) -> int:
-        return len(self.groups_N)
-
     def take(self, chosen: Integers) -> tuple[Episodes, Integers]:
         """These trajectories alone, and where their turns were."""
         cu, turns = take_segments(self.cu_turns_N1, chosen)

@@ -78,16 +78,3 @@ def zero_variance_share(scores_N: Floats, sets_N: Integers) -> float:
     np.minimum.at(lowest, sets_N, scores_N)
     np.maximum.at(highest, sets_N, scores_N)
     return float(np.mean((lowest == highest)[np.isfinite(lowest)]))
-
-
-def most_varied(scores_N: Floats, sets_N: Integers, share: float) -> Booleans:
-    """Members of the sets whose scores have the largest standard deviation: this share of the sets, rounded up, earlier ones first.
-
-    The variance filter of StarPO-S (Wang et al. 2025, RAGEN, arXiv 2504.20073).
-    """
-    if not len(scores_N):
-        return np.zeros(0, np.bool_)
-    std_S = np.zeros(sets_N.max() + 1)
-    std_S[sets_N] = set_stds(scores_N, sets_N)
-    keep = int(np.ceil(share * len(std_S) - 1e-9))
-    return np.isin(sets_N, np.argsort(-std_S, kind="stable")[:keep])
