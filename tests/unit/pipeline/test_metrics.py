@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,14 @@ def test_a_batch_tells_scores_ages_and_why_episodes_ended() -> None:
         "system/samples": 2.0,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_episodes_that_a_judge_failed_are_counted_by_judge() -> None:
+    failed = replace(result(0, 1, stop=StopReason.ENV_ERROR), metrics={"judge/style/failures": 1.0, "judge/style/seconds": 0.5})
+    judged = replace(result(0, 0), metrics={"reward/style": 2.0})
+    batch = Batch((Group(0, "A", (judged,)),), RolloutCounts(untrainable=[failed, failed]), queue_depth=0)
+    metrics = rollout_metrics(batch, version=0)
+    assert (metrics["judge/style/failures"], metrics["env/A/reward/style"]) == (2.0, 2.0)
 
 
 def test_validation_is_averaged_per_tag_and_then_over_tags() -> None:

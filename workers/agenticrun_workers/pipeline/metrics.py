@@ -45,6 +45,7 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
         "system/samples": float(sum(result.samples for result in results)),
         **_stop_reasons([*results, *batch.counts.untrainable]),
         **_of_envs("env", results),
+        **_judge_failures(batch.counts.untrainable),
     }
 
 
@@ -118,6 +119,12 @@ def _stop_reasons(results: Iterable[EpisodeResult]) -> Metrics:
     counts = Counter(result.stop_reason for result in results)
     total = max(1, counts.total())
     return {f"stop/{reason}": counts[reason] / total for reason in StopReason}
+
+
+def _judge_failures(untrainable: Iterable[EpisodeResult]) -> Metrics:
+    """judge/<name>/failures: episodes that a judge gave no score to."""
+    names = (name for result in untrainable for name in result.metrics if name.startswith("judge/") and name.endswith("/failures"))
+    return {name: float(count) for name, count in Counter(names).items()}
 
 
 def _of_envs(prefix: str, results: list[EpisodeResult]) -> Metrics:
