@@ -23,6 +23,9 @@ from agenticrun_workers.training.strategy import LossSpec, Sample
 from agenticrun_workers.training.torch_backend import TorchBackend
 from agenticrun_workers.types import FloatArray
 
+OPTIONAL = ("old_logprobs_T", "engine_logprobs_T", "is_weights_T")
+"""Arrays that the loss reads if the samples have them: all samples of a step, or none."""
+
 
 class TorchPolicy:
     """A policy under training; the protocol is `TrainStrategy`. For ranks and arguments see `TorchBackend`.
@@ -124,16 +127,30 @@ class TorchPolicy:
     def _backward(self, samples: list[Sample], spec: LossSpec, totals: StepTotals) -> tuple[dict[str, float], float]:
         """Sum the gradient over all micro-batches; returns metrics and the share of padding."""
         metrics = ActorMetrics(totals, self._backend.device)
+        given = self._given(samples)
         batches = self._backend.micro_batches(samples, weighted)
         for batch in batches:
-            self._loss(batch, samples, spec, totals, metrics).backward()  # type: ignore[no-untyped-call]
+            self._loss(batch, samples, spec, totals, given, metrics).backward()  # type: ignore[no-untyped-call]
         return metrics.result(self._backend.ranks), self._backend.padding_waste(batches)
 
-    def _loss(self, batch: MicroBatch, samples: list[Sample], spec: LossSpec, totals: StepTotals, metrics: ActorMetrics) -> Tensor:
+    def _given(self, samples: list[Sample]) -> frozenset[str]:
+        """The optional arrays that samples of any rank have, so that a rank without samples computes what the others do."""
+        flags = [float(any(getattr(sample, name) is not None for sample in samples)) for name in OPTIONAL]
+        return frozenset(name for name, flag in zip(OPTIONAL, self._backend.ranks.max(flags), strict=True) if flag)
+
+    def _loss(
+        self,
+        batch: MicroBatch,
+        samples: list[Sample],
+        spec: LossSpec,
+        totals: StepTotals,
+        given: frozenset[str],
+        metrics: ActorMetrics,
+    ) -> Tensor:
         """One micro-batch's part of the step's loss."""
         logprobs_N, entropies_N = self._backend.module(batch, spec.temperature)
         dtype = logprobs_N.dtype
-        tokens = _loss_tokens(batch, samples, logprobs_N)
+        tokens = _loss_tokens(batch, samples, given, logprobs_N)
         weight_N = batch.pick(samples, "weight_T", dtype)
         coefficients_N = token_coefficients(weight_N, batch.sequence_N, totals, spec.aggregation, spec.aggregation_norm)
         policy = policy_loss(spec.variant, spec.ratio, tokens)
@@ -142,8 +159,10 @@ class TorchPolicy:
         if spec.kl_coef:
             ref_N = batch.pick(samples, "ref_logprobs_T", dtype)
             kl = (coefficients_N * kl_loss(logprobs_N, ref_N, spec.kl_kind, spec.kl_limit)).sum()
-        total: Tensor = pg + spec.kl_coef * kl - spec.entropy_coef * (coefficients_N * entropies_N).sum()
-        metrics.add((pg, kl, total), policy, weight_N, entropies_N, tokens, on_policy=not _given(samples, "old_logprobs_T"))
+        total: Tensor = pg + spec.kl_coef * kl
+        if spec.entropy_coef:
+            total = total - spec.entropy_coef * (coefficients_N * entropies_N).sum()
+        metrics.add((pg, kl, total), policy, weight_N, entropies_N, tokens, on_policy="old_logprobs_T" not in given)
         return total
 
 
@@ -156,12 +175,12 @@ def log_probs(backend: TorchBackend[PolicyModule], samples: list[Sample], temper
     return result
 
 
-def _loss_tokens(batch: MicroBatch, samples: list[Sample], logprobs_N: Tensor) -> LossTokens:
+def _loss_tokens(batch: MicroBatch, samples: list[Sample], given: frozenset[str], logprobs_N: Tensor) -> LossTokens:
     """What the loss reads of a micro-batch."""
     dtype = logprobs_N.dtype
 
     def optional(name: str) -> Tensor | None:
-        return batch.pick(samples, name, dtype) if _given(samples, name) else None
+        return batch.pick(samples, name, dtype) if name in given else None
 
     old_N = optional("old_logprobs_T")
     scores_S = torch.tensor([samples[i].score for i in batch.samples], dtype=dtype, device=logprobs_N.device)
@@ -175,8 +194,3 @@ def _loss_tokens(batch: MicroBatch, samples: list[Sample], logprobs_N: Tensor) -
         engine_logprobs_N=optional("engine_logprobs_T"),
         is_weights_N=optional("is_weights_T"),
     )
-
-
-def _given(samples: list[Sample], name: str) -> bool:
-    """Whether the samples have this array: all of them or none."""
-    return any(getattr(sample, name) is not None for sample in samples)
