@@ -103,7 +103,7 @@ def _grpo(top: View, grouping: str, types: Spec, notes: Notes) -> str:
 
 
 def _normalizes(normalization: Spec) -> bool:
-    return normalization["normMeanType"] != "none" or normalization["normStdType"] != "none"
+    return {normalization["normMeanType"], normalization["normStdType"]} != {"none"}
 
 
 def _reward_kl(top: View) -> Spec | None:

@@ -6,8 +6,8 @@ from math import ceil
 from typing import Any
 
 from agenticrun_workers.convert.env_configs import env_config, translated
+from agenticrun_workers.convert.env_fields import CUSTOM_ENV
 from agenticrun_workers.convert.fields import View
-from agenticrun_workers.convert.mapping import CUSTOM_ENV
 from agenticrun_workers.convert.notes import Notes
 
 Spec = dict[str, Any]

@@ -93,11 +93,11 @@ def _mini_batch(top: View, notes: Notes) -> int | None:
 def _data_parallel(top: View) -> int:
     """ROLL's data-parallel ranks."""
     worker = top.section("actor_train")
-    ranks = len(devices(top, "actor_train")) or worker["world_size"] or 1
+    ranks = int(len(devices(top, "actor_train")) or worker["world_size"] or 1)
     backend = worker.section("strategy_args").section("strategy_config")
-    model_parallel = worker.section("model_args")["ulysses_size"]
+    model_parallel = int(worker.section("model_args")["ulysses_size"])
     for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        model_parallel *= backend[key]
+        model_parallel *= int(backend[key])
     return max(1, ranks // model_parallel)
 
 

@@ -35,9 +35,9 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
         "env": {"replicas": env_pods},
     }
     for role, used in (("reference", uses_reference(top)), ("critic", top["adv_estimator"] == "gae")):
-        own = devices(top, role)
-        if used and own and not set(own) & set(trainer):
-            pods[role] = _pods(len(own), None, per_pod)
+        gpus = devices(top, role)
+        if used and gpus and not set(gpus) & set(trainer):
+            pods[role] = _pods(len(gpus), None, per_pod)
     everywhere = _variables(top["system_envs"], "system_envs", notes)
     for role, pod in pods.items():
         section = _ROLE_OF.get(role)
