@@ -6,9 +6,13 @@ import asyncio
 import threading
 import time
 
+import numpy as np
 import pytest
 
-from agenticrun_workers.rollout.judges import JudgeConfigError, JudgedEpisode, JudgedTurn, JudgeFailed, make_judge
+from agenticrun_workers.agents import ChatFormat
+from agenticrun_workers.models import build_task_tokenizer
+from agenticrun_workers.rollout.judges import JudgeConfigError, JudgedEpisode, JudgedTurn, JudgeFailed, judged_episode, make_judge
+from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from judging import episode
 
 
@@ -74,6 +78,17 @@ async def test_a_class_that_judges_is_used_as_it_is() -> None:
 def test_a_config_key_that_the_code_does_not_know_is_refused(type: str) -> None:
     with pytest.raises(JudgeConfigError, match="colour"):
         make_judge(type, {"colour": "red"})
+
+
+def test_a_trajectory_is_shown_as_the_policy_saw_it() -> None:
+    tokenizer = build_task_tokenizer(["hot?", "cold", " "], 100)
+    chat = ChatFormat(tokenizer)
+    prompt_T, answer_T = chat.first("", "hot?"), chat.answer("cold")
+    zeros = np.zeros(len(answer_T), np.float32)
+    turn = Turn(prompt_T, answer_T, zeros, zeros.astype(np.int32), reward=0.5, valid=False, action="cold")
+    found = judged_episode(Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "A", (turn,), StopReason.COMPLETED), chat, {"n": 1})
+    assert found.turns == (JudgedTurn("<|user|>hot?<|end|><|assistant|>", "cold", 0.5, valid=False, action="cold"),)
+    assert (found.tag, found.item, found.score) == ("A", {"n": 1}, 0.5)
 
 
 def test_templates_are_filled_with_what_an_episode_has() -> None:

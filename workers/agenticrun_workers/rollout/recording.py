@@ -122,7 +122,7 @@ def decode(content: bytes) -> RecordedStep:
     header = json.loads(arrays["header"].tobytes())
     if header["format"] != FORMAT:
         raise ValueError(f"format {header['format']} is not {FORMAT}, the one that this version reads")
-    turns = _turns(arrays)
+    turns = _turns(arrays, [action for entry in header["trajectories"] for action in entry["actions"]])
     trajectories = tuple(
         Trajectory(
             key=EpisodeKey(Stream(entry["stream"]), entry["group"], entry["member"]),
@@ -149,10 +149,11 @@ def _scalars(trajectory: Trajectory, attempt: int) -> dict[str, Any]:
         "metrics": dict(trajectory.metrics),
         "error": trajectory.error,
         "attempt": attempt,
+        "actions": [turn.action for turn in trajectory.turns],
     }
 
 
-def _turns(arrays: dict[str, NDArray[Any]]) -> Iterator[Turn]:
+def _turns(arrays: dict[str, NDArray[Any]], actions_K: list[str | None]) -> Iterator[Turn]:
     prompts = np.split(arrays["prompts_P"], np.cumsum(arrays["prompt_lengths_K"])[:-1])
     ends = np.cumsum(arrays["response_lengths_K"])[:-1]
     responses, logprobs, versions = (np.split(arrays[name], ends) for name in ("responses_R", "logprobs_R", "versions_R"))
@@ -167,6 +168,7 @@ def _turns(arrays: dict[str, NDArray[Any]]) -> Iterator[Turn]:
             reward=float(arrays["rewards_K"][k]),
             valid=bool(arrays["valid_K"][k]),
             state=states[k].tobytes(),
+            action=actions_K[k],
         )
 
 

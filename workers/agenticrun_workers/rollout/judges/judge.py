@@ -25,6 +25,8 @@ class JudgedTurn:
     answer: str
     reward: float
     valid: bool = True
+    action: str | None = None
+    """What the agent read in the answer; None: no action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,9 @@ class JudgedEpisode:
 
 def judged_episode(trajectory: Trajectory, chat: ChatFormat, item: Mapping[str, Any] | None) -> JudgedEpisode:
     """The texts of a trajectory."""
-    turns = [JudgedTurn(chat.shown(turn.prompt_T), chat.text(turn.response_T), turn.reward, turn.valid) for turn in trajectory.turns]
+    turns = [
+        JudgedTurn(chat.shown(turn.prompt_T), chat.text(turn.response_T), turn.reward, turn.valid, turn.action) for turn in trajectory.turns
+    ]
     return JudgedEpisode(trajectory.tag, tuple(turns), item or {}, dict(trajectory.metrics))
 
 
