@@ -225,6 +225,26 @@ def test_what_is_no_configuration_is_told(tmp_path: Path) -> None:
             compose(file)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": "abc"}, "max_steps: must be a number, not 'abc'"),
+        ({"sequence_length": "long"}, "sequence_length: must be a number"),
+        ({"custom_envs": [1]}, "custom_envs: must be a mapping"),
+        ({"custom_envs": {"Lake": 1}}, "custom_envs.Lake: must be a mapping"),
+        ({"custom_envs": {"Lake": {"max_steps": "many"}}}, "custom_envs.Lake.max_steps: must be a number"),
+        ({"actor_train": 3}, "actor_train: must be a mapping"),
+        ({"actor_infer": {"generating_args": {"top_p": "half"}}}, "actor_infer.generating_args.top_p: must be a number"),
+        ({"train_env_manager": {"tags": "Lake"}}, "train_env_manager.tags: must be a list"),
+        ({"whiten_advantages": 1}, "whiten_advantages: must be a switch"),
+    ],
+)
+def test_values_that_roll_would_refuse_are_named_with_their_path(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConvertError) as raised:
+        converted(**changes)
+    assert str(raised.value).startswith(message)
+
+
 def test_a_file_s_own_values_win_over_its_defaults(tmp_path: Path) -> None:
     (tmp_path / "shared.yaml").write_text("seed: 1\nmax_steps: 7\n")
     file = tmp_path / "nested" / "roll.yaml"

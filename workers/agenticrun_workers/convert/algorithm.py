@@ -142,7 +142,7 @@ def _loss(top: View, notes: Notes) -> Spec:
 
 def sequence_length(top: View) -> int:
     """Token limit of a trajectory."""
-    return int(top["sequence_length"] or top["prompt_length"] + (top["response_length"] or 3 * top["prompt_length"]))
+    return int(top["sequence_length"] or 4 * top["prompt_length"])
 
 
 def correction(top: View, notes: Notes) -> Spec | None:

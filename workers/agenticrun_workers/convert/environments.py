@@ -6,7 +6,6 @@ from math import ceil
 from typing import Any
 
 from agenticrun_workers.convert.env_configs import env_config, translated
-from agenticrun_workers.convert.env_fields import CUSTOM_ENV
 from agenticrun_workers.convert.fields import View
 from agenticrun_workers.convert.notes import Notes
 
@@ -23,20 +22,20 @@ def environments(top: View, notes: Notes) -> list[Spec]:
     """One entry per tag that is played."""
     played = {tag for manager in ("train_env_manager", "val_env_manager") if manager in top for tag in top.section(manager)["tags"]}
     entries = []
-    for tag, given in (top["custom_envs"] or {}).items():
+    described = top.sections("custom_envs")
+    for tag, env in described.items():
         if tag in played:
-            entries.append(_environment(tag, View(given, CUSTOM_ENV), _max_new_tokens(top), notes))
+            entries.append(_environment(tag, env, _max_new_tokens(top), notes))
         else:
             notes.dropped(f"custom_envs.{tag}", "", "no env manager plays it: left out")
-    for tag in sorted(played - set(top["custom_envs"] or {})):
+    for tag in sorted(played - described.keys()):
         notes.cannot("custom_envs", tag, "an env manager plays this tag, which custom_envs does not describe")
     return entries
 
 
 def is_step_wise(top: View) -> bool:
     """Whether a sample is a turn: then optimizer batches are not counted in trajectories."""
-    entries = (top["custom_envs"] or {}).values()
-    return any(AGENTS.get(_class_of(View(given, CUSTOM_ENV)["env_manager_cls"])) == "step_wise" for given in entries)
+    return any(AGENTS.get(_class_of(env["env_manager_cls"])) == "step_wise" for env in top.sections("custom_envs").values())
 
 
 def _class_of(path: Any) -> str:
@@ -56,7 +55,7 @@ def _environment(tag: str, env: View, max_new_tokens: int, notes: Notes) -> Spec
     agent = AGENTS.get(manager, "multi_turn")
     if manager == "StepConcatEnvManager":
         notes.changed(f"{path}.env_manager_cls", manager, "step_wise: the history is written by its template")
-    given = dict(env["env_config"] or {})
+    given = env.section("env_config").given
     penalty = float(given.get("format_penalty") or 0)
     if penalty > 0:
         notes.cannot(f"{path}.env_config.format_penalty", penalty, "a penalty is zero or negative: left out")

@@ -8,10 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from agenticrun_workers.convert.compose import ConvertError
 from agenticrun_workers.convert.report import Fate, Line
 
 Unread = Callable[["View"], str]
 """Why the field is not read in this configuration (a View of its top level), or nothing."""
+
+
+_KIND_NAMES = {int: "number", float: "number", str: "text", bool: "switch", dict: "mapping"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,16 @@ class Field:
     choices: Mapping[Any, str] = field(default_factory=dict)
     """CANNOT: values that we do have, with where they go."""
     unread: Unread | None = None
+    kind: type | None = None
+    """What a value must be; None: as the default is."""
+
+    def check(self, path: str, value: Any) -> Any:
+        """The value. Raises `ConvertError` if ROLL would refuse its type."""
+        kind = self.kind or type(self.default)
+        kinds = (int, float) if kind in (int, float) else (kind,)
+        if kind is type(None) or (isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))):
+            return value
+        raise ConvertError(f"{path}: must be a {_KIND_NAMES.get(kind, kind.__name__)}, not {value!r}")
 
     def line(self, path: str, value: Any, top: View) -> Line:
         """What becomes of this field with this value."""
@@ -58,9 +72,9 @@ class Section:
 Fields = Mapping[str, Field | Section]
 
 
-def mapped(note: str, default: Any = None, unread: Unread | None = None) -> Field:
+def mapped(note: str, default: Any = None, unread: Unread | None = None, *, kind: type | None = None) -> Field:
     """Keeps its meaning, maybe under another name or with values translated as the note says."""
-    return Field(Fate.MAPPED, note, default, unread=unread)
+    return Field(Fate.MAPPED, note, default, unread=unread, kind=kind)
 
 
 def changed(note: str, default: Any = None, unread: Unread | None = None) -> Field:
@@ -89,28 +103,49 @@ def dead(note: str = "no code of ROLL's agentic pipeline reads it", default: Any
 
 
 class View:
-    """The values of a section, ROLL's defaults where none is given. Only fields of the table can be asked for."""
+    """The values of a section, ROLL's defaults where none is given. Only fields of the table can be asked for.
 
-    def __init__(self, values: Any, fields: Fields) -> None:
-        self._values: Mapping[str, Any] = values if isinstance(values, Mapping) else {}
+    Raises:
+        ConvertError: values of another type than ROLL takes, by their path.
+    """
+
+    def __init__(self, values: Any, fields: Fields, path: str = "") -> None:
+        if values is not None and not isinstance(values, Mapping):
+            raise ConvertError(f"{path}: must be a mapping, not {values!r}")
+        self._values: Mapping[str, Any] = values or {}
         self._fields = fields
+        self._path = path
 
     def __getitem__(self, key: str) -> Any:
-        entry = self._fields[key]
-        value = self._values.get(key)
+        entry, value = self._fields[key], self._values.get(key)
         if isinstance(entry, Section):
             return value
-        return entry.default if value is None else value
+        return entry.default if value is None else entry.check(self._at(key), value)
 
     def __contains__(self, key: str) -> bool:
         """Whether the file gives it a value."""
         return self._values.get(key) is not None
 
     def section(self, key: str) -> View:
-        """The view of a section below."""
+        """The view of a section below. Raises `ConvertError` if it is no mapping."""
         section = self._fields[key]
         assert isinstance(section, Section)
-        return View(self._values.get(key), section.fields)
+        return View(self._values.get(key), section.fields, self._at(key))
+
+    def sections(self, key: str) -> dict[str, View]:
+        """The views of a section that is repeated by name. Raises `ConvertError`."""
+        section = self._fields[key]
+        assert isinstance(section, Section)
+        named = View(self._values.get(key), {}, self._at(key))
+        return {name: View(values, section.fields, f"{self._at(key)}.{name}") for name, values in named.given.items()}
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the file says."""
+        return {str(key): value for key, value in self._values.items()}
+
+    def _at(self, key: str) -> str:
+        return f"{self._path}.{key}" if self._path else key
 
 
 def report_lines(values: Mapping[str, Any], fields: Fields, variables: frozenset[str]) -> list[Line]:

@@ -155,7 +155,7 @@ _SCHEDULE: dict[str, Field | Section] = {
     "max_ckpt_to_keep": mapped("spec.checkpoint.keep (0, all -> 1000)", 0),
     "rollout_batch_size": mapped("spec.pipeline.rolloutBatchSize", 128),
     "val_batch_size": mapped("spec.pipeline.valBatchSize", 128),
-    "sequence_length": mapped("spec.pipeline.sequenceLength"),
+    "sequence_length": mapped("spec.pipeline.sequenceLength", kind=int),
     "resume_from_checkpoint": changed(
         "spec.checkpoint.resume: Auto goes on from the newest complete checkpoint of this very run (C7)", False
     ),

@@ -159,7 +159,7 @@ _ACTOR_ONLY: Fields = {
 _TRAINED: Fields = {
     "training_args": Section(TRAINING_ARGS),
     "use_dynamic_batching_in_train": changed("micro-batches are always cut by tokens", False),
-    "max_tokens_per_microbatch_in_train": mapped(f"{_TRAINING}.maxTokensPerMicroBatch, with use_dynamic_batching_in_train"),
+    "max_tokens_per_microbatch_in_train": mapped(f"{_TRAINING}.maxTokensPerMicroBatch, with use_dynamic_batching_in_train", kind=int),
     "use_sequence_packing": mapped(f"{_TRAINING}.sequencePacking", False),
 }
 _POLICY_WORKERS = {
