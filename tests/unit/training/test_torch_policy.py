@@ -160,19 +160,31 @@ def test_the_gradient_is_clipped_to_its_norm(load: Load, samples: list[Sample]) 
     assert metrics["actor/grad_norm"] > 1e-2
 
 
-def broken(samples: list[Sample]) -> list[Sample]:
-    return [replace(samples[0], advantages_T=np.full_like(samples[0].advantages_T, np.nan)), *samples[1:]]
+def broken(samples: list[Sample], name: str = "advantages_T", value: float = np.nan) -> list[Sample]:
+    """The same, but for the first sample's array of this name."""
+    first = replace(samples[0], **{name: np.full(len(samples[0].tokens_T), value, np.float32)})
+    return [first, *samples[1:]]
 
 
-def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted(load: Load, samples: list[Sample]) -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["advantages_T", "old_logprobs_T", "is_weights_T"])
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted(load: Load, samples: list[Sample], name: str, value: float) -> None:
     policy = TorchPolicy(load, replace(SPEC, weight_decay=0.1))
     before = weights(policy)
-    assert policy.train_step(broken(samples), LOSS)["actor/skipped_steps"] == 1
-    for name, weight in weights(policy).items():
-        np.testing.assert_array_equal(weight, before[name])
-    assert policy.train_step(samples, LOSS)["actor/skipped_steps"] == 1
+    skipped = policy.train_step(broken(samples, name, value), LOSS)["actor/skipped_steps"]
+    changed = any((weight != before[name]).any() for name, weight in weights(policy).items())
+    assert changed == (skipped == 0)
+    assert skipped == 1 or (name, value) == ("old_logprobs_T", np.inf)  # a ratio of 0 is a number
+    assert policy.train_step(samples, LOSS)["actor/skipped_steps"] == skipped
     assert all(np.isfinite(weight).all() for weight in weights(policy).values())
     assert any((weight != before[name]).any() for name, weight in weights(policy).items())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_reference_log_probs_that_are_not_finite_never_reach_the_weights(load: Load, samples: list[Sample], value: float) -> None:
+    policy = TorchPolicy(load, SPEC)
+    policy.train_step(broken(samples, "ref_logprobs_T", value), replace(LOSS, kl_coef=0.1))
+    assert all(np.isfinite(weight).all() for weight in weights(policy).values())
 
 
 def test_too_many_gradients_in_a_row_that_are_not_finite_end_the_run_and_name_a_parameter(load: Load, samples: list[Sample]) -> None:
