@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
+from agenticrun_workers.rollout.generation_client import Answer
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.types import STATE_BYTES, EpisodeKey, StopReason, Stream
+from agenticrun_workers.rollout.outbox import Outbox
+from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.types import STATE_BYTES, EpisodeKey, FinishReason, Generation, GenerationRequest, IntArray, StopReason, Stream
 
 Fate = Callable[[GroupTask, int], StopReason]
 
@@ -83,3 +88,39 @@ class FakePlayers:
                 )
             )
         return played
+
+
+class Remote:
+    """An object whose methods are called like those of a Ray actor, in this process."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._target, name)
+        return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(method(*arguments)))
+
+
+class FakeEngine:
+    """Answers every request with one text, except those that `ignores` says, and remembers what it was asked."""
+
+    def __init__(self, answer_T: IntArray, ignores: Callable[[GenerationRequest], bool] = lambda request: False) -> None:
+        self.answer_T = answer_T
+        self.ignores = ignores
+        self.requests: list[GenerationRequest] = []
+        self.aborted: list[str] = []
+        self._outbox: Outbox[Answer] = Outbox()
+
+    async def submit(self, client: str, requests: bytes) -> None:
+        for request in unpack(requests):
+            self.requests.append(request)
+            if not self.ignores(request):
+                size = len(self.answer_T)
+                generation = Generation(self.answer_T, np.full(size, -1.0, np.float32), np.zeros(size, np.int32), FinishReason.STOP)
+                self._outbox.put(Answer(request.request_id, generation))
+
+    async def collect(self, client: str) -> bytes:
+        return pack((await self._outbox.take(0.2), 0))
+
+    async def abort(self, client: str, request_ids: list[str]) -> None:
+        self.aborted += request_ids

@@ -24,7 +24,10 @@ class Players(Protocol):
     """Whoever can play groups."""
 
     async def play(self, task: GroupTask) -> list[EpisodeResult]:
-        """One result per member of the task, in its order. Raises `RolloutFailed` if that is hopeless."""
+        """One result per member of the task, in its order; with `task.enough` in the order of finishing.
+
+        Raises `RolloutFailed` if that is hopeless.
+        """
         ...
 
 
@@ -35,10 +38,22 @@ class _Open:
     task: GroupTask
     done: asyncio.Future[list[EpisodeResult]]
     results: dict[int, EpisodeResult] = field(default_factory=dict)
+    """By member, in the order of finishing."""
+    aborting: bool = False
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether the members that are still missing are not needed."""
+        return self.task.enough is not None and sum(result.trainable for result in self.results.values()) >= self.task.enough
 
     @property
     def missing(self) -> tuple[int, ...]:
         return tuple(member for member in self.task.members if member not in self.results)
+
+    def finish(self) -> None:
+        if not self.done.done():
+            in_order = sorted(self.results) if self.task.enough is None else self.results
+            self.done.set_result([self.results[member] for member in in_order])
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +153,10 @@ class EnvPool:
                 self._fail(worker, RolloutFailed(f"{self._deaths} env workers died in a row without finishing an episode: {error}"))
                 return
         for opened in worker.open.values():
-            self._assign(opened)
+            if opened.has_enough:
+                opened.finish()
+            else:
+                self._assign(opened)
         try:
             handle = await self._spawn()
         except Exception as error:  # whatever keeps a new worker from starting ends the attempt
@@ -153,8 +171,11 @@ class EnvPool:
         if opened is None or result.key.member not in opened.task.members:
             return  # the caller has given the task up
         opened.results[result.key.member] = result
-        if not opened.missing and not opened.done.done():
-            opened.done.set_result([opened.results[member] for member in opened.task.members])
+        if not opened.missing:
+            opened.finish()
+        elif opened.has_enough and not opened.aborting:
+            opened.aborting = True
+            worker.handle.abort.remote([(opened.task.key(member), opened.task.attempt) for member in opened.missing])
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         self._failure = error

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from agenticrun_api import Pipeline, Role
-from agenticrun_workers.agents import Agent, AgentLimits, ChatFormat, make_agent, random_valid_policy
-from agenticrun_workers.envs import Env, HasVocabulary, make_env
+from agenticrun_api.environments import EnvSpec
+from agenticrun_workers.agents import Agent, AgentLimits, ChatFormat, agent_texts, make_agent
+from agenticrun_workers.envs import HasVocabulary, TakesItem, make_env
 from agenticrun_workers.plugins import PluginConfigError, PluginError
+from agenticrun_workers.rollout.episode_player import EpisodePlayer, Played, Sources
 from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.generation_client import GenerationClient
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.outbox import Outbox
 from agenticrun_workers.rollout.placement import Placement, here
-from agenticrun_workers.rollout.seeds import derive, episode
+from agenticrun_workers.rollout.seeds import derive
 from agenticrun_workers.rollout.tokenizer import TokenizerSource, load_tokenizer
 from agenticrun_workers.rollout.wire import pack, unpack
-from agenticrun_workers.types import StopReason, Stream, Trajectory
+from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
 
-log = logging.getLogger(__name__)
-
-MAX_TRANSCRIPT = 4000
+STEP_TIMEOUT_SECONDS = 60.0
+"""Default of `envs[].stepTimeoutSeconds`, in runs that are not deterministic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Texts:
 
 
 class EnvWorker:
-    """Call `describe`, then `setup`, then `set_peers`; then `play` and `collect` in any order.
+    """Call `describe`, then `setup`, then `set_peers`; then `play`, `abort` and `collect` in any order.
 
     Args:
         name: unique among the env workers of a run, also those that were replaced.
@@ -50,14 +50,14 @@ class EnvWorker:
         self._name = name
         self._pipeline = pipeline
         self._limit = asyncio.Semaphore(pipeline.train_envs.max_envs_per_worker)
-        self._idle_envs: dict[str, list[Env]] = defaultdict(list)
-        self._agents: dict[tuple[str, Stream], Agent] = {}
         self._client = GenerationClient(name, derive(pipeline.seed, "engine-choice", name))
         self._stores: list[Any] = []
         self._unstored: list[tuple[Trajectory, EpisodeResult]] = []
         self._unstored_event = asyncio.Event()
         self._outbox: Outbox[EpisodeResult] = Outbox()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._playing: dict[tuple[EpisodeKey, int], asyncio.Task[None]] = {}
+        """By episode and attempt, from its beginning until its trajectory is there."""
 
     async def placement(self) -> Placement:
         return here(self._name, Role.ENV)
@@ -67,15 +67,16 @@ class EnvWorker:
         await asyncio.Event().wait()
 
     async def describe(self) -> Texts:
-        """Import and build every environment once. Raises `InvalidConfig` with the plug-in's own words."""
-        return describe_envs(self._pipeline)
+        """Build every environment, data set and judge once. Raises `InvalidConfig` with the plug-in's own words."""
+        texts = describe_envs(self._pipeline)
+        self._sources = await asyncio.to_thread(Sources.of, self._pipeline)
+        return texts
 
     async def setup(self, source: TokenizerSource) -> None:
         """Load the tokenizer and build the agents. Raises `InvalidConfig`."""
         tokenizer = load_tokenizer(source)
-        self._tokenizer = tokenizer
-        self._chat = ChatFormat(tokenizer)
-        self._agents = build_agents(self._pipeline, tokenizer)
+        agents = build_agents(self._pipeline, tokenizer)
+        self._player = EpisodePlayer(self._pipeline, ChatFormat(tokenizer), agents, self._sources, self._client)
         self._keep(asyncio.create_task(self._store_finished(), name="store-finished"))
 
     async def set_peers(self, engines: Mapping[str, Any], stores: list[Any]) -> None:
@@ -87,7 +88,16 @@ class EnvWorker:
         """Begin these `list[GroupTask]`. Every member ends as one result of `collect`."""
         for task in unpack(tasks):
             for member in task.members:
-                self._keep(asyncio.create_task(self._play_one(task, member)))
+                played = Played(task, task.key(member))
+                running = asyncio.create_task(self._play_one(played))
+                self._playing[played.key, task.attempt] = running
+                self._keep(running)
+
+    async def abort(self, episodes: list[tuple[EpisodeKey, int]]) -> None:
+        """Stop these attempts at episodes where they are: they end with stop reason aborted. Others are no error."""
+        for name in episodes:
+            if name in self._playing:
+                self._playing[name].cancel()
 
     async def collect(self) -> bytes:
         """Finished episodes, a packed `list[EpisodeResult]`; empty if none finishes for some seconds."""
@@ -97,40 +107,24 @@ class EnvWorker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _play_one(self, task: GroupTask, member: int) -> None:
-        async with self._limit:
-            trajectory = await self._trajectory(task, member)
-        result = self._result(task, trajectory, transcript=task.transcript and member == task.members[0])
-        if task.stream is Stream.VALIDATION or not result.trainable:
-            self._outbox.put(result)
-        else:
-            self._unstored.append((trajectory, result))
-            self._unstored_event.set()
-
-    async def _trajectory(self, task: GroupTask, member: int) -> Trajectory:
-        key = task.key(member)
-        spec = self._pipeline.env(task.tag)
+    async def _play_one(self, played: Played) -> None:
+        task = played.task
         try:
-            env = self._idle_envs[task.tag].pop() if self._idle_envs[task.tag] else make_env(spec.type, spec.config)
-            generate = random_valid_policy(env, self._chat) if task.random_policy else self._client.generate
-            agent = self._agents[task.tag, task.stream]
-            trajectory = await agent.collect_trajectory(episode(self._pipeline.seed, key, task.tag, task.attempt), env, generate)
-        except Exception as error:  # an agent is a user's code and may raise anything: it costs this episode
-            log.exception("episode %s", key)
-            return Trajectory(key, task.tag, (), StopReason.ENV_ERROR, error=f"{type(error).__name__}: {error}")
+            async with self._limit:
+                await self._player.play(played)
+            await self._player.judge(played)
+        except asyncio.CancelledError:  # only `abort` cancels it
+            played.trajectory = played.abandoned()
         finally:
-            self._client.end_session(str(key))
-        if trajectory.stop_reason.trainable:
-            self._idle_envs[task.tag].append(env)
-        return trajectory
-
-    def _result(self, task: GroupTask, trajectory: Trajectory, transcript: bool) -> EpisodeResult:
-        return EpisodeResult.of(
-            trajectory,
-            attempt=task.attempt,
-            store=-1 if task.stream is Stream.VALIDATION else trajectory.key.group % len(self._stores),
-            transcript=self._tokenizer.decode(trajectory.tokens_T.tolist())[:MAX_TRANSCRIPT] if transcript else "",
-        )
+            del self._playing[played.key, task.attempt]
+        keeps = task.stream is not Stream.VALIDATION
+        result = self._player.result(played, store=played.key.group % len(self._stores) if keeps else -1)
+        if keeps and result.trainable:
+            assert played.trajectory is not None
+            self._unstored.append((played.trajectory, result))
+            self._unstored_event.set()
+        else:
+            self._outbox.put(result)
 
     async def _store_finished(self) -> None:
         """Carry finished trajectories to their stores; a result is told only when the bytes are there."""
@@ -157,9 +151,14 @@ def describe_envs(pipeline: Pipeline) -> Texts:
             env = make_env(spec.type, spec.config)
         except PluginError as error:
             raise InvalidConfig(f"{path}.{_field_of(error)}", str(error)) from error
+        if spec.dataset is not None and not isinstance(env, TakesItem):
+            raise InvalidConfig(f"{path}.dataset", f"{spec.type} takes no items: give it set_item(item)")
         if isinstance(env, HasVocabulary):
             vocabulary += env.vocabulary()
-        texts += [env.instruction, *(value for value in spec.agent.config.values() if isinstance(value, str))]
+        try:
+            texts += [env.instruction, *agent_texts(spec.agent.type, spec.agent.config)]
+        except PluginError as error:
+            raise InvalidConfig(f"{path}.agent.type", str(error)) from error
     return Texts(tuple(vocabulary), tuple(texts))
 
 
@@ -168,21 +167,35 @@ def build_agents(pipeline: Pipeline, tokenizer: PreTrainedTokenizerBase) -> dict
     agents: dict[tuple[str, Stream], Agent] = {}
     for index, spec in enumerate(pipeline.envs):
         for stream in Stream:
-            sampling = pipeline.actor_infer.validation_generating if stream is Stream.VALIDATION else None
-            limits = AgentLimits(
-                max_turns=spec.max_steps,
-                max_tokens_per_step=spec.max_tokens_per_step,
-                sequence_length=pipeline.sequence_length,
-                temperature=sampling.temperature if sampling else pipeline.actor_infer.generating.temperature,
-                top_p=sampling.top_p if sampling else 1.0,
-                top_k=sampling.top_k if sampling else 0,
-                step_timeout=spec.step_timeout_seconds,
-            )
+            limits = agent_limits(pipeline, spec, stream)
             try:
                 agents[spec.tag, stream] = make_agent(spec.agent.type, spec.agent.config, tokenizer=tokenizer, limits=limits)
             except PluginError as error:
                 raise InvalidConfig(f"spec.pipeline.envs[{index}].agent.{_field_of(error)}", str(error)) from error
     return agents
+
+
+def agent_limits(pipeline: Pipeline, spec: EnvSpec, stream: Stream) -> AgentLimits:
+    """What bounds this environment's episodes, and how their answers are sampled."""
+    default_timeout = None if pipeline.deterministic else STEP_TIMEOUT_SECONDS
+    limits = AgentLimits(
+        max_turns=spec.max_steps,
+        max_tokens_per_step=spec.max_tokens_per_step,
+        sequence_length=pipeline.sequence_length,
+        step_timeout=spec.step_timeout_seconds or default_timeout,
+    )
+    if stream is Stream.VALIDATION:
+        asked = spec.validation_generating or pipeline.actor_infer.validation_generating
+        return replace(limits, temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k)
+    train = pipeline.actor_infer.generating
+    return replace(
+        limits,
+        temperature=train.temperature,
+        top_p=train.top_p,
+        top_k=train.top_k,
+        min_p=train.min_p,
+        record_temperature=1.0 if train.allow_truncated_sampling else None,
+    )
 
 
 def _field_of(error: PluginError) -> str:

@@ -36,7 +36,7 @@ class Answer:
     error: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     request: GenerationRequest
     done: asyncio.Future[Generation]
@@ -79,15 +79,27 @@ class GenerationClient:
         self._plan_flush()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one response. Raises `RequestRefused`."""
+        """Sample one response. Raises `RequestRefused`. Cancelling it stops the sampling."""
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._unsent.append(waiting)
         self._plan_flush()
-        return await waiting.done
+        try:
+            return await waiting.done
+        except asyncio.CancelledError:
+            self._give_up(waiting)
+            raise
 
     def end_session(self, session: str) -> None:
         """The trajectory is over: forget which engine held its prefix."""
         self._sessions.pop(session, None)
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        if waiting in self._unsent:
+            self._unsent.remove(waiting)
+        for link in self._links.values():
+            if link.in_flight.get(waiting.request.request_id) is waiting:
+                del link.in_flight[waiting.request.request_id]
+                link.handle.abort.remote(self._name, [waiting.request.request_id])
 
     def _plan_flush(self) -> None:
         if not self._flush_planned:

@@ -5,6 +5,8 @@ Nothing here keeps a state, so there is nothing to restore: a seed is a function
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -29,6 +31,6 @@ def sampling_seed(seed: int, key: EpisodeKey, attempt: int = 0) -> int:
     return derive(seed, "sampling", key.stream.value, key.group, key.member, attempt)
 
 
-def episode(seed: int, key: EpisodeKey, tag: str, attempt: int = 0) -> Episode:
-    """What an agent is asked to play."""
-    return Episode(key, tag, env_seed(seed, key.stream, key.group), sampling_seed(seed, key, attempt))
+def episode(seed: int, key: EpisodeKey, tag: str, attempt: int = 0, item: Mapping[str, Any] | None = None) -> Episode:
+    """What an agent is asked to play; `item` is what the episode is about."""
+    return Episode(key, tag, env_seed(seed, key.stream, key.group), sampling_seed(seed, key, attempt), item)

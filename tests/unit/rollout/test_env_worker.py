@@ -1,0 +1,217 @@
+"""An env worker and the pool around it, without Ray: what is asked, told, stopped and judged."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from agenticrun_api import Pipeline
+from agenticrun_workers.agents import ChatFormat
+from agenticrun_workers.envs import FrozenLake, StepResult
+from agenticrun_workers.models import build_task_tokenizer, words_of
+from agenticrun_workers.rollout.env_pool import EnvPool
+from agenticrun_workers.rollout.env_worker import EnvWorker, agent_limits, describe_envs
+from agenticrun_workers.rollout.errors import InvalidConfig
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.store import TrajectoryStore
+from agenticrun_workers.rollout.tokenizer import TokenizerSource
+from agenticrun_workers.types import Stream
+from rollout_fakes import FakeEngine, Remote
+
+TOKENIZER = build_task_tokenizer([*FrozenLake().vocabulary(), *words_of(FrozenLake().instruction), "word", *map(str, range(10))], 512)
+CHAT = ChatFormat(TOKENIZER)
+
+
+class Recall:
+    """Shows its item; right is to repeat it."""
+
+    instruction = ""
+    blocking = False
+
+    def set_item(self, item: dict[str, Any]) -> None:
+        self.word = str(item["word"])
+
+    def reset(self, seed: int, split: Stream) -> str:
+        return self.word
+
+    def step(self, action: str) -> StepResult:
+        return StepResult(self.word, float(action == self.word), True)
+
+    def valid_actions(self) -> list[str]:
+        return [self.word]
+
+
+def pipeline(env: dict[str, Any] | None = None, **fields: Any) -> Pipeline:
+    document: dict[str, Any] = {
+        "maxSteps": 1,
+        "rolloutBatchSize": 4,
+        "valBatchSize": 4,
+        "sequenceLength": 256,
+        "envs": [{"tag": "A", "type": "frozen_lake", "maxSteps": 3, "maxTokensPerStep": 2, **(env or {})}],
+        "trainEnvs": {"groups": 2, "groupSize": 2, "tags": ["A"]},
+        "valEnvs": {"groups": 2, "tags": ["A"]},
+    }
+    return Pipeline.model_validate(document | fields)
+
+
+class World:
+    """One worker with an engine that always says `answer`, and a store."""
+
+    def __init__(self, asked: Pipeline, folder: Path, answer: str = "Up") -> None:
+        TOKENIZER.save_pretrained(folder)
+        self.pipeline = asked
+        self.folder = folder
+        self.engine = FakeEngine(CHAT.answer(answer))
+        self.store = TrajectoryStore()
+
+    async def pool(self) -> EnvPool:
+        async def spawn() -> Remote:
+            worker = EnvWorker("w", self.pipeline)
+            await worker.describe()
+            await worker.setup(TokenizerSource(str(self.folder)))
+            return Remote(worker)
+
+        pool = EnvPool(spawn, 1)
+        await pool.start()
+        await pool.set_peers({"engine-0": Remote(self.engine)}, [Remote(self.store)])
+        return pool
+
+    async def play(self, *tasks: GroupTask) -> list[EpisodeResult]:
+        pool = await self.pool()
+        try:
+            played = await asyncio.wait_for(asyncio.gather(*(pool.play(task) for task in tasks)), 20)
+        finally:
+            await pool.stop()
+        return [result for results in played for result in results]
+
+
+def task(stream: Stream = Stream.TRAIN, members: int = 2, **options: Any) -> GroupTask:
+    return GroupTask(stream, 0, "A", tuple(range(members)), **options)
+
+
+async def test_a_result_is_told_when_its_trajectory_lies_in_the_store(tmp_path: Path) -> None:
+    world = World(pipeline(), tmp_path)
+    results = await world.play(task())
+    assert [(r.key.member, r.stop_reason, r.store) for r in results] == [(0, "max_turns", 0), (1, "max_turns", 0)]
+    assert await world.store.size() == 2
+
+
+async def test_a_transcript_shows_every_turn_as_the_policy_saw_it_of_the_first_member_only(tmp_path: Path) -> None:
+    first, second = await World(pipeline({"agent": {"config": {"systemTemplate": ""}}}), tmp_path).play(task(transcript=True))
+    board = first.transcript.split("<|user|>")[1].split("<|end|>")[0]
+    assert board.startswith("P")
+    assert first.transcript == (
+        f"--- turn 1 ---\n<|user|>{board}<|end|><|assistant|>\n"
+        "--- answer 1: action 'Up', valid, reward 0 ---\nUp<|end|>\n"
+        f"--- turn 2 ---\n<|user|>{board}<|end|><|assistant|>\n"
+        "--- answer 2: action 'Up', valid, reward 0 ---\nUp<|end|>\n"
+        f"--- turn 3 ---\n<|user|>{board}<|end|><|assistant|>\n"
+        "--- answer 3: action 'Up', valid, reward 0 ---\nUp<|end|>\n"
+        "--- end: max_turns, score 0 ---\n"
+    )
+    assert second.transcript == ""
+
+
+async def test_frames_show_each_state_of_the_first_member(tmp_path: Path) -> None:
+    first, second = await World(pipeline(), tmp_path, "Down").play(task(frames=True, random_policy=True))
+    picture = Image.open(io.BytesIO(first.frames))
+    assert picture.format == "GIF"
+    assert 2 <= picture.n_frames <= first.turns + 1  # type: ignore[attr-defined]
+    assert second.frames == b""
+
+
+async def test_members_beyond_enough_are_stopped_also_in_the_engine_and_their_tokens_counted(tmp_path: Path) -> None:
+    world = World(pipeline(), tmp_path)
+    world.engine.ignores = lambda request: request.request_id in ("train-0-1-2", "train-0-3-2")
+    results = await world.play(task(members=4, enough=2))
+    assert [(r.key.member, r.stop_reason, r.response_tokens) for r in results] == [
+        (0, "max_turns", 6),
+        (2, "max_turns", 6),
+        (1, "aborted", 2),
+        (3, "aborted", 2),
+    ]
+    assert sorted(world.engine.aborted) == ["train-0-1-2", "train-0-3-2"]
+    assert await world.store.size() == 2
+
+
+async def test_the_judges_of_a_run_add_to_the_reward_of_its_policy_and_not_of_random_play(tmp_path: Path) -> None:
+    world = World(pipeline(rewards=[{"name": "kind", "type": f"{__name__}:two", "weight": 0.5}]), tmp_path)
+    judged = await world.play(task())
+    random = await world.play(task(stream=Stream.VALIDATION, random_policy=True))
+    assert [r.rewards_K.tolist() for r in judged] == [[0.0, 0.0, 1.0]] * 2
+    assert all(r.score in (0.0, 1.0) and "reward/kind" not in r.metrics for r in random)
+
+
+def two(episode: object) -> float:
+    return 2.0
+
+
+async def test_an_agent_that_raises_costs_its_episode_and_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(pipeline({"agent": {"type": f"{__name__}:BrokenAgent"}}), tmp_path)
+    results = await world.play(task(members=6))
+    assert {(r.stop_reason, r.error) for r in results} == {("env_error", "RuntimeError: no idea")}
+    assert len([record for record in caplog.records if "no idea" in record.getMessage()]) == 1
+
+
+class BrokenAgent:
+    def __init__(self, tokenizer: object, limits: object) -> None:
+        pass
+
+    async def collect_trajectory(self, *arguments: object) -> None:
+        raise RuntimeError("no idea")
+
+
+async def test_episodes_are_about_the_items_of_their_data_set(tmp_path: Path) -> None:
+    data = tmp_path / "words.jsonl"
+    data.write_text("".join(f'{{"word": "{digit}"}}\n' for digit in range(10)))
+    env = {"type": f"{__name__}:Recall", "dataset": {"path": str(data)}, "maxTokensPerStep": 4}
+    asked = pipeline(env, evalSteps=0)
+    world = World(asked, tmp_path / "model", "3")
+    tasks = [GroupTask(Stream.TRAIN, group, "A", (0, 1), transcript=True) for group in range(9)]
+    results = await world.play(*tasks)
+    assert sorted(r.score for r in results) in ([0.0] * 16 + [1.0] * 2, [0.0] * 18)
+    words = {r.transcript.split("<|user|>")[1][0] for r in results if r.transcript}
+    assert len(words) == 9
+    with pytest.raises(InvalidConfig, match=r"envs\[0\].dataset: frozen_lake takes no items"):
+        describe_envs(pipeline({"dataset": {"path": str(data)}}))
+
+
+def test_validation_samples_in_its_own_way_and_each_environment_may_have_one() -> None:
+    infer = {"generating": {"temperature": 0.7}, "validationGenerating": {"temperature": 0.2, "topK": 3}}
+    asked = pipeline({"validationGenerating": {"temperature": 0.4, "topP": 0.5}}, actorInfer=infer)
+    other = pipeline(actorInfer=infer)
+    train = agent_limits(asked, asked.envs[0], Stream.TRAIN)
+    own = agent_limits(asked, asked.envs[0], Stream.VALIDATION)
+    common = agent_limits(other, other.envs[0], Stream.VALIDATION)
+    assert (train.temperature, train.top_p, train.top_k, train.min_p, train.record_temperature) == (0.7, 1.0, 0, 0.0, None)
+    assert (own.temperature, own.top_p, own.top_k) == (0.4, 0.5, 0)
+    assert (common.temperature, common.top_p, common.top_k) == (0.2, 1.0, 3)
+
+
+def test_truncated_sampling_of_training_is_recorded_at_temperature_one() -> None:
+    generating = {"temperature": 0.7, "topP": 0.9, "topK": 5, "minP": 0.1, "allowTruncatedSampling": True}
+    asked = pipeline(actorInfer={"generating": generating})
+    train = agent_limits(asked, asked.envs[0], Stream.TRAIN)
+    assert (train.top_p, train.top_k, train.min_p, train.record_temperature) == (0.9, 5, 0.1, 1.0)
+
+
+@pytest.mark.parametrize(("deterministic", "asked", "timeout"), [(False, None, 60), (False, 5.0, 5), (True, None, None)])
+def test_a_step_may_take_a_minute_unless_said_otherwise_and_any_time_in_deterministic_runs(
+    deterministic: bool, asked: float | None, timeout: float | None
+) -> None:
+    env = {} if asked is None else {"stepTimeoutSeconds": asked}
+    made = pipeline(env, deterministic=deterministic)
+    assert agent_limits(made, made.envs[0], Stream.TRAIN).step_timeout == timeout
+
+
+def test_the_vocabulary_holds_what_the_agent_s_templates_write() -> None:
+    texts = describe_envs(pipeline({"agent": {"type": "step_wise"}})).texts
+    assert any("Steps taken" in text for text in texts)
+    assert {"0", "9"} <= set(texts)
+    with pytest.raises(InvalidConfig, match=r"envs\[0\].agent.type"):
+        describe_envs(pipeline({"agent": {"type": "nobody"}}))

@@ -1,0 +1,93 @@
+"""Pictures of an episode: one frame per state, as an animated GIF."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from agenticrun_workers.envs import Renders
+from agenticrun_workers.rollout.once import Once
+
+log = logging.getLogger(__name__)
+
+MAX_FRAMES = 100
+"""Of one GIF; of a longer episode evenly many states are shown, the last one always."""
+MAX_SIDE = 512
+"""Pixels; larger pictures are scaled down."""
+MIN_SIDE = 32
+MAX_BYTES = 1_048_576
+"""Of one GIF: pictures are scaled down until it fits."""
+FRAME_MS, LAST_FRAME_MS = 500, 1500
+
+_warn = Once(log.warning)
+
+
+class Filmed:
+    """An environment with a camera: every state that `reset` and `step` lead to becomes a frame.
+
+    Pictures are for people, so an environment that fails to draw loses them and not its episode.
+    """
+
+    def __init__(self, env: Renders) -> None:
+        self._env: Any = env
+        self.frames: list[NDArray[np.uint8]] = []
+        self.reset = self._then_frame(self._env.reset)
+        self.step = self._then_frame(self._env.step)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def _then_frame(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        async def async_call(*arguments: Any) -> Any:
+            result = await call(*arguments)
+            self._take_frame()
+            return result
+
+        @functools.wraps(call)
+        def sync_call(*arguments: Any) -> Any:
+            result = call(*arguments)
+            self._take_frame()
+            return result
+
+        return async_call if inspect.iscoroutinefunction(call) else sync_call
+
+    def _take_frame(self) -> None:
+        try:
+            frame = np.asarray(self._env.render())
+            if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
+                raise TypeError(f"render returned {frame.dtype} {list(frame.shape)}, not uint8 [height, width, 3]")
+            self.frames.append(frame.copy())
+        except Exception as error:  # an environment is a user's code and may raise anything
+            _warn(f"{type(self._env).__name__} cannot be drawn: {type(error).__name__}: {error}")
+
+
+def animated_gif(frames: Sequence[NDArray[np.uint8]]) -> bytes:
+    """The frames as a GIF that repeats for ever, of at most `MAX_BYTES`; empty without frames."""
+    if not frames:
+        return b""
+    chosen = sorted({round(place) for place in np.linspace(0, len(frames) - 1, min(MAX_FRAMES, len(frames)))})
+    height, width = frames[0].shape[:2]
+    scale = min(1.0, MAX_SIDE / max(height, width))
+    while max(height, width) * scale >= MIN_SIDE:
+        size = (max(1, round(width * scale)), max(1, round(height * scale)))
+        content = _encoded([Image.fromarray(frames[place]).resize(size) for place in chosen])
+        if len(content) <= MAX_BYTES:
+            return content
+        scale /= 2
+    return b""
+
+
+def _encoded(pictures: list[Image.Image]) -> bytes:
+    buffer = io.BytesIO()
+    duration = [FRAME_MS] * (len(pictures) - 1) + [LAST_FRAME_MS]
+    pictures[0].save(buffer, "GIF", save_all=True, append_images=pictures[1:], duration=duration, loop=0)
+    return buffer.getvalue()

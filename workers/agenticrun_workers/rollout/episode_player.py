@@ -1,0 +1,158 @@
+"""EpisodePlayer: one episode from its task to a judged trajectory, inside an env worker."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from agenticrun_api import Pipeline
+from agenticrun_workers.agents import Agent, ChatFormat, Generate, random_valid_policy
+from agenticrun_workers.envs import Env, Renders, make_env
+from agenticrun_workers.rollout.camera import Filmed, animated_gif
+from agenticrun_workers.rollout.datasets import EpisodeItems
+from agenticrun_workers.rollout.demonstrations import Demonstrations
+from agenticrun_workers.rollout.generation_client import GenerationClient
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.judges import JudgePanel, judged_episode
+from agenticrun_workers.rollout.once import Once
+from agenticrun_workers.rollout.seeds import episode
+from agenticrun_workers.rollout.transcript import transcript
+from agenticrun_workers.types import EpisodeKey, Generation, GenerationRequest, StopReason, Stream, Trajectory, Turn
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a run's episodes are about, and who judges them."""
+
+    items: EpisodeItems
+    judges: JudgePanel
+    demonstrations: Demonstrations | None
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> Sources:
+        """Reads data sets and builds judges. Blocks. Raises `InvalidConfig`."""
+        return cls(EpisodeItems(pipeline), JudgePanel.of(pipeline), Demonstrations.of(pipeline))
+
+
+@dataclass
+class Played:
+    """An episode that is being played, or was."""
+
+    task: GroupTask
+    key: EpisodeKey
+    answers: list[Generation] = field(default_factory=list)
+    """What the engines sampled for it so far."""
+    film: Filmed | None = None
+    trajectory: Trajectory | None = None
+    """None until it is over."""
+
+    @property
+    def told(self) -> bool:
+        """Whether people want to read this episode: the first member's, where the task asks for it."""
+        return self.key.member == self.task.members[0]
+
+    def abandoned(self) -> Trajectory:
+        """What is left of an episode that was stopped: its sampled tokens, for the books."""
+        turns = tuple(Turn(a.tokens_T[:0], a.tokens_T, a.logprobs_T, a.versions_T, 0.0) for a in self.answers)
+        return Trajectory(self.key, self.task.tag, turns, StopReason.ABORTED, error="enough other members had finished")
+
+
+class EpisodePlayer:
+    """Plays the episodes of one env worker, many at once.
+
+    Args:
+        agents: by tag and stream.
+        client: the way to the engines.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        chat: ChatFormat,
+        agents: Mapping[tuple[str, Stream], Agent],
+        sources: Sources,
+        client: GenerationClient,
+    ) -> None:
+        self._pipeline = pipeline
+        self._chat = chat
+        self._agents = agents
+        self._sources = sources
+        self._client = client
+        self._idle_envs: dict[str, list[Env]] = defaultdict(list)
+        self._report = Once(log.exception)
+
+    async def play(self, played: Played) -> None:
+        """Play it to its end; its environment goes back to the idle ones if nothing went wrong. Raises nothing."""
+        task, key = played.task, played.key
+        if task.demonstration:
+            assert self._sources.demonstrations is not None
+            played.trajectory = self._sources.demonstrations.trajectory(key, task.tag, self._chat)
+            return
+        try:
+            env = self._env(task.tag)
+            generate = random_valid_policy(env, self._chat) if task.random_policy else self._client.generate
+            asked = episode(self._pipeline.seed, key, task.tag, task.attempt, self._item(task))
+            agent = self._agents[task.tag, task.stream]
+            trajectory = await agent.collect_trajectory(asked, self._filmed(env, played), _counted(generate, played))
+        except Exception as error:  # an agent is a user's code and may raise anything: it costs this episode
+            message = f"{type(error).__name__}: {error}"
+            self._report(f"an agent failed in {task.tag}: {message}")
+            trajectory = Trajectory(key, task.tag, (), StopReason.ENV_ERROR, error=message)
+        else:
+            if trajectory.stop_reason.trainable:
+                self._idle_envs[task.tag].append(env)
+        finally:
+            self._client.end_session(str(key))
+        played.trajectory = trajectory
+
+    async def judge(self, played: Played) -> None:
+        """Add what the judges say. Random play is not judged: nothing reads it."""
+        task, trajectory = played.task, played.trajectory
+        assert trajectory is not None
+        policy_played = not task.random_policy and not task.demonstration
+        if policy_played and trajectory.stop_reason.trainable and self._sources.judges.judges(task.tag):
+            seen = judged_episode(trajectory, self._chat, self._item(task))
+            played.trajectory = await self._sources.judges.apply(trajectory, seen)
+
+    def result(self, played: Played, store: int) -> EpisodeResult:
+        """The scalars, with text and pictures if the task asks for them."""
+        task, trajectory = played.task, played.trajectory
+        assert trajectory is not None
+        return EpisodeResult.of(
+            trajectory,
+            attempt=task.attempt,
+            store=store,
+            transcript=transcript(trajectory, self._chat) if task.transcript and played.told else "",
+            frames=animated_gif(played.film.frames) if played.film else b"",
+        )
+
+    def _env(self, tag: str) -> Env:
+        if self._idle_envs[tag]:
+            return self._idle_envs[tag].pop()
+        spec = self._pipeline.env(tag)
+        return make_env(spec.type, spec.config)
+
+    def _item(self, task: GroupTask) -> Mapping[str, Any] | None:
+        return self._sources.items.of(task.tag, task.stream, task.group)
+
+    def _filmed(self, env: Env, played: Played) -> Env:
+        if not (played.task.frames and played.told and isinstance(env, Renders)):
+            return env
+        played.film = Filmed(env)
+        return cast(Env, played.film)
+
+
+def _counted(generate: Generate, played: Played) -> Generate:
+    """Remembers what was sampled, so that a stopped episode's tokens are not lost from the books."""
+
+    async def counting(request: GenerationRequest) -> Generation:
+        generation = await generate(request)
+        played.answers.append(generation)
+        return generation
+
+    return counting
