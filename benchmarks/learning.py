@@ -17,29 +17,30 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import yaml
 
-from agenticrun_api import AgenticRun, parse_run
+from agenticrun_api import AgenticRun
+from agenticrun_api.overrides import load_run_with
 from agenticrun_workers.agents import ChatFormat, Generate, random_valid_policy
 from agenticrun_workers.envs import Env, make_env
 from agenticrun_workers.inference import TransformersEngine
 from agenticrun_workers.models import load_model, load_tokenizer
-from agenticrun_workers.pipeline.advantages import compute_advantages
 from agenticrun_workers.pipeline.batch_plan import plan_batch
-from agenticrun_workers.pipeline.strategies import loss_spec, make_model_files, optimizer_spec
+from agenticrun_workers.pipeline.credit import assign, kl_controller, most_uncertain, updated
+from agenticrun_workers.pipeline.model_source import ModelSource, ModelSources
+from agenticrun_workers.pipeline.rank_actor import CRITIC, REFERENCE
+from agenticrun_workers.pipeline.strategies import make_model_files
+from agenticrun_workers.pipeline.trainers import Prepared, TrainerActor
 from agenticrun_workers.rollout.env_worker import build_agents, describe_envs
 from agenticrun_workers.rollout.groups import EpisodeResult, Group, tag_cycle
 from agenticrun_workers.rollout.seeds import episode
-from agenticrun_workers.training import Sample, TorchStrategy
-from agenticrun_workers.training.samples import policy_sample, supervised_sample
+from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "frozen-lake.yaml"
@@ -71,6 +72,15 @@ class Outcome:
         return self.final >= max(GOAL, 3 * self.random)
 
 
+class Trainer(TrainerActor):
+    """A rank of the product's, called without Ray, on trajectories that it is given."""
+
+    held: dict[EpisodeKey, Trajectory]
+
+    def _fetch(self, keys: Sequence[tuple[EpisodeKey, int]]) -> list[Trajectory]:
+        return [self.held[key] for key, _ in keys]
+
+
 class Learner:
     """One seed's run."""
 
@@ -84,14 +94,13 @@ class Learner:
         self._chat = ChatFormat(tokenizer)
         self._agents = build_agents(self._pipeline, tokenizer)
         self._tags = tag_cycle(self._pipeline.train_envs.shares())
-        self._loss = loss_spec(self._pipeline)
         self._engine = TransformersEngine(lambda: load_model(str(folder)), max_length=self._pipeline.sequence_length)
-        self._strategy = TorchStrategy(
-            lambda: load_model(str(folder)),
-            optimizer_spec(self._pipeline),
-            max_tokens=self._pipeline.actor_train.training.max_tokens_per_micro_batch,
-            temperature=self._pipeline.actor_infer.generating.temperature,
-        )
+        sources = ModelSources.of(ModelSource(str(folder)), self._pipeline)
+        hosted = {CRITIC} if self._pipeline.uses_critic else set()
+        hosted |= {REFERENCE} if self._pipeline.uses_reference else set()
+        self._trainer = Trainer(0, 1, self._pipeline, frozenset(hosted))
+        self._trainer.setup(sources, ("", 0), torch.get_num_threads())
+        self._kl = kl_controller(self._pipeline, None)
 
     async def learn(self) -> Outcome:
         """Warm up, then train to the last step."""
@@ -121,7 +130,10 @@ class Learner:
             assert warmup is not None
             groups = range(step * warmup.batch_size, (step + 1) * warmup.batch_size)
             played = await self._play(Stream.WARMUP, groups, 1, random=True)
-            self._strategy.supervised_step([supervised_sample(t, warmup.observation_weight) for t in played])
+            self._trainer.held = {trajectory.key: trajectory for trajectory in played}
+            self._trainer.warm_up([(key, 0) for key in self._trainer.held])
+        if self._pipeline.uses_reference:
+            self._trainer.load_reference(self._trainer.export_weights() or {})
         await self._publish(0)
 
     async def _step(self, step: int, outcome: Outcome) -> None:
@@ -138,24 +150,24 @@ class Learner:
 
     def _train(self, played: list[Trajectory], version: int) -> None:
         results = [EpisodeResult.of(trajectory) for trajectory in played]
-        by_key = {trajectory.key: trajectory for trajectory in played}
         numbers = sorted({result.key.group for result in results})
         groups = tuple(Group(n, results[0].tag, tuple(r for r in results if r.key.group == n)) for n in numbers)
-        advantages = compute_advantages(self._pipeline, [r for group in groups for r in group.results])
-        [job] = plan_batch(self._pipeline, groups, advantages.per_trajectory, 1, version)
-        samples: list[Sample] = []
-        for item in job.items:
-            trajectory = by_key[item.key]
-            spread_T = np.zeros(trajectory.num_tokens)
-            spread_T[trajectory.response_mask_T] = item.advantages
-            samples.append(policy_sample(trajectory, spread_T))
-        old = self._strategy.compute_log_probs(samples) if len(job.mini_batches) > 1 else None
-        for chosen in job.mini_batches:
-            self._strategy.train_step([samples[i] for i in chosen], self._loss, old and [old[i] for i in chosen])
+        if self._pipeline.algorithm.variance_filter is not None:
+            groups = most_uncertain(groups, self._pipeline.algorithm.variance_filter.keep)
+        results = [result for group in groups for result in group.results]
+        self._trainer.held = {trajectory.key: trajectory for trajectory in played}
+        [plan] = plan_batch(self._pipeline, groups, 1, version)
+        prepared: Prepared = unpack(self._trainer.prepare(pack(plan)))
+        credits = assign(self._pipeline, results, prepared.kl, self._kl.coef)
+        self._trainer.credit(pack(credits))
+        self._trainer.train(version, version > self._pipeline.critic_warmup)
+        if prepared.kl is not None:
+            self._kl, _ = updated(self._kl, results, prepared.kl)
 
     async def _publish(self, version: int) -> None:
-        self._strategy.policy_version = version
-        await self._engine.update_weights(dict(self._strategy.export_weights()), version)
+        weights = self._trainer.export_weights()
+        assert weights is not None
+        await self._engine.update_weights(weights, version)
 
     async def _play(self, stream: Stream, groups: Iterable[int], members: int, *, random: bool = False) -> list[Trajectory]:
         keys = [EpisodeKey(stream, group, member) for group in groups for member in range(members)]
@@ -170,19 +182,6 @@ class Learner:
         trajectory = await agent.collect_trajectory(episode(self._pipeline.seed, key, tag), env, generate)
         assert trajectory.stop_reason.trainable, trajectory.error
         return trajectory
-
-
-def load(path: Path, changes: list[str]) -> AgenticRun:
-    """The run in a YAML file, with `spec`-relative PATH=VALUE changes."""
-    document: dict[str, Any] = yaml.safe_load(path.read_text())
-    for change in changes:
-        where, _, value = change.partition("=")
-        *parents, last = where.split(".")
-        place = document["spec"]
-        for name in parents:
-            place = place[int(name)] if isinstance(place, list) else place.setdefault(name, {})
-        place[last] = yaml.safe_load(value)
-    return parse_run(document)
 
 
 def table(outcomes: list[Outcome]) -> str:
@@ -217,9 +216,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    run = load(arguments.run, arguments.set)
+    run = load_run_with(arguments.run, arguments.set)
     if arguments.quick:
-        run = load(arguments.run, [*arguments.set, f"pipeline.maxSteps={max(1, run.spec.pipeline.max_steps // 6)}"])
+        run = load_run_with(arguments.run, [*arguments.set, f"pipeline.maxSteps={max(1, run.spec.pipeline.max_steps // 6)}"])
     outcomes: list[Outcome] = []
     for seed in arguments.seeds[:1] if arguments.quick else arguments.seeds:
         with tempfile.TemporaryDirectory() as folder:

@@ -54,7 +54,7 @@ class EnvSpec(Model):
     config: Open = {}
     """Keyword arguments of the environment."""
     dataset: DatasetSpec | None = None
-    """Each episode is about one item: group number g plays item g of the shuffled epochs."""
+    """Each episode is about one item: the k-th group of this tag plays item k of the shuffled epochs."""
     max_steps: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Turn limit of an episode."""
     max_tokens_per_step: Annotated[int, Field(ge=1, le=131_072)] = 128

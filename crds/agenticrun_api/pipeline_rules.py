@@ -19,7 +19,7 @@ def _corrects(p: Any) -> bool:
 
 
 def _whitens(p: Any) -> bool:
-    return p.algorithm.whiten_advantages or p.algorithm.whiten_rewards or p.algorithm.name.startswith("reinforce_plus_plus")
+    return bool(p.algorithm.whiten_advantages or p.algorithm.whiten_rewards) or "reinforce_plus_plus" in p.algorithm.name
 
 
 _CORRECTS = f"({_ALGORITHM}.pgVariant == 'decoupled' || (has(self.trainInferCorrection) && has(self.trainInferCorrection.isWeight)))"
@@ -190,4 +190,19 @@ DETERMINISTIC_RULES = (
     ),
 )
 
-PIPELINE_RULES = (*BATCH_RULES, *TAG_RULES, *ALGORITHM_RULES, *OFF_POLICY_RULES, *DETERMINISTIC_RULES)
+REPLAY_RULES = (
+    Rule(
+        "!has(self.record) || !has(self.record.replay) || self.evalSteps == 0",
+        "a replay plays nothing: set evalSteps: 0",
+        ".evalSteps",
+        lambda p: p.record is None or p.record.replay is None or p.eval_steps == 0,
+    ),
+    Rule(
+        "!has(self.record) || !has(self.record.replay) || !has(self.warmup)",
+        "a replay plays nothing: leave warmup out, and start from the recorded run's first weights with spec.model.path",
+        ".warmup",
+        lambda p: p.record is None or p.record.replay is None or p.warmup is None,
+    ),
+)
+
+PIPELINE_RULES = (*BATCH_RULES, *TAG_RULES, *ALGORITHM_RULES, *OFF_POLICY_RULES, *DETERMINISTIC_RULES, *REPLAY_RULES)

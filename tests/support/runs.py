@@ -405,6 +405,20 @@ RULE_CASES: tuple[RuleCase, ...] = (
         ((f"{_P}.rewardNormalization", {"grouping": "tag"}), (f"{_P}.algorithm.name", "reinforce")),
     ),
     RuleCase(
+        Pipeline,
+        "a replay plays nothing: set evalSteps",
+        f"{_P}.evalSteps",
+        ((f"{_P}.record", {"replay": "/b"}), (f"{_P}.valEnvs", _VAL), (f"{_P}.evalSteps", 1)),
+        ((f"{_P}.record", {"to": "/b"}), (f"{_P}.valEnvs", _VAL), (f"{_P}.evalSteps", 1)),
+    ),
+    RuleCase(
+        Pipeline,
+        "a replay plays nothing: leave warmup out",
+        f"{_P}.warmup",
+        ((f"{_P}.record", {"replay": "/b"}), (f"{_P}.warmup", {"steps": 1})),
+        ((f"{_P}.record", {"to": "/b"}), (f"{_P}.warmup", {"steps": 1})),
+    ),
+    RuleCase(
         InitializeModel,
         "hiddenSize must be a multiple of heads",
         "spec.model.initialize.hiddenSize",

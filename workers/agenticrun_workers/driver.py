@@ -32,6 +32,7 @@ from agenticrun_workers.pipeline.requests import Requests
 from agenticrun_workers.pipeline.session import Session, exit_code, fail_early
 from agenticrun_workers.reporting.client import ReporterClient
 from agenticrun_workers.reporting.sink import ProgressSink
+from agenticrun_workers.storage import Folder
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def _session(run: AgenticRun, attempt: Attempt, sink: ProgressSink, requests: Re
     return Session(
         run=run,
         attempt=attempt,
-        output=base,
+        output=Folder(base).local_path or Path(WORK_DIR) / run.metadata.name,
         checkpoints=base if checkpoint else None,
         resume=checkpoint.resume if checkpoint else "Never",
         sink=sink,

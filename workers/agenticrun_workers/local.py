@@ -16,7 +16,6 @@ import ray
 from rich.console import Console
 
 from agenticrun_api import AgenticRun, FinalReport
-from agenticrun_api.names import WORKER_ROLES
 from agenticrun_workers.pipeline.board import Attempt
 from agenticrun_workers.pipeline.requests import Requests
 from agenticrun_workers.pipeline.session import Session
@@ -37,7 +36,7 @@ def run_locally(run: AgenticRun, output: Path, code: Path, console: Console) -> 
     """
     output.mkdir(parents=True, exist_ok=True)
     display: LiveDisplay | PlainDisplay = LiveDisplay(console, run) if console.is_terminal else PlainDisplay(console)
-    with _log_file(output / "run.log"), _embedded_ray(run, code), display:
+    with _log_file(output / "run.log"), embedded_ray(run, code), display:
         return asyncio.run(_train(run, output, display))
 
 
@@ -58,7 +57,7 @@ async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalRepo
         run=run,
         attempt=Attempt(run.metadata.uid or "local", f"{run.metadata.name}-local", 1),
         output=output,
-        checkpoints=output / "checkpoints",
+        checkpoints=str(output / "checkpoints"),
         resume=checkpoint.resume if checkpoint else "Auto",
         sink=sink,
         requests=requests,
@@ -67,10 +66,10 @@ async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalRepo
 
 
 @contextmanager
-def _embedded_ray(run: AgenticRun, code: Path) -> Iterator[None]:
+def embedded_ray(run: AgenticRun, code: Path) -> Iterator[None]:
     """A Ray of our own whose one node offers all roles. Its files go with it."""
     roles = run.spec.roles
-    resources = {role.value: float(roles.replicas(role) * roles.ranks(role)) for role in WORKER_ROLES}
+    resources = {role.value: float(roles.replicas(role) * roles.ranks(role)) for role in roles.workers}
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(code), *([path] if path else [])])
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.pipeline.advantages import compute_advantages
-from agenticrun_workers.pipeline.batch_plan import RankJob, balance, plan_batch
+from agenticrun_workers.pipeline.batch_plan import RankPlan, balance, plan_batch
 from agenticrun_workers.rollout.groups import Group
 from rollout_fakes import result
 
@@ -35,9 +32,8 @@ def groups(*members: int) -> tuple[Group, ...]:
     )
 
 
-def plan(config: Pipeline, batch: tuple[Group, ...], ranks: int, version: int = 1) -> list[RankJob]:
-    results = [r for group in batch for r in group.results]
-    return plan_batch(config, batch, [np.full(r.response_tokens, i, np.float32) for i, r in enumerate(results)], ranks, version)
+def plan(config: Pipeline, batch: tuple[Group, ...], ranks: int, version: int = 1) -> list[RankPlan]:
+    return plan_batch(config, batch, ranks, version)
 
 
 @given(ranks=st.integers(1, 5), epochs=st.integers(1, 3), chunk=st.sampled_from([2, 4, 8]))
@@ -45,7 +41,7 @@ def test_every_trajectory_trains_once_per_epoch_on_one_rank(ranks: int, epochs: 
     config = pipeline(algorithm={"ppoEpochs": epochs}, actorTrain={"training": {"miniBatchSize": chunk}})
     jobs = plan(config, groups(2, 2, 2, 2), ranks)
     assert {len(job.mini_batches) for job in jobs} == {8 // chunk * epochs}
-    trained = Counter(job.items[i].key for job in jobs for mini_batch in job.mini_batches for i in mini_batch)
+    trained = Counter(job.items[i][0] for job in jobs for mini_batch in job.mini_batches for i in mini_batch)
     assert set(trained.values()) == {epochs}
     assert len(trained) == 8
 
@@ -53,19 +49,13 @@ def test_every_trajectory_trains_once_per_epoch_on_one_rank(ranks: int, epochs: 
 def test_groups_are_kept_whole_in_a_mini_batch() -> None:
     jobs = plan(pipeline(actorTrain={"training": {"miniBatchSize": 4}}), groups(2, 2, 2, 2), ranks=2)
     for step in range(2):
-        members = Counter(job.items[i].key.group for job in jobs for i in job.mini_batches[step])
+        members = Counter(job.items[i][0].group for job in jobs for i in job.mini_batches[step])
         assert set(members.values()) == {2}
 
 
 def test_a_group_that_lost_a_member_trains_with_the_rest() -> None:
     jobs = plan(pipeline(), groups(2, 1, 2, 2), ranks=2)
     assert sum(len(job.items) for job in jobs) == 7
-
-
-def test_each_item_keeps_its_own_advantages() -> None:
-    (job,) = plan(pipeline(), groups(2, 2, 2, 2), ranks=1)
-    assert [item.advantages[0] for item in job.items] == list(range(8))
-    assert [len(item.advantages) for item in job.items] == [r.response_tokens for g in groups(2, 2, 2, 2) for r in g.results]
 
 
 def test_mini_batches_are_drawn_anew_each_step_and_the_same_after_a_resume() -> None:
@@ -81,18 +71,3 @@ def test_ranks_differ_by_no_more_than_the_longest_trajectory(lengths: list[int],
     loads = [sum(r.tokens for r in share) for share in balance(results, ranks)]
     assert max(loads) - min(loads) <= max(lengths)
     assert sum(loads) == sum(lengths)
-
-
-def test_group_advantages_compare_members_and_are_constant_over_a_trajectory() -> None:
-    batch = [r for group in groups(2, 2) for r in group.results]
-    advantages = compute_advantages(pipeline(algorithm={"name": "rloo"}), batch)
-    assert [a.tolist() for a in advantages.per_trajectory] == [
-        pytest.approx([sign] * r.response_tokens) for sign, r in zip([-1, 1, -1, 1], batch, strict=True)
-    ]
-    assert advantages.zero_variance_share == 0.0
-
-
-def test_reinforce_discounts_towards_the_last_response_token() -> None:
-    config = pipeline(algorithm={"name": "reinforce", "gamma": 0.5})
-    (advantages,) = compute_advantages(config, [result(0, score=8.0, tokens=12)]).per_trajectory
-    assert advantages.tolist() == [2.0, 4.0, 8.0]

@@ -7,20 +7,27 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agenticrun_api import Activity, Commands, Pipeline, Progress
-from agenticrun_workers.pipeline.batch_plan import RankJob
+from agenticrun_api.spec import Tracking
+from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.pipeline.board import Attempt, ProgressBoard
 from agenticrun_workers.pipeline.checkpoints import CheckpointStore, DriverState
+from agenticrun_workers.pipeline.credit import TurnCredits
+from agenticrun_workers.pipeline.guards import GuardTripped
 from agenticrun_workers.pipeline.loop import Loop, LoopParts
 from agenticrun_workers.pipeline.metrics import Metrics
 from agenticrun_workers.pipeline.requests import Requests, StopRequested
+from agenticrun_workers.pipeline.samples import SampleWriter
+from agenticrun_workers.pipeline.trainers import Prepared
 from agenticrun_workers.pipeline.validation import Validator
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.errors import RolloutFailed
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.group_plan import GroupPlan
+from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupTask
 from agenticrun_workers.types import Stream
 from rollout_fakes import FakePlayers
 
@@ -79,10 +86,12 @@ class Run:
         self.players = Players(self.events)
         self.sink = Sink()
         self.requests = Requests()
-        self.ranks = 2
-        gate = StalenessGate.resumed(2, 2, 0, resume.step if resume else 0)
+        self.savers = {"actor_train": self.save}
+        self.measured: Metrics = {"actor/pg_loss": 0.0}
+        self.kl: float | None = None
+        gate = StalenessGate.resumed(2, 2, self.pipeline.staleness.max, resume.step if resume else 0)
         position = RolloutPosition(resume.next_group, resume.again) if resume else RolloutPosition()
-        self.rollout = RolloutController(self.players, gate, tags=("A",), group_size=2, discard=self.discard, position=position)
+        self.rollout = RolloutController(self.players, gate, GroupPlan.of(self.pipeline), discard=self.discard, position=position)
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.store = CheckpointStore(folder, "uid", keep=5)
         parts = LoopParts(
@@ -95,6 +104,7 @@ class Run:
             discard=self.discard,
             checkpoints=self.store,
             trackers=[self],
+            samples=SampleWriter(folder, Tracking(), self.pipeline),
             board=ProgressBoard(self.sink, Attempt("uid", "run-1", 1), self.pipeline.max_steps),
             requests=self.requests,
             failures=[self.failure],
@@ -106,10 +116,19 @@ class Run:
             self.events.append("warm up")
             yield {"warmup/loss": 1.0}
 
-    async def train(self, jobs: list[RankJob]) -> Metrics:
-        assert len(jobs) == self.ranks
-        self.events.append(f"train version {jobs[0].version}")
-        return {"actor/pg_loss": 0.0}
+    async def freeze_reference(self) -> None:
+        self.events.append("freeze the reference")
+
+    async def prepare(self, groups: tuple[Group, ...], version: int) -> Prepared:
+        self.prepared = groups
+        if self.kl is None:
+            return Prepared(None)
+        return Prepared({r.key: np.full(r.turns, self.kl) for group in groups for r in group.results})
+
+    async def train(self, credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics:
+        self.credits = credits
+        self.events.append(f"train {'' if train_actor else 'the critic of '}version {version}")
+        return dict(self.measured)
 
     def export_weights(self) -> str:
         return "weights"
@@ -118,9 +137,13 @@ class Run:
         self.players.version = version
         self.events.append(f"sync {version}")
 
-    async def save(self, folder: Path) -> None:
-        (folder / "rank-0").touch()
-        self.events.append(f"save {folder.parent.name}")
+    async def stats(self) -> Mapping[str, EngineStats]:
+        return {}
+
+    async def save(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "rank-0").touch()
+        self.events.append(f"save {Path(folder).parent.name}")
 
     async def discard(self, results: list[EpisodeResult]) -> None:
         self.discarded += results
@@ -136,6 +159,7 @@ async def test_a_fresh_run_goes_through_its_steps_in_order(tmp_path: Path) -> No
     await run.loop.run()
     assert run.events == [
         "warm up",
+        "freeze the reference",
         "play validation randomly",
         "sync 0",
         "play validation",
@@ -230,3 +254,47 @@ async def test_validation_plays_the_same_levels_each_time(tmp_path: Path) -> Non
     await run.loop.run()
     validated = [task for task in run.players.tasks if task.stream is Stream.VALIDATION]
     assert sorted(task.group for task in validated) == sorted([*range(6)] * 4)
+
+
+async def test_engines_get_new_weights_every_model_update_frequency_steps_and_before_each_validation(tmp_path: Path) -> None:
+    staleness = {"max": 2, "offPolicy": "Ignore"}
+    run = Run(tmp_path, maxSteps=6, modelUpdateFrequency=3, evalSteps=4, staleness=staleness)
+    await run.loop.run()
+    assert [event for event in run.events if event.startswith("sync")] == ["sync 0", "sync 3", "sync 4", "sync 6"]
+
+
+async def test_the_critic_trains_alone_during_its_warm_up(tmp_path: Path) -> None:
+    run = Run(tmp_path, evalSteps=0, criticWarmup=2, algorithm={"name": "gae"}, critic={})
+    await run.loop.run()
+    trained = [event for event in run.events if event.startswith("train")]
+    assert trained == ["train the critic of version 1", "train the critic of version 2", "train version 3"]
+
+
+async def test_a_variance_filter_trains_on_the_most_uncertain_groups(tmp_path: Path) -> None:
+    run = Run(tmp_path, maxSteps=1, evalSteps=0, algorithm={"varianceFilter": {"keep": 0.5}})
+    await run.loop.run()
+    assert len(run.prepared) == 1
+    assert run.logged[-1][1]["group/filtered"] == 1.0
+    assert len(run.discarded) == 4
+
+
+async def test_the_kl_coefficient_adapts_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+    algorithm = {"name": "reinforce", "rewardKl": {"coef": 0.1, "targetKl": 0.01, "horizon": 40}}
+    run = Run(tmp_path, maxSteps=2, evalSteps=0, saveSteps=1, algorithm=algorithm)
+    run.kl = 1.0
+    await run.loop.run()
+    assert [metrics["critic/kl_coef"] for _, metrics in run.logged] == pytest.approx([0.1, 0.1 * 1.02])
+    saved = run.store.newest()
+    assert saved is not None
+    again = Run(tmp_path, resume=saved.driver_state(), maxSteps=3, evalSteps=0, algorithm=algorithm)
+    again.kl = 1.0
+    await again.loop.run()
+    assert again.credits.kl_coef == pytest.approx(0.1 * 1.02**2)
+
+
+async def test_a_guard_that_may_fail_the_run_does_so_after_the_step_is_logged(tmp_path: Path) -> None:
+    run = Run(tmp_path, evalSteps=0, guards={"minEntropy": 0.5, "patience": 2, "action": "Fail"})
+    run.measured = {"actor/entropy": 0.1}
+    with pytest.raises(GuardTripped, match="entropy"):
+        await run.loop.run()
+    assert [metrics["guard/entropy"] for _, metrics in run.logged] == [0.0, 1.0]

@@ -9,28 +9,17 @@ import numpy as np
 from agenticrun_api import Pipeline
 from agenticrun_workers.rollout.groups import EpisodeResult, Group
 from agenticrun_workers.rollout.seeds import derive
-from agenticrun_workers.types import EpisodeKey, FloatArray
+from agenticrun_workers.types import EpisodeKey
 
 
 @dataclass(frozen=True)
-class TrainItem:
-    """One trajectory to train on."""
+class RankPlan:
+    """What one rank holds of a batch, and in which order it trains on it."""
 
-    key: EpisodeKey
-    store: int
-    advantages: FloatArray
-    """float32 [response tokens]"""
-
-
-@dataclass(frozen=True)
-class RankJob:
-    """What one rank does in one training step."""
-
-    items: tuple[TrainItem, ...]
+    items: tuple[tuple[EpisodeKey, int], ...]
+    """(key, store) of each trajectory."""
     mini_batches: tuple[tuple[int, ...], ...]
     """Indices into `items`, one tuple per optimizer step. Every rank has the same number; a tuple may be empty."""
-    version: int
-    """The policy version that this step makes."""
 
 
 def optimizer_steps_per_batch(pipeline: Pipeline) -> int:
@@ -39,21 +28,19 @@ def optimizer_steps_per_batch(pipeline: Pipeline) -> int:
     return pipeline.rollout_batch_size // size * pipeline.algorithm.ppo_epochs
 
 
-def plan_batch(pipeline: Pipeline, groups: tuple[Group, ...], advantages: list[FloatArray], ranks: int, version: int) -> list[RankJob]:
-    """One job per rank. Mini-batches hold whole groups, drawn anew in each epoch; ranks get equal shares of tokens.
+def plan_batch(pipeline: Pipeline, groups: tuple[Group, ...], ranks: int, version: int) -> list[RankPlan]:
+    """One plan per rank. Mini-batches hold whole groups, drawn anew in each epoch; ranks get equal shares of tokens.
 
-    `advantages` are those of the groups' trajectories in order. The draw depends on (seed, version, epoch) only.
+    The draw depends on (seed, version, epoch) only. `version` is the one that this step makes.
     """
     epochs = pipeline.algorithm.ppo_epochs
     chunks = optimizer_steps_per_batch(pipeline) // epochs
-    items = _items(groups, advantages)
-    jobs: list[list[TrainItem]] = [[] for _ in range(ranks)]
+    items: list[list[tuple[EpisodeKey, int]]] = [[] for _ in range(ranks)]
     place: dict[EpisodeKey, tuple[int, int]] = {}
-    flat = [result for group in groups for result in group.results]
-    for rank, share in enumerate(balance(flat, ranks)):
+    for rank, share in enumerate(balance([result for group in groups for result in group.results], ranks)):
         for result in share:
-            place[result.key] = (rank, len(jobs[rank]))
-            jobs[rank].append(items[result.key])
+            place[result.key] = (rank, len(items[rank]))
+            items[rank].append((result.key, result.store))
     mini_batches: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
     for epoch in range(epochs):
         order = np.random.default_rng(derive(pipeline.seed, "mini-batches", version, epoch)).permutation(len(groups))
@@ -61,7 +48,7 @@ def plan_batch(pipeline: Pipeline, groups: tuple[Group, ...], advantages: list[F
             chosen = [place[result.key] for index in sorted(chunk) for result in groups[index].results]
             for rank in range(ranks):
                 mini_batches[rank].append(tuple(index for owner, index in chosen if owner == rank))
-    return [RankJob(tuple(jobs[rank]), tuple(mini_batches[rank]), version) for rank in range(ranks)]
+    return [RankPlan(tuple(items[rank]), tuple(mini_batches[rank])) for rank in range(ranks)]
 
 
 def balance(results: list[EpisodeResult], ranks: int) -> list[list[EpisodeResult]]:
@@ -74,8 +61,3 @@ def balance(results: list[EpisodeResult], ranks: int) -> list[list[EpisodeResult
         shares[lightest].append(result)
         loads[lightest] += result.tokens
     return [sorted(share, key=lambda r: order[r.key]) for share in shares]
-
-
-def _items(groups: tuple[Group, ...], advantages: list[FloatArray]) -> dict[EpisodeKey, TrainItem]:
-    results = [result for group in groups for result in group.results]
-    return {r.key: TrainItem(r.key, r.store, a) for r, a in zip(results, advantages, strict=True)}

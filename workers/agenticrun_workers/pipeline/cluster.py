@@ -11,8 +11,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_workers.pipeline.engines import EngineActor, EnginePool
-from agenticrun_workers.pipeline.model_source import ModelSource
-from agenticrun_workers.pipeline.trainers import TrainerActor, TrainerGroup
+from agenticrun_workers.pipeline.model_source import ModelSource, ModelSources
+from agenticrun_workers.pipeline.rank_actor import CRITIC, REFERENCE
+from agenticrun_workers.pipeline.scorers import CriticActor, ReferenceActor
+from agenticrun_workers.pipeline.trainer_group import TrainerGroup
+from agenticrun_workers.pipeline.trainers import TrainerActor
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker, Texts
 from agenticrun_workers.rollout.groups import EpisodeResult
@@ -21,6 +24,10 @@ from agenticrun_workers.rollout.store import TrajectoryStore
 from agenticrun_workers.types import EpisodeKey
 
 log = logging.getLogger(__name__)
+
+OWN_PODS = {REFERENCE: Role.REFERENCE, CRITIC: Role.CRITIC}
+SCORERS: dict[str, type] = {REFERENCE: ReferenceActor, CRITIC: CriticActor}
+"""Models that share the trainer's pods unless their role is given."""
 
 MANY_CALLS = 10_000
 """Calls that an async actor may have under way."""
@@ -105,21 +112,36 @@ class RunCluster:
         return placement
 
     async def _start_trainers(self) -> None:
-        world = self._count(Role.TRAINER)
-        actors = [self._actor(TrainerActor, Role.TRAINER, rank, world, self._pipeline) for rank in range(world)]
-        placements = await asyncio.gather(*(self._place(actor) for actor in actors))
-        self._source.set_result(await self._make_source(actors[0]))
-        meeting = await actors[0].rendezvous.remote()
-        threads = self._threads(Role.TRAINER)
-        await asyncio.gather(*(actor.setup.remote(self._source.result(), meeting, threads) for actor in actors))
+        own = {part: role for part, role in OWN_PODS.items() if self._run.spec.roles.has(role)}
+        used = {CRITIC} if self._pipeline.uses_critic else set()
+        used |= {REFERENCE} if self._pipeline.uses_reference else set()
+        trainers = self._ranks(TrainerActor, Role.TRAINER, frozenset(used - own.keys()))
+        others = {part: self._ranks(SCORERS[part], role) for part, role in own.items()}
+        placements = await asyncio.gather(*(self._place(actor) for actor in trainers))
+        self._source.set_result(await self._make_source(trainers[0]))
+        sources = ModelSources.of(self._source.result(), self._pipeline)
+        await asyncio.gather(
+            self._set_up(trainers, Role.TRAINER, sources),
+            *(self._set_up(actors, OWN_PODS[part], sources) for part, actors in others.items()),
+            *(self._place(actor) for actors in others.values() for actor in actors),
+        )
         for node_id in dict.fromkeys(placement.node_id for placement in placements):
             here = NodeAffinitySchedulingStrategy(node_id, soft=False)
             store = ray.remote(TrajectoryStore).options(num_cpus=0, max_concurrency=MANY_CALLS, scheduling_strategy=here)
             self.stores.append(store.remote())
         self._actors += self.stores
         self._watchers = [asyncio.create_task(_until_death(store), name="store") for store in self.stores]
-        await asyncio.gather(*(actor.set_stores.remote(self.stores) for actor in actors))
-        self.trainers = TrainerGroup(actors)
+        ranks = [*trainers, *(actor for actors in others.values() for actor in actors)]
+        await asyncio.gather(*(actor.set_stores.remote(self.stores) for actor in ranks))
+        self.trainers = TrainerGroup(self._pipeline, trainers, others)
+
+    def _ranks(self, cls: type, role: Role, *arguments: Any) -> list[Any]:
+        world = self._count(role)
+        return [self._actor(cls, role, rank, world, self._pipeline, *arguments) for rank in range(world)]
+
+    async def _set_up(self, actors: list[Any], role: Role, sources: ModelSources) -> None:
+        meeting = await actors[0].rendezvous.remote()
+        await asyncio.gather(*(actor.setup.remote(sources, meeting, self._threads(role)) for actor in actors))
 
     async def _make_source(self, trainer: Any) -> ModelSource:
         """The model to begin with; one of random weights is made on the first trainer pod."""

@@ -69,6 +69,10 @@ class EngineActor:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    async def abort(self, client: str, request_ids: list[str]) -> None:
+        """Stop sampling for these requests of a client, which has given them up."""
+        await self._engine.abort([f"{client}/{request_id}" for request_id in request_ids])
+
     async def collect(self, client: str) -> bytes:
         """Packed (answers to this client, requests of all clients under way here)."""
         answers = await self._outboxes[client].take()
@@ -120,10 +124,11 @@ class EnginePool:
                 raise answer
         self._deaths = 0
 
-    async def generated_tokens(self) -> int:
-        """Tokens sampled by the engines that live now."""
-        answers = await asyncio.gather(*(e.stats.remote() for e in self.engines.values()), return_exceptions=True)
-        return sum(answer.generated_tokens for answer in answers if not isinstance(answer, BaseException))
+    async def stats(self) -> dict[str, EngineStats]:
+        """What each engine that lives says about its load, by its id."""
+        engines = dict(self.engines)
+        answers = await asyncio.gather(*(engine.stats.remote() for engine in engines.values()), return_exceptions=True)
+        return {name: answer for name, answer in zip(engines, answers, strict=True) if not isinstance(answer, BaseException)}
 
     async def stop(self) -> None:
         """Stop watching. The actors end with the Ray session."""

@@ -1,12 +1,14 @@
 """The training loop. It reads like the algorithm:
 
     for each step v:
-        give the engines the weights of version v
-        validate, where due
-        roll out a batch (the gate of version v opens)
-        advantages from the group's scores
-        train on it: version v + 1
-        log, save
+        give the engines the weights of version v            every modelUpdateFrequency steps
+        validate                                             every evalSteps
+        roll out a batch                                     the gate of version v opens
+        old and reference log-probs, values                  on the trainer ranks
+        credit of each turn: rewards, KL, baselines          from scalars, here
+        advantages, critic, actor                            on the trainer ranks: version v + 1
+        adapt the KL coefficient, watch the guards, log      samples every loggingSteps
+        save                                                 every saveSteps
 
 With `staleness.max = 0` the gate lets exactly one batch begin per version, which is the synchronous algorithm; with more,
 rollout goes on while this loop trains.
@@ -15,25 +17,34 @@ rollout goes on while this loop trains.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from agenticrun_api import Activity, Pipeline
 from agenticrun_api.status import CheckpointStatus
-from agenticrun_workers.pipeline.advantages import compute_advantages
-from agenticrun_workers.pipeline.batch_plan import RankJob, plan_batch
+from agenticrun_workers.pipeline import credit
 from agenticrun_workers.pipeline.board import ProgressBoard
-from agenticrun_workers.pipeline.checkpoints import Checkpoint, CheckpointStore, DriverState
-from agenticrun_workers.pipeline.metrics import Metrics, rollout_metrics, success_of
+from agenticrun_workers.pipeline.checkpoints import Checkpoint, CheckpointStore, DriverState, SaveModule
+from agenticrun_workers.pipeline.credit import TurnCredits
+from agenticrun_workers.pipeline.guards import GuardWatch
+from agenticrun_workers.pipeline.metrics import Metrics, engine_metrics, rollout_metrics, success_of, timing_metrics, validation_metrics
 from agenticrun_workers.pipeline.requests import Requests, StopRequested
+from agenticrun_workers.pipeline.samples import SampleWriter
+from agenticrun_workers.pipeline.trainers import Prepared
 from agenticrun_workers.pipeline.validation import Validator, warmup_success
 from agenticrun_workers.pipeline.warmup import Warmup
 from agenticrun_workers.reporting.metrics_log import Tracker
-from agenticrun_workers.rollout.controller import Batch, Discard, RolloutController
+from agenticrun_workers.rollout.controller import Batch, Discard, RolloutPosition
+from agenticrun_workers.rollout.groups import EpisodeResult, Group
+
+if TYPE_CHECKING:
+    from agenticrun_workers.inference import EngineStats
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -42,19 +53,34 @@ class Trainer(Protocol):
     """What the loop asks of the trainer ranks."""
 
     @property
-    def ranks(self) -> int: ...
+    def savers(self) -> Mapping[str, SaveModule]: ...
 
-    async def train(self, jobs: list[RankJob]) -> Metrics: ...
+    async def freeze_reference(self) -> None: ...
+
+    async def prepare(self, groups: tuple[Group, ...], version: int) -> Prepared: ...
+
+    async def train(self, credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics: ...
 
     def export_weights(self) -> Any: ...
 
-    async def save(self, folder: Path) -> None: ...
+
+class Rollout(Protocol):
+    """What the loop asks of whoever makes batches: the rollout controller, or a recording."""
+
+    @property
+    def position(self) -> RolloutPosition: ...
+
+    def advance(self, version: int) -> None: ...
+
+    async def batch(self) -> Batch: ...
 
 
 class Engines(Protocol):
     """What the loop asks of the engines."""
 
     async def update_weights(self, weights: Any, version: int) -> None: ...
+
+    async def stats(self) -> Mapping[str, EngineStats]: ...
 
 
 @dataclass
@@ -64,12 +90,13 @@ class LoopParts:
     pipeline: Pipeline
     trainers: Trainer
     engines: Engines
-    rollout: RolloutController
+    rollout: Rollout
     validator: Validator
     warmup: Warmup
     discard: Discard
     checkpoints: CheckpointStore | None
     trackers: list[Tracker]
+    samples: SampleWriter
     board: ProgressBoard
     requests: Requests
     failures: list[asyncio.Future[None]] = field(default_factory=list)
@@ -85,10 +112,17 @@ class Loop:
 
     def __init__(self, parts: LoopParts, resume: DriverState | None) -> None:
         self._parts = parts
+        self._pipeline = parts.pipeline
         self._fresh = resume is None
         self._step = resume.step if resume else 0
         self._best = resume.best_success if resume else None
         self._baselines = dict(resume.baselines) if resume else {}
+        kept: Mapping[str, Any] = resume.parts if resume else {}
+        self._kl = credit.kl_controller(self._pipeline, kept.get(KL_PART))
+        self._guards = GuardWatch(self._pipeline.guards, kept.get(GUARDS_PART))
+        self._synced: int | None = None
+        """The version that the engines have; None before the first sync of this attempt."""
+        self._engine_stats: Mapping[str, EngineStats] = {}
         self._seconds: dict[str, float] = {}
         self.last_validation: Metrics = {}
         """The newest val/... metrics."""
@@ -100,21 +134,23 @@ class Loop:
 
     async def run(self) -> None:
         """Train to the end. Raises `StopRequested` after saving if asked to stop."""
-        max_steps = self._parts.pipeline.max_steps
         try:
             if self._fresh:
-                await self._warm_up()
+                await self._begin()
             self._parts.board.started()
-            while self._step < max_steps:
+            while self._step < self._pipeline.max_steps:
                 with self._timed("step"):
-                    await self._sync_weights()
+                    await self._sync_weights_if_due()
                     await self._validate_if_due()
                     batch = await self._roll_out()
-                    metrics = await self._train(batch)
+                    prepared = await self._prepare(batch)
+                    credits = self._assign_credit(batch, prepared)
+                    metrics = await self._train(batch, credits, prepared)
                 self._step += 1
-                self._log(batch, metrics)
+                await self._log(batch, metrics)
                 await self._save_if_due()
-            await self._sync_weights()
+                self._guards.enforce()
+            await self._sync_weights_if_due()
             await self._validate_if_due()
             await self._save()
         except StopRequested:
@@ -123,30 +159,37 @@ class Loop:
                 await self._save()
             raise
 
-    async def _warm_up(self) -> None:
-        """Supervised steps before step 0 of a fresh run, and what the random policy scores for comparison."""
+    async def _begin(self) -> None:
+        """What comes before step 0 of a fresh run: the supervised warm-up, what the random policy scores, and the reference."""
         self._parts.board.activity(Activity.WARMUP)
-        steps = self._parts.pipeline.warmup.steps if self._parts.pipeline.warmup else 0
+        steps = self._pipeline.warmup.steps if self._pipeline.warmup else 0
         done = 0
         async for metrics in self._parts.warmup.steps():
             self._parts.requests.check_stop()
             done += 1
             self._parts.board.metrics(metrics)
             self._parts.board.activity(Activity.WARMUP, f"warm-up step {done} of {steps}, loss {metrics['warmup/loss']:.3f}")
+        await self._parts.trainers.freeze_reference()
         if self._parts.validator.enabled:
             self._baselines = await self._guarded(self._parts.validator.random_baseline())
         self._fresh = False
 
-    async def _sync_weights(self) -> None:
-        with self._timed("sync"):
-            await self._parts.engines.update_weights(self._parts.trainers.export_weights(), self._step)
+    async def _sync_weights_if_due(self) -> None:
+        """Also before a validation, which is about the newest weights."""
+        due = self._step % self._pipeline.model_update_frequency == 0 or self._parts.validator.due(self._step)
+        if self._synced is None or (due and self._synced != self._step):
+            with self._timed("sync"):
+                await self._parts.engines.update_weights(self._parts.trainers.export_weights(), self._step)
+            self._synced = self._step
 
     async def _validate_if_due(self) -> None:
         if not self._parts.validator.due(self._step):
             return
         self._parts.board.activity(Activity.VALIDATION)
         with self._timed("val"):
-            metrics = await self._guarded(self._parts.validator.run())
+            results = await self._guarded(self._parts.validator.run())
+        metrics = validation_metrics(results)
+        self._parts.samples.write(self._step, results, validation=True)
         if self._step == 0:
             self._baselines |= warmup_success(metrics)
         self.last_validation = metrics
@@ -160,44 +203,70 @@ class Loop:
         self._parts.board.metrics(metrics)
 
     async def _roll_out(self) -> Batch:
+        """A batch; with a variance filter, the most uncertain share of one."""
         self._parts.board.activity(Activity.ROLLOUT)
         self._parts.rollout.advance(self._step)
         with self._timed("rollout"):
             return await self._guarded(self._parts.rollout.batch())
 
-    async def _train(self, batch: Batch) -> Metrics:
-        """Advantages, then all optimizer steps of this batch."""
-        self._parts.board.activity(Activity.TRAINING)
-        with self._timed("train"):
-            advantages = compute_advantages(self._parts.pipeline, batch.results)
-            jobs = plan_batch(self._parts.pipeline, batch.groups, advantages.per_trajectory, self._parts.trainers.ranks, self._step + 1)
-            metrics = await self._parts.trainers.train(jobs)
-            await self._parts.discard(batch.results)
-        return {
-            **rollout_metrics(batch, self._step),
-            **metrics,
-            "group/zero_variance_share": advantages.zero_variance_share,
-            "group/degenerate": float(advantages.degenerate),
-        }
+    async def _prepare(self, batch: Batch) -> Prepared:
+        """Old and reference log-probs and values of the trajectories that are trained on.
 
-    def _log(self, batch: Batch, metrics: Metrics) -> None:
+        From here to the end of the step a stop request waits: a batch that was served is trained on.
+        """
+        self._parts.board.activity(Activity.TRAINING)
+        with self._timed("old_log_probs_values"):
+            return await self._parts.trainers.prepare(self._chosen(batch), self._step + 1)
+
+    def _assign_credit(self, batch: Batch, prepared: Prepared) -> TurnCredits:
+        """Rewards, KL and baselines as one number per turn."""
+        with self._timed("credit"):
+            return credit.assign(self._pipeline, results_of(self._chosen(batch)), prepared.kl, self._kl.coef)
+
+    async def _train(self, batch: Batch, credits: TurnCredits, prepared: Prepared) -> Metrics:
+        """Advantages, then all optimizer steps of this batch, and the next KL coefficient."""
+        with self._timed("train"):
+            train_actor = self._step >= self._pipeline.critic_warmup
+            metrics = await self._parts.trainers.train(credits, self._step + 1, train_actor=train_actor)
+            await self._parts.discard(batch.results)
+        chosen = self._chosen(batch)
+        metrics = {**rollout_metrics(batch, self._step), **credits.metrics, **metrics}
+        metrics["group/filtered"] = metrics.get("group/filtered", 0.0) + len(batch.groups) - len(chosen)
+        if prepared.gap_tokens:
+            metrics["engine/logprob_gap"] = prepared.gap_sum / prepared.gap_tokens
+        if prepared.kl is not None:
+            metrics["critic/kl_coef"] = self._kl.coef
+            self._kl, metrics["critic/kl"] = credit.updated(self._kl, results_of(chosen), prepared.kl)
+        return metrics
+
+    def _chosen(self, batch: Batch) -> tuple[Group, ...]:
+        """The groups that are trained on."""
+        variance_filter = self._pipeline.algorithm.variance_filter
+        return batch.groups if variance_filter is None else credit.most_uncertain(batch.groups, variance_filter.keep)
+
+    async def _log(self, batch: Batch, metrics: Metrics) -> None:
+        engine_stats = await self._parts.engines.stats()
         seconds, self._seconds = self._seconds, {}
-        working = seconds["step"] - seconds.get("val", 0.0)
-        metrics |= {f"time/{phase}": value for phase, value in seconds.items()}
-        metrics |= {
-            "weight_sync/seconds": seconds["sync"],
-            "system/tps": (metrics["tokens/prompt"] + metrics["tokens/response"]) / working,
-        }
+        metrics |= timing_metrics(seconds, metrics["tokens/prompt"] + metrics["tokens/response"])
+        metrics |= engine_metrics(self._engine_stats, engine_stats, seconds["step"])
+        self._engine_stats = engine_stats
+        watched = self._guards.observe(metrics)
+        metrics |= watched.metrics
         for tracker in self._parts.trackers:
             tracker.log(self._step, metrics)
         self._parts.board.step_done(self._step, metrics)
+        for message in watched.messages:
+            log.warning("%s", message)
+            self._parts.board.activity(Activity.TRAINING, message)
+        if self._parts.samples.due(self._step):
+            self._parts.samples.write(self._step, batch.results)
         for transcript in (result.transcript for result in batch.results if result.transcript):
             self._parts.board.sample(transcript)
 
     async def _save_if_due(self) -> None:
         asked = self._parts.requests.take_checkpoint()
-        every = self._parts.pipeline.save_steps
-        if asked or (every and self._step % every == 0 and self._step < self._parts.pipeline.max_steps):
+        every = self._pipeline.save_steps
+        if asked or (every and self._step % every == 0 and self._step < self._pipeline.max_steps):
             await self._save()
 
     async def _save(self) -> None:
@@ -205,9 +274,16 @@ class Loop:
             return
         self._parts.board.activity(Activity.CHECKPOINT)
         position = self._parts.rollout.position
-        state = DriverState(self._step, position.next_group, position.again, self._best, self._baselines)
+        state = DriverState(
+            step=self._step,
+            next_group=position.next_group,
+            again=position.again,
+            best_success=self._best,
+            baselines=self._baselines,
+            parts={KL_PART: self._kl.coef, GUARDS_PART: self._guards.state},
+        )
         with self._timed("checkpoint"):
-            saved = await self._parts.checkpoints.save(state, self._parts.trainers.save)
+            saved = await self._parts.checkpoints.save(state, self._parts.trainers.savers)
         self._parts.board.checkpoint(checkpoint_status(saved))
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
@@ -219,6 +295,15 @@ class Loop:
         begin = time.perf_counter()
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+
+KL_PART, GUARDS_PART = "kl_coef", "guards"
+"""Names in a checkpoint's driver state."""
+
+
+def results_of(groups: tuple[Group, ...]) -> list[EpisodeResult]:
+    """All trajectories, by group and member."""
+    return [result for group in groups for result in group.results]
 
 
 def checkpoint_status(checkpoint: Checkpoint) -> CheckpointStatus:

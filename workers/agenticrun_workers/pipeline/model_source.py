@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from agenticrun_api import Pipeline
 from agenticrun_workers.rollout.tokenizer import TokenizerSource
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
@@ -43,3 +44,25 @@ class ModelSource:
         """What an env worker needs of it."""
         files = self.files and {name: data for name, data in self.files.items() if not name.endswith(WEIGHT_SUFFIXES)}
         return TokenizerSource(self.path, files, self.trust_remote_code)
+
+
+@dataclass(frozen=True)
+class ModelSources:
+    """Where each model of a run comes from."""
+
+    policy: ModelSource
+    reference: ModelSource
+    critic: ModelSource
+
+    @classmethod
+    def of(cls, policy: ModelSource, pipeline: Pipeline) -> ModelSources:
+        """Reference and critic begin as the policy, unless the run names others."""
+
+        def other(path: str | None) -> ModelSource:
+            return policy if path is None else replace(policy, path=path, files=None)
+
+        return cls(
+            policy,
+            other(pipeline.reference.path if pipeline.reference else None),
+            other(pipeline.critic.path if pipeline.critic else None),
+        )

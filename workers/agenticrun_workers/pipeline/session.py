@@ -13,20 +13,23 @@ import ray.exceptions
 from agenticrun_api import Activity, AgenticRun, FinalReport, InvalidRun, Outcome, Reason
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.pipeline.board import Attempt, ProgressBoard
-from agenticrun_workers.pipeline.checkpoints import Checkpoint, CheckpointStore, DriverState
+from agenticrun_workers.pipeline.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.pipeline.cluster import RunCluster
+from agenticrun_workers.pipeline.guards import GuardTripped
 from agenticrun_workers.pipeline.loop import Loop, LoopParts, checkpoint_status
 from agenticrun_workers.pipeline.metrics import success_of
 from agenticrun_workers.pipeline.requests import Requests, StopRequested
+from agenticrun_workers.pipeline.samples import SampleWriter
 from agenticrun_workers.pipeline.validation import Validator
 from agenticrun_workers.pipeline.warmup import Warmup
 from agenticrun_workers.reporting.clock import rfc3339
-from agenticrun_workers.reporting.metrics_log import JsonlTracker, TensorBoardTracker, Tracker
 from agenticrun_workers.reporting.sink import ProgressSink
+from agenticrun_workers.reporting.trackers import build_trackers
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.groups import tag_cycle
+from agenticrun_workers.rollout.group_plan import GroupPlan
+from agenticrun_workers.rollout.replay import record_or_replay
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +42,14 @@ class Session:
 
     Args:
         output: folder of metrics.jsonl and TensorBoard's events.
-        checkpoints: folder of the run's checkpoints; None saves nothing.
+        checkpoints: path or URI of the run's checkpoints; None saves nothing.
         resume: as `spec.checkpoint.resume`.
     """
 
     run: AgenticRun
     attempt: Attempt
     output: Path
-    checkpoints: Path | None
+    checkpoints: str | None
     resume: str
     sink: ProgressSink
     requests: Requests
@@ -70,23 +73,31 @@ class Session:
         spec = self.run.spec
         keep = spec.checkpoint.keep if spec.checkpoint else 1
         store = CheckpointStore(self.checkpoints, self.run.metadata.uid or "local", keep) if self.checkpoints else None
-        checkpoint = store.resolve(self.resume) if store else None
         cluster = RunCluster(self.run)
         try:
             await self.requests.unless_stopped(cluster.start())
-            state = await _load(cluster, checkpoint, board) if checkpoint else None
-            rollout = _controller(self.run, cluster, state)
-            trackers = self._trackers(state.step if state else 0)
+            # A later attempt goes on from its own run's checkpoints, whatever the first one began with.
+            resume = self.resume if self.attempt.attempt == 1 else "Auto"
+            restored = await store.restore(resume, cluster.trainers.loaders) if store else None
+            state = restored[1] if restored else None
+            if restored:
+                board.resumed(restored[1].step, checkpoint_status(restored[0]))
+            samples = SampleWriter(self.output, spec.tracking, spec.pipeline)
+            shown = GroupPlan.of(spec.pipeline, transcripts=spec.tracking.sample_logs, frames=samples.frames)
+            controller = _controller(self.run, cluster, shown, state)
+            rollout = await record_or_replay(spec.pipeline, controller, cluster.stores, state.step if state else 0)
+            trackers = await asyncio.to_thread(build_trackers, self.run, self.output, state.step if state else 0)
             parts = LoopParts(
                 pipeline=spec.pipeline,
                 trainers=cluster.trainers,
                 engines=cluster.engines,
                 rollout=rollout,
-                validator=Validator(cluster.envs, spec.pipeline),
+                validator=Validator(cluster.envs, spec.pipeline, transcripts=spec.tracking.sample_logs, frames=samples.frames),
                 warmup=Warmup(cluster.envs, cluster.trainers, spec.pipeline, cluster.discard),
                 discard=cluster.discard,
                 checkpoints=store,
                 trackers=trackers,
+                samples=samples,
                 board=board,
                 requests=self.requests,
                 failures=cluster.failures,
@@ -97,16 +108,10 @@ class Session:
             finally:
                 await rollout.stop()
                 for tracker in trackers:
-                    tracker.close()
+                    await asyncio.to_thread(tracker.close)
         finally:
             await cluster.stop()
         return summary(spec.pipeline.max_steps, loop)
-
-    def _trackers(self, resume_step: int) -> list[Tracker]:
-        trackers: list[Tracker] = [JsonlTracker(self.output / "metrics.jsonl", resume_step)]
-        if self.run.spec.tracking.tensorboard:
-            trackers.append(TensorBoardTracker(self.output / "tensorboard", resume_step))
-        return trackers
 
 
 async def fail_early(sink: ProgressSink, attempt: Attempt, error: Exception) -> FinalReport:
@@ -116,28 +121,12 @@ async def fail_early(sink: ProgressSink, attempt: Attempt, error: Exception) -> 
     return report
 
 
-async def _load(cluster: RunCluster, checkpoint: Checkpoint, board: ProgressBoard) -> DriverState:
-    state = checkpoint.driver_state()
-    log.info("going on from %s (step %d)", checkpoint.folder, state.step)
-    await cluster.trainers.load(checkpoint.trainer_folder)
-    board.resumed(state.step, checkpoint_status(checkpoint))
-    return state
-
-
-def _controller(run: AgenticRun, cluster: RunCluster, state: DriverState | None) -> RolloutController:
+def _controller(run: AgenticRun, cluster: RunCluster, plan: GroupPlan, state: DriverState | None) -> RolloutController:
     pipeline = run.spec.pipeline
-    size = pipeline.train_envs.group_size
-    gate = StalenessGate.resumed(
-        pipeline.rollout_batch_size // size, pipeline.train_envs.groups, pipeline.staleness.max, state.step if state else 0
-    )
-    return RolloutController(
-        cluster.envs,
-        gate,
-        tags=tag_cycle(pipeline.train_envs.shares()),
-        group_size=size,
-        discard=cluster.discard,
-        position=RolloutPosition(state.next_group, state.again) if state else RolloutPosition(),
-    )
+    per_batch = pipeline.rollout_batch_size // plan.group_size
+    gate = StalenessGate.resumed(per_batch, pipeline.train_envs.groups, pipeline.staleness.max, state.step if state else 0)
+    position = RolloutPosition(state.next_group, state.again) if state else RolloutPosition()
+    return RolloutController(cluster.envs, gate, plan, discard=cluster.discard, position=position)
 
 
 def report_of(error: BaseException, step: int) -> FinalReport:
@@ -149,6 +138,8 @@ def report_of(error: BaseException, step: int) -> FinalReport:
         return _report(Outcome.STOPPED, "Stopped", f"stopped as asked after {step} steps", retryable=True)
     if isinstance(cause, InvalidConfig | InvalidRun):
         return _report(Outcome.FAILED, Reason.INVALID_CONFIG, str(cause), retryable=False)
+    if isinstance(cause, GuardTripped):
+        return _report(Outcome.FAILED, "GuardTripped", str(cause), retryable=False)
     if isinstance(cause, ray.exceptions.RayActorError):
         line = str(cause).strip().splitlines()[0]
         return _report(Outcome.FAILED, "WorkerLost", f"in step {step}: an actor that training needs is gone: {line}", retryable=True)

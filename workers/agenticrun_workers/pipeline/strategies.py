@@ -8,30 +8,55 @@ from __future__ import annotations
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from agenticrun_api import Pipeline
+from agenticrun_api import algorithm as api
+from agenticrun_api.algorithm import Algorithm
 from agenticrun_api.spec import InitializeModel
+from agenticrun_api.training import ActorTrain, Critic, Training
+from agenticrun_workers.algorithms.correction import CorrectionSpec, FilterSpec, WeightSpec
+from agenticrun_workers.algorithms.losses import Cispo, Decoupled, Kimi15, Ppo, Tis, Topr, Vanilla, Variant
+from agenticrun_workers.algorithms.token_advantages import TokenSpec
 from agenticrun_workers.inference import InferenceEngine, TransformersEngine
-from agenticrun_workers.models import InitializeSpec, initialize_model, load_model, words_of
+from agenticrun_workers.models import InitializeSpec, ModelLoadError, initialize_model, load_model, words_of
 from agenticrun_workers.pipeline.batch_plan import optimizer_steps_per_batch
 from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.rollout.env_worker import Texts
 from agenticrun_workers.rollout.errors import InvalidConfig
-from agenticrun_workers.training import LossSpec, OptimizerSpec, TorchStrategy, TrainStrategy
+from agenticrun_workers.training import (
+    CriticStrategy,
+    LossSpec,
+    OptimizerSpec,
+    ReferenceStrategy,
+    TorchCritic,
+    TorchPolicy,
+    TorchReference,
+    TrainStrategy,
+    ValueLossSpec,
+)
 
 
 def build_strategy(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
-    """The trainer of this rank. Raises `ModelLoadError`."""
-    training = pipeline.actor_train.training
-    return TorchStrategy(
-        partial(_load, source),
-        optimizer_spec(pipeline),
-        max_tokens=training.max_tokens_per_micro_batch,
-        temperature=pipeline.actor_infer.generating.temperature,
-    )
+    """The policy's trainer of this rank. Raises `InvalidConfig`."""
+    load = partial(_load_or_refuse, source, "spec.model.path")
+    return TorchPolicy(load, optimizer_spec(pipeline), temperature=loss_temperature(pipeline), **_batches(pipeline.actor_train))
+
+
+def build_reference(pipeline: Pipeline, source: ModelSource) -> ReferenceStrategy:
+    """The frozen policy of this rank. Raises `InvalidConfig`."""
+    load = partial(_load_or_refuse, source, "spec.pipeline.reference.path")
+    return TorchReference(load, temperature=loss_temperature(pipeline), **_batches(pipeline.actor_train))
+
+
+def build_critic(pipeline: Pipeline, source: ModelSource) -> CriticStrategy:
+    """The value model of this rank. Raises `InvalidConfig`."""
+    assert pipeline.critic is not None, "gae has a critic"
+    load = partial(_load_or_refuse, source, "spec.pipeline.critic.path")
+    return TorchCritic(load, _optimizer(pipeline, pipeline.critic.training), **_batches(pipeline.critic))
 
 
 def build_engine(pipeline: Pipeline, source: ModelSource) -> InferenceEngine:
@@ -42,6 +67,13 @@ def build_engine(pipeline: Pipeline, source: ModelSource) -> InferenceEngine:
 def _load(source: ModelSource) -> PreTrainedModel:
     with source.folder() as folder:
         return load_model(folder, getattr(torch, source.dtype), trust_remote_code=source.trust_remote_code)
+
+
+def _load_or_refuse(source: ModelSource, field: str) -> PreTrainedModel:
+    try:
+        return _load(source)
+    except ModelLoadError as error:
+        raise InvalidConfig(field, str(error)) from error
 
 
 def make_model_files(model: InitializeModel, texts: Texts, max_length: int) -> dict[str, bytes]:
@@ -55,21 +87,65 @@ def make_model_files(model: InitializeModel, texts: Texts, max_length: int) -> d
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 
 
+def needs_old_logprobs(pipeline: Pipeline) -> bool:
+    """Whether log-probs must be computed at the batch's start; else the detached current ones are the old ones (rl-semantics)."""
+    algorithm = pipeline.algorithm
+    return (
+        optimizer_steps_per_batch(pipeline) > 1
+        or algorithm.reward_kl is not None
+        or algorithm.pg_variant == "decoupled"
+        or pipeline.train_infer_correction is not None
+    )
+
+
+def loss_temperature(pipeline: Pipeline) -> float:
+    """Of the log-probs that are trained: the sampling's, or 1 where truncated sampling is allowed (rl-semantics, "Samples")."""
+    generating = pipeline.actor_infer.generating
+    return 1.0 if generating.allow_truncated_sampling else generating.temperature
+
+
 def loss_spec(pipeline: Pipeline) -> LossSpec:
     algorithm = pipeline.algorithm
     return LossSpec(
-        clip_low=algorithm.pg_clip_low,
-        clip_high=algorithm.pg_clip_high,
-        dual_clip=algorithm.dual_clip,
+        variant=_variant(algorithm),
+        ratio=algorithm.ratio_type,
         aggregation=algorithm.loss_agg_mode,
         aggregation_norm=algorithm.loss_agg_norm or 1.0,
         entropy_coef=algorithm.entropy_loss_coef,
-        temperature=pipeline.actor_infer.generating.temperature,
+        kl_coef=algorithm.loss_kl.coef if algorithm.loss_kl else 0.0,
+        kl_kind=algorithm.loss_kl.kind if algorithm.loss_kl else "k3",
+        temperature=loss_temperature(pipeline),
+    )
+
+
+def value_loss_spec(pipeline: Pipeline) -> ValueLossSpec:
+    algorithm = pipeline.algorithm
+    clip = pipeline.critic.value_clip if pipeline.critic else None
+    return ValueLossSpec(clip=clip, aggregation=algorithm.loss_agg_mode, aggregation_norm=algorithm.loss_agg_norm or 1.0)
+
+
+def token_spec(pipeline: Pipeline) -> TokenSpec:
+    algorithm = pipeline.algorithm
+    return TokenSpec(
+        estimator=algorithm.name,
+        gamma=algorithm.gamma,
+        lambd=algorithm.lambd,
+        turn_level=algorithm.turn_level,
+        reward_kl=algorithm.reward_kl.kind if algorithm.reward_kl else None,
+        whiten_rewards=algorithm.whiten_rewards,
+        whiten_advantages=algorithm.whiten_advantages,
+        reward_clip=algorithm.reward_clip,
+        advantage_clip=algorithm.advantage_clip,
+        correction=_correction(pipeline),
     )
 
 
 def optimizer_spec(pipeline: Pipeline) -> OptimizerSpec:
-    training = pipeline.actor_train.training
+    """Of the policy."""
+    return _optimizer(pipeline, pipeline.actor_train.training)
+
+
+def _optimizer(pipeline: Pipeline, training: Training) -> OptimizerSpec:
     return OptimizerSpec(
         learning_rate=training.learning_rate,
         schedule=training.lr_scheduler_type,
@@ -80,7 +156,43 @@ def optimizer_spec(pipeline: Pipeline) -> OptimizerSpec:
         beta1=training.adam_beta1,
         beta2=training.adam_beta2,
         max_grad_norm=training.max_grad_norm,
+        max_skipped_steps=pipeline.guards.max_skipped_steps,
     )
+
+
+def _batches(trained: ActorTrain | Critic) -> dict[str, Any]:
+    return {"max_tokens": trained.training.max_tokens_per_micro_batch, "packing": trained.training.sequence_packing}
+
+
+def _variant(algorithm: Algorithm) -> Variant:
+    match algorithm.pg_variant:
+        case "vanilla":
+            return Vanilla()
+        case "ppo":
+            return Ppo(algorithm.pg_clip_low, algorithm.pg_clip_high, algorithm.dual_clip)
+        case "decoupled":
+            cap = (algorithm.decoupled or api.Decoupled()).cap
+            return Decoupled(algorithm.pg_clip_low, algorithm.pg_clip_high, algorithm.dual_clip, cap)
+        case "tis":
+            tis = algorithm.tis or api.Tis()
+            return Tis(tis.lower_bound, tis.upper_bound)
+        case "topr":
+            topr = algorithm.topr or api.Topr()
+            return Topr(topr.positive_weight, topr.negative_weight)
+        case "cispo":
+            cispo = algorithm.cispo or api.Cispo()
+            return Cispo(cispo.epsilon_low, cispo.epsilon_high, cispo.unified_mask)
+        case "kimi15":
+            return Kimi15((algorithm.kimi15 or api.Kimi15()).tau)
+
+
+def _correction(pipeline: Pipeline) -> CorrectionSpec | None:
+    correction = pipeline.train_infer_correction
+    if correction is None:
+        return None
+    weight = correction.is_weight
+    filters = tuple(FilterSpec(f.level, f.ratio_low, f.ratio_high, f.diff_low, f.diff_high) for f in correction.filters)
+    return CorrectionSpec(WeightSpec(weight.level, weight.upper_bound) if weight else None, filters)
 
 
 def initialize_spec(model: InitializeModel, words: tuple[str, ...], max_length: int) -> InitializeSpec:

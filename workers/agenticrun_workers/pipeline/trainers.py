@@ -1,55 +1,48 @@
-"""Trainer ranks: the actor that holds one, and the group that the driver calls."""
+"""Trainer ranks: the policy, and the reference and the critic where they have no pods of their own."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import socket
-from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
-from agenticrun_workers.pipeline.batch_plan import RankJob
-from agenticrun_workers.pipeline.model_source import ModelSource
+from agenticrun_workers.algorithms.segments import Floats
+from agenticrun_workers.pipeline.batch_plan import RankPlan
+from agenticrun_workers.pipeline.credit import TurnCredits
+from agenticrun_workers.pipeline.model_source import ModelSources
+from agenticrun_workers.pipeline.rank_actor import ACTOR, CRITIC, REFERENCE, Metrics, RankActor, combine
 from agenticrun_workers.rollout.env_worker import Texts
-from agenticrun_workers.rollout.errors import InvalidConfig
-from agenticrun_workers.rollout.placement import Placement, here
 from agenticrun_workers.rollout.wire import pack, unpack
-from agenticrun_workers.types import EpisodeKey, FloatArray, Trajectory
+from agenticrun_workers.types import EpisodeKey
 
 if TYPE_CHECKING:
-    from agenticrun_workers.training import Sample
-
-Metrics = dict[str, float]
-
-LAST_OF_STEP = ("actor/lr", "actor/skipped_steps")
-LARGEST_OF_STEP = ("actor/ratio_max",)
-"""How metrics of several optimizer steps become one: the last, the largest, else the mean."""
+    from agenticrun_workers.pipeline.rank_batch import RankBatch
 
 
-class TrainerActor:
-    """One rank. torch is imported here and not at the top, because the driver imports this module."""
+@dataclass(frozen=True)
+class Prepared:
+    """What a rank says about its trajectories before they are credited."""
 
-    def __init__(self, rank: int, world_size: int, pipeline: Pipeline) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._pipeline = pipeline
-        self._stores: list[Any] = []
+    kl: Mapping[EpisodeKey, Floats] | None
+    """Summed KL of each turn to the reference, where the reward has a KL penalty."""
+    gap_sum: float = 0.0
+    gap_tokens: float = 0.0
+    """|trainer's - engine's log-prob| on the same weights, summed, and the number of tokens."""
 
-    def placement(self) -> Placement:
-        return here(f"trainer-{self._rank}", Role.TRAINER)
 
-    def rendezvous(self) -> tuple[str, int]:
-        """An address of this node that is free now, for the ranks to meet."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return str(ray.util.get_node_ip_address()), free.getsockname()[1]  # type: ignore[no-untyped-call]
+class TrainerActor(RankActor):
+    """One rank. `hosted` says which models beside the policy it holds."""
+
+    role = Role.TRAINER
+
+    def __init__(self, rank: int, world_size: int, pipeline: Pipeline, hosted: frozenset[str] = frozenset()) -> None:
+        super().__init__(rank, world_size, pipeline)
+        self._hosted = hosted
+        self._batch: RankBatch | None = None
 
     def make_model(self, model: InitializeModel, texts: Texts) -> dict[str, bytes]:
         """The files of `spec.model.initialize`. Raises `InvalidConfig`."""
@@ -57,124 +50,104 @@ class TrainerActor:
 
         return make_model_files(model, texts, self._pipeline.sequence_length)
 
-    def setup(self, source: ModelSource, rendezvous: tuple[str, int], threads: int) -> None:
-        """Join the other ranks and load the model on so many torch threads. Raises `InvalidConfig`."""
-        import torch
+    def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> None:
+        """Join the other ranks and load the models on so many torch threads. Raises `InvalidConfig`."""
+        from agenticrun_workers.pipeline import strategies
 
-        from agenticrun_workers.models import ModelLoadError
-        from agenticrun_workers.pipeline.strategies import build_strategy, loss_spec
+        self._join(rendezvous, threads)
+        pipeline = self._pipeline
+        self._strategy = strategies.build_strategy(pipeline, sources.policy)
+        self._reference = strategies.build_reference(pipeline, sources.reference) if REFERENCE in self._hosted else None
+        self._critic = strategies.build_critic(pipeline, sources.critic) if CRITIC in self._hosted else None
+        self._loss = strategies.loss_spec(pipeline)
+        self._value_loss = strategies.value_loss_spec(pipeline)
+        self._token_spec = strategies.token_spec(pipeline)
+        self._needs_old = strategies.needs_old_logprobs(pipeline)
 
-        torch.set_num_threads(threads)
-        if self._world_size > 1:
-            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rendezvous[0], str(rendezvous[1])
-            torch.distributed.init_process_group("gloo", rank=self._rank, world_size=self._world_size)
-        try:
-            self._strategy = build_strategy(self._pipeline, source)
-        except ModelLoadError as error:
-            raise InvalidConfig("spec.model.path", str(error)) from error
-        self._loss = loss_spec(self._pipeline)
-
-    def set_stores(self, stores: list[Any]) -> None:
-        """Where trajectories lie; `TrainItem.store` counts into this list."""
-        self._stores = stores
+    def load_reference(self, weights: Mapping[str, np.ndarray]) -> None:
+        """The reference becomes the policy with these weights."""
+        assert self._reference is not None
+        self._reference.load_weights(weights)
 
     def warm_up(self, keys: list[tuple[EpisodeKey, int]]) -> Metrics:
         """One supervised step on these (key, store). Collective."""
-        from agenticrun_workers.training.samples import supervised_sample
+        from agenticrun_workers.training.samples import supervised_samples
 
         weight = self._pipeline.warmup.observation_weight if self._pipeline.warmup else 0.0
-        return dict(self._strategy.supervised_step([supervised_sample(t, weight) for t in self._fetch(keys)]))
+        samples = [sample for trajectory in self._fetch(keys) for sample in supervised_samples(trajectory, weight)]
+        return dict(self._strategy.supervised_step(samples))
 
-    def train(self, packed: bytes) -> Metrics:
-        """All optimizer steps of one training step (a packed `RankJob`). Collective; the metrics are equal on every rank."""
-        job: RankJob = unpack(packed)
-        trajectories = self._fetch([(item.key, item.store) for item in job.items])
-        samples = [self._sample(t, item.advantages) for t, item in zip(trajectories, job.items, strict=True)]
-        old = self._strategy.compute_log_probs(samples) if len(job.mini_batches) > 1 else None
-        steps = [
-            self._strategy.train_step([samples[i] for i in chosen], self._loss, old and [old[i] for i in chosen])
-            for chosen in job.mini_batches
-        ]
-        self._strategy.policy_version = job.version
-        return combine([dict(step) for step in steps])
+    def prepare(self, packed: bytes, *said: bytes) -> bytes:
+        """Fetch a batch (a packed `RankPlan`) and let the models speak about it. Collective; returns a packed `Prepared`.
+
+        Args:
+            said: packed `Said` of models on other pods, about all trajectories of the batch.
+        """
+        from agenticrun_workers.pipeline.rank_batch import RankBatch
+
+        self._plan: RankPlan = unpack(packed)
+        batch = self._batch = RankBatch(self._fetch(self._plan.items), self._pipeline.algorithm.bootstrap_truncated)
+        if self._needs_old:
+            batch.old_logprobs = self._strategy.compute_log_probs(batch.samples)
+        if self._reference is not None:
+            batch.ref_logprobs = self._reference.compute_log_probs(batch.samples)
+        if self._critic is not None:
+            batch.values = self._critic.compute_values(batch.samples)
+        batch.hear([unpack(part) for part in said])
+        reward_kl = self._pipeline.algorithm.reward_kl
+        kl = None if reward_kl is None else dict(zip([key for key, _ in self._plan.items], batch.turn_kl(reward_kl.kind), strict=True))
+        return pack(Prepared(kl, *batch.logprob_gap(self._strategy.policy_version)))
+
+    def credit(self, packed: bytes) -> tuple[Metrics, bytes]:
+        """Advantages of the prepared batch from packed `TurnCredits`. Collective.
+
+        Returns:
+            metrics, equal on every rank, and packed `Targets` for a critic on other pods.
+        """
+        credits: TurnCredits = unpack(packed)
+        assert self._batch is not None, "prepare comes first"
+        keys = [key for key, _ in self._plan.items]
+        metrics = self._batch.credited(
+            self._token_spec,
+            [credits.per_turn[key] for key in keys],
+            [credits.trains[key] for key in keys],
+            credits.kind,
+            credits.kl_coef,
+            self._sum_over_ranks,
+        )
+        targets = self._batch.targets() if self._pipeline.uses_critic and self._critic is None else {}
+        return dict(metrics), pack(targets)
+
+    def train(self, version: int, train_actor: bool) -> Metrics:
+        """All optimizer steps of the credited batch: the critic's, then the actor's. The policy becomes `version`.
+
+        Collective; the metrics are equal on every rank.
+        """
+        batch, self._batch = self._batch, None
+        assert batch is not None, "credit comes first"
+        mini_batches = [batch.chosen(indices) for indices in self._plan.mini_batches]
+        metrics: Metrics = {}
+        if self._critic is not None:
+            metrics |= combine([dict(self._critic.train_step(samples, self._value_loss)) for samples in mini_batches])
+        if train_actor:
+            metrics |= combine([dict(self._strategy.train_step(samples, self._loss)) for samples in mini_batches])
+        self._strategy.policy_version = version
+        return metrics
 
     def export_weights(self) -> dict[str, np.ndarray] | None:
         """All parameters on rank 0, None elsewhere. Collective."""
         weights = dict(self._strategy.export_weights())
         return weights if self._rank == 0 else None
 
-    def save(self, folder: Path) -> None:
-        """This rank's part of a checkpoint. Collective."""
-        self._strategy.save(folder)
+    def _part(self, name: str) -> Any:
+        return {ACTOR: self._strategy, CRITIC: self._critic, REFERENCE: self._reference}[name]
 
-    def load(self, folder: Path) -> None:
-        """Go on from a checkpoint. Raises `InvalidConfig` for one of another model. Collective."""
-        from agenticrun_workers.training import CheckpointMismatch
+    def _sum_over_ranks(self, values: Floats) -> Floats:
+        if self._world_size == 1:
+            return values
+        import torch
 
-        try:
-            self._strategy.load(folder)
-        except CheckpointMismatch as error:
-            raise InvalidConfig("spec.checkpoint.resume", f"{folder}: {error}") from error
-
-    def _fetch(self, keys: Sequence[tuple[EpisodeKey, int]]) -> list[Trajectory]:
-        by_store: dict[int, list[EpisodeKey]] = defaultdict(list)
-        for key, store in keys:
-            by_store[store].append(key)
-        found = ray.get([self._stores[store].get.remote(wanted) for store, wanted in by_store.items()])
-        trajectories = {trajectory.key: trajectory for part in found for trajectory in unpack(part)}
-        return [trajectories[key] for key, _ in keys]
-
-    @staticmethod
-    def _sample(trajectory: Trajectory, advantages: FloatArray) -> Sample:
-        from agenticrun_workers.training.samples import policy_sample
-
-        advantages_T = np.zeros(trajectory.num_tokens)
-        advantages_T[trajectory.response_mask_T] = advantages
-        return policy_sample(trajectory, advantages_T)
-
-
-class TrainerGroup:
-    """All ranks, called together. A rank that dies fails the call, and with it the attempt."""
-
-    def __init__(self, actors: list[Any]) -> None:
-        self._actors = actors
-
-    @property
-    def ranks(self) -> int:
-        return len(self._actors)
-
-    async def warm_up(self, keys: list[list[tuple[EpisodeKey, int]]]) -> Metrics:
-        """A supervised step; one list of (key, store) per rank."""
-        return await self._first("warm_up", keys)
-
-    async def train(self, jobs: list[RankJob]) -> Metrics:
-        """A training step; one job per rank."""
-        return await self._first("train", [pack(job) for job in jobs])
-
-    def export_weights(self) -> Any:
-        """A Ray reference to the weights. They never pass through the driver."""
-        first, *_ = [actor.export_weights.remote() for actor in self._actors]
-        return first
-
-    async def save(self, folder: Path) -> None:
-        await asyncio.gather(*(actor.save.remote(folder) for actor in self._actors))
-
-    async def load(self, folder: Path) -> None:
-        await asyncio.gather(*(actor.load.remote(folder) for actor in self._actors))
-
-    async def _first(self, method: str, arguments: Sequence[Any]) -> Metrics:
-        calls = [getattr(actor, method).remote(a) for actor, a in zip(self._actors, arguments, strict=True)]
-        answers: list[Metrics] = await asyncio.gather(*calls)
-        return answers[0]
-
-
-def combine(steps: list[Metrics]) -> Metrics:
-    """The metrics of several optimizer steps as one."""
-    combined: Metrics = {}
-    for name in steps[0]:
-        values = [step[name] for step in steps]
-        if name in LAST_OF_STEP:
-            combined[name] = values[-1]
-        else:
-            combined[name] = max(values) if name in LARGEST_OF_STEP else float(np.mean(values))
-    return combined
+        tensor = torch.from_numpy(np.array(values, np.float64))
+        torch.distributed.all_reduce(tensor)
+        summed: Floats = tensor.numpy()
+        return summed

@@ -12,11 +12,17 @@ from agenticrun_workers.types import Stream
 
 
 class Validator:
-    """Plays the fixed validation set: `valBatchSize` trajectories, groups 0, 1, 2 ... of the validation stream."""
+    """Plays the fixed validation set: `valBatchSize` trajectories, groups 0, 1, 2 ... of the validation stream.
 
-    def __init__(self, players: Players, pipeline: Pipeline) -> None:
+    Args:
+        transcripts: groups whose first episode is told as text; with `frames` also as pictures.
+    """
+
+    def __init__(self, players: Players, pipeline: Pipeline, *, transcripts: int = 0, frames: bool = False) -> None:
         self._players = players
         self._pipeline = pipeline
+        self._transcripts = transcripts
+        self._frames = frames
 
     @property
     def enabled(self) -> bool:
@@ -26,16 +32,15 @@ class Validator:
         """Every `evalSteps` steps, at step 0 and at the end."""
         return self.enabled and (step % self._pipeline.eval_steps == 0 or step == self._pipeline.max_steps)
 
-    async def run(self) -> Metrics:
-        """The policy's val/<tag>/... metrics."""
+    async def run(self) -> list[EpisodeResult]:
+        """The policy's episodes, by group and member."""
         return await self._play(random_policy=False)
 
     async def random_baseline(self) -> Metrics:
         """val/<tag>/random_success of a uniformly random valid policy on the same levels."""
-        played = await self._play(random_policy=True)
-        return _renamed(played, "random_success")
+        return _renamed(validation_metrics(await self._play(random_policy=True)), "random_success")
 
-    async def _play(self, random_policy: bool) -> Metrics:
+    async def _play(self, random_policy: bool) -> list[EpisodeResult]:
         envs = self._pipeline.val_envs
         assert envs is not None
         tags = tag_cycle(envs.shares())
@@ -43,12 +48,21 @@ class Validator:
         running = asyncio.Semaphore(envs.groups)
 
         async def play(group: int) -> list[EpisodeResult]:
-            task = GroupTask(Stream.VALIDATION, group, tags[group % len(tags)], members, random_policy=random_policy)
+            shown = group < self._transcripts and not random_policy
+            task = GroupTask(
+                Stream.VALIDATION,
+                group,
+                tags[group % len(tags)],
+                members,
+                random_policy=random_policy,
+                transcript=shown,
+                frames=shown and self._frames,
+            )
             async with running:
                 return await self._players.play(task)
 
         groups = range(self._pipeline.val_batch_size // envs.group_size)
-        return validation_metrics([result for played in await asyncio.gather(*map(play, groups)) for result in played])
+        return [result for played in await asyncio.gather(*map(play, groups)) for result in played]
 
 
 def warmup_success(validated: Metrics) -> Metrics:

@@ -1,6 +1,6 @@
-"""Supervised warm-up before the first RL step: episodes of uniformly random valid answers.
+"""Supervised warm-up before the first RL step: uniformly random valid play of the environments, or the answers of a data set.
 
-It teaches how an answer looks and never which one is right.
+Random play teaches how an answer looks and never which one is right.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.pipeline.batch_plan import balance
-from agenticrun_workers.pipeline.trainers import Metrics, TrainerGroup
+from agenticrun_workers.pipeline.rank_actor import Metrics
+from agenticrun_workers.pipeline.trainer_group import TrainerGroup
 from agenticrun_workers.rollout.controller import Discard
 from agenticrun_workers.rollout.env_pool import Players
+from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, tag_cycle
 from agenticrun_workers.types import Stream
 
@@ -31,19 +33,36 @@ class Warmup:
         self._tags = tag_cycle(pipeline.train_envs.shares())
 
     async def steps(self) -> AsyncIterator[Metrics]:
-        """Metrics of each supervised step. Yields nothing where the run asks for no warm-up."""
+        """Metrics of each supervised step. Yields nothing where the run asks for no warm-up.
+
+        Raises `InvalidConfig` if a whole step has nothing to train on.
+        """
         warmup = self._pipeline.warmup
         if warmup is None:
             return
+        size = warmup.batch_size
         for first in range(0, warmup.steps, CHUNK_STEPS):
             last = min(first + CHUNK_STEPS, warmup.steps)
-            results = await self._play(range(first * warmup.batch_size, last * warmup.batch_size))
-            for start in range(0, len(results), warmup.batch_size):
-                shares = balance(results[start : start + warmup.batch_size], self._trainers.ranks)
-                yield await self._trainers.warm_up([[(r.key, r.store) for r in share] for share in shares])
-            await self._discard(results)
+            played = await self._play(range(first * size, last * size))
+            for start in range(0, len(played), size):
+                yield await self._step(played[start : start + size])
+            await self._discard([result for result in played if result.trainable])
+
+    async def _step(self, played: list[EpisodeResult]) -> Metrics:
+        good = [result for result in played if result.trainable]
+        if not good:
+            error = played[0].error or played[0].stop_reason
+            raise InvalidConfig("spec.pipeline.warmup", f"none of the {len(played)} episodes or items of a step can be trained on: {error}")
+        shares = balance(good, self._trainers.ranks)
+        metrics = await self._trainers.warm_up([[(r.key, r.store) for r in share] for share in shares])
+        return {**metrics, "warmup/discarded": float(len(played) - len(good))}
 
     async def _play(self, groups: range) -> list[EpisodeResult]:
-        tasks = [GroupTask(Stream.WARMUP, g, self._tags[g % len(self._tags)], (0,), random_policy=True) for g in groups]
-        played = await asyncio.gather(*(self._players.play(task) for task in tasks))
-        return [result for results in played for result in results if result.trainable]
+        """One result per group, in order."""
+        played = await asyncio.gather(*(self._players.play(self._task(group)) for group in groups))
+        return [result for results in played for result in results]
+
+    def _task(self, group: int) -> GroupTask:
+        shown = self._pipeline.warmup is not None and self._pipeline.warmup.source == "Dataset"
+        tag = self._tags[group % len(self._tags)]
+        return GroupTask(Stream.WARMUP, group, tag, (0,), random_policy=not shown, demonstration=shown)

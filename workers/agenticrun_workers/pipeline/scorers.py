@@ -1,0 +1,81 @@
+"""The reference and the critic on pods of their own (`roles.reference`, `roles.critic`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agenticrun_api import Role
+from agenticrun_workers.pipeline.batch_plan import RankPlan
+from agenticrun_workers.pipeline.model_source import ModelSources
+from agenticrun_workers.pipeline.rank_actor import CRITIC, REFERENCE, Metrics, RankActor, combine
+from agenticrun_workers.rollout.wire import pack, unpack
+
+if TYPE_CHECKING:
+    from agenticrun_workers.pipeline.rank_batch import RankBatch
+
+
+class ReferenceActor(RankActor):
+    """One rank of the frozen policy."""
+
+    role = Role.REFERENCE
+
+    def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> None:
+        """Join the other ranks and load the model. Raises `InvalidConfig`."""
+        from agenticrun_workers.pipeline.strategies import build_reference
+
+        self._join(rendezvous, threads)
+        self._reference = build_reference(self._pipeline, sources.reference)
+
+    def load_reference(self, weights: Mapping[str, np.ndarray]) -> None:
+        """The reference becomes the policy with these weights."""
+        self._reference.load_weights(weights)
+
+    def score(self, packed: bytes) -> bytes:
+        """Log-probs of a batch (a packed `RankPlan`) as packed `Said`. Collective."""
+        from agenticrun_workers.pipeline.rank_batch import RankBatch
+
+        plan: RankPlan = unpack(packed)
+        batch = RankBatch(self._fetch(plan.items))
+        batch.ref_logprobs = self._reference.compute_log_probs(batch.samples)
+        return pack(batch.said())
+
+    def _part(self, name: str) -> Any:
+        return {REFERENCE: self._reference}[name]
+
+
+class CriticActor(RankActor):
+    """One rank of the value model."""
+
+    role = Role.CRITIC
+
+    def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> None:
+        """Join the other ranks and load the model. Raises `InvalidConfig`."""
+        from agenticrun_workers.pipeline import strategies
+
+        self._join(rendezvous, threads)
+        self._critic = strategies.build_critic(self._pipeline, sources.critic)
+        self._value_loss = strategies.value_loss_spec(self._pipeline)
+        self._batch: RankBatch | None = None
+
+    def score(self, packed: bytes) -> bytes:
+        """Values of a batch (a packed `RankPlan`) as packed `Said`. Collective."""
+        from agenticrun_workers.pipeline.rank_batch import RankBatch
+
+        self._plan: RankPlan = unpack(packed)
+        batch = self._batch = RankBatch(self._fetch(self._plan.items))
+        batch.values = self._critic.compute_values(batch.samples)
+        return pack(batch.said())
+
+    def train(self, *targets: bytes) -> Metrics:
+        """All optimizer steps of the scored batch towards these packed `Targets`. Collective; metrics equal on every rank."""
+        batch, self._batch = self._batch, None
+        assert batch is not None, "score comes first"
+        batch.aim([unpack(part) for part in targets])
+        mini_batches = [batch.chosen(indices) for indices in self._plan.mini_batches]
+        return combine([dict(self._critic.train_step(samples, self._value_loss)) for samples in mini_batches])
+
+    def _part(self, name: str) -> Any:
+        return {CRITIC: self._critic}[name]

@@ -1,0 +1,109 @@
+"""TrainerGroup: all ranks of policy, reference and critic, called together. A rank that dies fails the call, and with it the attempt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import ray
+
+from agenticrun_api import Pipeline
+from agenticrun_workers.pipeline.batch_plan import RankPlan, plan_batch
+from agenticrun_workers.pipeline.checkpoints import LoadModule, SaveModule
+from agenticrun_workers.pipeline.credit import TurnCredits
+from agenticrun_workers.pipeline.rank_actor import ACTOR, CRITIC, REFERENCE, Metrics
+from agenticrun_workers.pipeline.trainers import Prepared
+from agenticrun_workers.rollout.groups import Group
+from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.types import EpisodeKey
+
+
+class TrainerGroup:
+    """What the driver asks of the models that train and score.
+
+    Args:
+        trainers: ranks of the policy.
+        others: ranks of the reference and of the critic by name, where they have pods of their own.
+    """
+
+    def __init__(self, pipeline: Pipeline, trainers: list[Any], others: Mapping[str, list[Any]]) -> None:
+        self._pipeline = pipeline
+        self._trainers = trainers
+        self._others = others
+
+    @property
+    def ranks(self) -> int:
+        return len(self._trainers)
+
+    @property
+    def savers(self) -> dict[str, SaveModule]:
+        """How to save each module of a checkpoint."""
+        return {part: partial(self._call, part, "save") for part in self._parts()}
+
+    @property
+    def loaders(self) -> dict[str, LoadModule]:
+        """How to load each module. They raise `CheckpointMismatch`."""
+        return {part: partial(self._call, part, "load") for part in self._parts()}
+
+    async def warm_up(self, keys: list[list[tuple[EpisodeKey, int]]]) -> Metrics:
+        """A supervised step; one list of (key, store) per rank of the policy."""
+        calls = [actor.warm_up.remote(share) for actor, share in zip(self._trainers, keys, strict=True)]
+        answers: list[Metrics] = await asyncio.gather(*calls)
+        return answers[0]
+
+    async def freeze_reference(self) -> None:
+        """The policy as it is now becomes the reference, where the run has one and names no other."""
+        if REFERENCE in self._parts():
+            weights = self.export_weights()
+            await asyncio.gather(*(actor.load_reference.remote(weights) for actor in self._ranks_of(REFERENCE)))
+
+    async def prepare(self, groups: tuple[Group, ...], version: int) -> Prepared:
+        """Give every rank its part of a batch; old and reference log-probs and values. `version` is the one that this step makes."""
+        said = [
+            actor.score.remote(pack(plan))
+            for actors in self._others.values()
+            for actor, plan in zip(actors, self._plans(groups, version, actors), strict=True)
+        ]
+        plans = self._plans(groups, version, self._trainers)
+        calls = [actor.prepare.remote(pack(plan), *said) for actor, plan in zip(self._trainers, plans, strict=True)]
+        answers: list[Prepared] = [unpack(answer) for answer in await asyncio.gather(*calls)]
+        kls = [answer.kl for answer in answers if answer.kl is not None]
+        return Prepared(
+            {key: values for kl in kls for key, values in kl.items()} if kls else None,
+            sum(answer.gap_sum for answer in answers),
+            sum(answer.gap_tokens for answer in answers),
+        )
+
+    async def train(self, credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics:
+        """Advantages and all optimizer steps of the prepared batch. The policy becomes `version`."""
+        packed = ray.put(pack(credits))
+        credited = [actor.credit.options(num_returns=2).remote(packed) for actor in self._trainers]
+        targets = [found for _, found in credited]
+        calls = [*(metrics for metrics, _ in credited)]
+        calls += [critic.train.remote(*targets) for critic in self._others.get(CRITIC, [])]
+        calls += [actor.train.remote(version, train_actor) for actor in self._trainers]
+        combined: Metrics = {}
+        for metrics in await asyncio.gather(*calls):
+            combined |= metrics
+        return combined
+
+    def export_weights(self) -> Any:
+        """A Ray reference to the weights. They never pass through the driver."""
+        first, *_ = [actor.export_weights.remote() for actor in self._trainers]
+        return first
+
+    def _plans(self, groups: tuple[Group, ...], version: int, actors: list[Any]) -> list[RankPlan]:
+        return plan_batch(self._pipeline, groups, len(actors), version)
+
+    def _parts(self) -> list[str]:
+        """What a checkpoint must hold: the reference too where it is the run's own policy at step 0, which no path could bring back."""
+        own_reference = self._pipeline.uses_reference and not (self._pipeline.reference and self._pipeline.reference.path)
+        return [ACTOR, *([CRITIC] if self._pipeline.uses_critic else []), *([REFERENCE] if own_reference else [])]
+
+    def _ranks_of(self, part: str) -> list[Any]:
+        return self._others.get(part, self._trainers)
+
+    async def _call(self, part: str, method: str, folder: str) -> None:
+        await asyncio.gather(*(getattr(actor, method).remote(part, folder) for actor in self._ranks_of(part)))
