@@ -99,6 +99,13 @@ def test_a_checkpoint_and_the_folder_exported_from_it_play_alike(trained: Traine
     assert set(figures[0]["pass_at"]) == {"1", "3"}
 
 
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(trained: Trained, tmp_path: Path) -> None:
+    code, output = trained.command("eval", "--model", str(tmp_path / "nothing"))
+    assert code == ExitCode.INVALID_CONFIG
+    assert output.startswith("spec.model.path: no ")
+    assert "Traceback" not in output
+
+
 def test_random_weights_are_not_evaluated(trained: Trained) -> None:
     code, output = trained.command("eval")
     assert code == ExitCode.INVALID_CONFIG

@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 
 from agenticrun_api import parse_run
 from agenticrun_api.names import ExitCode
+from agenticrun_workers.agents import AgentLimits, make_agent
 from agenticrun_workers.cli import app
 from agenticrun_workers.convert import Conversion, ConvertError, Fate, as_yaml, compose, convert
 from agenticrun_workers.convert.compose import Composition
+from agenticrun_workers.models.task_tokenizer import build_task_tokenizer
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "data/roll/agentic").glob("*.yaml"))
 
@@ -264,3 +266,12 @@ def test_the_command_writes_the_run_and_tells_the_rest(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text("a: ${b}\n")
     assert CliRunner().invoke(app, ["convert", str(bad)]).exit_code == ExitCode.INVALID_CONFIG
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_agents_take_the_converted_templates(example: Path) -> None:
+    run = parse_run(convert(compose(example), example.stem).document)
+    tokenizer = build_task_tokenizer(("a",), 256)
+    for env in run.spec.pipeline.envs:
+        limits = AgentLimits(max_turns=env.max_steps, max_tokens_per_step=env.max_tokens_per_step, sequence_length=256)
+        make_agent(env.agent.type, env.agent.config, tokenizer=tokenizer, limits=limits)

@@ -41,6 +41,12 @@ def refuse(file: Path, errors: Iterable[str]) -> NoReturn:
     raise typer.Exit(ExitCode.INVALID_CONFIG)
 
 
+def give_up(message: str) -> NoReturn:
+    """End the command with exit code 64."""
+    typer.echo(message, err=True)
+    raise typer.Exit(ExitCode.INVALID_CONFIG)
+
+
 def new_folder(parent: Path, now: datetime) -> Path:
     """Make a folder named after the time that no other process has: 20261121-104500, or 20261121-104500-2 if that is taken."""
     name = now.strftime("%Y%m%d-%H%M%S")

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from agenticrun_workers.cli.common import Changes, RunFile, load, refuse
+from agenticrun_workers.cli.common import Changes, RunFile, give_up, load
 
 if TYPE_CHECKING:
     from agenticrun_api import AgenticRun
@@ -42,6 +42,7 @@ def evaluate(
     if checkpoint is not None and model is not None:
         raise typer.BadParameter("give --checkpoint or --model, not both")
     sys.path.insert(0, str(file.resolve().parent))
+    from agenticrun_workers.pipeline.session import report_of
     from agenticrun_workers.rollout.errors import InvalidConfig
 
     console = Console()
@@ -49,7 +50,7 @@ def evaluate(
         try:
             results, what = _play(loaded, checkpoint, model, Path(scratch), file.resolve().parent, console)
         except InvalidConfig as error:
-            refuse(file, [str(error)])
+            give_up(report_of(error, 0).message)  # the report unwraps what Ray makes of it
     console.print(table(results, what))
     if json_file is not None:
         document = {"run": loaded.metadata.name, "policy": what, "tags": {tag: result.to_json() for tag, result in results.items()}}

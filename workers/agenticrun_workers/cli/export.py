@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agenticrun_workers.cli.common import Changes, RunFile, load, refuse
+from agenticrun_workers.cli.common import Changes, RunFile, give_up, load
 
 Checkpoint = Annotated[
     str, typer.Option("--checkpoint", help="Folder or URI of a checkpoint (step-N), or of a run's checkpoints: then the newest one.")
@@ -33,5 +33,5 @@ def export(
     try:
         step = export_checkpoint(loaded, checkpoint, output)
     except InvalidConfig as error:
-        refuse(file, [str(error)])
+        give_up(str(error))
     typer.echo(f"{output}: the policy after {step} steps")
