@@ -8,14 +8,71 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agenticrun_workers.algorithms.compiled import compiled
+from agenticrun_workers.algorithms.compiled import compiled, compiled_in_lanes
 from agenticrun_workers.algorithms.layout import CLIPPED, DIFF, DIFF_KEPT, GAP, KEPT, LOG_LIMIT, RATIO, RATIO_KEPT, TOKENS, Bounds
 from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers
+
+BLOCK = 256
+"""Tokens whose exponentials are computed together, in the first-level cache."""
+LOG2_E = 1.4426950408889634
+RATIO_FLOOR, RATIO_CEILING = exp(-LOG_LIMIT), exp(LOG_LIMIT)
+LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+
+
+@compiled
+def fast_exp(x: float) -> float:
+    """exp, right to 1e-14: 2^n times the series of the rest, without a call, so that loops over it are vectorised."""
+    x = min(max(x, -708.0), 709.0)
+    n = np.floor(x * LOG2_E + 0.5)
+    r = (x - n * LN2_HIGH) - n * LN2_LOW
+    high = 1 / 5040 + r * (1 / 40320 + r * (1 / 362880 + r * (1 / 3628800 + r * (1 / 39916800))))
+    series = 1.0 + r * (1.0 + r * (1 / 2 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120 + r * (1 / 720 + r * high))))))
+    return series * np.int64((np.int64(n) + 1023) << 52).view(np.float64)  # type: ignore[no-any-return]
 
 
 @compiled
 def bounded_exp(log_ratio: float) -> float:
-    return exp(min(max(log_ratio, -LOG_LIMIT), LOG_LIMIT))
+    return fast_exp(min(max(log_ratio, -LOG_LIMIT), LOG_LIMIT))
+
+
+@compiled_in_lanes
+def token_level(
+    start: int, stop: int, trains: bool, old_L: NDArray[Any], engine_L: NDArray[Any], bounds: Bounds, blocks: Floats, mask_L: Booleans,
+    weights_L: Any, tally: Floats,
+) -> tuple[float, float]:  # fmt: skip
+    """The verdict on each response token of [start, stop), at most BLOCK; returns their summed log ratio and difference."""
+    for i in range(stop - start):
+        old, engine = np.float64(old_L[start + i]), np.float64(engine_L[start + i])
+        ratio = fast_exp(old - engine)
+        blocks[0, i] = old - engine
+        blocks[1, i] = min(max(ratio, RATIO_FLOOR), RATIO_CEILING)
+        blocks[2, i] = fast_exp(engine) * (ratio - 1.0)
+    ratio_low, ratio_high = bounds.ratio_low[0], bounds.ratio_high[0]
+    diff_low, diff_high = bounds.diff_low[0], bounds.diff_high[0]
+    log_sum, gap, ratio_sum, diff_sum, ratios_kept, diffs_kept = 0.0, 0.0, 0.0, 0.0, 0, 0
+    for i in range(stop - start):
+        log_ratio, ratio, diff = blocks[0, i], blocks[1, i], blocks[2, i]
+        ratio_kept = (ratio >= ratio_low) & (ratio <= ratio_high)
+        diff_kept = (diff >= diff_low) & (diff <= diff_high)
+        mask_L[start + i] = trains & ratio_kept & diff_kept
+        ratios_kept += ratio_kept
+        diffs_kept += diff_kept
+        log_sum += log_ratio
+        gap += abs(log_ratio)
+        ratio_sum += ratio
+        diff_sum += diff
+    tally[GAP] += gap
+    tally[RATIO] += ratio_sum
+    tally[DIFF] += diff_sum
+    tally[RATIO_KEPT] += ratios_kept
+    tally[DIFF_KEPT] += diffs_kept
+    if bounds.weight_level == 0:
+        upper, clipped = bounds.weight_high, 0
+        for i in range(stop - start):
+            clipped += blocks[1, i] > upper
+            weights_L[start + i] = min(blocks[1, i], upper)
+        tally[CLIPPED] += clipped
+    return log_sum, diff_sum
 
 
 @compiled
@@ -42,10 +99,11 @@ def settle(
 
 @compiled
 def correct(
-    first: int, last: int, cu_N1: Integers, cu_seqlens_S1: Integers, turns_L: NDArray[np.int32],
-    trains_N: Booleans, old_L: NDArray[Any], engine_L: NDArray[Any], bounds: Bounds, mask_L: Booleans, weights_L: Any, tally_NM: Floats,
+    first: int, last: int, cu_N1: Integers, cu_seqlens_S1: Integers, turns_L: NDArray[np.int32], trains_N: Booleans,
+    old_L: NDArray[Any], engine_L: NDArray[Any], bounds: Bounds, mask_L: Booleans, weights_L: Any, tally_NM: Floats,
 ) -> None:  # fmt: skip
     """Fills the mask that the filters leave, the weights (0 outside responses) and the tallies."""
+    blocks = np.empty((3, BLOCK))
     for n in range(first, last):
         tally = tally_NM[n]
         end = cu_N1[n]
@@ -54,47 +112,32 @@ def correct(
             begin, end = end, cu_seqlens_S1[sequence]
             sequence += 1
             length, log_sum, diff_sum = 0, 0.0, 0.0
-            turn, turn_begin, turn_length, turn_log, turn_diff = -1, begin, 0, 0.0, 0.0
-            for t in range(begin, end):
-                if turns_L[t] < 0:
-                    mask_L[t] = False
-                    if bounds.weight_level >= 0:
-                        weights_L[t] = 0.0
-                    continue
-                if turns_L[t] != turn:
-                    if turn_length > 0:
-                        mean = turn_log / turn_length
-                        settle(turn_begin, t, turns_L, 1, bounded_exp(mean), turn_diff / turn_length, turn_length, bounds, mask_L,
-                               weights_L, tally)  # fmt: skip
-                        length, log_sum, diff_sum = length + turn_length, log_sum + turn_log, diff_sum + turn_diff
-                    turn, turn_begin, turn_length, turn_log, turn_diff = turns_L[t], t, 0, 0.0, 0.0
-                log_ratio = np.float64(old_L[t]) - np.float64(engine_L[t])
-                ratio = bounded_exp(log_ratio)
-                if abs(log_ratio) <= LOG_LIMIT:
-                    diff = exp(np.float64(engine_L[t])) * (ratio - 1.0)
-                else:
-                    diff = exp(np.float64(old_L[t])) - exp(np.float64(engine_L[t]))
-                turn_length, turn_log, turn_diff = turn_length + 1, turn_log + log_ratio, turn_diff + diff
-                ratio_kept = bounds.ratio_low[0] <= ratio <= bounds.ratio_high[0]
-                diff_kept = bounds.diff_low[0] <= diff <= bounds.diff_high[0]
-                mask_L[t] = trains_N[n] and ratio_kept and diff_kept
-                tally[GAP] += abs(log_ratio)
-                tally[RATIO] += ratio
-                tally[DIFF] += diff
-                tally[RATIO_KEPT] += ratio_kept
-                tally[DIFF_KEPT] += diff_kept
-                if bounds.weight_level == 0:
-                    weight = min(ratio, bounds.weight_high)
-                    tally[CLIPPED] += weight != ratio
-                    weights_L[t] = weight
-            if turn_length > 0:
-                mean = turn_log / turn_length
-                settle(turn_begin, end, turns_L, 1, bounded_exp(mean), turn_diff / turn_length, turn_length, bounds, mask_L, weights_L,
-                       tally)  # fmt: skip
-                length, log_sum, diff_sum = length + turn_length, log_sum + turn_log, diff_sum + turn_diff
+            t = begin
+            while t < end:
+                turn_begin, turn_length, turn_log, turn_diff = t, 0, 0.0, 0.0
+                turn = -1
+                while t < end and (turn < 0 or turns_L[t] < 0 or turns_L[t] == turn):
+                    if turns_L[t] < 0:
+                        mask_L[t] = False
+                        if bounds.weight_level >= 0:
+                            weights_L[t] = 0.0
+                        t += 1
+                        continue
+                    turn, stop = turns_L[t], t + 1
+                    while stop < end and stop - t < BLOCK and turns_L[stop] == turn:
+                        stop += 1
+                    logs, diffs = token_level(t, stop, trains_N[n], old_L, engine_L, bounds, blocks, mask_L, weights_L, tally)
+                    turn_length, turn_log, turn_diff = turn_length + stop - t, turn_log + logs, turn_diff + diffs
+                    t = stop
+                if turn_length > 0:
+                    ratio, diff = bounded_exp(turn_log / turn_length), turn_diff / turn_length
+                    settle(turn_begin, t, turns_L, 1, ratio, diff, turn_length, bounds, mask_L, weights_L, tally)
+                    length, log_sum, diff_sum = length + turn_length, log_sum + turn_log, diff_sum + turn_diff
             if length > 0:
                 settle(begin, end, turns_L, 2, bounded_exp(log_sum / length), diff_sum / length, length, bounds, mask_L, weights_L, tally)
                 settle(begin, end, turns_L, 3, bounded_exp(log_sum), diff_sum, length, bounds, mask_L, weights_L, tally)
             tally[TOKENS] += length
-            for t in range(begin, end):
-                tally[KEPT] += mask_L[t]
+            kept = 0
+            for i in range(begin, end):
+                kept += mask_L[i]
+            tally[KEPT] += kept
