@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from agenticrun_workers.inference.sampling import sample_tokens, uniforms
 from agenticrun_workers.types import SamplingParams
@@ -36,6 +40,54 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     frequencies = draw(LOGITS, SamplingParams(1, top_p=float(probabilities[3]) + 0.01))
     kept = torch.softmax(LOGITS[[0, 3]], -1).numpy()
     np.testing.assert_allclose(frequencies, [kept[0], 0, 0, kept[1]], atol=0.012)
+
+
+def test_min_p_drops_what_is_much_less_likely_than_the_likeliest() -> None:
+    ratio = float(torch.softmax(LOGITS, -1)[1] / torch.softmax(LOGITS, -1)[3])
+    kept = torch.softmax(LOGITS[[0, 1, 3]], -1).numpy()
+    np.testing.assert_allclose(draw(LOGITS, SamplingParams(1, min_p=ratio * 0.99)), [kept[0], kept[1], 0, kept[2]], atol=0.012)
+    kept = torch.softmax(LOGITS[[0, 3]], -1).numpy()
+    np.testing.assert_allclose(draw(LOGITS, SamplingParams(1, min_p=ratio * 1.01)), [kept[0], 0, 0, kept[1]], atol=0.012)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(-4, 4), min_size=2, max_size=8, unique=True),
+    st.floats(0.3, 2),
+    st.integers(0, 9),
+    st.floats(0.05, 1),
+    st.floats(0, 1),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_truncated_sampling_equals_a_slow_definition(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, u: float
+) -> None:
+    shares = [math.exp(logit / temperature) for logit in np.float32(logits)]
+    shares = [share / sum(shares) for share in shares]
+    kept, before = set(), 0.0
+    for rank, token in enumerate(sorted(range(len(shares)), key=lambda t: -shares[t])):
+        edges = (abs(before - top_p), abs(shares[token] - min_p * max(shares)))
+        assume(rank == 0 or min(edges) > 1e-5)
+        if (not top_k or rank < top_k) and (rank == 0 or before < top_p) and shares[token] >= min_p * max(shares):
+            kept.add(token)
+        before += shares[token]
+    total, reached, expected = sum(shares[t] for t in kept), 0.0, None
+    for token in sorted(kept):
+        reached += shares[token] / total
+        assume(abs(reached - u) > 1e-5)
+        if expected is None and u < reached:
+            expected = token
+    params = SamplingParams(1, temperature, top_p, top_k, min_p)
+    tokens, logprobs = sample_tokens(torch.tensor([logits]), [params], np.array([u]))
+    assert tokens.tolist() == [expected]
+    assert logprobs[0].item() == pytest.approx(math.log(shares[tokens[0]]), abs=1e-4)
+
+
+def test_log_probs_are_recorded_at_another_temperature_where_that_is_asked_for() -> None:
+    params = [SamplingParams(1, 0.5, top_k=2, record_temperature=1.0), SamplingParams(1, 0.5)]
+    tokens, logprobs = sample_tokens(LOGITS.expand(2, -1), params, np.array([0.3, 0.3]))
+    torch.testing.assert_close(logprobs[0], torch.log_softmax(LOGITS, -1)[tokens[0]])
+    torch.testing.assert_close(logprobs[1], torch.log_softmax(LOGITS / 0.5, -1)[tokens[1]])
 
 
 def test_recorded_log_probs_are_of_the_full_distribution_at_the_temperature() -> None:

@@ -19,6 +19,8 @@ class EngineStats:
     generated_tokens: int
     prompt_tokens: int
     busy_seconds: float
+    aborted_tokens: int = 0
+    """Sampled tokens of requests that were aborted, or began again with new weights."""
 
 
 class InferenceEngine(Protocol):
@@ -48,7 +50,10 @@ class InferenceEngine(Protocol):
         ...
 
     async def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
-        """Replace parameters by name (arrays or tensors of the same shape), drop stale caches, and become `version`."""
+        """Replace parameters by name (arrays or tensors of the same shape), drop stale caches, and become `version`.
+
+        Requests in flight go on from the tokens they have, or begin again where `staleness.partialRollout` is off.
+        """
         ...
 
     def stats(self) -> EngineStats: ...

@@ -27,29 +27,37 @@ def sample_tokens(logits_BV: Tensor, sampling: list[SamplingParams], uniforms_B:
     """Choose a token for each row.
 
     Returns:
-        tokens int64 [B], and their log-probs float32 [B]: log_softmax(logits / temperature) over the full vocabulary, whatever
-        top_p and top_k are; at temperature 1 for greedy rows.
+        tokens int64 [B], and their log-probs float32 [B]: log_softmax(logits / T) over the full vocabulary, whatever top_k,
+        top_p and min_p are, with T = `record_temperature`, or the sampling's (1 for greedy rows).
     """
-    temperatures = [params.temperature for params in sampling]
-    scale_B = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float32, device=logits_BV.device)
-    logprobs_BV = torch.log_softmax(logits_BV.float() / scale_B[:, None], dim=-1)
+    temperatures = [params.temperature or 1.0 for params in sampling]
+    logprobs_BV = _log_softmax(logits_BV, temperatures)
     weights_BV = logprobs_BV.double().exp()
     for row, params in enumerate(sampling):
-        if params.temperature and (params.top_k or params.top_p < 1):
+        if params.temperature and (params.top_k or params.top_p < 1 or params.min_p):
             weights_BV[row] = _truncated(weights_BV[row], params)
     sums_BV = weights_BV.cumsum(-1)
     thresholds_B1 = torch.as_tensor(uniforms_B, device=logits_BV.device)[:, None] * sums_BV[:, -1:]
     tokens_B = torch.searchsorted(sums_BV, thresholds_B1, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
-    if 0.0 in temperatures:
-        greedy_B = torch.tensor([t == 0 for t in temperatures], device=logits_BV.device)
-        tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
+    greedy = [params.temperature == 0 for params in sampling]
+    if any(greedy):
+        tokens_B = torch.where(torch.tensor(greedy, device=logits_BV.device), logits_BV.argmax(-1), tokens_B)
+    recorded = [params.record_temperature or t for params, t in zip(sampling, temperatures, strict=True)]
+    if recorded != temperatures:
+        logprobs_BV = _log_softmax(logits_BV, recorded)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
 
 
+def _log_softmax(logits_BV: Tensor, temperatures: list[float]) -> Tensor:
+    """log_softmax(logits / temperature), float32 [B, V]."""
+    scale_B = torch.tensor(temperatures, dtype=torch.float32, device=logits_BV.device)
+    return torch.log_softmax(logits_BV.float() / scale_B[:, None], dim=-1)
+
+
 def _truncated(weights_V: Tensor, params: SamplingParams) -> Tensor:
-    """Weights with everything outside top_k and top_p set to 0, [V]."""
+    """Weights with everything outside top_k, top_p and min_p set to 0, [V]."""
     ordered_V, order_V = weights_V.sort(descending=True, stable=True)
-    keep_V = torch.ones_like(ordered_V, dtype=torch.bool)
+    keep_V = ordered_V >= params.min_p * ordered_V[0]
     if params.top_k:
         keep_V[params.top_k :] = False
     if params.top_p < 1:
