@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -194,7 +195,7 @@ def main() -> None:
             "figures": figures,
             "command": shlex.join(["python", "benchmarks/algorithms.py", *sys.argv[1:]]),
             "machine": f"{platform.machine()}, {backend.threads()} threads, {backend.passes.__name__.rpartition('.')[2]}, "
-            f"torch {torch.__version__}, numpy {np.__version__}",
+            f"torch {torch.__version__}, numpy {np.__version__}, load average {os.getloadavg()[0]:.1f}",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")

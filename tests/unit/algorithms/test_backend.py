@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.algorithms import CorrectionSpec, FilterSpec, TokenAdvantages, Tokens, TokenSpec, WeightSpec, backend, plain
+from agenticrun_workers.algorithms.correction_kernel import fast_exp
 from agenticrun_workers.algorithms.token_advantages import token_advantages
 
 SPEC = TokenSpec(
@@ -68,6 +70,16 @@ def test_without_numba_the_passes_are_numpys() -> None:
     code = "import sys; sys.modules['numba'] = None; from agenticrun_workers.algorithms import backend; print(backend.passes.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == plain.__name__
+
+
+@given(st.floats(-708, 709))
+def test_the_vectorised_exponential_is_right_to_thirteen_digits(x: float) -> None:
+    assert fast_exp(x) == pytest.approx(math.exp(x), rel=1e-13)
+
+
+@pytest.mark.parametrize(("x", "expected"), [(float("-inf"), 0.0), (-800.0, 0.0)])
+def test_the_vectorised_exponential_of_what_has_no_double_is_nothing(x: float, expected: float) -> None:
+    assert fast_exp(x) == pytest.approx(expected, abs=1e-300)
 
 
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 6))
