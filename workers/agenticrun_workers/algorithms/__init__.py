@@ -4,7 +4,6 @@ A step's order of operations has two halves: `assign_credit` on the driver, from
 `token_advantages` on every rank, from those to advantages per token.
 """
 
-from agenticrun_workers.algorithms.batch_advantages import Advantages, AdvantageSpec, batch_advantages
 from agenticrun_workers.algorithms.correction import CorrectionSpec, FilterSpec, WeightSpec
 from agenticrun_workers.algorithms.credit import Credit, CreditSpec, Estimator, Kind, assign_credit
 from agenticrun_workers.algorithms.episodes import Episodes
@@ -13,8 +12,6 @@ from agenticrun_workers.algorithms.token_advantages import TokenAdvantages, Toke
 from agenticrun_workers.algorithms.whitening import Reduce
 
 __all__ = [
-    "AdvantageSpec",
-    "Advantages",
     "CorrectionSpec",
     "Credit",
     "CreditSpec",
@@ -30,7 +27,6 @@ __all__ = [
     "Tokens",
     "WeightSpec",
     "assign_credit",
-    "batch_advantages",
     "mean_kl",
     "token_advantages",
     "turn_kl",
