@@ -87,7 +87,7 @@ class PrivateCaches:
 
     def open(self, running: Running) -> None:
         """See `Caches`."""
-        running.cache, running.slot, running.cached = SlotCache(), 0, 0
+        running.cache, running.slot, running.cached = SlotCache(slots=1), 0, 0
 
     def close(self, running: Running) -> None:
         """See `Caches`."""

@@ -10,15 +10,15 @@ from transformers.cache_utils import Cache
 class SlotCache(Cache):  # type: ignore[misc]
     """Storage [slots, length, heads, head size] per layer; `select` says which slots and positions the next forward is about.
 
-    It grows when a longer sequence or a higher slot is selected. What lies beyond a slot's own length is garbage that the
-    attention mask hides, so padding needs no care when it is written.
+    It begins with `slots` of them, and grows when a longer sequence or a higher slot is selected. What lies beyond a slot's own
+    length is garbage that the attention mask hides, so padding needs no care when it is written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int = 16) -> None:
         super().__init__(layers=[])
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._slots = 16
+        self._slots = slots
         self._length = 64
 
     def select(self, slots_B: Tensor, starts_B: Tensor, width: int, visible: int) -> None:

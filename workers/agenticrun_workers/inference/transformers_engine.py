@@ -174,8 +174,8 @@ class TransformersEngine:
                 async with self._between_steps:
                     if self._open.is_set():
                         self._admit()
-                        for batch in self._batches():
-                            sampled = await self._in_thread(self._forward, batch)
+                        batches = self._batches()
+                        for batch, sampled in zip(batches, await self._in_thread(self._forward, batches), strict=True):
                             self._deliver(batch, *sampled)
         except Exception as error:
             for running in [*self._waiting.values(), *self._running.values()]:
@@ -207,10 +207,10 @@ class TransformersEngine:
                 batches.append([running])
         return [sorted(batch, key=lambda r: r.slot) for batch in batches]
 
-    def _forward(self, batch: list[Running]) -> tuple[list[int], list[float]]:
-        """Compute the pending tokens of each request and sample its next one. Runs in the engine's thread."""
+    def _forward(self, batches: list[list[Running]]) -> list[tuple[list[int], list[float]]]:
+        """Compute the pending tokens of each request and sample its next one. Runs in the engine's thread, once for all batches."""
         began = time.perf_counter()
-        sampled = self._compute(batch)
+        sampled = [self._compute(batch) for batch in batches]
         self._busy += time.perf_counter() - began
         return sampled
 
