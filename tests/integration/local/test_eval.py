@@ -102,7 +102,7 @@ def test_a_checkpoint_and_the_folder_exported_from_it_play_alike(trained: Traine
 def test_a_model_that_cannot_be_loaded_is_told_in_one_line(trained: Trained, tmp_path: Path) -> None:
     code, output = trained.command("eval", "--model", str(tmp_path / "nothing"))
     assert code == ExitCode.INVALID_CONFIG
-    assert output.startswith("spec.model.path: no ")
+    assert output.strip().startswith("spec.model.path: no ")
     assert "Traceback" not in output
 
 
