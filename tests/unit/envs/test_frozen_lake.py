@@ -67,11 +67,11 @@ def test_a_slippery_step_goes_ahead_or_sideways_with_a_third_each() -> None:
 def test_levels_have_gymnasiums_distribution_of_holes() -> None:
     """Chi-square over the number of holes, 3000 levels of each; the bound is the 0.999 quantile for 7 degrees of freedom."""
     env = FrozenLake()
-    ours = Counter()
+    ours: Counter[int] = Counter()
     for seed in range(3000):
         env.reset(seed, Stream.TRAIN)
         ours[min(int(holes_of(env).sum()), 7)] += 1
-    theirs = Counter()
+    theirs: Counter[int] = Counter()
     for seed in range(3000):
         theirs[min("".join(generate_random_map(4, 0.8, seed=seed)).count("H"), 7)] += 1
     bins = sorted(set(ours) | set(theirs))
@@ -180,7 +180,8 @@ def test_the_picture_shows_holes_the_goal_and_where_the_player_is() -> None:
     assert isinstance(env, Renders)
     env.start_on(np.array([[0, 1, 0], [0, 0, 0], [0, 0, 0]], np.bool_))
     start = env.render()
-    assert (start.shape, start.dtype) == ((3 * CELL, 3 * CELL, 3), np.uint8)
+    assert start.shape == (3 * CELL, 3 * CELL, 3)
+    assert start.dtype == np.uint8
 
     def cells(picture: np.ndarray) -> dict[tuple[int, int], bytes]:
         return {(r, c): picture[r * CELL : (r + 1) * CELL, c * CELL : (c + 1) * CELL].tobytes() for r, c in np.ndindex(3, 3)}

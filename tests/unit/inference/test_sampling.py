@@ -62,7 +62,7 @@ def test_min_p_drops_what_is_much_less_likely_than_the_likeliest() -> None:
 def test_truncated_sampling_equals_a_slow_definition(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, u: float
 ) -> None:
-    shares = [math.exp(logit / temperature) for logit in np.float32(logits)]
+    shares = [math.exp(logit / temperature) for logit in logits]
     shares = [share / sum(shares) for share in shares]
     kept, before = set(), 0.0
     for rank, token in enumerate(sorted(range(len(shares)), key=lambda t: -shares[t])):

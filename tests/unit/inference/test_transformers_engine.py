@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @asynccontextmanager
-async def serving(folder: Path, **options: int) -> AsyncIterator[TransformersEngine]:
+async def serving(folder: Path, **options: Any) -> AsyncIterator[TransformersEngine]:
     engine = TransformersEngine(lambda: load_model(str(folder)), **{"max_length": 128, **options})
     await engine.start()
     try:

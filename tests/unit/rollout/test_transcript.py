@@ -14,10 +14,10 @@ from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory,
 CHAT = ChatFormat(build_task_tokenizer(["a", "b"], 100))
 
 
-def episode(lengths: list[int], **options: str) -> str:
+def episode(lengths: list[int], error: str = "") -> str:
     nothing = np.zeros(0, np.float32)
     turns = tuple(Turn(CHAT.first("", "a" * n), CHAT.answer("b"), nothing, nothing.astype(np.int32), 0.5, action="b") for n in lengths)
-    return transcript(Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "A", turns, StopReason.ENV_ERROR, **options), CHAT)
+    return transcript(Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "A", turns, StopReason.ENV_ERROR, error=error), CHAT)
 
 
 @given(st.lists(st.integers(0, 6000), max_size=30))

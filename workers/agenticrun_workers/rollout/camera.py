@@ -7,7 +7,7 @@ import inspect
 import io
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +37,10 @@ class Filmed:
     """
 
     def __init__(self, env: Renders) -> None:
-        self._env: Any = env
+        self._env = filmed = cast(Any, env)
         self.frames: list[NDArray[np.uint8]] = []
-        self.reset = self._then_frame(self._env.reset)
-        self.step = self._then_frame(self._env.step)
+        self.reset = self._then_frame(filmed.reset)
+        self.step = self._then_frame(filmed.step)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
