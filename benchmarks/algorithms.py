@@ -116,16 +116,17 @@ CASES: dict[str, Callable[[Batch], object]] = {
 }
 
 
-def seconds(batch: Batch, repeats: int) -> dict[str, float]:
-    """Median time of every case, taken in turns."""
-    times: dict[str, list[float]] = {name: [] for name in CASES}
+def seconds(batches: dict[int, Batch], repeats: int) -> dict[int, dict[str, float]]:
+    """Median time of every case at every size, all taken in turns, so that a busy machine is busy for all of them."""
+    times: dict[tuple[int, str], list[float]] = {(size, name): [] for size in batches for name in CASES}
     for _ in range(repeats):
-        for name, case in CASES.items():
-            began = time.perf_counter()
-            result = case(batch)
-            times[name].append(time.perf_counter() - began)
-            del result
-    return {name: statistics.median(values) for name, values in times.items()}
+        for size, batch in batches.items():
+            for name, case in CASES.items():
+                began = time.perf_counter()
+                result = case(batch)
+                times[size, name].append(time.perf_counter() - began)
+                del result
+    return {size: {name: statistics.median(times[size, name]) for name in CASES} for size in batches}
 
 
 def extra_memory(batch: Batch, case: Callable[[Batch], object]) -> float:
@@ -153,23 +154,20 @@ def warm_up() -> None:
 
 
 def measure(sizes: tuple[int, ...], repeats: int) -> dict[str, float]:
-    per_token: dict[int, dict[str, float]] = {}
-    figures: dict[str, float] = {}
-    for trajectories in sizes:
-        batch = make_batch(trajectories)
-        seconds(batch, 2)
-        times = seconds(batch, repeats)
-        per_token[trajectories] = {name: 1e9 * value / (trajectories * TOKENS) for name, value in times.items()}
-        ratios = {name: times[name] / times["clone"] for name in LIMITS}
-        print(f"{trajectories:5} trajectories   clone {1e3 * times['clone']:6.1f} ms   ", end="")
-        print("   ".join(f"{name} {1e3 * times[name]:6.1f} ms ({ratio:4.1f})" for name, ratio in ratios.items()), flush=True)
-        if trajectories == sizes[0]:
-            figures |= {f"{name}_over_clone": ratio for name, ratio in ratios.items()}
-            figures |= {f"{name}_memory": extra_memory(batch, CASES[name]) for name in LIMITS}
-            figures["clone_milliseconds"] = 1e3 * times["clone"]
-    for name in LIMITS:
-        figures[f"{name}_growth"] = per_token[sizes[-1]][name] / per_token[sizes[0]][name]
-        figures |= {f"{name}_nanoseconds_per_token_{size}": per_token[size][name] for size in sizes}
+    batches = {size: make_batch(size) for size in sizes}
+    seconds(batches, 1)
+    times = seconds(batches, repeats)
+    for size, of in times.items():
+        cases = "   ".join(f"{name} {1e3 * of[name]:6.1f} ms ({of[name] / of['clone']:4.1f})" for name in LIMITS)
+        print(f"{size:5} trajectories   clone {1e3 * of['clone']:6.1f} ms   {cases}", flush=True)
+    smallest, largest = sizes[0], sizes[-1]
+    figures = {"clone_milliseconds": 1e3 * times[smallest]["clone"]}
+    for name, case in CASES.items():
+        if name in LIMITS:
+            figures[f"{name}_over_clone"] = times[smallest][name] / times[smallest]["clone"]
+            figures[f"{name}_memory"] = extra_memory(batches[smallest], case)
+            figures[f"{name}_growth"] = (times[largest][name] / largest) / (times[smallest][name] / smallest)
+        figures |= {f"{name}_nanoseconds_per_token_{size}": 1e9 * times[size][name] / (size * TOKENS) for size in sizes}
     return {name: round(value, 3) for name, value in figures.items()}
 
 
