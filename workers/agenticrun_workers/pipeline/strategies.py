@@ -61,7 +61,12 @@ def build_critic(pipeline: Pipeline, source: ModelSource) -> CriticStrategy:
 
 def build_engine(pipeline: Pipeline, source: ModelSource) -> InferenceEngine:
     """The engine of this inference actor, not started. Needs a running event loop."""
-    return TransformersEngine(partial(_load, source), max_length=pipeline.sequence_length)
+    return TransformersEngine(
+        partial(_load, source),
+        max_length=pipeline.sequence_length,
+        alone=pipeline.deterministic,
+        restart_on_update=not pipeline.staleness.partial_rollout,
+    )
 
 
 def _load(source: ModelSource) -> PreTrainedModel:
