@@ -27,6 +27,7 @@ class EchoEngine:
         self._outbox: Outbox[Answer] = Outbox()
         self._sessions: list[str] = []
         self._submits = 0
+        self._aborted: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def submit(self, client: str, requests: bytes) -> None:
@@ -40,8 +41,14 @@ class EchoEngine:
     async def collect(self, client: str) -> bytes:
         return pack((await self._outbox.take(), len(self._tasks)))
 
+    async def abort(self, client: str, request_ids: list[str]) -> None:
+        self._aborted += request_ids
+
     async def seen(self) -> tuple[int, list[str], int]:
         return self._submits, self._sessions, os.getpid()
+
+    async def aborted(self) -> list[str]:
+        return self._aborted
 
     async def _answer(self, request: GenerationRequest) -> None:
         await asyncio.sleep(self._seconds)
@@ -117,6 +124,17 @@ async def test_a_refused_request_costs_only_itself() -> None:
     assert await ask(client, 1) == 2
     with pytest.raises(RequestRefused, match="the prompt is empty"):
         await asyncio.wait_for(bad, 10)
+
+
+async def test_a_caller_that_gives_up_stops_the_sampling_of_its_request_only() -> None:
+    slow = engine(0.5)
+    client = GenerationClient("c")
+    client.set_engines({"a": slow})
+    asking = [asyncio.create_task(ask(client, number)) for number in range(3)]
+    await asyncio.sleep(0.1)
+    asking[1].cancel()
+    assert (await asking[0], await asking[2]) == (1, 3)
+    assert await slow.aborted.remote() == ["1-1"]
 
 
 async def test_a_step_of_rollout_takes_few_calls() -> None:
