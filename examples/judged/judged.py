@@ -2,7 +2,7 @@
 
 from agenticrun_workers.envs import StepResult
 
-WORDS = ["hot", "cold", "day", "night", "up", "down", "left", "right", "early", "late", "big", "small"]
+WORDS = ["hot", "cold", "day", "night", "up", "down"]
 
 
 class Quiz:

@@ -31,7 +31,7 @@ def quiz_document(**pipeline: Any) -> dict[str, Any]:
             "rewards": [{"name": "right", "type": f"{MODULE}:right", "config": {"partly": 0.25}}],
             "trainEnvs": {"groups": 4, "groupSize": 2, "tags": ["Quiz"]},
             "valEnvs": {"groups": 4, "tags": ["Quiz"]},
-            "valBatchSize": 12,
+            "valBatchSize": 6,
             **pipeline,
         }
     )
