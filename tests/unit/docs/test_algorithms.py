@@ -1,0 +1,62 @@
+"""docs/algorithms.md: its recipes are valid runs, and it explains every field of the algorithm."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agenticrun_api import algorithm as api
+from agenticrun_api import parse_run
+from agenticrun_api.base import Model
+from runs import MINIMAL
+
+PAGE = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
+HEADINGS_AND_YAML = re.compile(r"^#+ (?P<heading>[^\n]+)$|^```yaml\n(?P<yaml>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def _recipes() -> dict[str, dict[str, Any]]:
+    """The YAML blocks by the heading that they stand under."""
+    found, heading = {}, ""
+    for match in HEADINGS_AND_YAML.finditer(PAGE):
+        heading = match["heading"] or heading
+        if match["yaml"]:
+            found[heading] = yaml.safe_load(match["yaml"])
+    return found
+
+
+def _merged(base: Any, change: Any) -> Any:
+    """`change` over `base`, mapping by mapping."""
+    if not (isinstance(base, dict) and isinstance(change, dict)):
+        return change
+    return {key: _merged(base.get(key), change[key]) if key in change else base[key] for key in base | change}
+
+
+RECIPES = _recipes()
+
+
+def test_there_is_a_recipe_for_each_method() -> None:
+    names = ("PPO with GAE", "GRPO", "DAPO-like", "Dr. GRPO", "RLOO", "REINFORCE++", "StarPO", "StarPO-S", "GiGPO", "GSPO")
+    assert [name for name in names if name not in RECIPES] == []
+    assert len(RECIPES) == PAGE.count("```yaml")
+
+
+@pytest.mark.parametrize("heading", RECIPES)
+def test_a_recipe_is_a_valid_run(heading: str) -> None:
+    parse_run({**MINIMAL, "spec": _merged(copy.deepcopy(MINIMAL["spec"]), RECIPES[heading])})
+
+
+@pytest.mark.parametrize("model", [value for value in vars(api).values() if isinstance(value, type) and issubclass(value, Model)])
+def test_every_field_of_the_algorithm_is_explained(model: type[Model]) -> None:
+    named_elsewhere = {api.Guards: {"maxLogprobGap", "minEntropy", "maxZeroVarianceShare", "patience", "action"}}  # docs/tracking.md
+    fields = {str(info.alias) for info in model.model_fields.values()} - named_elsewhere.get(model, set())
+    assert [field for field in sorted(fields) if not re.search(rf"\b{field}\b", PAGE)] == []
+
+
+@pytest.mark.parametrize("name", [*api.Algorithm.model_fields["name"].annotation.__args__])  # type: ignore[union-attr]
+def test_every_estimator_has_a_row(name: str) -> None:
+    assert f"\n| `{name}` |" in PAGE
