@@ -1,4 +1,4 @@
-"""docs/algorithms.md: its recipes are valid runs, and it explains every field of the algorithm."""
+"""docs/algorithms.md: its recipes are valid runs, and it explains every field of the algorithm. And the YAML of its neighbours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from agenticrun_api import parse_run
 from agenticrun_api.base import Model
 from runs import MINIMAL
 
-PAGE = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "algorithms.md").read_text()
+YAML = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADINGS_AND_YAML = re.compile(r"^#+ (?P<heading>[^\n]+)$|^```yaml\n(?P<yaml>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -27,6 +29,13 @@ def _recipes() -> dict[str, dict[str, Any]]:
         if match["yaml"]:
             found[heading] = yaml.safe_load(match["yaml"])
     return found
+
+
+def _neighbours() -> dict[str, dict[str, Any]]:
+    """The YAML blocks of pages whose blocks begin at `spec` or `pipeline`, by page and number."""
+    texts = {name: (DOCS / name).read_text() for name in ("checkpoints.md", "deterministic.md")}
+    blocks = {f"{name}-{n}": yaml.safe_load(text) for name, page in texts.items() for n, text in enumerate(YAML.findall(page))}
+    return {name: block.get("spec", block) for name, block in blocks.items()}
 
 
 def _merged(base: Any, change: Any) -> Any:
@@ -45,14 +54,16 @@ def test_there_is_a_recipe_for_each_method() -> None:
     assert len(RECIPES) == PAGE.count("```yaml")
 
 
-@pytest.mark.parametrize("heading", RECIPES)
-def test_a_recipe_is_a_valid_run(heading: str) -> None:
-    parse_run({**MINIMAL, "spec": _merged(copy.deepcopy(MINIMAL["spec"]), RECIPES[heading])})
+@pytest.mark.parametrize("block", [*RECIPES.values(), *_neighbours().values()], ids=[*RECIPES, *_neighbours()])
+def test_what_the_page_shows_is_a_valid_run(block: dict[str, Any]) -> None:
+    parse_run({**MINIMAL, "spec": _merged(copy.deepcopy(MINIMAL["spec"]), block)})
 
 
 @pytest.mark.parametrize("model", [value for value in vars(api).values() if isinstance(value, type) and issubclass(value, Model)])
 def test_every_field_of_the_algorithm_is_explained(model: type[Model]) -> None:
-    named_elsewhere = {api.Guards: {"maxLogprobGap", "minEntropy", "maxZeroVarianceShare", "patience", "action"}}  # docs/tracking.md
+    named_elsewhere: dict[type[Model], set[str]] = {
+        api.Guards: {"maxLogprobGap", "minEntropy", "maxZeroVarianceShare", "patience", "action"}
+    }  # docs/tracking.md
     fields = {str(info.alias) for info in model.model_fields.values()} - named_elsewhere.get(model, set())
     assert [field for field in sorted(fields) if not re.search(rf"\b{field}\b", PAGE)] == []
 
