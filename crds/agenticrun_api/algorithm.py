@@ -94,7 +94,8 @@ class Truncated(Model):
     )
 
     mode: Literal["train", "mask", "zeroReward", "softPenalty"] = "train"
-    """Train on them as they are, keep them in the statistics but out of the loss, set their reward to 0, or DAPO's overlong shaping."""
+    """Train on them as they are, keep them in the statistics but out of the loss, set what the environment paid to 0, or DAPO's
+    overlong shaping, which is by length alone and so applies to every trajectory."""
     limit: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
     """Response tokens of a trajectory from which softPenalty is complete."""
     buffer: Annotated[int, Field(ge=1, le=16_777_216)] | None = None

@@ -13,7 +13,7 @@ def ray_node() -> Iterator[None]:
     ray.init(
         address="local",
         num_cpus=1,
-        resources={"trainer": 2, "inference": 2, "env": 2},
+        resources={"trainer": 2, "inference": 2, "env": 2, "reference": 2, "critic": 2},
         object_store_memory=150 * 1024 * 1024,
         include_dashboard=False,
         log_to_driver=False,
