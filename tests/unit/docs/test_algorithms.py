@@ -18,6 +18,7 @@ from runs import MINIMAL
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "algorithms.md").read_text()
 YAML = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FIELD_AND_NUMBER = re.compile(r"`([A-Za-z0-9.]+)` (?:\| )?\(?(\d+(?:\.\d+)?)[,)\s]")
 HEADINGS_AND_YAML = re.compile(r"^#+ (?P<heading>[^\n]+)$|^```yaml\n(?P<yaml>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -66,6 +67,31 @@ def test_every_field_of_the_algorithm_is_explained(model: type[Model]) -> None:
     }  # docs/tracking.md
     fields = {str(info.alias) for info in model.model_fields.values()} - named_elsewhere.get(model, set())
     assert [field for field in sorted(fields) if not re.search(rf"\b{field}\b", PAGE)] == []
+
+
+def _defaults() -> dict[str, Any]:
+    """Of the fields of the algorithm, as the page names them."""
+    models: dict[str, type[Model]] = {
+        "": api.Algorithm,
+        "rewardKl.": api.RewardKl,
+        "lossKl.": api.LossKl,
+        "truncated.": api.Truncated,
+        "varianceFilter.": api.VarianceFilter,
+        "tis.": api.Tis,
+        "topr.": api.Topr,
+        "cispo.": api.Cispo,
+        "kimi15.": api.Kimi15,
+        "decoupled.": api.Decoupled,
+        "isWeight.": api.IsWeight,
+    }
+    return {f"{prefix}{info.alias}": info.default for prefix, model in models.items() for info in model.model_fields.values()}
+
+
+def test_the_defaults_that_the_page_gives_are_the_models() -> None:
+    defaults = _defaults()
+    given = [(name, float(number)) for name, number in FIELD_AND_NUMBER.findall(PAGE) if name in defaults]
+    assert len(given) >= 20
+    assert [(name, number) for name, number in given if number != defaults[name]] == []
 
 
 @pytest.mark.parametrize("name", [*api.Algorithm.model_fields["name"].annotation.__args__])  # type: ignore[union-attr]
