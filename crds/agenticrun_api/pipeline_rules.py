@@ -138,6 +138,15 @@ ALGORITHM_RULES = (
     ),
 )
 
+WARMUP_RULES = (
+    Rule(
+        "!has(self.warmup) || self.warmup.observationWeight == 0.0 || self.envs.exists(e, e.agent.type != 'step_wise')",
+        "step-wise agents see no observation after an answer: leave observationWeight out",
+        ".warmup.observationWeight",
+        lambda p: p.warmup is None or p.warmup.observation_weight == 0 or any(env.agent.type != "step_wise" for env in p.envs),
+    ),
+)
+
 OFF_POLICY_RULES = (
     Rule(
         f"self.staleness.max == 0.0 || self.staleness.offPolicy == 'Ignore' || {_CORRECTS}",
@@ -205,4 +214,4 @@ REPLAY_RULES = (
     ),
 )
 
-PIPELINE_RULES = (*BATCH_RULES, *TAG_RULES, *ALGORITHM_RULES, *OFF_POLICY_RULES, *DETERMINISTIC_RULES, *REPLAY_RULES)
+PIPELINE_RULES = (*BATCH_RULES, *TAG_RULES, *ALGORITHM_RULES, *WARMUP_RULES, *OFF_POLICY_RULES, *DETERMINISTIC_RULES, *REPLAY_RULES)

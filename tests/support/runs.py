@@ -406,6 +406,16 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
+        "step-wise agents see no observation after an answer",
+        f"{_P}.warmup.observationWeight",
+        (
+            (f"{_P}.warmup", {"steps": 1, "observationWeight": 0.5}),
+            (f"{_P}.envs", [{"tag": "Lake", "type": "frozen_lake", "agent": {"type": "step_wise"}}]),
+        ),
+        ((f"{_P}.warmup", {"steps": 1, "observationWeight": 0.5}),),
+    ),
+    RuleCase(
+        Pipeline,
         "a replay plays nothing: set evalSteps",
         f"{_P}.evalSteps",
         ((f"{_P}.record", {"replay": "/b"}), (f"{_P}.valEnvs", _VAL), (f"{_P}.evalSteps", 1)),

@@ -165,6 +165,9 @@ class Trajectory:
     """For env_error and timeout: one line for people."""
     stepwise: bool = False
     """One sample per turn (gigpo, step_reinforce) instead of one per trajectory (StarPO)."""
+    ending_T: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Of an episode that was cut after an action: the prompt of the turn that was not played. Nothing is trained on it; the
+    critic's value there stands for what would have come (`bootstrapTruncated`)."""
 
     @cached_property
     def tokens_T(self) -> IntArray:

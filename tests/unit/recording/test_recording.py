@@ -66,7 +66,7 @@ def assert_same(found: RecordedStep, expected: RecordedStep) -> None:
     assert len(found.trajectories) == len(expected.trajectories)
     for one, other in zip(found.trajectories, expected.trajectories, strict=True):
         for name in (field.name for field in fields(Trajectory) if field.name != "turns"):
-            assert getattr(one, name) == getattr(other, name), name
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
         assert len(one.turns) == len(other.turns)
         for a, b in zip(one.turns, other.turns, strict=True):
             for name in (field.name for field in fields(Turn)):

@@ -127,6 +127,7 @@ class _Play:
     metrics: dict[str, float] = field(default_factory=dict)
     conversation: list[IntArray] = field(default_factory=list)
     """Everything so far, of agents that are not step-wise."""
+    ending_T: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     async def run(self) -> None:
         """Turn by turn, until `_EpisodeEnded`."""
@@ -141,14 +142,21 @@ class _Play:
             result = await self._act(prompt_T, observation, generation)
             if result.terminated:
                 raise _EpisodeEnded(StopReason.COMPLETED)
-            if result.truncated:
-                raise _EpisodeEnded(StopReason.MAX_TURNS)
             observation = result.observation
+            if result.truncated:
+                break
+        self.ending_T = self._ending(observation)
         raise _EpisodeEnded(StopReason.MAX_TURNS)
 
     def trajectory(self, reason: StopReason, error: str) -> Trajectory:
         turns = tuple(self.turns)
-        return Trajectory(self.episode.key, self.episode.tag, turns, reason, self.metrics, error, self.agent.stepwise)
+        return Trajectory(self.episode.key, self.episode.tag, turns, reason, self.metrics, error, self.agent.stepwise, self.ending_T)
+
+    def _ending(self, observation: str) -> IntArray:
+        """The prompt that a cut episode leaves unanswered; nothing if there is no room for it."""
+        prompt_T = self._prompt(observation)
+        before = 0 if self.agent.stepwise else sum(map(len, self.conversation))
+        return prompt_T if before + len(prompt_T) <= self.agent.limits.sequence_length else prompt_T[:0]
 
     def _prompt(self, observation: str) -> IntArray:
         """Tokens of an observation. Text that the tokenizer refuses is the environment's mistake."""

@@ -31,7 +31,15 @@ from agenticrun_workers.pipeline.board import ProgressBoard
 from agenticrun_workers.pipeline.checkpoints import Checkpoint, CheckpointStore, DriverState, SaveModule
 from agenticrun_workers.pipeline.credit import TurnCredits
 from agenticrun_workers.pipeline.guards import GuardWatch
-from agenticrun_workers.pipeline.metrics import Metrics, engine_metrics, rollout_metrics, success_of, timing_metrics, validation_metrics
+from agenticrun_workers.pipeline.metrics import (
+    Metrics,
+    engine_metrics,
+    restarted_tokens,
+    rollout_metrics,
+    success_of,
+    timing_metrics,
+    validation_metrics,
+)
 from agenticrun_workers.pipeline.requests import Requests, StopRequested
 from agenticrun_workers.pipeline.samples import SampleWriter
 from agenticrun_workers.pipeline.trainers import Prepared
@@ -232,6 +240,7 @@ class Loop:
         chosen = self._chosen(batch)
         metrics = {**rollout_metrics(batch, self._step), **credits.metrics, **metrics}
         metrics["group/filtered"] = metrics.get("group/filtered", 0.0) + len(batch.groups) - len(chosen)
+        metrics["rollout/truncated_sampling"] = float(self._pipeline.actor_infer.generating.allow_truncated_sampling)
         if prepared.gap_tokens:
             metrics["engine/logprob_gap"] = prepared.gap_sum / prepared.gap_tokens
         if prepared.kl is not None:
@@ -249,6 +258,7 @@ class Loop:
         seconds, self._seconds = self._seconds, {}
         metrics |= timing_metrics(seconds, metrics["tokens/prompt"] + metrics["tokens/response"])
         metrics |= engine_metrics(self._engine_stats, engine_stats, seconds["step"])
+        metrics["rollout/aborted_tokens"] += restarted_tokens(self._engine_stats, engine_stats)
         self._engine_stats = engine_stats
         watched = self._guards.observe(metrics)
         metrics |= watched.metrics

@@ -98,6 +98,11 @@ def engine_metrics(before: Mapping[str, EngineStats], after: Mapping[str, Engine
     return metrics | ({"rollout/utilization": float(np.mean(busy))} if busy else {})
 
 
+def restarted_tokens(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats]) -> float:
+    """Tokens that the engines threw away between two looks because weights changed."""
+    return float(sum(now.aborted_tokens - (before[engine].aborted_tokens if engine in before else 0) for engine, now in after.items()))
+
+
 def _spread(name: str, values: ArrayLike) -> Metrics:
     """Mean, largest and smallest. `values` has at least one."""
     values_N = np.asarray(values, np.float64)

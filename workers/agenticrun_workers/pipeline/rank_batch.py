@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from agenticrun_workers.algorithms.token_advantages import TokenAdvantages, Toke
 from agenticrun_workers.algorithms.whitening import Reduce
 from agenticrun_workers.training.samples import policy_samples
 from agenticrun_workers.training.strategy import Sample, Values
-from agenticrun_workers.types import EpisodeKey, FloatArray, Trajectory
+from agenticrun_workers.types import EpisodeKey, FloatArray, IntArray, Trajectory
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,24 @@ class RankBatch:
         self.samples = [sample for part in parts for sample in part]
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         self._sequences = [range(end - len(part), end) for part, end in zip(parts, ends.tolist(), strict=True)]
+
+    def ask_critic(self, compute_values: Callable[[list[Sample]], list[Values]]) -> None:
+        """Take the critic's values; of trajectories that were cut, the final one is read at the end of what was left unanswered."""
+        endings = [t.ending_T if self.bootstrap else t.ending_T[:0] for t in self.trajectories]
+        asked = list(self.samples)
+        alone: dict[int, int] = {}
+        for trajectory, ending_T, sequences in zip(self.trajectories, endings, self._sequences, strict=True):
+            if len(ending_T) and len(sequences):
+                if trajectory.stepwise:
+                    alone[sequences[-1]] = len(asked)
+                    asked.append(_unanswered(ending_T))
+                else:
+                    asked[sequences[-1]] = _with_ending(asked[sequences[-1]], ending_T)
+        found = compute_values(asked)
+        self.values = [
+            Values(values.values_T[: len(sample.tokens_T)], found[alone[number]].final if number in alone else values.final)
+            for number, (sample, values) in enumerate(zip(self.samples, found, strict=False))
+        ]
 
     def said(self) -> Said:
         """What the models said here, for ranks elsewhere."""
@@ -149,10 +167,26 @@ class RankBatch:
         )
 
     def _bootstraps(self, values: list[Values]) -> Floats:
-        """The critic's value at the end of each trajectory that was cut, 0 for the others."""
+        """The critic's value after each trajectory that was cut, 0 for the others."""
         ends = [sequences[-1] if len(sequences) else None for sequences in self._sequences]
         pairs = zip(self.trajectories, ends, strict=True)
         return np.array([values[e].final if e is not None and t.stop_reason.truncated else 0.0 for t, e in pairs], np.float64)
+
+
+def _with_ending(sample: Sample, ending_T: IntArray) -> Sample:
+    """The sample with text after it that nothing is computed for but the value at its end."""
+    nothing_T = np.zeros(len(ending_T), np.float32)
+    return Sample(
+        tokens_T=np.concatenate([sample.tokens_T, ending_T]),
+        weight_T=np.concatenate([sample.weight_T, nothing_T]),
+        advantages_T=np.concatenate([sample.advantages_T, nothing_T]),
+        turns_T=np.concatenate([sample.turns_T, np.full(len(ending_T), -1, np.int32)]),
+    )
+
+
+def _unanswered(prompt_T: IntArray) -> Sample:
+    nothing_T = np.zeros(len(prompt_T), np.float32)
+    return Sample(prompt_T, nothing_T, nothing_T, np.full(len(prompt_T), -1, np.int32))
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray:

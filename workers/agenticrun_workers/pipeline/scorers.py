@@ -65,8 +65,8 @@ class CriticActor(RankActor):
         from agenticrun_workers.pipeline.rank_batch import RankBatch
 
         self._plan: RankPlan = unpack(packed)
-        batch = self._batch = RankBatch(self._fetch(self._plan.items))
-        batch.values = self._critic.compute_values(batch.samples)
+        batch = self._batch = RankBatch(self._fetch(self._plan.items), self._pipeline.algorithm.bootstrap_truncated)
+        batch.ask_critic(self._critic.compute_values)
         return pack(batch.said())
 
     def train(self, *targets: bytes) -> Metrics:

@@ -6,6 +6,8 @@ Imports torch, so only trainer and inference pods import it.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from agenticrun_workers.algorithms.losses import Cispo, Decoupled, Kimi15, Ppo, 
 from agenticrun_workers.algorithms.token_advantages import TokenSpec
 from agenticrun_workers.inference import InferenceEngine, TransformersEngine
 from agenticrun_workers.models import InitializeSpec, ModelLoadError, initialize_model, load_model, words_of
+from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.pipeline.batch_plan import optimizer_steps_per_batch
 from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.rollout.env_worker import Texts
@@ -42,21 +45,23 @@ from agenticrun_workers.training import (
 
 def build_strategy(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
     """The policy's trainer of this rank. Raises `InvalidConfig`."""
-    load = partial(_load_or_refuse, source, "spec.model.path")
-    return TorchPolicy(load, optimizer_spec(pipeline), temperature=loss_temperature(pipeline), **_batches(pipeline.actor_train))
+    options = {"temperature": loss_temperature(pipeline), **_batches(pipeline.actor_train)}
+    with _refusing("spec.model.path"):
+        return TorchPolicy(partial(_load, source), optimizer_spec(pipeline), **options)
 
 
 def build_reference(pipeline: Pipeline, source: ModelSource) -> ReferenceStrategy:
     """The frozen policy of this rank. Raises `InvalidConfig`."""
-    load = partial(_load_or_refuse, source, "spec.pipeline.reference.path")
-    return TorchReference(load, temperature=loss_temperature(pipeline), **_batches(pipeline.actor_train))
+    options = {"temperature": loss_temperature(pipeline), **_batches(pipeline.actor_train)}
+    with _refusing("spec.pipeline.reference.path"):
+        return TorchReference(partial(_load, source), **options)
 
 
 def build_critic(pipeline: Pipeline, source: ModelSource) -> CriticStrategy:
     """The value model of this rank. Raises `InvalidConfig`."""
     assert pipeline.critic is not None, "gae has a critic"
-    load = partial(_load_or_refuse, source, "spec.pipeline.critic.path")
-    return TorchCritic(load, _optimizer(pipeline, pipeline.critic.training), **_batches(pipeline.critic))
+    with _refusing("spec.pipeline.critic.path"):
+        return TorchCritic(partial(_load, source), _optimizer(pipeline, pipeline.critic.training), **_batches(pipeline.critic))
 
 
 def build_engine(pipeline: Pipeline, source: ModelSource) -> InferenceEngine:
@@ -74,10 +79,12 @@ def _load(source: ModelSource) -> PreTrainedModel:
         return load_model(folder, getattr(torch, source.dtype), trust_remote_code=source.trust_remote_code)
 
 
-def _load_or_refuse(source: ModelSource, field: str) -> PreTrainedModel:
+@contextmanager
+def _refusing(field: str) -> Iterator[None]:
+    """A model that cannot be used is a mistake in this field."""
     try:
-        return _load(source)
-    except ModelLoadError as error:
+        yield
+    except (ModelLoadError, UnsupportedModel) as error:
         raise InvalidConfig(field, str(error)) from error
 
 

@@ -92,7 +92,7 @@ class TrainerActor(RankActor):
         if self._reference is not None:
             batch.ref_logprobs = self._reference.compute_log_probs(batch.samples)
         if self._critic is not None:
-            batch.values = self._critic.compute_values(batch.samples)
+            batch.ask_critic(self._critic.compute_values)
         batch.hear([unpack(part) for part in said])
         reward_kl = self._pipeline.algorithm.reward_kl
         kl = None if reward_kl is None else dict(zip([key for key, _ in self._plan.items], batch.turn_kl(reward_kl.kind), strict=True))

@@ -132,6 +132,7 @@ def decode(content: bytes) -> RecordedStep:
             stepwise=entry["stepwise"],
             metrics=entry["metrics"],
             error=entry["error"],
+            ending_T=np.array(entry["ending"], np.int32),
         )
         for entry, count in zip(header["trajectories"], arrays["turns_N"].tolist(), strict=True)
     )
@@ -148,6 +149,7 @@ def _scalars(trajectory: Trajectory, attempt: int) -> dict[str, Any]:
         "stepwise": trajectory.stepwise,
         "metrics": dict(trajectory.metrics),
         "error": trajectory.error,
+        "ending": trajectory.ending_T.tolist(),
         "attempt": attempt,
         "actions": [turn.action for turn in trajectory.turns],
     }
