@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium
 import numpy as np
@@ -219,3 +220,19 @@ def test_symbols_and_actions_can_be_chosen() -> None:
 def test_a_wrong_config_is_refused_by_name(config: dict[str, object], message: str) -> None:
     with pytest.raises(EnvConfigError, match=message):
         make_env("frozen_lake", config)
+
+
+def test_eight_threads_make_the_levels_that_one_makes() -> None:
+    """ROLL's environments share global random numbers (C10)."""
+
+    def levels(first: int) -> list[str]:
+        env = FrozenLake(is_slippery=True)
+        episodes = []
+        for seed in range(first, first + 40):
+            boards = [env.reset(seed, Stream.TRAIN), *(env.step(action).observation for action in ("Down", "Right", "Down"))]
+            episodes.append("\n\n".join(boards))
+        return episodes
+
+    alone = [levels(100 * worker) for worker in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(levels, [100 * worker for worker in range(8)])) == alone
