@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as installed_version
-
 import typer
 
+from agenticrun_api.version import __version__
 from agenticrun_workers.cli.convert import convert
 from agenticrun_workers.cli.evaluate import evaluate
 from agenticrun_workers.cli.export import export
@@ -28,7 +27,7 @@ app.command()(convert)
 @app.command()
 def version() -> None:
     """Print the version of AgenticRun."""
-    typer.echo(installed_version("agenticrun"))
+    typer.echo(__version__)
 
 
 def main() -> None:

@@ -7,9 +7,9 @@ import platform
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
+from agenticrun_api.version import __version__
 from agenticrun_workers.reporting.clock import rfc3339
 from agenticrun_workers.storage import MODULE_RECORD, DamagedFile, FileEntry, Folder
 
@@ -57,7 +57,7 @@ def publish(folder: Folder, run_uid: str, step: int, modules: Collection[str]) -
         time=rfc3339(time.time()),
         files=files,
         modules={module: {key: value for key, value in record.items() if key != "files"} for module, record in records.items()},
-        versions={"agenticrun": version("agenticrun"), "python": platform.python_version()},
+        versions={"agenticrun": __version__, "python": platform.python_version()},
     )
     folder.write(MANIFEST, manifest.to_bytes())
     return manifest
