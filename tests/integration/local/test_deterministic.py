@@ -20,7 +20,7 @@ KILLS = int(os.environ.get("AGENTICRUN_DETERMINISTIC_KILLS", "2"))
 """`make drills` kills 20 times."""
 
 STEPS = 8 if KILLS <= 2 else 60
-WALL_CLOCK = ("time", "system/tps", "weight_sync/seconds", "engine/engine-", "rollout/utilization")
+WALL_CLOCK = ("time", "system/tps", "weight_sync/seconds", "train/tokens_per_second", "engine/engine-", "rollout/utilization")
 """Metrics that are about the machine and not about the run."""
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("ray_node")
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples/algorithms").glob("*.yaml"))
 SMALL_MODEL = {"hiddenSize": 16, "layers": 1, "heads": 2, "intermediateSize": 32}
-WALL_CLOCK = ("time", "system/", "weight_sync/", "engine/", "rollout/utilization")
+WALL_CLOCK = ("time", "system/", "weight_sync/", "engine/", "rollout/utilization", "train/tokens_per_second")
 """Metrics that are about the machine."""
 
 

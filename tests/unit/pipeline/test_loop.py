@@ -133,9 +133,10 @@ class Run:
     def export_weights(self) -> str:
         return "weights"
 
-    async def update_weights(self, weights: Any, version: int) -> None:
+    async def update_weights(self, weights: Any, version: int) -> int:
         self.players.version = version
         self.events.append(f"sync {version}")
+        return 64
 
     async def stats(self) -> Mapping[str, EngineStats]:
         return {}
@@ -261,6 +262,8 @@ async def test_engines_get_new_weights_every_model_update_frequency_steps_and_be
     run = Run(tmp_path, maxSteps=6, modelUpdateFrequency=3, evalSteps=4, staleness=staleness)
     await run.loop.run()
     assert [event for event in run.events if event.startswith("sync")] == ["sync 0", "sync 3", "sync 4", "sync 6"]
+    moved = [metrics["weight_sync/bytes"] for _, metrics in run.logged if "weight_sync/bytes" in metrics]
+    assert moved == [64.0, 0.0, 0.0, 64.0, 64.0, 0.0]
 
 
 async def test_the_critic_trains_alone_during_its_warm_up(tmp_path: Path) -> None:

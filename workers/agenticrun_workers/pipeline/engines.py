@@ -58,9 +58,10 @@ class EngineActor:
         except EngineStartError as error:
             raise InvalidConfig("spec.model.path", str(error)) from error
 
-    async def update_weights(self, weights: dict[str, Any], version: int) -> None:
-        """Become policy version `version`; requests under way go on with it."""
+    async def update_weights(self, weights: dict[str, Any], version: int) -> int:
+        """Become policy version `version`; requests under way go on with it. Returns the bytes that were taken over."""
         await self._engine.update_weights(weights, version)
+        return sum(value.nbytes for value in weights.values())
 
     async def submit(self, client: str, requests: bytes) -> None:
         """Begin a packed `list[GenerationRequest]`; the answers wait for `collect`."""
@@ -115,14 +116,18 @@ class EnginePool:
         """Bring all engines up. Raises what `spawn` raises."""
         await asyncio.gather(*(self._add() for _ in range(self._count)))
 
-    async def update_weights(self, weights: Any, version: int) -> None:
-        """Give every engine these weights (a Ray reference). Returns when all that live have them."""
+    async def update_weights(self, weights: Any, version: int) -> int:
+        """Give every engine these weights (a Ray reference). Returns when all that live have them, with the bytes that they took."""
         self._weights = (weights, version)
         updates = (engine.update_weights.remote(weights, version) for engine in self.engines.values())
+        taken = 0
         for answer in await asyncio.gather(*updates, return_exceptions=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, ray.exceptions.RayActorError):
+            if isinstance(answer, int):
+                taken += answer
+            elif not isinstance(answer, ray.exceptions.RayActorError):
                 raise answer
         self._deaths = 0
+        return taken
 
     async def stats(self) -> dict[str, EngineStats]:
         """What each engine that lives says about its load, by its id."""

@@ -86,7 +86,7 @@ class Rollout(Protocol):
 class Engines(Protocol):
     """What the loop asks of the engines."""
 
-    async def update_weights(self, weights: Any, version: int) -> None: ...
+    async def update_weights(self, weights: Any, version: int) -> int: ...
 
     async def stats(self) -> Mapping[str, EngineStats]: ...
 
@@ -130,6 +130,8 @@ class Loop:
         self._guards = GuardWatch(self._pipeline.guards, kept.get(GUARDS_PART))
         self._synced: int | None = None
         """The version that the engines have; None before the first sync of this attempt."""
+        self._synced_bytes = 0
+        """Bytes that the engines took in the last sync."""
         self._engine_stats: Mapping[str, EngineStats] = {}
         self._seconds: dict[str, float] = {}
         self.last_validation: Metrics = {}
@@ -187,7 +189,7 @@ class Loop:
         due = self._step % self._pipeline.model_update_frequency == 0 or self._parts.validator.due(self._step)
         if self._synced is None or (due and self._synced != self._step):
             with self._timed("sync"):
-                await self._parts.engines.update_weights(self._parts.trainers.export_weights(), self._step)
+                self._synced_bytes = await self._parts.engines.update_weights(self._parts.trainers.export_weights(), self._step)
             self._synced = self._step
 
     async def _validate_if_due(self) -> None:
@@ -257,6 +259,7 @@ class Loop:
         engine_stats = await self._parts.engines.stats()
         seconds, self._seconds = self._seconds, {}
         metrics |= timing_metrics(seconds, metrics["tokens/prompt"] + metrics["tokens/response"])
+        metrics["weight_sync/bytes"] = float(self._synced_bytes if "sync" in seconds else 0)
         metrics |= engine_metrics(self._engine_stats, engine_stats, seconds["step"])
         metrics["rollout/aborted_tokens"] += restarted_tokens(self._engine_stats, engine_stats)
         self._engine_stats = engine_stats

@@ -79,6 +79,7 @@ def timing_metrics(seconds: Mapping[str, float], tokens: float) -> Metrics:
         **{f"time/{phase}": value for phase, value in seconds.items()},
         "weight_sync/seconds": seconds.get("sync", 0.0),
         "system/tps": tokens / working,
+        **({"train/tokens_per_second": tokens / seconds["train"]} if seconds.get("train") else {}),
     }
 
 
