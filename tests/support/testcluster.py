@@ -62,6 +62,15 @@ class Cluster:
         found: dict[str, Any] | None = json.loads(out) if out.strip() else None
         return found
 
+    def wait_for_crd(self, name: str) -> None:
+        """Until the definition serves. Not by `kubectl wait`, which fails on one that is so new that it has no conditions yet."""
+
+        def established() -> bool:
+            conditions = (self.get("crd", name) or {}).get("status", {}).get("conditions") or []
+            return any(condition["type"] == "Established" and condition["status"] == "True" for condition in conditions)
+
+        eventually(established, 30, f"{name} is established")
+
     def list(self, kinds: str, selector: str = "") -> list[dict[str, Any]]:
         """Objects of the given kinds (`pods,services`), optionally by label."""
         selected = ("--selector", selector) if selector else ()

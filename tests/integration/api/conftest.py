@@ -16,7 +16,7 @@ from testcluster import DETACHED_GROUP, ROOT, Cluster, eventually
 def _install(cluster: Cluster, definition: dict[str, Any]) -> None:
     cluster.apply(definition, options=("--server-side", "--force-conflicts"))
     name = definition["metadata"]["name"]
-    cluster.kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+    cluster.wait_for_crd(name)
     plural = f"{definition['spec']['names']['plural']}.{definition['spec']['group']}"
     eventually(lambda: plural in cluster.kubectl("api-resources", "--api-group", definition["spec"]["group"], "-o", "name"), 30, plural)
 

@@ -20,7 +20,7 @@ NAMESPACE = "agenticrun-test-operator"
 def place(cluster: Cluster) -> Iterator[Cluster]:
     """A namespace of a cluster with the committed CRD."""
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "crds/agenticruns.yaml"))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/agenticruns.agenticrun.dev", "--timeout=30s")
+    cluster.wait_for_crd("agenticruns.agenticrun.dev")
     with cluster.new_namespace(NAMESPACE) as inside:
         yield inside
 
