@@ -118,6 +118,8 @@ class Generation:
     logprobs_T: FloatArray
     versions_T: IntArray
     finish: FinishReason
+    engine: str = ""
+    """Id of the engine that sampled it; the client that asked fills it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,8 @@ class Turn:
     """sha256 of the observation that this turn answers: equal states of a group are compared by gigpo."""
     action: str | None = None
     """What the agent read in the answer; None: nothing that it knows as an action."""
+    engine: str = ""
+    """Id of the engine that sampled the response."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from agenticrun_workers.algorithms.token_advantages import TokenSpec
+from agenticrun_workers.pipeline.metrics import gap_metrics
 from agenticrun_workers.pipeline.rank_batch import RankBatch
+from agenticrun_workers.pipeline.trainers import summed_gaps
 from agenticrun_workers.training.strategy import Sample, Values
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 
@@ -72,8 +76,16 @@ def test_what_other_pods_say_about_a_batch_is_what_is_said_here() -> None:
     assert len(here.values) == 2
 
 
-def test_the_gap_counts_tokens_that_were_sampled_with_the_weights_of_now() -> None:
-    batch = RankBatch([cut_trajectory(stepwise=False)])
+def test_the_gap_of_each_engine_counts_tokens_that_it_sampled_with_the_weights_of_now() -> None:
+    trajectory = cut_trajectory(stepwise=False)
+    turns = tuple(replace(turn, engine=f"engine-{number}") for number, turn in enumerate(trajectory.turns))
+    batch = RankBatch([replace(trajectory, turns=turns)])
     batch.old_logprobs = [np.full(6, -1.25, np.float32)]
-    assert batch.logprob_gap(version=1) == (pytest.approx(0.75), 3.0)
-    assert batch.logprob_gap(version=2) == (0.0, 0.0)
+    assert batch.logprob_gaps(version=1) == {"engine-0": (pytest.approx(0.25), 1.0), "engine-1": (pytest.approx(0.5), 2.0)}
+    assert batch.logprob_gaps(version=2) == {"engine-0": (0.0, 0.0), "engine-1": (0.0, 0.0)}
+    summed = summed_gaps([batch.logprob_gaps(version=1), {"engine-1": (1.0, 2.0)}])
+    assert gap_metrics(summed) == {
+        "engine/engine-0/logprob_gap": pytest.approx(0.25),
+        "engine/engine-1/logprob_gap": pytest.approx(0.375),
+        "engine/logprob_gap": pytest.approx(0.35),
+    }

@@ -36,6 +36,7 @@ def turns(draw: st.DrawFn) -> Turn:
         valid=draw(st.booleans()),
         state=draw(st.binary(min_size=STATE_BYTES, max_size=STATE_BYTES)),
         action=draw(st.none() | st.text(max_size=5)),
+        engine=draw(st.text(max_size=5)),
     )
 
 

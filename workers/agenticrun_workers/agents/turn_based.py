@@ -239,6 +239,7 @@ class _Play:
                 valid=action is not None and known,
                 state=hashlib.sha256(observation.encode()).digest(),
                 action=action,
+                engine=generation.engine,
             )
         )
 

@@ -34,6 +34,7 @@ from agenticrun_workers.pipeline.guards import GuardWatch
 from agenticrun_workers.pipeline.metrics import (
     Metrics,
     engine_metrics,
+    gap_metrics,
     restarted_tokens,
     rollout_metrics,
     success_of,
@@ -243,8 +244,7 @@ class Loop:
         metrics = {**rollout_metrics(batch, self._step), **credits.metrics, **metrics}
         metrics["group/filtered"] = metrics.get("group/filtered", 0.0) + len(batch.groups) - len(chosen)
         metrics["rollout/truncated_sampling"] = float(self._pipeline.actor_infer.generating.allow_truncated_sampling)
-        if prepared.gap_tokens:
-            metrics["engine/logprob_gap"] = prepared.gap_sum / prepared.gap_tokens
+        metrics |= gap_metrics(prepared.gaps)
         if prepared.kl is not None:
             metrics["critic/kl_coef"] = self._kl.coef
             self._kl, metrics["critic/kl"] = credit.updated(self._kl, results_of(chosen), prepared.kl)

@@ -99,6 +99,13 @@ def engine_metrics(before: Mapping[str, EngineStats], after: Mapping[str, Engine
     return metrics | ({"rollout/utilization": float(np.mean(busy))} if busy else {})
 
 
+def gap_metrics(gaps: Mapping[str, tuple[float, float]]) -> Metrics:
+    """Mean |trainer's - engine's log-prob| on the same weights, of all engines and of each, from (sum, tokens) by engine."""
+    total, tokens = sum(found for found, _ in gaps.values()), sum(count for _, count in gaps.values())
+    each = {f"engine/{engine}/logprob_gap": found / count for engine, (found, count) in gaps.items() if engine and count}
+    return each | ({"engine/logprob_gap": total / tokens} if tokens else {})
+
+
 def restarted_tokens(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats]) -> float:
     """Tokens that the engines threw away between two looks because weights changed."""
     return float(sum(now.aborted_tokens - (before[engine].aborted_tokens if engine in before else 0) for engine, now in after.items()))

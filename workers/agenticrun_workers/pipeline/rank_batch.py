@@ -105,13 +105,19 @@ class RankBatch:
         kl_K = turn_kl(self._tokens(np.ones(len(turns), np.bool_)), kind, sum(turns))
         return np.split(kl_K, np.cumsum(turns)[:-1]) if turns else []
 
-    def logprob_gap(self, version: int) -> tuple[float, float]:
-        """(sum of |trainer's - engine's log-prob|, tokens) over tokens sampled with the weights that are trained now."""
+    def logprob_gaps(self, version: int) -> dict[str, tuple[float, float]]:
+        """By engine, over tokens that it sampled with the weights that are trained now: (sum of |trainer's - its log-prob|, tokens)."""
+        gaps: dict[str, tuple[float, float]] = {}
         if self.old_logprobs is None:
-            return 0.0, 0.0
-        old_L, engine_L = _joined(self.old_logprobs, np.float32), _joined([t.logprobs_T for t in self.trajectories], np.float32)
-        same_L = _joined([t.versions_T for t in self.trajectories], np.int32) == version
-        return float(np.abs(old_L - engine_L)[same_L].sum(dtype=np.float64)), float(same_L.sum())
+            return gaps
+        ends = np.cumsum([trajectory.num_tokens for trajectory in self.trajectories])[:-1]
+        for trajectory, old_T in zip(self.trajectories, np.split(_joined(self.old_logprobs, np.float32), ends), strict=True):
+            gap_T = np.abs(old_T - trajectory.logprobs_T)
+            for number, turn in enumerate(trajectory.turns):
+                same_T = (trajectory.turns_T == number) & (trajectory.versions_T == version)
+                total, tokens = gaps.get(turn.engine, (0.0, 0.0))
+                gaps[turn.engine] = total + float(gap_T[same_T].sum(dtype=np.float64)), tokens + float(same_T.sum())
+        return gaps
 
     def credited(
         self, spec: TokenSpec, per_turn: Sequence[Floats], trains: Sequence[bool], kind: Kind, kl_coef: float, reduce: Reduce

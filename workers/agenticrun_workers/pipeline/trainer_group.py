@@ -14,7 +14,7 @@ from agenticrun_workers.pipeline.batch_plan import RankPlan, plan_batch
 from agenticrun_workers.pipeline.checkpoints import LoadModule, SaveModule
 from agenticrun_workers.pipeline.credit import TurnCredits
 from agenticrun_workers.pipeline.rank_actor import ACTOR, CRITIC, REFERENCE, Metrics
-from agenticrun_workers.pipeline.trainers import Prepared
+from agenticrun_workers.pipeline.trainers import Prepared, summed_gaps
 from agenticrun_workers.rollout.groups import Group
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import EpisodeKey
@@ -72,8 +72,7 @@ class TrainerGroup:
         kls = [answer.kl for answer in answers if answer.kl is not None]
         return Prepared(
             {key: values for kl in kls for key, values in kl.items()} if kls else None,
-            sum(answer.gap_sum for answer in answers),
-            sum(answer.gap_tokens for answer in answers),
+            summed_gaps([answer.gaps for answer in answers]),
         )
 
     async def train(self, credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,9 +29,15 @@ class Prepared:
 
     kl: Mapping[EpisodeKey, Floats] | None
     """Summed KL of each turn to the reference, where the reward has a KL penalty."""
-    gap_sum: float = 0.0
-    gap_tokens: float = 0.0
-    """|trainer's - engine's log-prob| on the same weights, summed, and the number of tokens."""
+    gaps: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By engine: |trainer's - engine's log-prob| on the same weights, summed, and the number of tokens."""
+
+
+def summed_gaps(gaps: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """`Prepared.gaps` over all ranks."""
+    engines = sorted({engine for part in gaps for engine in part})
+    parts = {engine: [part[engine] for part in gaps if engine in part] for engine in engines}
+    return {engine: (sum(total for total, _ in found), sum(tokens for _, tokens in found)) for engine, found in parts.items()}
 
 
 class TrainerActor(RankActor):
@@ -96,7 +102,7 @@ class TrainerActor(RankActor):
         batch.hear([unpack(part) for part in said])
         reward_kl = self._pipeline.algorithm.reward_kl
         kl = None if reward_kl is None else dict(zip([key for key, _ in self._plan.items], batch.turn_kl(reward_kl.kind), strict=True))
-        return pack(Prepared(kl, *batch.logprob_gap(self._strategy.policy_version)))
+        return pack(Prepared(kl, batch.logprob_gaps(self._strategy.policy_version)))
 
     def credit(self, packed: bytes) -> tuple[Metrics, bytes]:
         """Advantages of the prepared batch from packed `TurnCredits`. Collective.

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray.exceptions
@@ -158,4 +158,4 @@ class GenerationClient:
         if answer.generation is None:
             waiting.done.set_exception(RequestRefused(answer.error))
         else:
-            waiting.done.set_result(answer.generation)
+            waiting.done.set_result(replace(answer.generation, engine=link.engine_id))

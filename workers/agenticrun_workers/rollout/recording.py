@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,8 @@ def decode(content: bytes) -> RecordedStep:
     header = json.loads(arrays["header"].tobytes())
     if header["format"] != FORMAT:
         raise ValueError(f"format {header['format']} is not {FORMAT}, the one that this version reads")
-    turns = _turns(arrays, [action for entry in header["trajectories"] for action in entry["actions"]])
+    said = [list(chain.from_iterable(entry[name] for entry in header["trajectories"])) for name in ("actions", "engines")]
+    turns = _turns(arrays, *said)
     trajectories = tuple(
         Trajectory(
             key=EpisodeKey(Stream(entry["stream"]), entry["group"], entry["member"]),
@@ -152,10 +154,11 @@ def _scalars(trajectory: Trajectory, attempt: int) -> dict[str, Any]:
         "ending": trajectory.ending_T.tolist(),
         "attempt": attempt,
         "actions": [turn.action for turn in trajectory.turns],
+        "engines": [turn.engine for turn in trajectory.turns],
     }
 
 
-def _turns(arrays: dict[str, NDArray[Any]], actions_K: list[str | None]) -> Iterator[Turn]:
+def _turns(arrays: dict[str, NDArray[Any]], actions_K: list[str | None], engines_K: list[str]) -> Iterator[Turn]:
     prompts = np.split(arrays["prompts_P"], np.cumsum(arrays["prompt_lengths_K"])[:-1])
     ends = np.cumsum(arrays["response_lengths_K"])[:-1]
     responses, logprobs, versions = (np.split(arrays[name], ends) for name in ("responses_R", "logprobs_R", "versions_R"))
@@ -171,6 +174,7 @@ def _turns(arrays: dict[str, NDArray[Any]], actions_K: list[str | None]) -> Iter
             valid=bool(arrays["valid_K"][k]),
             state=states[k].tobytes(),
             action=actions_K[k],
+            engine=engines_K[k],
         )
 
 
