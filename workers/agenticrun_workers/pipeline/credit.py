@@ -24,7 +24,6 @@ class TurnCredits:
     per_turn: Mapping[EpisodeKey, Floats]
     """float64 [turns of the trajectory]"""
     trains: Mapping[EpisodeKey, bool]
-    scores: Mapping[EpisodeKey, float]
     kl_coef: float
     metrics: Mapping[str, float]
 
@@ -43,7 +42,6 @@ def assign(pipeline: Pipeline, results: list[EpisodeResult], kl: Mapping[Episode
         kind=credit.kind,
         per_turn={result.key: part for result, part in zip(results, parts, strict=True)},
         trains={result.key: bool(trains) for result, trains in zip(results, credit.trains_N, strict=True)},
-        scores={result.key: result.score for result in results},
         kl_coef=kl_coef,
         metrics=credit.metrics,
     )

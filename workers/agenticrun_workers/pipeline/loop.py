@@ -154,9 +154,10 @@ class Loop:
                     await self._sync_weights_if_due()
                     await self._validate_if_due()
                     batch = await self._roll_out()
-                    prepared = await self._prepare(batch)
-                    credits = self._assign_credit(batch, prepared)
-                    metrics = await self._train(batch, credits, prepared)
+                    groups = self._chosen(batch)
+                    prepared = await self._prepare(groups)
+                    credits = self._assign_credit(groups, prepared)
+                    metrics = await self._train(batch, groups, credits, prepared)
                 self._step += 1
                 await self._log(batch, metrics)
                 await self._save_if_due()
@@ -214,44 +215,42 @@ class Loop:
         self._parts.board.metrics(metrics)
 
     async def _roll_out(self) -> Batch:
-        """A batch; with a variance filter, the most uncertain share of one."""
         self._parts.board.activity(Activity.ROLLOUT)
         self._parts.rollout.advance(self._step)
         with self._timed("rollout"):
             return await self._guarded(self._parts.rollout.batch())
 
-    async def _prepare(self, batch: Batch) -> Prepared:
+    async def _prepare(self, groups: tuple[Group, ...]) -> Prepared:
         """Old and reference log-probs and values of the trajectories that are trained on.
 
         From here to the end of the step a stop request waits: a batch that was served is trained on.
         """
         self._parts.board.activity(Activity.TRAINING)
         with self._timed("old_log_probs_values"):
-            return await self._parts.trainers.prepare(self._chosen(batch), self._step + 1)
+            return await self._parts.trainers.prepare(groups, self._step + 1)
 
-    def _assign_credit(self, batch: Batch, prepared: Prepared) -> TurnCredits:
+    def _assign_credit(self, groups: tuple[Group, ...], prepared: Prepared) -> TurnCredits:
         """Rewards, KL and baselines as one number per turn."""
         with self._timed("credit"):
-            return credit.assign(self._pipeline, results_of(self._chosen(batch)), prepared.kl, self._kl.coef)
+            return credit.assign(self._pipeline, results_of(groups), prepared.kl, self._kl.coef)
 
-    async def _train(self, batch: Batch, credits: TurnCredits, prepared: Prepared) -> Metrics:
+    async def _train(self, batch: Batch, groups: tuple[Group, ...], credits: TurnCredits, prepared: Prepared) -> Metrics:
         """Advantages, then all optimizer steps of this batch, and the next KL coefficient."""
         with self._timed("train"):
             train_actor = self._step >= self._pipeline.critic_warmup
             metrics = await self._parts.trainers.train(credits, self._step + 1, train_actor=train_actor)
             await self._parts.discard(batch.results)
-        chosen = self._chosen(batch)
         metrics = {**rollout_metrics(batch, self._step), **credits.metrics, **metrics}
-        metrics["group/filtered"] = metrics.get("group/filtered", 0.0) + len(batch.groups) - len(chosen)
+        metrics["group/filtered"] = metrics.get("group/filtered", 0.0) + len(batch.groups) - len(groups)
         metrics["rollout/truncated_sampling"] = float(self._pipeline.actor_infer.generating.allow_truncated_sampling)
         metrics |= gap_metrics(prepared.gaps)
         if prepared.kl is not None:
             metrics["critic/kl_coef"] = self._kl.coef
-            self._kl, metrics["critic/kl"] = credit.updated(self._kl, results_of(chosen), prepared.kl)
+            self._kl, metrics["critic/kl"] = credit.updated(self._kl, results_of(groups), prepared.kl)
         return metrics
 
     def _chosen(self, batch: Batch) -> tuple[Group, ...]:
-        """The groups that are trained on."""
+        """The groups that are trained on: with a variance filter, the most uncertain share."""
         variance_filter = self._pipeline.algorithm.variance_filter
         return batch.groups if variance_filter is None else credit.most_uncertain(batch.groups, variance_filter.keep)
 

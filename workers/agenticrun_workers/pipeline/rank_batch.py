@@ -112,11 +112,13 @@ class RankBatch:
             return gaps
         ends = np.cumsum([trajectory.num_tokens for trajectory in self.trajectories])[:-1]
         for trajectory, old_T in zip(self.trajectories, np.split(_joined(self.old_logprobs, np.float32), ends), strict=True):
-            gap_T = np.abs(old_T - trajectory.logprobs_T)
-            for number, turn in enumerate(trajectory.turns):
-                same_T = (trajectory.turns_T == number) & (trajectory.versions_T == version)
+            same_T = (trajectory.turns_T >= 0) & (trajectory.versions_T == version)
+            turns, gap = trajectory.turns_T[same_T], np.abs(old_T - trajectory.logprobs_T)[same_T]
+            sums_K = np.bincount(turns, gap, minlength=len(trajectory.turns))
+            counts_K = np.bincount(turns, minlength=len(trajectory.turns))
+            for turn, summed, count in zip(trajectory.turns, sums_K, counts_K, strict=True):
                 total, tokens = gaps.get(turn.engine, (0.0, 0.0))
-                gaps[turn.engine] = total + float(gap_T[same_T].sum(dtype=np.float64)), tokens + float(same_T.sum())
+                gaps[turn.engine] = total + float(summed), tokens + float(count)
         return gaps
 
     def credited(
