@@ -1,15 +1,13 @@
 """Ranks that train a small sharded module, save it, and go on from what other numbers of ranks have saved.
 
-As a program it is one rank: `module_program.py RANK WORLD PORT OUT TASK...`; a task is `train=FOLDER`, `resume=FOLDER`, `damage=FOLDER`
-or `other=FOLDER`. What the rank saw in each goes into `OUT/WORLD-RANK.pickle`, by task.
+As a program it is one rank; its arguments are tasks: `train=FOLDER`, `resume=FOLDER`, `damage=FOLDER` or `other=FOLDER`. Its result is what
+it saw in each, by task.
 """
 
 from __future__ import annotations
 
-import pickle
-import sys
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ from torch import nn
 from agenticrun_workers.storage import Folder
 from agenticrun_workers.training import checkpoint
 from agenticrun_workers.training.ranks import Ranks, whole
+from rank_programs import take_part
 
 STEPS = 6
 SAVED_AT = 3
@@ -99,14 +98,10 @@ def run(task: str, folder: str) -> Seen:
     return trainer.finish()
 
 
-def main(rank: int, world: int, port: int, out: Path, tasks: list[str]) -> None:
+def main(*tasks: str) -> dict[str, dict[str, Any]]:
     """Do the tasks together with the other ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    seen = {task: vars(run(*task.split("=", 1))) for task in tasks}
-    (out / f"{world}-{rank}.pickle").write_bytes(pickle.dumps(seen))
-    dist.destroy_process_group()
+    return {task: vars(run(*task.split("=", 1))) for task in tasks}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])
+    take_part(main)

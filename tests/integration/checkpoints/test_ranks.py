@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import pickle
-import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+
+from rank_programs import launch
 
 PROGRAM = Path(__file__).with_name("module_program.py")
 
@@ -32,24 +30,9 @@ def load_program() -> ModuleType:
     return module
 
 
-def launch(world: int, out: Path, environment: dict[str, str], tasks: list[str]) -> list[dict[str, Any]]:
+def launch_program(world: int, out: Path, environment: dict[str, str], tasks: list[str]) -> list[dict[str, Any]]:
     """What each of `world` processes saw."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    full = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(world), str(port), str(out), *tasks], env=full, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(world)
-    ]
-    errors = [process.communicate(timeout=500)[1] for process in ranks]
-    assert all(process.returncode == 0 for process in ranks), "\n".join(errors)
-    return [
-        {task: SimpleNamespace(**seen) for task, seen in pickle.loads((out / f"{world}-{rank}.pickle").read_bytes()).items()}
-        for rank in range(world)
-    ]
+    return [{task: SimpleNamespace(**seen) for task, seen in found.items()} for found in launch(PROGRAM, world, out, tasks, environment)]
 
 
 @dataclass
@@ -70,9 +53,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     program = load_program()
     one = {"train": program.run("train", f"{base}/by-1")}
     two_tasks = [f"train={base}/by-2", f"resume={base}/by-1", f"resume={base}/by-2", f"damage={base}/damaged", f"other={base}/by-2"]
-    two = launch(2, out, s3_server, two_tasks)
+    two = launch_program(2, out, s3_server, two_tasks)
     one["resume by-2"] = program.run("resume", f"{base}/by-2")
-    return Runs(base, one, two, launch(3, out, s3_server, [f"resume={base}/by-2"]))
+    return Runs(base, one, two, launch_program(3, out, s3_server, [f"resume={base}/by-2"]))
 
 
 def assert_goes_on(found: Any, straight: Any) -> None:

@@ -1,9 +1,7 @@
-"""The training that test_ranks.py compares; as a program, one rank of several: `rank_program.py RANK WORLD PORT MODEL WORK`."""
+"""The training that test_ranks.py compares; as a program, one rank of several, with the arguments MODEL WORK."""
 
 from __future__ import annotations
 
-import pickle
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch import Tensor
 from agenticrun_workers.models import load_model
 from agenticrun_workers.training import OptimizerSpec, Sample, TorchCritic, TorchPolicy, TorchReference
 from ragged_samples import LOSSES, VALUE_LOSSES, batch
+from rank_programs import take_part
 
 SPEC = OptimizerSpec(1e-2, "linear", warmup_steps=2, total_steps=20, weight_decay=0.01)
 LOSS = LOSSES["ppo"]
@@ -103,19 +102,17 @@ def export(model: Path, folder: Path) -> None:
     TorchPolicy(partial(load_model, str(model)), SPEC).export_folder(folder, {"note.txt": b"exported"})
 
 
-def main(rank: int, world: int, port: int, model: Path, work: Path) -> None:
+def main(model_folder: str, work_folder: str) -> dict[str, Any]:
     """What several ranks do; two ranks also train, and resume from two ranks' checkpoint and from one's."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    model, work = Path(model_folder), Path(work_folder)
     results: dict[str, Any] = {"gradients": gradients(model)}
-    if world == 2:
+    if dist.get_world_size() == 2:
         results["fresh"] = vars(train(model, save=work / "saved-by-2"))
         results["resumed from 2"] = vars(train(model, resume=work / "saved-by-2"))
         results["resumed from 1"] = vars(train(model, resume=work / "saved-by-1"))
         export(model, work / "exported")
-    (work / f"rank-{rank}-of-{world}.pickle").write_bytes(pickle.dumps(results))
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    main(*(int(argument) for argument in sys.argv[1:4]), Path(sys.argv[4]), Path(sys.argv[5]))
+    take_part(main)

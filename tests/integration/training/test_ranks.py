@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import pickle
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from agenticrun_workers.models import load_model
 from ragged_samples import LOSSES, VALUE_LOSSES, largest_difference, make_model
+from rank_programs import launch
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
@@ -38,15 +35,7 @@ def load_program() -> ModuleType:
 
 def run_ranks(world: int, model: Path, work: Path) -> list[Runs]:
     """What each of so many processes found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    commands = [[sys.executable, str(PROGRAM), *map(str, (rank, world, port, model, work))] for rank in range(world)]
-    ranks = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
-    errors = [process.communicate(timeout=500)[1] for process in ranks]
-    assert all(process.returncode == 0 for process in ranks), "\n".join(errors)
-    return [pickle.loads((work / f"rank-{rank}-of-{world}.pickle").read_bytes()) for rank in range(world)]
+    return launch(PROGRAM, world, work, [str(model), str(work)])
 
 
 @pytest.fixture(scope="module")
