@@ -10,7 +10,7 @@ from agenticrun_api.algorithm import GROUP_BASELINE, Algorithm, Guards, RewardNo
 from agenticrun_api.base import Count, Model, Positive, Rule
 from agenticrun_api.environments import EnvGroups, EnvSpec, Path, RewardSpec, TrainEnvGroups
 from agenticrun_api.pipeline_rules import PIPELINE_RULES
-from agenticrun_api.training import ActorInfer, ActorTrain, Critic, Eval, Reference, Warmup
+from agenticrun_api.training import ActorInfer, ActorTrain, Critic, Eval, Reference, Warmup, WeightSync
 
 
 class Staleness(Model):
@@ -91,6 +91,7 @@ class Pipeline(Model):
     val_envs: EnvGroups | None = None
     actor_train: ActorTrain = ActorTrain()
     actor_infer: ActorInfer = ActorInfer()
+    weight_sync: WeightSync = WeightSync()
     reference: Reference | None = None
     critic: Critic | None = None
 

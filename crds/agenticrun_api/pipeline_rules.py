@@ -197,6 +197,12 @@ DETERMINISTIC_RULES = (
         ".envs",
         lambda p: not p.deterministic or all(env.step_timeout_seconds is None for env in p.envs),
     ),
+    Rule(
+        "!self.deterministic || self.actorInfer.strategy.name == 'transformers'",
+        "only the transformers engine samples the same bits whatever else it serves: deterministic runs need it",
+        ".actorInfer.strategy.name",
+        lambda p: not p.deterministic or p.actor_infer.strategy.name == "transformers",
+    ),
 )
 
 REPLAY_RULES = (

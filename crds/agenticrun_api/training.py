@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from agenticrun_api.base import Coefficient, Count, Model, Positive, Rule, Share
+from agenticrun_api.base import Coefficient, Count, Model, Open, Positive, Rule, Share
 from agenticrun_api.environments import DatasetSpec, Path, ValidationGenerating
 
 
@@ -31,14 +31,68 @@ class Training(Model):
 
 
 class TrainStrategySpec(Model):
-    name: Literal["fsdp2"] = "fsdp2"
+    """What trains: `fsdp2` (PyTorch), `megatron` (Megatron-Core) or `deepspeed` (ZeRO)."""
+
+    name: Literal["fsdp2", "megatron", "deepspeed"] = "fsdp2"
+    config: Open = {}
+    """The strategy's own options under their own names, see docs/trainers.md. Those that other fields decide are refused."""
+
+
+class Lora(Model):
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) are trained instead of the whole policy; engines get the merged weights."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
+    """The adapters' product is scaled by alpha / rank."""
+    target_modules: Annotated[list[Annotated[str, Field(min_length=1, max_length=253)]], Field(max_length=64)] = []
+    """Names of the linear layers that get adapters, as peft reads them; default: all but the output layer."""
 
 
 class ActorTrain(Model):
     """The policy under training."""
 
+    RULES = (
+        Rule(
+            "!has(self.lora) || self.strategy.name != 'megatron'",
+            "lora is trained by the strategies fsdp2 and deepspeed",
+            ".lora",
+            lambda a: a.lora is None or a.strategy.name != "megatron",
+        ),
+    )
+
     strategy: TrainStrategySpec = TrainStrategySpec()
     training: Training = Training()
+    lora: Lora | None = None
+
+
+class WeightSync(Model):
+    """How the trainer's weights reach the engines."""
+
+    transport: Literal["Auto", "SharedMemory", "Broadcast", "ObjectStore", "Disk"] = "Auto"
+    """SharedMemory: engines on the trainer's node. Broadcast: a collective (NCCL on GPUs, gloo without) into the engines' own processes.
+    ObjectStore: through Ray to any node. Disk: through the folder of `uri`. Auto: SharedMemory where all engines are on the first trainer's
+    node, else Broadcast where all have GPUs, else ObjectStore."""
+    uri: Path | None = None
+    """Folder that trainer and inference pods share; for transport Disk."""
+    bucket_bytes: Annotated[int, Field(ge=1024, le=17_179_869_184)] = 268_435_456
+    """Weights travel in buckets of about this size."""
+    delta: bool = False
+    """Send only the elements that changed since the last sync, exactly. Not for Broadcast."""
+
+    RULES = (
+        Rule(
+            "has(self.uri) == (self.transport == 'Disk')",
+            "set uri exactly when transport is Disk",
+            ".uri",
+            lambda w: (w.uri is not None) == (w.transport == "Disk"),
+        ),
+        Rule(
+            "!self.delta || self.transport != 'Broadcast'",
+            "a collective moves whole tensors: leave delta out, or choose another transport",
+            ".delta",
+            lambda w: not w.delta or w.transport != "Broadcast",
+        ),
+    )
 
 
 class Reference(Model):
@@ -69,7 +123,11 @@ class Critic(Model):
 
 
 class InferStrategySpec(Model):
-    name: Literal["transformers"] = "transformers"
+    """What samples: `transformers` (in the worker's own process), or a server of `sglang` or `vllm`."""
+
+    name: Literal["transformers", "sglang", "vllm"] = "transformers"
+    config: Open = {}
+    """The engine's own options under their own names, see docs/engines.md. Those that other fields decide are refused."""
 
 
 class Generating(Model):

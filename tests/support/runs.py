@@ -12,7 +12,7 @@ from agenticrun_api.environments import EnvGroups
 from agenticrun_api.pipeline import Pipeline, Record, Staleness
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.spec import AgenticRunSpec, InitializeModel, ModelSpec, VolumeClaim
-from agenticrun_api.training import Critic, Eval, Generating, Warmup
+from agenticrun_api.training import ActorTrain, Critic, Eval, Generating, Warmup, WeightSync
 
 Change = tuple[str, Any]
 """(path, value): `("spec.pipeline.trainEnvs.groupSize", 4)`; the value REMOVE takes the field away."""
@@ -195,6 +195,27 @@ RULE_CASES: tuple[RuleCase, ...] = (
         ((f"{_P}.algorithm.name", "gae"), (f"{_P}.critic", {"training": {"learningRate": 1e-3}})),
     ),
     RuleCase(
+        ActorTrain,
+        "lora is trained by the strategies fsdp2 and deepspeed",
+        f"{_P}.actorTrain.lora",
+        ((f"{_P}.actorTrain", {"strategy": {"name": "megatron"}, "lora": {"rank": 4}}),),
+        ((f"{_P}.actorTrain", {"strategy": {"name": "deepspeed"}, "lora": {"rank": 4}}),),
+    ),
+    RuleCase(
+        WeightSync,
+        "set uri exactly when transport is Disk",
+        f"{_P}.weightSync.uri",
+        ((f"{_P}.weightSync", {"transport": "Disk"}),),
+        ((f"{_P}.weightSync", {"transport": "Disk", "uri": "/shared/weights"}),),
+    ),
+    RuleCase(
+        WeightSync,
+        "a collective moves whole tensors",
+        f"{_P}.weightSync.delta",
+        ((f"{_P}.weightSync", {"transport": "Broadcast", "delta": True}),),
+        ((f"{_P}.weightSync", {"transport": "ObjectStore", "delta": True}),),
+    ),
+    RuleCase(
         Generating,
         "topP, topK and minP sample from another distribution",
         f"{_P}.actorInfer.generating.allowTruncatedSampling",
@@ -319,6 +340,13 @@ RULE_CASES: tuple[RuleCase, ...] = (
         f"{_P}.envs",
         ((f"{_P}.deterministic", True), (f"{_P}.envs", [{"tag": "Lake", "type": "frozen_lake", "stepTimeoutSeconds": 5}])),
         ((f"{_P}.envs", [{"tag": "Lake", "type": "frozen_lake", "stepTimeoutSeconds": 5}]),),
+    ),
+    RuleCase(
+        Pipeline,
+        "only the transformers engine samples the same bits",
+        f"{_P}.actorInfer.strategy.name",
+        ((f"{_P}.deterministic", True), (f"{_P}.actorInfer.strategy", {"name": "sglang"})),
+        ((f"{_P}.deterministic", True), (f"{_P}.actorInfer.strategy", {"name": "transformers"})),
     ),
     RuleCase(
         EnvGroups,

@@ -31,7 +31,7 @@ class Run:
                 "trainEnvs": {"groups": 2, "groupSize": 2, "tags": ["A", "B"]},
             }
         )
-        self.ranks = ranks
+        self.parts = ranks
         self.players = FakePlayers(lambda task, member: StopReason.ENV_ERROR if task.group in fails else StopReason.COMPLETED)
         self.trained: list[Keys] = []
         self.kept: set[EpisodeKey] = set()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
 from agenticrun_workers.types import Generation, GenerationRequest
 
@@ -49,11 +50,27 @@ class InferenceEngine(Protocol):
         """Go on after `pause`. Requests continue from the tokens they have."""
         ...
 
-    async def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
-        """Replace parameters by name (arrays or tensors of the same shape), drop stale caches, and become `version`.
+    async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
+        """Take over new weights, drop stale caches, and become `version`.
 
-        Requests in flight go on from the tokens they have, or begin again where `staleness.partialRollout` is off.
+        Sampling stops at a token while weights change. Requests in flight go on from the tokens they have, each token with the version
+        that it was sampled with, or begin again where `staleness.partialRollout` is off.
+
+        Args:
+            parts: safetensors files, in memory or on disk, that hold all parameters between them: each file some whole ones under their
+                Hugging Face names. They come as they get ready, and stay unchanged until this returns.
+
+        Raises:
+            EngineError: the engine serves nothing until another update has succeeded.
         """
+        ...
+
+    async def sleep(self) -> None:
+        """Free the accelerator's memory for a trainer on the same device. There are no requests in flight."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory back. The next `update_weights` brings the weights."""
         ...
 
     def stats(self) -> EngineStats: ...

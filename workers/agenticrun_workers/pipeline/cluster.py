@@ -120,7 +120,7 @@ class RunCluster:
         placements = await asyncio.gather(*(self._place(actor) for actor in trainers))
         self._source.set_result(await self._make_source(trainers[0]))
         sources = ModelSources.of(self._source.result(), self._pipeline)
-        await asyncio.gather(
+        parts, *_ = await asyncio.gather(
             self._set_up(trainers, Role.TRAINER, sources),
             *(self._set_up(actors, OWN_PODS[part], sources) for part, actors in others.items()),
             *(self._place(actor) for actors in others.values() for actor in actors),
@@ -133,15 +133,16 @@ class RunCluster:
         self._watchers = [asyncio.create_task(_until_death(store), name="store") for store in self.stores]
         ranks = [*trainers, *(actor for actors in others.values() for actor in actors)]
         await asyncio.gather(*(actor.set_stores.remote(self.stores) for actor in ranks))
-        self.trainers = TrainerGroup(self._pipeline, trainers, others)
+        self.trainers = TrainerGroup(self._pipeline, trainers, parts, others)
 
     def _ranks(self, cls: type, role: Role, *arguments: Any) -> list[Any]:
         world = self._count(role)
         return [self._actor(cls, role, rank, world, self._pipeline, *arguments) for rank in range(world)]
 
-    async def _set_up(self, actors: list[Any], role: Role, sources: ModelSources) -> None:
+    async def _set_up(self, actors: list[Any], role: Role, sources: ModelSources) -> list[Any]:
+        """What each actor says."""
         meeting = await actors[0].rendezvous.remote()
-        await asyncio.gather(*(actor.setup.remote(sources, meeting, self._threads(role)) for actor in actors))
+        return await asyncio.gather(*(actor.setup.remote(sources, meeting, self._threads(role)) for actor in actors))
 
     async def _make_source(self, trainer: Any) -> ModelSource:
         """The model to begin with; one of random weights is made on the first trainer pod."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import ray
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.pipeline.batch_plan import RankPlan, plan_batch
+from agenticrun_workers.pipeline.batch_plan import plan_batch
 from agenticrun_workers.pipeline.checkpoints import LoadModule, SaveModule
 from agenticrun_workers.pipeline.credit import TurnCredits
 from agenticrun_workers.pipeline.rank_actor import ACTOR, CRITIC, REFERENCE, Metrics
@@ -25,37 +25,40 @@ class TrainerGroup:
 
     Args:
         trainers: ranks of the policy.
+        parts: the part of each batch that each of them gets; ranks that share a model get the same.
         others: ranks of the reference and of the critic by name, where they have pods of their own.
     """
 
-    def __init__(self, pipeline: Pipeline, trainers: list[Any], others: Mapping[str, list[Any]]) -> None:
+    def __init__(self, pipeline: Pipeline, trainers: list[Any], parts: Sequence[int], others: Mapping[str, list[Any]]) -> None:
         self._pipeline = pipeline
         self._trainers = trainers
+        self._part_of = parts
         self._others = others
 
     @property
-    def ranks(self) -> int:
-        return len(self._trainers)
+    def parts(self) -> int:
+        """Parts that a batch is split into."""
+        return max(self._part_of) + 1
 
     @property
     def savers(self) -> dict[str, SaveModule]:
         """How to save each module of a checkpoint."""
-        return {part: partial(self._call, part, "save") for part in self._parts()}
+        return {part: partial(self._call, part, "save") for part in self._modules()}
 
     @property
     def loaders(self) -> dict[str, LoadModule]:
         """How to load each module. They raise `CheckpointMismatch`."""
-        return {part: partial(self._call, part, "load") for part in self._parts()}
+        return {part: partial(self._call, part, "load") for part in self._modules()}
 
     async def warm_up(self, keys: list[list[tuple[EpisodeKey, int]]]) -> Metrics:
-        """A supervised step; one list of (key, store) per rank of the policy."""
-        calls = [actor.warm_up.remote(share) for actor, share in zip(self._trainers, keys, strict=True)]
+        """A supervised step; one list of (key, store) per part."""
+        calls = [actor.warm_up.remote(keys[part]) for actor, part in zip(self._trainers, self._part_of, strict=True)]
         answers: list[Metrics] = await asyncio.gather(*calls)
         return answers[0]
 
     async def freeze_reference(self) -> None:
         """The policy as it is now becomes the reference, where the run has one and names no other."""
-        if REFERENCE in self._parts():
+        if REFERENCE in self._modules():
             weights = self.export_weights()
             await asyncio.gather(*(actor.load_reference.remote(weights) for actor in self._ranks_of(REFERENCE)))
 
@@ -64,11 +67,12 @@ class TrainerGroup:
         said = [
             actor.score.remote(pack(plan))
             for actors in self._others.values()
-            for actor, plan in zip(actors, self._plans(groups, version, actors), strict=True)
+            for actor, plan in zip(actors, plan_batch(self._pipeline, groups, len(actors), version), strict=True)
         ]
-        plans = self._plans(groups, version, self._trainers)
-        calls = [actor.prepare.remote(pack(plan), *said) for actor, plan in zip(self._trainers, plans, strict=True)]
-        answers: list[Prepared] = [unpack(answer) for answer in await asyncio.gather(*calls)]
+        plans = plan_batch(self._pipeline, groups, self.parts, version)
+        calls = [actor.prepare.remote(pack(plans[part]), *said) for actor, part in zip(self._trainers, self._part_of, strict=True)]
+        by_part = dict(zip(self._part_of, await asyncio.gather(*calls), strict=True))
+        answers: list[Prepared] = [unpack(answer) for answer in by_part.values()]
         kls = [answer.kl for answer in answers if answer.kl is not None]
         return Prepared(
             {key: values for kl in kls for key, values in kl.items()} if kls else None,
@@ -93,10 +97,7 @@ class TrainerGroup:
         first, *_ = [actor.export_weights.remote() for actor in self._trainers]
         return first
 
-    def _plans(self, groups: tuple[Group, ...], version: int, actors: list[Any]) -> list[RankPlan]:
-        return plan_batch(self._pipeline, groups, len(actors), version)
-
-    def _parts(self) -> list[str]:
+    def _modules(self) -> list[str]:
         """What a checkpoint must hold: the reference too where it is the run's own policy at step 0, which no path could bring back."""
         own_reference = self._pipeline.uses_reference and not (self._pipeline.reference and self._pipeline.reference.path)
         return [ACTOR, *([CRITIC] if self._pipeline.uses_critic else []), *([REFERENCE] if own_reference else [])]

@@ -56,8 +56,12 @@ class TrainerActor(RankActor):
 
         return make_model_files(model, texts, self._pipeline.sequence_length)
 
-    def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> None:
-        """Join the other ranks and load the models on so many torch threads. Raises `InvalidConfig`."""
+    def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> int:
+        """Join the other ranks and load the models on so many torch threads. Raises `InvalidConfig`.
+
+        Returns:
+            the part of each batch that this rank gets (`LogProbStrategy.data_rank`).
+        """
         from agenticrun_workers.pipeline import strategies
 
         self._join(rendezvous, threads)
@@ -69,6 +73,7 @@ class TrainerActor(RankActor):
         self._value_loss = strategies.value_loss_spec(pipeline)
         self._token_spec = strategies.token_spec(pipeline)
         self._needs_old = strategies.needs_old_logprobs(pipeline)
+        return self._strategy.data_rank
 
     def load_reference(self, weights: Mapping[str, np.ndarray]) -> None:
         """The reference becomes the policy with these weights."""
@@ -119,7 +124,7 @@ class TrainerActor(RankActor):
             [credits.trains[key] for key in keys],
             credits.kind,
             credits.kl_coef,
-            self._sum_over_ranks,
+            self._strategy.sum_over_data,
         )
         targets = self._batch.targets() if self._pipeline.uses_critic and self._critic is None else {}
         return dict(metrics), pack(targets)
@@ -142,18 +147,8 @@ class TrainerActor(RankActor):
 
     def export_weights(self) -> dict[str, np.ndarray] | None:
         """All parameters on rank 0, None elsewhere. Collective."""
-        weights = dict(self._strategy.export_weights())
+        weights = {name: weight.to("cpu", copy=True).float().numpy() for name, weight in self._strategy.export_weights()}
         return weights if self._rank == 0 else None
 
     def _part(self, name: str) -> Any:
         return {ACTOR: self._strategy, CRITIC: self._critic, REFERENCE: self._reference}[name]
-
-    def _sum_over_ranks(self, values: Floats) -> Floats:
-        if self._world_size == 1:
-            return values
-        import torch
-
-        tensor = torch.from_numpy(np.array(values, np.float64))
-        torch.distributed.all_reduce(tensor)
-        summed: Floats = tensor.numpy()
-        return summed

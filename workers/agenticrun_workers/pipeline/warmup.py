@@ -53,7 +53,7 @@ class Warmup:
         if not good:
             error = played[0].error or played[0].stop_reason
             raise InvalidConfig("spec.pipeline.warmup", f"none of the {len(played)} episodes or items of a step can be trained on: {error}")
-        shares = balance(good, self._trainers.ranks)
+        shares = balance(good, self._trainers.parts)
         metrics = await self._trainers.warm_up([[(r.key, r.store) for r in share] for share in shares])
         return {**metrics, "warmup/discarded": float(len(played) - len(good))}
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from agenticrun_workers.algorithms.aggregation import Aggregation
 from agenticrun_workers.algorithms.losses import Kimi15, KlKind, Ppo, RatioLevel, Vanilla, Variant
+from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.types import FloatArray, IntArray
 
 
@@ -130,9 +132,20 @@ class ReferenceStrategy(LogProbStrategy, Checkpointed, Protocol):
 
 
 class TrainStrategy(LogProbStrategy, Checkpointed, Protocol):
-    """A policy under training."""
+    """A policy under training.
+
+    Ranks of one `data_rank` share a model (by tensor, pipeline, context or sequence parallelism): they are given the same samples in the
+    same order, and every one of them returns the same.
+    """
 
     policy_version: int
+    data_rank: int
+    """This rank's part of a batch, below `data_size`."""
+    data_size: int
+
+    def sum_over_data(self, values: Floats) -> Floats:
+        """Element-wise sum over the parts of a batch: over one rank of each `data_rank`. Collective."""
+        ...
 
     def supervised_step(self, samples: list[Sample]) -> Mapping[str, float]:
         """One optimizer step of weighted next-token cross-entropy (warm-up). Collective."""
@@ -149,8 +162,12 @@ class TrainStrategy(LogProbStrategy, Checkpointed, Protocol):
         """
         ...
 
-    def export_weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Full parameters under their Hugging Face names, float32 on the host. Collective; yields on rank 0 only."""
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters under their Hugging Face names, in the dtype that engines serve (`spec.model.dtype`).
+
+        On any device, maybe views of the parameters: read each before taking the next. Tied ones come once. With LoRA, merged.
+        Collective; yields on rank 0 only.
+        """
         ...
 
     def export_folder(self, folder: Path, files: Mapping[str, bytes]) -> None:

@@ -11,20 +11,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.aggregation import StepTotals, token_coefficients
-from agenticrun_workers.algorithms.losses import LossTokens, kl_loss, policy_loss
+from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.training import checkpoint
+from agenticrun_workers.training.actor_loss import ActorLoss
 from agenticrun_workers.training.actor_metrics import ActorMetrics, nothing_learned
 from agenticrun_workers.training.export import write_folder
-from agenticrun_workers.training.microbatch import MicroBatch, responses, weighted
+from agenticrun_workers.training.microbatch import responses, weighted
 from agenticrun_workers.training.modules import PolicyModule
 from agenticrun_workers.training.optimizer import OptimizerSpec, Updater
 from agenticrun_workers.training.ranks import whole
 from agenticrun_workers.training.strategy import LossSpec, Sample
 from agenticrun_workers.training.torch_backend import TorchBackend
 from agenticrun_workers.types import FloatArray
-
-OPTIONAL = ("old_logprobs_T", "engine_logprobs_T", "is_weights_T")
-"""Arrays that the loss reads if the samples have them: all samples of a step, or none."""
 
 
 class TorchPolicy:
@@ -49,7 +47,9 @@ class TorchPolicy:
         self._temperature = temperature
         self._backend = TorchBackend(PolicyModule(load()), max_tokens=max_tokens, packing=packing)
         self._updater = Updater(self._backend.module, optimizer, self._backend.ranks)
-        self.rank, self.world_size = self._backend.ranks.rank, self._backend.ranks.size
+        ranks = self._backend.ranks
+        self.rank, self.world_size = ranks.rank, ranks.size
+        self.data_rank, self.data_size = ranks.rank, ranks.size
 
     def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
         """See `LogProbStrategy`."""
@@ -95,11 +95,15 @@ class TorchPolicy:
         self._backward(samples, loss, self._backend.totals(samples))
         return {name.removeprefix("model."): gradient for name, gradient in self._updater.gradients().items()}
 
-    def export_weights(self) -> Iterator[tuple[str, np.ndarray]]:
+    def sum_over_data(self, values: Floats) -> Floats:
+        """See `TrainStrategy`."""
+        return np.array(self._backend.ranks.sum(values.tolist()), np.float64)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainStrategy`. Tied parameters come once, under the name that `named_parameters` of the model gives."""
         for name, full in self._whole_parameters():
             if self.rank == 0:
-                yield name, full.to("cpu", torch.float32, copy=True).numpy()
+                yield name, full
 
     def export_folder(self, folder: Path, files: Mapping[str, bytes]) -> None:
         """See `TrainStrategy`."""
@@ -127,43 +131,11 @@ class TorchPolicy:
     def _backward(self, samples: list[Sample], spec: LossSpec, totals: StepTotals) -> tuple[dict[str, float], float]:
         """Sum the gradient over all micro-batches; returns metrics and the share of padding."""
         metrics = ActorMetrics(totals, self._backend.device)
-        given = self._given(samples)
+        part = ActorLoss(samples, spec, totals, self._backend.ranks.max, metrics)
         batches = self._backend.micro_batches(samples, weighted)
         for batch in batches:
-            self._loss(batch, samples, spec, totals, given, metrics).backward()  # type: ignore[no-untyped-call]
+            part(batch, *self._backend.module(batch, spec.temperature)).backward()  # type: ignore[no-untyped-call]
         return metrics.result(self._backend.ranks), self._backend.padding_waste(batches)
-
-    def _given(self, samples: list[Sample]) -> frozenset[str]:
-        """The optional arrays that samples of any rank have, so that a rank without samples computes what the others do."""
-        flags = [float(any(getattr(sample, name) is not None for sample in samples)) for name in OPTIONAL]
-        return frozenset(name for name, flag in zip(OPTIONAL, self._backend.ranks.max(flags), strict=True) if flag)
-
-    def _loss(
-        self,
-        batch: MicroBatch,
-        samples: list[Sample],
-        spec: LossSpec,
-        totals: StepTotals,
-        given: frozenset[str],
-        metrics: ActorMetrics,
-    ) -> Tensor:
-        """One micro-batch's part of the step's loss."""
-        logprobs_N, entropies_N = self._backend.module(batch, spec.temperature)
-        dtype = logprobs_N.dtype
-        tokens = _loss_tokens(batch, samples, given, logprobs_N)
-        weight_N = batch.pick(samples, "weight_T", dtype)
-        coefficients_N = token_coefficients(weight_N, batch.sequence_N, totals, spec.aggregation, spec.aggregation_norm)
-        policy = policy_loss(spec.variant, spec.ratio, tokens)
-        pg = (coefficients_N * policy.loss_N).sum()
-        kl = logprobs_N.new_zeros(())
-        if spec.kl_coef:
-            ref_N = batch.pick(samples, "ref_logprobs_T", dtype)
-            kl = (coefficients_N * kl_loss(logprobs_N, ref_N, spec.kl_kind, spec.kl_limit)).sum()
-        total: Tensor = pg + spec.kl_coef * kl
-        if spec.entropy_coef:
-            total = total - spec.entropy_coef * (coefficients_N * entropies_N).sum()
-        metrics.add((pg, kl, total), policy, weight_N, entropies_N, tokens, on_policy="old_logprobs_T" not in given)
-        return total
 
 
 @torch.no_grad()
@@ -173,24 +145,3 @@ def log_probs(backend: TorchBackend[PolicyModule], samples: list[Sample], temper
     for batch in backend.micro_batches(samples, responses):
         batch.put(backend.module(batch, temperature)[0], result)
     return result
-
-
-def _loss_tokens(batch: MicroBatch, samples: list[Sample], given: frozenset[str], logprobs_N: Tensor) -> LossTokens:
-    """What the loss reads of a micro-batch."""
-    dtype = logprobs_N.dtype
-
-    def optional(name: str) -> Tensor | None:
-        return batch.pick(samples, name, dtype) if name in given else None
-
-    old_N = optional("old_logprobs_T")
-    scores_S = torch.tensor([samples[i].score for i in batch.samples], dtype=dtype, device=logprobs_N.device)
-    return LossTokens(
-        logprobs_N=logprobs_N,
-        old_logprobs_N=logprobs_N.detach() if old_N is None else old_N,
-        advantages_N=batch.pick(samples, "advantages_T", dtype),
-        sequence_N=batch.sequence_N,
-        turn_N=batch.pick(samples, "turns_T", torch.int64),
-        score_N=scores_S[batch.sequence_N],
-        engine_logprobs_N=optional("engine_logprobs_T"),
-        is_weights_N=optional("is_weights_T"),
-    )
