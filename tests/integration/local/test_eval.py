@@ -35,7 +35,7 @@ class Trained:
         self.file.write_text(yaml.safe_dump(document))
         run = parse_run(document)
         self.strategy: TrainStrategy = build_strategy(run.spec.pipeline, first_model(run))
-        self.first = dict(self.strategy.export_weights())
+        self.first = {name: weight.clone() for name, weight in self.strategy.export_weights()}
         tokens_T = np.arange(8, dtype=np.int32)
         weight_T = np.ones(8, np.float32)
         for _ in range(3):

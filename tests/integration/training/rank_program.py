@@ -24,6 +24,11 @@ CUTS = {"padded": {"max_tokens": 30}, "packed": {"max_tokens": 40, "packing": Tr
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
+def weights(policy: TorchPolicy) -> dict[str, np.ndarray]:
+    """The policy's as they are now, on rank 0."""
+    return {name: weight.numpy().copy() for name, weight in policy.export_weights()}
+
+
 @dataclass
 class Result:
     """What one rank saw of a policy and its critic."""
@@ -58,7 +63,7 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
     for step in range(STEPS if resume else 0, 2 * STEPS):
         if step == STEPS and save is not None:
             policy.policy_version = STEPS
-            reference.load_weights(everywhere(dict(policy.export_weights())))
+            reference.load_weights(everywhere(weights(policy)))
             for name, trained in parts.items():
                 trained.save(str(save / name))
         mine = part(batches[step], rank, world)
@@ -67,7 +72,7 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
     mine = part(batches[0], rank, world)
     logprobs = [*policy.compute_log_probs(mine), *reference.compute_log_probs(mine)]
     values = [np.append(v.values_T, v.final) for v in critic.compute_values(mine)]
-    return Result(metrics, logprobs, values, dict(policy.export_weights()), policy.policy_version)
+    return Result(metrics, logprobs, values, weights(policy), policy.policy_version)
 
 
 def everywhere(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
