@@ -15,6 +15,7 @@ import torch
 from agenticrun_workers.inference import TransformersEngine
 from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from weight_files import weight_files
 
 WORDS = tuple("abcdefghijklmnop")
 VOCABULARY = len(WORDS) + 5
@@ -59,7 +60,7 @@ class Episodes:
 
         if weights is not None:
             for engine in engines:
-                await engine.update_weights(weights, 1)
+                await engine.update_weights(weight_files(weights), 1)
         await asyncio.gather(*(episode(int(number)) for number in order.permutation(self.count)))
 
 
@@ -117,7 +118,7 @@ async def interrupted(folder: Path, **options: Any) -> tuple[Generation, int]:
         running = asyncio.create_task(engine.generate(GenerationRequest("r", "s", np.arange(9, dtype=np.int32), SamplingParams(60), 4)))
         while engine.stats().generated_tokens < 10:
             await asyncio.sleep(0.001)
-        await engine.update_weights(weights, 3)
+        await engine.update_weights(weight_files(weights), 3)
         answer = await running
         again = await engine.generate(GenerationRequest("again", "t", np.arange(9, dtype=np.int32), SamplingParams(60), 4))
         if options:

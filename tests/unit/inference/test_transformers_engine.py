@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from agenticrun_workers.inference import EngineError, EngineStartError, InvalidRequest, TransformersEngine
 from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from weight_files import weight_files
 
 WORDS = tuple("abcdefghijklmnop")
 VOCABULARY = len(WORDS) + 5
@@ -196,7 +197,7 @@ def test_new_weights_take_over_in_the_middle_of_a_response(folder: Path) -> None
             running = asyncio.create_task(engine.generate(request))
             while engine.stats().generated_tokens < 10:
                 await asyncio.sleep(0.001)
-            await engine.update_weights(weights, 7)
+            await engine.update_weights(weight_files(weights), 7)
             generation = await running
             versions = generation.versions_T.tolist()
             split = versions.index(7)
@@ -219,7 +220,7 @@ def test_new_weights_drop_the_caches_of_idle_sessions(folder: Path) -> None:
     async def work() -> None:
         async with serving(folder) as engine:
             await engine.generate(ask("a", prompt(12), session="s"))
-            await engine.update_weights(weights, 1)
+            await engine.update_weights(weight_files(weights), 1)
             request = ask("b", np.concatenate([prompt(12), prompt(4, 1)]), session="s")
             check(updated, request, await engine.generate(request))
 
@@ -227,17 +228,102 @@ def test_new_weights_drop_the_caches_of_idle_sessions(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "weights", [{"no.such.weight": np.zeros(1)}, {"model.embed_tokens.weight": np.zeros((2, 2))}], ids=["name", "shape"]
+    ("wrong", "message"),
+    [
+        ({"no.such.weight": np.zeros(1, np.float32)}, "no.such.weight"),
+        ({"model.embed_tokens.weight": np.zeros((2, 2), np.float32)}, "model.embed_tokens.weight"),
+        ({"model.norm.weight": None}, "lack 1 parameters, model.norm.weight"),
+    ],
+    ids=["name", "shape", "missing"],
 )
-def test_weights_that_do_not_fit_are_refused_and_change_nothing(folder: Path, weights: dict[str, np.ndarray]) -> None:
+def test_after_weights_that_do_not_fit_nothing_is_served_until_a_good_update(
+    folder: Path, wrong: dict[str, np.ndarray | None], message: str
+) -> None:
+    updated = load_model(str(folder))
+    weights = changed(updated)
+    updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
+    unfit = {name: value for name, value in {**weights, **wrong}.items() if value is not None}
+
     async def work() -> None:
         async with serving(folder) as engine:
-            before = await engine.generate(ask("a", prompt(5)))
-            with pytest.raises(EngineError, match=next(iter(weights))):
-                await engine.update_weights(weights, 1)
-            after = await engine.generate(ask("a", prompt(5)))
-            assert before.tokens_T.tolist() == after.tokens_T.tolist()
+            in_flight = asyncio.create_task(engine.generate(ask("early", prompt(4), new=100)))
+            while engine.stats().generated_tokens < 3:
+                await asyncio.sleep(0.001)
+            with pytest.raises(EngineError, match=message):
+                await engine.update_weights(weight_files(unfit), 1)
+            with pytest.raises(EngineError, match="nothing is served until an update succeeds"):
+                await engine.generate(ask("a", prompt(5)))
             assert engine.stats().policy_version == 0
+            assert not in_flight.done()
+            await engine.update_weights(weight_files(weights), 2)
+            request = ask("a", prompt(5))
+            check(updated, request, await engine.generate(request))
+            assert set((await in_flight).versions_T.tolist()) == {0, 2}
+
+    run(work)
+
+
+def test_a_file_that_is_not_safetensors_is_named(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"no weights at all")
+
+    async def parts() -> AsyncIterator[Path]:
+        yield broken
+
+    async def work() -> None:
+        async with serving(folder) as engine:
+            with pytest.raises(EngineError, match=f"{broken} cannot be read"):
+                await engine.update_weights(parts(), 1)
+
+    run(work)
+
+
+def test_requests_that_come_during_an_update_wait_for_it(folder: Path) -> None:
+    weights = changed(load_model(str(folder)))
+
+    async def work() -> None:
+        async with serving(folder) as engine:
+            half, go_on = asyncio.Event(), asyncio.Event()
+
+            async def parts() -> AsyncIterator[Path]:
+                async for part in weight_files(weights, files=2):
+                    yield part
+                    half.set()
+                    await go_on.wait()
+
+            update = asyncio.create_task(engine.update_weights(parts(), 5))
+            await half.wait()
+            asked = asyncio.create_task(engine.generate(ask("a", prompt(5))))
+            await asyncio.sleep(0.05)
+            assert not asked.done()
+            go_on.set()
+            await update
+            assert set((await asked).versions_T.tolist()) == {5}
+
+    run(work)
+
+
+def test_an_engine_that_slept_serves_again_after_it_got_weights(folder: Path) -> None:
+    updated = load_model(str(folder))
+    weights = changed(updated)
+    updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
+
+    async def work() -> None:
+        async with serving(folder) as engine:
+            running = asyncio.create_task(engine.generate(ask("a", prompt(5), session="s")))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineError, match="cannot sleep"):
+                await engine.sleep()
+            await running
+            await engine.sleep()
+            with pytest.raises(EngineError, match="the engine sleeps"):
+                await engine.generate(ask("b", prompt(5)))
+            await engine.wake()
+            with pytest.raises(EngineError, match="no weights since it slept"):
+                await engine.generate(ask("b", prompt(5)))
+            await engine.update_weights(weight_files(weights), 1)
+            request = ask("c", prompt(9), session="s")
+            check(updated, request, await engine.generate(request))
 
     run(work)
 

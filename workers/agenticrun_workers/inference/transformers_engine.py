@@ -13,16 +13,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
+from agenticrun_workers.inference.batching import in_batches
 from agenticrun_workers.inference.caches import Caches, PrivateCaches, SessionCaches
 from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats, InvalidRequest
 from agenticrun_workers.inference.forward import Forward
+from agenticrun_workers.inference.held_weights import HeldWeights
 from agenticrun_workers.inference.in_flight import Running
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.loading import ModelLoadError
@@ -62,13 +64,17 @@ class TransformersEngine:
         self._version = version
         self._alone = alone
         self._restart_on_update = restart_on_update
-        self._caches: Caches = PrivateCaches() if alone else SessionCaches(max_sessions)
+        self._caches = self._new_caches()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._waiting: OrderedDict[str, Running] = OrderedDict()
         self._running: dict[str, Running] = {}
         self._work = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
+        self._ready = asyncio.Event()
+        """Set while the model has weights to compute with."""
+        self._refusal: str | None = None
+        """Why new requests are refused, and do not wait until it is set."""
         self._between_steps = asyncio.Lock()
         self._server: asyncio.Task[None] | None = None
         self._generated = self._prompted = self._aborted = 0
@@ -82,7 +88,8 @@ class TransformersEngine:
         except (ModelLoadError, UnsupportedModel) as error:
             raise EngineStartError(str(error)) from error
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
-        self._parameters = dict(self._model.named_parameters())
+        self._weights = HeldWeights(self._model)
+        self._ready.set()
         self._server = asyncio.create_task(self._serve(), name="transformers-engine")
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -113,21 +120,37 @@ class TransformersEngine:
         """See `InferenceEngine`."""
         self._open.set()
 
-    async def update_weights(self, weights: Mapping[str, Any], version: int) -> None:
-        """See `InferenceEngine`. Raises `EngineError` and changes nothing if a name or shape is wrong."""
-        for name, value in weights.items():
-            held = self._parameters.get(name)
-            if held is None or tuple(held.shape) != tuple(value.shape):
-                shape = None if held is None else tuple(held.shape)
-                raise EngineError(f"weights for {name} have shape {tuple(value.shape)}, the model has {shape}")
+    async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
+        """See `InferenceEngine`. After a failure, requests in flight wait for the next update, and new ones are refused."""
         async with self._between_steps:
-            await self._in_thread(self._copy, weights)
-            self._version = version
-            self._caches.forget()
-            for running in self._running.values():
-                running.cached = 0
-                if self._restart_on_update:
-                    self._aborted += running.restart()
+            self._ready.clear()
+            self._refusal = None
+            try:
+                self._weights.begin()
+                async for part in parts:
+                    await self._in_thread(self._weights.copy, part)
+                self._weights.finish()
+            except BaseException as error:
+                self._refusal = f"the last weight update failed ({error})"
+                raise
+            self._become(version)
+            self._ready.set()
+
+    async def sleep(self) -> None:
+        """See `InferenceEngine`. Frees the memory of weights and caches, on every device."""
+        async with self._between_steps:
+            if self._waiting or self._running:
+                raise EngineError(f"{len(self._waiting) + len(self._running)} requests are in flight: the engine cannot sleep")
+            self._ready.clear()
+            self._refusal = "the engine sleeps"
+            self._caches = self._new_caches()
+            await self._in_thread(self._weights.drop)
+
+    async def wake(self) -> None:
+        """See `InferenceEngine`."""
+        async with self._between_steps:
+            await self._in_thread(self._weights.allocate)
+            self._refusal = "the engine has no weights since it slept"
 
     def stats(self) -> EngineStats:
         """See `InferenceEngine`."""
@@ -144,6 +167,18 @@ class TransformersEngine:
             self._server = None
         self._thread.shutdown()
 
+    def _new_caches(self) -> Caches:
+        return PrivateCaches() if self._alone else SessionCaches(self._max_sessions)
+
+    def _become(self, version: int) -> None:
+        """The weights are those of `version`: nothing that was computed is worth anything."""
+        self._version = version
+        self._caches.forget()
+        for running in self._running.values():
+            running.cached = 0
+            if self._restart_on_update:
+                self._aborted += running.restart()
+
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
@@ -153,6 +188,8 @@ class TransformersEngine:
             raise EngineError("the engine is not running")
         if self._server.done():
             raise EngineError("the engine has failed") from self._server.exception()
+        if self._refusal is not None:
+            raise EngineError(f"{self._refusal}: nothing is served until an update succeeds")
         if request.request_id in self._waiting or request.request_id in self._running:
             raise InvalidRequest(f"request {request.request_id} is already in flight")
         if not len(ids_T):
@@ -167,14 +204,15 @@ class TransformersEngine:
         try:
             while True:
                 await self._open.wait()
+                await self._ready.wait()
                 if not self._waiting and not self._running:
                     self._work.clear()
                     await self._work.wait()
                 await asyncio.sleep(0)
                 async with self._between_steps:
-                    if self._open.is_set():
+                    if self._open.is_set() and self._ready.is_set():
                         self._admit()
-                        batches = self._batches()
+                        batches = in_batches(self._running.values(), self._max_step_tokens, alone=self._alone)
                         for batch, sampled in zip(batches, await self._in_thread(self._forward, batches), strict=True):
                             self._deliver(batch, *sampled)
         except Exception as error:
@@ -192,20 +230,6 @@ class TransformersEngine:
             self._caches.open(running)
             self._prompted += running.pending
             self._running[request_id] = running
-
-    def _batches(self) -> list[list[Running]]:
-        """Requests in flight, split so that rows of one batch have about the same number of tokens to compute."""
-        if self._alone:
-            return [[running] for running in self._running.values()]
-        batches: list[list[Running]] = []
-        for running in sorted(self._running.values(), key=lambda r: (r.pending, r.slot)):
-            last = batches[-1] if batches else []
-            fits = bool(last) and (len(last) + 1) * running.pending <= self._max_step_tokens
-            if fits and running.pending <= 2 * last[0].pending and (running.pending == 1) == (last[0].pending == 1):
-                last.append(running)
-            else:
-                batches.append([running])
-        return [sorted(batch, key=lambda r: r.slot) for batch in batches]
 
     def _forward(self, batches: list[list[Running]]) -> list[tuple[list[int], list[float]]]:
         """Compute the pending tokens of each request and sample its next one. Runs in the engine's thread, once for all batches."""
@@ -236,8 +260,3 @@ class TransformersEngine:
         if reason is FinishReason.ABORT:
             self._aborted += len(running.tokens)
         running.finish(reason)
-
-    @torch.no_grad()
-    def _copy(self, weights: Mapping[str, Any]) -> None:
-        for name, value in weights.items():
-            self._parameters[name].copy_(torch.as_tensor(value))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray.exceptions
+from safetensors.numpy import save_file
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_workers.pipeline.model_source import ModelSource
@@ -60,7 +63,10 @@ class EngineActor:
 
     async def update_weights(self, weights: dict[str, Any], version: int) -> int:
         """Become policy version `version`; requests under way go on with it. Returns the bytes that were taken over."""
-        await self._engine.update_weights(weights, version)
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            file = Path(folder) / "weights.safetensors"
+            save_file(dict(weights), file)
+            await self._engine.update_weights(_one(file), version)
         return sum(value.nbytes for value in weights.values())
 
     async def submit(self, client: str, requests: bytes) -> None:
@@ -172,3 +178,7 @@ class EnginePool:
         except Exception as error:  # whatever keeps a new engine from starting ends the attempt
             if not self.failure.done():
                 self.failure.set_exception(error)
+
+
+async def _one(file: Path) -> AsyncIterator[Path]:
+    yield file

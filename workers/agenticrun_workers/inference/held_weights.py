@@ -1,0 +1,63 @@
+"""The parameters of a model that serves, and how they are replaced while it lives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agenticrun_workers.inference.engine import EngineError
+
+
+class HeldWeights:
+    """Copies safetensors files into the parameters of `model`, each parameter in its own dtype and on its own device.
+
+    An update is `begin`, then `copy` for every file, then `finish`. Nothing is to be computed in between, or after one that failed.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self._seen: set[int] = set()
+
+    def begin(self) -> None:
+        """No parameter is up to date."""
+        self._seen.clear()
+
+    @torch.no_grad()
+    def copy(self, part: Path) -> None:
+        """Take the parameters of one file. Raises `EngineError` for an unreadable file, and for names and shapes of another model."""
+        try:
+            with safe_open(part, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                    self._take(name, file.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"{part} cannot be read as a safetensors file: {error}") from error
+
+    def finish(self) -> None:
+        """Raises `EngineError` naming a parameter that no file held."""
+        missing = [name for name, parameter in self._parameters.items() if id(parameter) not in self._seen]
+        if missing:
+            raise EngineError(f"the new weights lack {len(missing)} parameters, {missing[0]} among them")
+
+    def drop(self) -> None:
+        """Free the memory of all parameters."""
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+
+    def allocate(self) -> None:
+        """Memory for what `drop` freed, with nothing meaningful in it. Tied parameters stay tied."""
+        for name, parameter in self._parameters.items():
+            if tuple(parameter.shape) != self._shapes[name]:
+                parameter.data = parameter.data.new_empty(self._shapes[name])
+
+    def _take(self, name: str, value: Tensor) -> None:
+        held = self._parameters.get(name)
+        if held is None or held.shape != value.shape:
+            shape = None if held is None else tuple(held.shape)
+            raise EngineError(f"weights for {name} have shape {tuple(value.shape)}, the model has {shape}")
+        held.copy_(value)
+        self._seen.add(id(held))
