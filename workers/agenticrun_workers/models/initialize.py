@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from agenticrun_workers.models.saving import write_model
 from agenticrun_workers.models.task_tokenizer import build_task_tokenizer
 
 _CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -69,6 +70,5 @@ def initialize_model(folder: Path, spec: InitializeSpec) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    write_model(folder, model, dict(model.named_parameters()))
     tokenizer.save_pretrained(folder)

@@ -1,0 +1,99 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) in the linear layers of a model, by peft.
+
+The adapters are put into the model itself: it keeps its class, its decoder and its output layer. At first they change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+ADAPTER = "default"
+BASE = "base_layer"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """What is trained instead of a layer's weight W: A and B in W + alpha / rank * B A."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    target_modules: tuple[str, ...] = ()
+    """Names of the layers, or ends of their dotted names; default: all linear ones but the output layer."""
+
+
+def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTrainedModel:
+    """The same model, changed: from now on its adapters alone train.
+
+    Args:
+        seed: of A; B is zero. All ranks must give the same.
+
+    Raises:
+        ValueError: a name in `target_modules` that no linear layer has, or that the output layer has.
+    """
+    _check_targets(model, spec.target_modules)
+    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.target_modules) or "all-linear", lora_dropout=0.0)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    return model
+
+
+def describe_lora(model: nn.Module) -> dict[str, Any] | None:
+    """Rank, alpha and the layers that have adapters, as JSON; None without adapters."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    if not layers:
+        return None
+    first = next(iter(layers.values()))
+    spec = LoraSpec(first.r[ADAPTER], first.lora_alpha[ADAPTER], tuple(sorted(layers)))
+    return {**asdict(spec), "target_modules": list(spec.target_modules)}
+
+
+def whole_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters under the names that they have without adapters, with these merged: W + alpha / rank * B A.
+
+    Merged ones are computed and given in float32, or in the model's wider dtype. The model does not change. Tied ones come once.
+
+    Args:
+        whole: gives a parameter's whole value, under any sharding. Called for all parameters, in the same order on every rank.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    adapters = {id(p) for layer in layers.values() for p in (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in adapters:
+            continue
+        owner, _, last = name.rpartition(".")
+        layer = layers.get(owner.removesuffix(f".{BASE}"))
+        if layer is None:
+            yield name, whole(parameter)
+        else:
+            value = whole(parameter)
+            yield name.replace(f".{BASE}.", "."), value if last == "bias" else _merged(layer, value, whole)
+
+
+@torch.no_grad()
+def _merged(layer: LoraLayer, weight: Tensor, whole: Callable[[nn.Parameter], Tensor]) -> Tensor:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    a, b = (whole(part[ADAPTER].weight).to(wide) for part in (layer.lora_A, layer.lora_B))
+    product = (b @ a).T if layer.fan_in_fan_out else b @ a
+    return weight.to(wide) + product * layer.scaling[ADAPTER]
+
+
+def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    for target in targets:
+        found = {name: layer for name, layer in model.named_modules() if name == target or name.endswith(f".{target}")}
+        if not found:
+            raise ValueError(f"lora.targetModules: the model has no layer {target}")
+        for name, layer in found.items():
+            if layer is model.get_output_embeddings():
+                raise ValueError(f"lora.targetModules: {name} is the output layer, which adapters leave as it is")
+            if not isinstance(layer, nn.Linear | Conv1D):
+                raise ValueError(f"lora.targetModules: {name} is a {type(layer).__name__}, adapters go into linear layers")
