@@ -20,7 +20,8 @@ class PodRole(Model):
     memory: Quantity = "2Gi"
     """Memory request and limit of a pod."""
     gpus: Annotated[int, Field(ge=0, le=16)] = 0
-    """GPUs of a pod, requested under `gpuResourceName`. A trainer pod runs one rank per GPU (one without)."""
+    """GPUs of a pod, requested under `gpuResourceName`. A trainer pod runs one rank per GPU (one without), an inference pod as many
+    engines as its GPUs are enough for (one without)."""
     gpu_resource_name: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu"
     node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=16)] = {}
     tolerations: OpenList = []
@@ -39,7 +40,8 @@ class PodRole(Model):
     volume_mounts: OpenList = []
     """As in a container spec."""
     shm_size: Quantity = "1Gi"
-    """Size limit of /dev/shm, where Ray keeps its objects. It counts against `memory`."""
+    """Size limit of /dev/shm, where Ray keeps its objects and weights lie on their way to the engines: on trainer and inference pods give
+    it twice the model's bytes, and more. It counts against `memory`."""
 
 
 class WorkerRole(PodRole):
@@ -64,7 +66,8 @@ class Roles(Model):
     """Pods of the frozen policy's own; without them it shares the trainer's."""
     critic: WorkerRole | None = None
     """Pods of the value model's own; without them it shares the trainer's."""
-    inference: WorkerRole = WorkerRole()
+    inference: WorkerRole | None = None
+    """Pods of the engines; Disaggregated runs have them, also where nothing is said here. Colocated engines live on the trainer's pods."""
     env: WorkerRole = WorkerRole()
 
     def has(self, role: Role) -> bool:
@@ -86,7 +89,3 @@ class Roles(Model):
         """How many pods a role has; the driver has one."""
         settings = self.of(role)
         return settings.replicas if isinstance(settings, WorkerRole) else 1
-
-    def ranks(self, role: Role) -> int:
-        """How many actors of the role a pod carries: one per GPU, or one without GPUs."""
-        return max(1, self.of(role).gpus)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from agenticrun_api.base import Count, Model, Name, Quantity, Rule
+from agenticrun_api.names import Role
 from agenticrun_api.pipeline import Pipeline
 from agenticrun_api.roles import Roles
 
@@ -168,10 +170,28 @@ class AgenticRunSpec(Model):
             ".checkpoint.uri",
             lambda s: s.checkpoint is None or s.checkpoint.volume_claim is None or s.checkpoint.uri.startswith("/checkpoints"),
         ),
+        Rule(
+            "self.placement != 'Colocated' || !has(self.roles) || !has(self.roles.inference)",
+            "Colocated engines live on the trainer's pods: leave roles.inference out",
+            ".roles.inference",
+            lambda s: s.placement != "Colocated" or s.roles.inference is None,
+        ),
+        Rule(
+            "self.placement != 'Colocated' || self.pipeline.staleness.max == 0.0",
+            "Colocated engines and trainers take turns, so that no rollout runs ahead: leave staleness.max at 0",
+            ".pipeline.staleness.max",
+            lambda s: s.placement != "Colocated" or s.pipeline.staleness.max == 0,
+        ),
+        Rule(
+            "self.placement != 'Colocated' || self.pipeline.weightSync.transport != 'Broadcast'",
+            "no collective can have two members on one GPU: Colocated weights go by transport Auto, SharedMemory, ObjectStore or Disk",
+            ".pipeline.weightSync.transport",
+            lambda s: s.placement != "Colocated" or s.pipeline.weight_sync.transport != "Broadcast",
+        ),
     )
 
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """Worker image; default: the operator's (chart value worker.image)."""
+    """Image of all pods; default: the operator's for the engine that the run samples with (chart values images)."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     image_pull_secrets: Annotated[list[Name], Field(max_length=16)] = []
     ray_version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", max_length=16)] = RAY_VERSION
@@ -179,7 +199,8 @@ class AgenticRunSpec(Model):
     model: ModelSpec
     code: CodeSpec | None = None
     roles: Roles = Roles()
-    placement: Literal["Disaggregated"] = "Disaggregated"
+    placement: Literal["Disaggregated", "Colocated"] = "Disaggregated"
+    """Disaggregated: engines have pods and GPUs of their own. Colocated: they take turns with the trainers on the trainers' GPUs."""
     pipeline: Pipeline
     checkpoint: Checkpoint | None = None
     tracking: Tracking = Tracking()
@@ -187,3 +208,52 @@ class AgenticRunSpec(Model):
     cleanup: Cleanup = Cleanup()
     ttl_seconds_after_finished: Count | None = None
     """Delete the run this long after it finished."""
+
+    @property
+    def colocated(self) -> bool:
+        return self.placement == "Colocated"
+
+    @property
+    def engine_role(self) -> Role:
+        """Whose pods carry the engines."""
+        return Role.TRAINER if self.colocated else Role.INFERENCE
+
+    def actors_per_pod(self, role: Role) -> dict[Role, int]:
+        """What a pod of the role carries: ranks one per GPU, engines as many as find GPUs, and one of each without GPUs."""
+        gpus = self.roles.of(role).gpus
+        carried = {} if role is Role.INFERENCE else {role: max(1, gpus)}
+        if role is self.engine_role:
+            carried[Role.INFERENCE] = max(1, gpus // self.pipeline.actor_infer.strategy.gpus)
+        return carried
+
+    def actors(self, role: Role) -> int:
+        """How many actors of the role the run has."""
+        pods = self.engine_role if role is Role.INFERENCE else role
+        return self.roles.replicas(pods) * self.actors_per_pod(pods)[role]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_inference_pods(cls, data: Any) -> Any:
+        """Where nothing is said about them. A default in the schema could not tell it from pods that a Colocated run asks for."""
+        if not isinstance(data, dict) or data.get("placement", "Disaggregated") != "Disaggregated":
+            return data
+        roles = data.get("roles", {})
+        asks = not isinstance(roles, dict) or "inference" in roles
+        return data if asks else {**data, "roles": {**roles, "inference": {}}}
+
+    @model_validator(mode="after")
+    def _engines_fit_their_pods(self) -> Self:
+        """Not a rule of the schema: the schema leaves an engine's options open, so that CEL cannot read them."""
+        try:
+            needed = self.pipeline.actor_infer.strategy.gpus
+        except ValueError as error:
+            raise _refused(".pipeline.actorInfer.strategy.config", str(error)) from error
+        gpus = self.roles.of(self.engine_role).gpus
+        if gpus % needed:
+            message = f"an engine takes {needed} GPUs (actorInfer.strategy.config), and {gpus} of a pod are not a multiple of that"
+            raise _refused(f".roles.{self.engine_role}.gpus", message)
+        return self
+
+
+def _refused(path: str, message: str) -> PydanticCustomError:
+    return PydanticCustomError("rule", "{message}", {"message": message, "path": path})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -122,12 +123,30 @@ class Critic(Model):
     )
 
 
+_PARALLEL_SIZES: dict[str, tuple[str, ...]] = {
+    "transformers": (),
+    "sglang": ("tp", "tp_size", "tensor_parallel_size", "pp_size", "pipeline_parallel_size"),
+    "vllm": ("tensor_parallel_size", "pipeline_parallel_size"),
+}
+"""Options of each engine by which it takes several GPUs, with all their spellings."""
+
+
 class InferStrategySpec(Model):
     """What samples: `transformers` (in the worker's own process), or a server of `sglang` or `vllm`."""
 
     name: Literal["transformers", "sglang", "vllm"] = "transformers"
     config: Open = {}
     """The engine's own options under their own names, see docs/engines.md. Those that other fields decide are refused."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one engine: what its options of tensor and pipeline parallelism multiply to. Raises `ValueError` for a wrong one."""
+        config = {name.replace("-", "_"): value for name, value in self.config.items()}
+        sizes = {name: config.get(name, 1) for name in _PARALLEL_SIZES[self.name]}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name} must be a whole number of GPUs, at least 1 (got {size!r})")
+        return prod(sizes.values())
 
 
 class Generating(Model):

@@ -499,6 +499,27 @@ RULE_CASES: tuple[RuleCase, ...] = (
         (("spec.checkpoint", {"uri": "/data"}),),
     ),
     RuleCase(
+        AgenticRunSpec,
+        "Colocated engines live on the trainer's pods",
+        "spec.roles.inference",
+        (("spec.placement", "Colocated"), ("spec.roles", {"inference": {}})),
+        (("spec.placement", "Colocated"),),
+    ),
+    RuleCase(
+        AgenticRunSpec,
+        "Colocated engines and trainers take turns",
+        "spec.pipeline.staleness.max",
+        (("spec.placement", "Colocated"), (f"{_P}.staleness", {"max": 1, "offPolicy": "Ignore"})),
+        (("spec.placement", "Colocated"), (f"{_P}.staleness", {"max": 0})),
+    ),
+    RuleCase(
+        AgenticRunSpec,
+        "no collective can have two members on one GPU",
+        "spec.pipeline.weightSync.transport",
+        (("spec.placement", "Colocated"), (f"{_P}.weightSync", {"transport": "Broadcast"})),
+        (("spec.placement", "Colocated"), (f"{_P}.weightSync", {"transport": "SharedMemory"})),
+    ),
+    RuleCase(
         AgenticRun,
         "metadata.name must be at most 45",
         "",

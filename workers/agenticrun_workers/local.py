@@ -15,7 +15,7 @@ from pathlib import Path
 import ray
 from rich.console import Console
 
-from agenticrun_api import AgenticRun, FinalReport
+from agenticrun_api import AgenticRun, FinalReport, Role
 from agenticrun_workers.pipeline.board import Attempt
 from agenticrun_workers.pipeline.requests import Requests
 from agenticrun_workers.pipeline.session import Session
@@ -68,8 +68,7 @@ async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalRepo
 @contextmanager
 def embedded_ray(run: AgenticRun, code: Path) -> Iterator[None]:
     """A Ray of our own whose one node offers all roles. Its files go with it."""
-    roles = run.spec.roles
-    resources = {role.value: float(roles.replicas(role) * roles.ranks(role)) for role in roles.workers}
+    resources = {role.value: float(run.spec.actors(role)) for role in {*run.spec.roles.workers, Role.INFERENCE}}
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(code), *([path] if path else [])])
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

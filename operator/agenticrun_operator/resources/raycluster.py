@@ -53,13 +53,14 @@ def _worker_group(run: AgenticRun, role: Role, image: str) -> Manifest:
 
 
 def _ray_start_params(run: AgenticRun, role: Role) -> dict[str, str]:
-    """Flags of `ray start`. The role's own resource pins actors: as many units as the pod carries actors of the role.
+    """Flags of `ray start`. Resources of the roles pin actors: as many units as the pod carries actors of each.
 
     The head offers no CPUs, so that nothing but the driver lands there.
     """
     settings = run.spec.roles.of(role)
     store = max(MIN_OBJECT_STORE_BYTES, int(whole_number(settings.shm_size) * OBJECT_STORE_SHARE))
-    resources = json.dumps({role.value: run.spec.roles.ranks(role)}, separators=(",", ":"))
+    units = {carried.value: actors for carried, actors in run.spec.actors_per_pod(role).items()}
+    resources = json.dumps(units, separators=(",", ":"))
     return {
         "num-cpus": "0" if role is Role.DRIVER else str(max(1, whole_number(settings.cpus))),
         "num-gpus": str(settings.gpus),

@@ -86,13 +86,21 @@ class RunCluster:
             ray.kill(actor)
 
     def _count(self, role: Role) -> int:
-        return self._run.spec.roles.replicas(role) * self._run.spec.roles.ranks(role)
+        return self._run.spec.actors(role)
 
     def _actor(self, cls: type, role: Role, *arguments: Any, **options: Any) -> Any:
-        gpus = 1 if self._run.spec.roles.of(role).gpus else 0
+        gpus = self._gpus(role)
         actor: Any = ray.remote(cls).options(**options_for(role, gpus), **options).remote(*arguments)
         self._actors.append(actor)
         return actor
+
+    def _gpus(self, role: Role) -> int:
+        """GPUs of one actor, in Ray's count. Colocated engines share those of the ranks beside them."""
+        spec = self._run.spec
+        if role is Role.INFERENCE and spec.colocated:
+            return 0
+        per_actor = spec.pipeline.actor_infer.strategy.gpus if role is Role.INFERENCE else 1
+        return per_actor if spec.roles.of(role).gpus else 0
 
     def _threads(self, role: Role) -> int:
         """Torch threads of one actor: as many as the CPUs that its pod asks for, over the pod's actors.
@@ -100,8 +108,9 @@ class RunCluster:
         Not the machine's cores: pods share those, and threads that wait for each other on busy cores are several times
         slower than one. (Ray would allow one to an actor that takes no CPU of its count.)
         """
-        roles = self._run.spec.roles
-        return max(1, int(cpus(roles.of(role).cpus)) // roles.ranks(role))
+        spec = self._run.spec
+        pods = spec.engine_role if role is Role.INFERENCE else role
+        return max(1, int(cpus(spec.roles.of(pods).cpus)) // spec.actors_per_pod(pods)[role])
 
     async def _place(self, actor: Any) -> Placement:
         """Where the actor is; raises `MisplacedActor` if that is not a pod of its role."""
