@@ -46,13 +46,10 @@ class OptimizerSpec:
         return self.learning_rate * (left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
 
 
-class Updater:
-    """Takes the optimizer steps of one module, and counts them."""
+class StepCounts:
+    """Counts optimizer steps, taken and skipped, whatever optimizer takes them."""
 
-    def __init__(self, module: nn.Module, spec: OptimizerSpec, ranks: Ranks) -> None:
-        self.optimizer = torch.optim.AdamW(
-            module.parameters(), lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=spec.epsilon, weight_decay=spec.weight_decay
-        )
+    def __init__(self, spec: OptimizerSpec) -> None:
         self.spec = spec
         self.steps = 0
         """Steps taken, which the schedule follows."""
@@ -60,13 +57,57 @@ class Updater:
         """Steps not taken: gradient not finite, or nothing to learn from."""
         self._broken = 0
         """Gradients in a row that were not finite."""
-        self._module = module
-        self._ranks = ranks
 
     @property
     def rate(self) -> float:
         """Learning rate of the next step."""
         return self.spec.rate(self.steps)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether one more gradient that is not finite ends the run."""
+        return self._broken >= self.spec.max_skipped_steps
+
+    def skip(self) -> None:
+        """Count a step that is not taken."""
+        self.skipped += 1
+
+    def settle(self, norm: float, *, scheduled: bool, first_broken: str | None) -> None:
+        """Count a step whose gradient had this norm: taken if it was finite, else skipped. `scheduled`: it moves the schedule on.
+
+        Args:
+            first_broken: under `hopeless` the first parameter whose gradient was not finite.
+
+        Raises:
+            NonFiniteGradient: more than `max_skipped_steps` times in a row.
+        """
+        if math.isfinite(norm):
+            self.steps += scheduled
+            self._broken = 0
+            return
+        self.skip()
+        self._broken += 1
+        if first_broken is not None:
+            raise NonFiniteGradient(f"{self._broken} gradients in a row were not finite; in the last, that of {first_broken} is the first")
+
+    def counts(self) -> dict[str, int]:
+        """What a checkpoint keeps beside the optimizer's state."""
+        return {"steps": self.steps, "skipped": self.skipped, "broken": self._broken}
+
+    def restore(self, counts: dict[str, int]) -> None:
+        self.steps, self.skipped, self._broken = counts["steps"], counts["skipped"], counts["broken"]
+
+
+class Updater(StepCounts):
+    """Takes the optimizer steps of one module, and counts them."""
+
+    def __init__(self, module: nn.Module, spec: OptimizerSpec, ranks: Ranks) -> None:
+        super().__init__(spec)
+        self.optimizer = torch.optim.AdamW(
+            module.parameters(), lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=spec.epsilon, weight_decay=spec.weight_decay
+        )
+        self._module = module
+        self._ranks = ranks
 
     def step(self, rate: float, *, scheduled: bool = True) -> float:
         """Clip the gradients, take a step at this rate and clear them. Collective. Returns the norm before clipping.
@@ -76,38 +117,21 @@ class Updater:
         Raises:
             NonFiniteGradient: more than `max_skipped_steps` times in a row.
         """
-        hopeless = self._first_broken() if self._broken >= self.spec.max_skipped_steps else None
+        first_broken = self._first_broken() if self.hopeless else None
         norm = float(whole(nn.utils.clip_grad_norm_(self._module.parameters(), self.spec.max_grad_norm)))
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
-            self.steps += scheduled
-            self._broken = 0
-        else:
-            self.skip()
-            self._broken += 1
         self.optimizer.zero_grad()
-        if hopeless is not None and self._broken:
-            raise NonFiniteGradient(f"{self._broken} gradients in a row were not finite; in the last, that of {hopeless} is the first")
+        self.settle(norm, scheduled=scheduled, first_broken=first_broken)
         return norm
-
-    def skip(self) -> None:
-        """Count a step that is not taken."""
-        self.skipped += 1
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients so far, whole, by parameter name; they are cleared. Collective."""
         found = {name: whole(p.grad).clone() for name, p in self._module.named_parameters() if p.grad is not None}
         self.optimizer.zero_grad()
         return found
-
-    def counts(self) -> dict[str, int]:
-        """What a checkpoint keeps beside the optimizer's state."""
-        return {"steps": self.steps, "skipped": self.skipped, "broken": self._broken}
-
-    def restore(self, counts: dict[str, int]) -> None:
-        self.steps, self.skipped, self._broken = counts["steps"], counts["skipped"], counts["broken"]
 
     def _first_broken(self) -> str:
         """The first parameter with a gradient that is not finite on any rank."""
