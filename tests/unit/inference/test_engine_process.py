@@ -1,0 +1,182 @@
+"""A server as a child process: started, watched, and gone without a trace, on real processes and ports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agenticrun_workers.inference import engine_process, ports
+from agenticrun_workers.inference.engine import EngineStartError
+from agenticrun_workers.inference.engine_process import EngineProcess, Server
+from agenticrun_workers.inference.ports import family, free_port, listeners_of
+
+SERVER = """
+import http.server, os, subprocess, sys, tempfile
+port, tokens = int(sys.argv[1]), sys.argv[2:]
+print("one line of the log", flush=True)
+tempfile.mkstemp()
+if "child" in tokens:  # one in a session of its own, as a process group's kill would not reach it
+    subprocess.Popen([sys.executable, "-c", "import time; print('child', flush=True); time.sleep(600)"], start_new_session=True)
+if "dies" in tokens:
+    sys.exit("the model is wrong")
+if "slow" in tokens:
+    import time; time.sleep(600)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(os.environ.get("WORD", "").encode())
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def a_server(folder: Path, *words: str, start_seconds: float = 20) -> Server:
+    return Server(
+        "toy",
+        lambda port: [sys.executable, "-c", SERVER, str(port), *words],
+        folder,
+        environment={"WORD": "hello"},
+        start_seconds=start_seconds,
+        stop_seconds=0.5,
+    )
+
+
+def the_processes_of(process: EngineProcess) -> list[int]:
+    return family(process._keeper.pid)  # type: ignore[union-attr]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def temporary_folders_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+async def test_a_started_server_answers_and_a_stopped_one_leaves_no_process_no_port_and_no_file(tmp_path: Path) -> None:
+    process = EngineProcess(a_server(tmp_path / "logs", "child"))
+    await process.start()
+    port = int(process.url.rpartition(":")[2])
+    pids = the_processes_of(process)
+    assert len(pids) == 3
+    assert process.alive
+    await process.stop()
+    await process.stop()
+    assert not process.alive
+    assert not [pid for pid in pids if running(pid)]
+    assert not listeners_of(port)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["logs"]
+    assert "one line of the log" in process.log.read_text()
+
+
+async def test_a_server_that_ends_before_it_serves_is_an_error_that_quotes_its_log(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(EngineStartError, match=r"toy ended with status 1[\s\S]*the model is wrong"):
+        await EngineProcess(a_server(tmp_path / "logs", "dies", "child")).start()
+    assert time.monotonic() - began < 5
+    assert [entry.name for entry in tmp_path.iterdir()] == ["logs"]
+
+
+async def test_a_server_that_never_serves_is_an_error_and_is_stopped(tmp_path: Path) -> None:
+    process = EngineProcess(a_server(tmp_path / "logs", "slow", start_seconds=1))
+    with pytest.raises(EngineStartError, match="not ready after 1 s"):
+        await process.start()
+    assert len(the_processes_of(process)) == 1
+    assert not running(the_processes_of(process)[0])
+
+
+async def test_a_port_that_is_taken_in_between_leads_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        given = iter([other.getsockname()[1]])
+        monkeypatch.setattr(engine_process, "free_port", lambda host: next(given, None) or free_port(host))
+        process = EngineProcess(a_server(tmp_path))
+        await process.start()
+        assert process.url != f"http://127.0.0.1:{other.getsockname()[1]}"
+        await process.stop()
+
+
+async def test_a_program_that_answers_on_the_port_instead_of_the_server_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = EngineProcess(a_server(tmp_path))
+    await first.start()
+    given = iter([int(first.url.rpartition(":")[2])])
+    monkeypatch.setattr(engine_process, "free_port", lambda host: next(given, None) or free_port(host))
+    second = EngineProcess(a_server(tmp_path))
+    await second.start()
+    assert second.url != first.url
+    await first.stop()
+    await second.stop()
+
+
+async def test_four_taken_ports_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setattr(engine_process, "free_port", lambda host: other.getsockname()[1])
+        with pytest.raises(EngineStartError, match="port taken 4 times"):
+            await EngineProcess(a_server(tmp_path)).start()
+
+
+async def test_a_server_that_is_killed_is_noticed_and_takes_its_children_along(tmp_path: Path) -> None:
+    process = EngineProcess(a_server(tmp_path, "child"))
+    await process.start()
+    keeper, server, child = the_processes_of(process)
+    os.kill(server, signal.SIGKILL)
+    assert "toy was killed" in await asyncio.wait_for(process.gone(), 5)
+    assert not process.alive
+    assert not running(child)
+    assert not running(keeper)
+
+
+PARENT = """
+import asyncio, sys, tempfile
+from pathlib import Path
+tempfile.tempdir = sys.argv[2]
+from agenticrun_workers.inference.engine_process import EngineProcess, Server
+async def main():
+    process = EngineProcess(Server("toy", lambda port: [sys.executable, "-c", sys.argv[1], str(port), "child"], Path(sys.argv[2], "logs")))
+    await process.start()
+    print(process._keeper.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_left_when_the_program_that_started_a_server_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, SERVER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = family(int(parent.stdout.readline()))
+        assert len(pids) == 3
+        parent.kill()
+    wait_until(lambda: not any(running(pid) for pid in pids))
+    wait_until(lambda: [entry.name for entry in tmp_path.iterdir()] == ["logs"])
+
+
+def test_free_ports_are_outside_the_range_of_outgoing_connections_and_can_be_bound() -> None:
+    for _ in range(20):
+        port = free_port("127.0.0.1")
+        assert ports.FIRST <= port <= ports.LAST
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))

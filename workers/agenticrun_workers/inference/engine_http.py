@@ -1,0 +1,59 @@
+"""JSON over HTTP to an engine's server on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from agenticrun_workers.inference.engine import EngineError, InvalidRequest
+from agenticrun_workers.inference.engine_process import EngineProcess
+
+HEADERS = {"Content-Type": "application/json"}
+END_SECONDS = 10.0
+"""How long a server may take to end after its connections broke."""
+
+
+class EngineHttp:
+    """Connections that stay open, as many as there are requests in flight."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self._session = aiohttp.ClientSession(
+            process.url, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600), timeout=aiohttp.ClientTimeout(total=None)
+        )
+
+    async def post(self, path: str, body: Mapping[str, Any], *, seconds: float | None = None) -> Any:
+        """The answer's JSON.
+
+        Args:
+            seconds: how long it may take; None: for ever, as long as the server lives.
+
+        Raises:
+            InvalidRequest: the server refused it (400).
+            EngineError: any other failure; if the server has ended, with the end of its log.
+        """
+        try:
+            async with asyncio.timeout(seconds), self._session.post(path, data=json.dumps(body), headers=HEADERS) as answer:
+                data = await answer.read()
+                if answer.status == 200:
+                    return json.loads(data) if data else None
+        except aiohttp.ClientError as error:
+            raise EngineError(await self._why(path, error)) from error
+        except TimeoutError:
+            raise EngineError(f"{path} of {self._process.url} was not answered in {seconds:.0f} s") from None
+        kind = InvalidRequest if answer.status == 400 else EngineError
+        raise kind(f"{path} was answered {answer.status}: {data.decode(errors='replace')[:2000]}")
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _why(self, path: str, error: aiohttp.ClientError) -> str:
+        """Connections break a moment before the server's processes are gone."""
+        try:
+            return await asyncio.wait_for(self._process.gone(), END_SECONDS)
+        except TimeoutError:
+            return f"{path} of {self._process.url} failed: {error!r}"
