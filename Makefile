@@ -27,7 +27,8 @@ $(VENV)/.done: locks/dev.txt pyproject.toml
 lock: setup ## Compile locks/*.txt from pyproject.toml
 	@for name in $(LOCKS); do \
 	  $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
-	    --extra $$name $$([ $$name = dev ] || echo --constraint locks/dev.txt) pyproject.toml -o locks/$$name.txt; done
+	    --extra $$name $$([ $$name != workers ] || echo --extra megatron --extra deepspeed) \
+	    $$([ $$name = dev ] || echo --constraint locks/dev.txt) pyproject.toml -o locks/$$name.txt; done
 
 .PHONY: generate
 generate: setup ## Generate the CRD, the chart's copy of it, and docs/reference.md from the models
@@ -90,8 +91,8 @@ up: ## Bring up the development cluster (CONTEXT=<name> uses an existing one)
 	@$(DEVCLUSTER) up
 
 .PHONY: images
-images: ## Build the operator and worker images and make them available to the cluster
-	@$(DEVCLUSTER) images
+images: ## Build the images and make them available to the cluster (ENGINES=sglang,vllm: also the workers with these engines)
+	@$(DEVCLUSTER) images $(if $(ENGINES),--engines $(ENGINES))
 
 .PHONY: down
 down: ## Stop the development cluster and remove what it made (caches stay)

@@ -10,7 +10,7 @@ from devcluster.settings import Settings
 from devcluster.shell import run, succeeds
 
 _DEBIAN = "bookworm"
-_BASE_PACKAGES = "ca-certificates,python3,python3-venv"
+_BASE_PACKAGES = "ca-certificates,libnuma1,python3,python3-venv"  # with what Dockerfiles would add where it is missing
 # Documentation and package lists: half of the base.
 _NOT_NEEDED = ("usr/share/doc", "usr/share/locale", "usr/share/man", "var/cache/apt", "var/lib/apt/lists")
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -68,7 +68,7 @@ class Buildah:
         """Builds a Dockerfile of the repository on our base. Unchanged layers are taken from the store."""
         root = self._settings.repository
         argv = ["bud", "--layers", "--isolation", "chroot", "--ignorefile", f"{recipe.dockerfile}.dockerignore"]
-        argv += ["--file", recipe.dockerfile, "--build-arg", f"BASE={self.base}", "--tag", image]
+        argv += ["--file", recipe.dockerfile, *recipe.build_arguments(BASE=self.base), "--tag", image]
         if _CERTIFICATES.exists():  # the package indexes may be behind a certificate that only this machine knows
             argv += ["--volume", f"{_CERTIFICATES}:{_CERTIFICATES_IN_BUILD}:ro"]
             argv += [f"--build-arg={name}={_CERTIFICATES_IN_BUILD}" for name in ("SSL_CERT_FILE", "PIP_CERT")]

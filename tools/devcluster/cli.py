@@ -14,6 +14,7 @@ from devcluster.binaries import Binaries
 from devcluster.clusters import Cluster, choose
 from devcluster.console import say
 from devcluster.errors import DevclusterError, NoClusterPossible
+from devcluster.recipes import ENGINES, RECIPES, variants
 from devcluster.settings import Settings
 
 _EXIT_FAILED = 1
@@ -59,10 +60,19 @@ def _run(options: argparse.Namespace, settings: Settings, cluster: Cluster) -> i
             print(f"export KUBECONFIG={shlex.quote(str(cluster.kubeconfig()))}")
             print(f'export PATH={shlex.quote(str(Binaries(settings).current))}:"$PATH"')
         case "images":
-            print(json.dumps(cluster.publish(options.name)))
+            base = [recipe for recipe in RECIPES if options.name in ("", recipe.name)]
+            print(json.dumps(cluster.publish([*base, *variants(options.engines, gpus=options.gpus)])))
         case "load":
             cluster.load(options.archive)
     return 0
+
+
+def _engines(text: str) -> tuple[str, ...]:
+    engines = tuple(text.split(","))
+    unknown = [engine for engine in engines if engine not in ENGINES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no engine {unknown[0]!r}: there are {', '.join(ENGINES)}")
+    return engines
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,7 +86,15 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("env", help="print shell exports of KUBECONFIG and of a PATH with kubectl and helm")
     commands.add_parser("build", help="build the cluster's programs (part of `up`)")
     images = commands.add_parser("images", help="build changed images, make them available, print their references as JSON")
-    images.add_argument("name", nargs="?", default="", choices=("", "operator", "worker"), help="only this one")
+    images.add_argument("name", nargs="?", default="", choices=("", "operator", "worker"), help="only this one of the two")
+    images.add_argument(
+        "--engines",
+        type=_engines,
+        default=(),
+        metavar=",".join(ENGINES),
+        help="also the worker images with these inference engines (6 GB each): worker-<engine>",
+    )
+    images.add_argument("--gpus", action="store_true", help="engines for GPUs; else those for machines without")
     load = commands.add_parser("load", help="load a docker-archive or oci-archive into the cluster")
     load.add_argument("archive", type=Path)
     return parser

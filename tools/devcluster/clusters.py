@@ -6,6 +6,7 @@ answers; the single node of real components on this host. The current context of
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from devcluster.images import NodeImages
 from devcluster.kubectl import Kubectl
 from devcluster.locking import exclusive
 from devcluster.node import Node
+from devcluster.recipes import Recipe
 from devcluster.settings import KUBERAY_VERSION, Settings
 from devcluster.shell import run, succeeds, wait_until, write_if_changed
 
@@ -41,8 +43,8 @@ class Cluster(Protocol):
     def kubeconfig(self) -> Path:
         """A kubeconfig whose current context is this cluster."""
 
-    def publish(self, only: str) -> dict[str, str]:
-        """Builds the images (or the one named by `only`), makes them available and returns their references by name."""
+    def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
+        """Builds these images, makes them available and returns their references by name."""
 
     def load(self, archive: Path) -> None:
         """Makes the images of a docker-archive or oci-archive available."""
@@ -98,11 +100,11 @@ class HostCluster:
             raise DevclusterError("the cluster is down: python3 tools/devcluster up")
         return self._settings.kubeconfig
 
-    def publish(self, only: str) -> dict[str, str]:
+    def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
         """See Cluster."""
         if self._node.problems() == ["down"]:
             raise DevclusterError("the cluster is down; images go into its registry, so bring it up first")
-        return self._images.publish(only)
+        return self._images.publish(recipes)
 
     def load(self, archive: Path) -> None:
         """See Cluster."""
@@ -151,9 +153,9 @@ class KindCluster:
         write_if_changed(path, run(["kind", "get", "kubeconfig", "--name", self._settings.name]), mode=0o600)
         return path
 
-    def publish(self, only: str) -> dict[str, str]:
+    def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
         """See Cluster."""
-        references = self._images.build(only)
+        references = self._images.build(recipes)
         for reference in references.values():
             with progress(f"loading {reference} into kind"):
                 run(["kind", "load", "docker-image", "--name", self._settings.name, reference])
@@ -213,12 +215,12 @@ class ContextCluster:
         write_if_changed(path, kubectl("config", "view", "--minify", "--flatten"), mode=0o600)
         return path
 
-    def publish(self, only: str) -> dict[str, str]:
+    def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
         """See Cluster. Without IMAGE_REGISTRY there is nowhere to push to: the chart's own image names hold."""
         if not self._settings.image_registry:
             say("IMAGE_REGISTRY is not set: nothing is built, the chart's default images are used")
             return {}
-        references = self._images.build(only)
+        references = self._images.build(recipes)
         for reference in references.values():
             with progress(f"pushing {reference}"):
                 run(["docker", "push", reference])

@@ -1,7 +1,9 @@
 """Building the images with Docker, where the cluster is kind or somebody else's."""
 
+from collections.abc import Sequence
+
 from devcluster.console import progress
-from devcluster.recipes import RECIPES, Recipe
+from devcluster.recipes import Recipe
 from devcluster.settings import Settings
 from devcluster.shell import run, succeeds
 
@@ -15,9 +17,8 @@ class DockerImages:
         """Starts nothing."""
         self._settings = settings
 
-    def build(self, only: str) -> dict[str, str]:
+    def build(self, recipes: Sequence[Recipe]) -> dict[str, str]:
         """Builds what is not there yet; returns references by image name."""
-        recipes = [recipe for recipe in RECIPES if only in ("", recipe.name)]
         return {recipe.name: self._build(recipe) for recipe in recipes}
 
     def _build(self, recipe: Recipe) -> str:
@@ -27,7 +28,7 @@ class DockerImages:
         if not succeeds(["docker", "image", "inspect", reference]):
             with progress(f"building the {recipe.name} image"):
                 run(
-                    ["docker", "build", "--file", recipe.dockerfile, "--tag", reference, "."],
+                    ["docker", "build", "--file", recipe.dockerfile, *recipe.build_arguments(), "--tag", reference, "."],
                     cwd=root,
                     env={"DOCKER_BUILDKIT": "1"},
                 )

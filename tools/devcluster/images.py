@@ -10,7 +10,7 @@ from devcluster.console import progress, say
 from devcluster.containerd import Containerd
 from devcluster.errors import DevclusterError
 from devcluster.locking import exclusive
-from devcluster.recipes import RECIPES, Recipe
+from devcluster.recipes import Recipe
 from devcluster.settings import Settings
 from devcluster.shell import write_if_changed
 
@@ -29,29 +29,29 @@ class NodeImages:
         self._containerd = containerd
         self._published = settings.cache / "images" / "published.json"
 
-    def references(self) -> dict[str, str]:
-        """What the images of the present source tree are called, by image name."""
+    def references(self, recipes: Sequence[Recipe]) -> dict[str, str]:
+        """What these images of the present source tree are called, by image name; with the base."""
         root = self._settings.repository
-        references = {recipe.name: self._reference(recipe.repository, recipe.tag(root, self._buildah.base)) for recipe in RECIPES}
+        references = {recipe.name: self._reference(recipe.repository, recipe.tag(root, self._buildah.base)) for recipe in recipes}
         repository, tag = self._buildah.base.removeprefix("localhost/").split(":")
         return {**references, "base": self._reference(repository, tag)}
 
-    def publish(self, only: str = "") -> dict[str, str]:
-        """Makes every image (or the one named by `only`, with the base) available to pods; returns their references.
+    def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
+        """Makes these images and the base available to pods; returns their references by name.
 
         Raises:
             DevclusterError: the cluster's registry does not answer.
             CommandFailed: a build, push or pull failed.
         """
         with exclusive(self._settings.cache / "images" / "lock"):
-            references = self.references()
+            references = self.references(recipes)
             present = self._containerd.images()
             if references["base"] not in present:
                 self._buildah.make_base()
                 self._deliver(self._buildah.base, references["base"])
-            for recipe in RECIPES:
+            for recipe in recipes:
                 reference = references[recipe.name]
-                if only in ("", recipe.name) and reference not in present:
+                if reference not in present:
                     self._build_and_deliver(recipe, reference)
             return references
 

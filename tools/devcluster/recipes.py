@@ -1,11 +1,14 @@
 """Which images there are and what decides their content. Pure but for reading the files it hashes."""
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _TAG_CHARACTERS = 12
+
+ENGINES = ("sglang", "vllm")
+"""Engines that have a variant of the worker image."""
 
 
 @dataclass(frozen=True)
@@ -13,12 +16,16 @@ class Recipe:
     """One image.
 
     Attributes:
-        name: "operator" or "worker"; the image is agenticrun/<name>.
+        name: "operator", "worker" or "worker-<engine>"; the image is agenticrun/<name>.
+        folder: where its Dockerfile lies, below images/.
         inputs: files and folders, relative to the repository, that its Dockerfile copies; the Dockerfile itself with them.
+        arguments: build arguments beside the base.
     """
 
     name: str
+    folder: str
     inputs: tuple[str, ...]
+    arguments: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def repository(self) -> str:
@@ -28,11 +35,15 @@ class Recipe:
     @property
     def dockerfile(self) -> str:
         """Path relative to the repository."""
-        return f"images/{self.name}/Dockerfile"
+        return f"images/{self.folder}/Dockerfile"
+
+    def build_arguments(self, **more: str) -> list[str]:
+        """Flags that docker and buildah share."""
+        return [f"--build-arg={name}={value}" for name, value in {**self.arguments, **more}.items()]
 
     def tag(self, root: Path, base: str) -> str:
-        """A tag that changes exactly when the image would: it hashes the inputs' paths, modes and bytes, and the base."""
-        digest = hashlib.sha256(base.encode())
+        """A tag that changes exactly when the image would: it hashes the inputs' paths, modes and bytes, the arguments and the base."""
+        digest = hashlib.sha256("\0".join([base, *self.build_arguments()]).encode())
         for path in self._files(root):
             digest.update(f"\0{path.relative_to(root)}\0{path.stat().st_mode & 0o111:o}\0".encode())
             digest.update(path.read_bytes())
@@ -47,10 +58,25 @@ class Recipe:
             yield from sorted(file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
 
 
-RECIPES = tuple(
-    Recipe(name, (f"images/{name}", "images/build-tools.txt", f"locks/{lock}.txt", "crds/agenticrun_api", source))
-    for name, lock, source in (
-        ("operator", "operator", "operator/agenticrun_operator"),
-        ("worker", "workers", "workers/agenticrun_workers"),
-    )
+_OPERATOR = ("images/operator", "images/build-tools.txt", "locks/operator.txt", "crds/agenticrun_api", "operator/agenticrun_operator")
+_ENGINE_LOCKS = tuple(f"locks/{engine}{kind}.txt" for engine in ENGINES for kind in ("", "-cpu"))
+_WORKER = (
+    *("images/worker", "images/build-tools.txt", "locks/workers.txt", "uv.toml", "crds/agenticrun_api", "workers/agenticrun_workers"),
+    *_ENGINE_LOCKS,
 )
+
+
+RECIPES = (Recipe("operator", "operator", _OPERATOR), Recipe("worker", "worker", _WORKER))
+"""The images that every installation needs."""
+
+
+def variants(engines: Collection[str], *, gpus: bool) -> tuple[Recipe, ...]:
+    """The worker image with an inference engine, for each of these engines.
+
+    Args:
+        gpus: the engines are those for GPUs, not those for machines that have none.
+    """
+    return tuple(
+        Recipe(f"worker-{engine}", "worker", _WORKER, {"ENGINE": engine, "ENGINE_LOCK": engine if gpus else f"{engine}-cpu"})
+        for engine in engines
+    )

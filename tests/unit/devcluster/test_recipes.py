@@ -1,13 +1,14 @@
 """Image tags follow the content: a code change rolls out, nothing else does."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from devcluster.images import kept_and_old
-from devcluster.recipes import RECIPES, Recipe
+from devcluster.recipes import ENGINES, RECIPES, Recipe, variants
 
-_RECIPE = Recipe("worker", ("images/worker", "code"))
+_RECIPE = Recipe("worker", "worker", ("images/worker", "code"))
 
 
 @pytest.fixture
@@ -51,6 +52,18 @@ def test_another_base_changes_the_tag(tree: Path) -> None:
     assert _RECIPE.tag(tree, "base") != _RECIPE.tag(tree, "other")
 
 
+def test_build_arguments_change_the_tag(tree: Path) -> None:
+    variant = replace(_RECIPE, arguments={"ENGINE": "vllm"})
+    assert variant.tag(tree, "base") != _RECIPE.tag(tree, "base")
+
+
+def test_every_engine_has_a_variant_of_its_own_for_gpus_and_for_machines_without() -> None:
+    made = [*variants(ENGINES, gpus=True), *variants(ENGINES, gpus=False)]
+    assert [recipe.name for recipe in made] == ["worker-sglang", "worker-vllm"] * 2
+    assert [recipe.arguments["ENGINE_LOCK"] for recipe in made] == ["sglang", "vllm", "sglang-cpu", "vllm-cpu"]
+    assert {recipe.dockerfile for recipe in made} == {"images/worker/Dockerfile"}
+
+
 def test_bytecode_and_files_outside_the_inputs_do_not_change_the_tag(tree: Path) -> None:
     before = _RECIPE.tag(tree, "base")
     (tree / "code/__pycache__").mkdir()
@@ -61,7 +74,7 @@ def test_bytecode_and_files_outside_the_inputs_do_not_change_the_tag(tree: Path)
 
 def test_inputs_of_the_real_recipes_exist_and_cover_what_the_dockerfiles_copy() -> None:
     root = Path(__file__).resolve().parents[3]
-    for recipe in RECIPES:
+    for recipe in [*RECIPES, *variants(ENGINES, gpus=True)]:
         assert [name for name in recipe.inputs if not (root / name).exists()] == []
         copies = [
             name for line in (root / recipe.dockerfile).read_text().splitlines() if line.startswith("COPY ") for name in line.split()[1:-1]
