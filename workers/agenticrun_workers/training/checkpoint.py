@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from agenticrun_workers.models.lora import describe_lora
 from agenticrun_workers.storage import MODULE_RECORD, DamagedFile, FileEntry, Folder
 from agenticrun_workers.training.checkpoint_files import ShardReader, ShardWriter
 from agenticrun_workers.training.strategy import CheckpointMismatch
@@ -47,6 +48,8 @@ class Record:
     torch: str
     progress: dict[str, int]
     files: dict[str, FileEntry]
+    adapters: dict[str, Any] | None = None
+    """What low-rank adapters the parameters are (`describe_lora`); None: they are whole weights."""
 
     def to_bytes(self) -> bytes:
         return json.dumps({**vars(self), "files": {name: entry.to_json() for name, entry in self.files.items()}}, indent=1).encode()
@@ -63,63 +66,102 @@ class Record:
             raise DamagedFile(f"{folder}/{MODULE_RECORD}", f"cannot be read ({error})") from error
 
 
+@dataclass(frozen=True)
+class ModuleState:
+    """What is saved of a module, as state dicts of torch.distributed.checkpoint: their tensors are whole, DTensors, or know their part."""
+
+    architecture: str
+    parameters: int
+    """Numbers in all of them."""
+    adapters: dict[str, Any] | None
+    model: dict[str, Any]
+    """By parameter name. With adapters, they alone."""
+    optimizer: dict[str, Any]
+    """As `get_optimizer_state_dict` gives it; empty for a frozen module."""
+
+
 def save(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer | None, progress: dict[str, int]) -> None:
     """Write this rank's shards, without an optimizer the weights alone; they are durable when it returns. Collective."""
+    save_state(location, _module_state(module, optimizer), progress)
+
+
+def load(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer | None, progress: dict[str, int]) -> dict[str, int]:
+    """Restore what `save` or `save_state` wrote into a module. See `load_state`."""
+    state = _module_state(module, optimizer)
+    progress = load_state(location, state, progress)
+    set_state_dict(
+        module, _listed(optimizer), model_state_dict=state.model, optim_state_dict=state.optimizer, options=_options(module, strict=False)
+    )
+    return progress
+
+
+def save_state(location: Location, state: ModuleState, progress: dict[str, int]) -> None:
+    """Write this rank's part of a state; it is durable when it returns. Collective."""
     folder = Folder(location)
     rank, ranks = _rank()
-    model_state, optimizer_state = get_state_dict(module, _listed(optimizer))
-    state = {"model": model_state, "optimizer": optimizer_state, "rng": {str(rank): _random_state()}}
+    whole = {"model": state.model, "optimizer": state.optimizer, "rng": {str(rank): _random_state()}}
     writer = ShardWriter(folder)
-    _unwrapped(lambda: save_shards(state, storage_writer=writer, no_dist=ranks == 1))
+    _unwrapped(lambda: save_shards(whole, storage_writer=writer, no_dist=ranks == 1))
     written: list[dict[str, FileEntry]] = [{}] * ranks
     if ranks > 1:
         dist.all_gather_object(written, writer.written)
     else:
         written = [writer.written]
     if rank == 0:
-        shapes = {name: list(shape) for name, shape in sorted(_shapes(model_state).items())}
+        shapes = {name: list(shape) for name, shape in sorted(_shapes(state.model).items())}
         record = Record(
-            architecture=_architecture(module),
-            parameters=sum(parameter.numel() for parameter in module.parameters()),
+            architecture=state.architecture,
+            parameters=state.parameters,
             shapes=hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
             ranks=ranks,
             torch=torch.__version__,
             progress=dict(progress),
             files={name: entry for part in written for name, entry in sorted(part.items())},
+            adapters=state.adapters,
         )
         folder.write(MODULE_RECORD, record.to_bytes())
 
 
-def load(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer | None, progress: dict[str, int]) -> dict[str, int]:
-    """Restore what `save` wrote, by however many ranks, and return its progress. Collective; every rank raises the same.
+def load_state(location: Location, state: ModuleState, progress: dict[str, int]) -> dict[str, int]:
+    """Read what `save_state` wrote, by however many ranks, into the tensors of `state`; return its progress. Collective.
 
     `progress` gives the counters that the checkpoint lacks.
 
     Each rank goes on with its own random state. A rank that is new since then starts one, from its number and rank 0's state.
 
-    Raises:
+    Raises: every rank the same,
         CheckpointMismatch: naming the first parameter that is missing, unknown or of another shape. Nothing has changed then.
-        DamagedFile: the module may have become a mixture: load another checkpoint into it, or give it up.
+        DamagedFile: the tensors may have become a mixture: load another checkpoint into them, or give them up.
     """
     folder = Folder(location)
-    model_state, optimizer_state = get_state_dict(module, _listed(optimizer))
 
     def look() -> tuple[Record, ShardReader, Metadata]:
         record = Record.read(folder)
         reader = ShardReader(folder, record.files)
         metadata = reader.read_metadata()
-        _check(folder, metadata, model_state)
+        _check_adapters(folder, record.adapters, state.adapters)
+        _check(folder, metadata, state.model)
         return record, reader, metadata
 
     record, reader, metadata = _agreed(look)
     rank, ranks = _rank()
     source = rank if rank < record.ranks else 0
     random = {kind: value for kind, value in _random_state().items() if f"rng.{source}.{kind}" in metadata.state_dict_metadata}
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "rng": {str(source): random}}
-    _unwrapped(lambda: load_shards(state, storage_reader=reader, no_dist=ranks == 1))
-    set_state_dict(module, _listed(optimizer), model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    _set_random_state(state["rng"][str(source)], None if source == rank else rank)
+    whole: dict[str, Any] = {"model": state.model, "optimizer": state.optimizer, "rng": {str(source): random}}
+    _unwrapped(lambda: load_shards(whole, storage_reader=reader, no_dist=ranks == 1))
+    _set_random_state(whole["rng"][str(source)], None if source == rank else rank)
     return progress | record.progress
+
+
+def _module_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModuleState:
+    model_state, optimizer_state = get_state_dict(module, _listed(optimizer), options=_options(module))
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return ModuleState(architecture_of(module), parameters, describe_lora(module), model_state, optimizer_state)
+
+
+def _options(module: nn.Module, *, strict: bool = True) -> StateDictOptions:
+    """Under adapters, they alone."""
+    return StateDictOptions(ignore_frozen_params=describe_lora(module) is not None, strict=strict)
 
 
 def _listed(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimizer]:
@@ -142,15 +184,28 @@ def _check(folder: Folder, metadata: Metadata, model_state: dict[str, Any]) -> N
             )
 
 
+def _check_adapters(folder: Folder, stored: dict[str, Any] | None, wanted: dict[str, Any] | None) -> None:
+    if stored == wanted:
+        return
+    if stored is None or wanted is None:
+        difference = ["the model has no adapters, the checkpoint has", "the model has adapters, the checkpoint has none"][stored is None]
+    else:
+        name = next(name for name in wanted if stored.get(name) != wanted[name])
+        difference = f"the model has {name} {wanted[name]}, the checkpoint {stored.get(name)}"
+    raise CheckpointMismatch(
+        f"lora: {difference} ({folder}); set spec.pipeline.actorTrain.lora to what was trained, or spec.checkpoint.resume to Never"
+    )
+
+
 def _shapes(model_state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in model_state.items() if isinstance(value, Tensor)}
+    return {name: tuple(value.shape) for name, value in model_state.items() if hasattr(value, "shape")}
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "no such parameter" if shape is None else f"shape {list(shape)}"
 
 
-def _architecture(module: nn.Module) -> str:
+def architecture_of(module: nn.Module) -> str:
     """As Hugging Face calls it; the class, without FSDP's prefix, for what has no config."""
     types = (getattr(getattr(part, "config", None), "model_type", None) for part in module.modules())
     return next((str(name) for name in types if name), type(module).__name__.removeprefix("FSDP"))
