@@ -51,7 +51,7 @@ def runs(work: Path) -> Runs:
     one = {"gradients": program.gradients(model), "fresh": vars(program.train(model, save=work / "saved-by-1"))}
     two, three = run_ranks(2, model, work), run_ranks(3, model, work)
     one["resumed from 2"] = vars(program.train(model, resume=work / "saved-by-2"))
-    return {1: one, 2: two, 3: three}
+    return {1: one, 2: two, 3: three, "batch": program.batch(load_model(str(model), torch.float64), program.LOSS, 0, 11)}
 
 
 def assert_same_weights(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -93,10 +93,20 @@ def test_metrics_are_global_and_equal_on_every_rank(runs: Runs) -> None:
     first, second = (rank["fresh"]["metrics"] for rank in runs[2])
     assert first == second
     for alone, together in zip(runs[1]["fresh"]["metrics"], first, strict=True):
-        about_the_loss = alone.keys() - {"train/padding_waste"}
+        about_the_loss = {name for name in alone if not name.startswith("train/")}
         assert {name: together[name] for name in about_the_loss} == pytest.approx(
             {name: alone[name] for name in about_the_loss}, rel=1e-10, abs=1e-10
         )
+
+
+def test_the_balance_of_the_ranks_is_the_fullest_one_s_tokens_over_the_mean(runs: Runs) -> None:
+    program = load_program()
+    lengths = [
+        [sum(int(np.flatnonzero(s.weight_T[1:])[-1]) + 1 for s in program.part(runs["batch"], rank, 2) if s.weight_T[1:].any())]
+        for rank in range(2)
+    ]
+    assert runs[1]["fresh"]["metrics"][0]["train/token_imbalance"] == 1
+    assert runs[2][0]["fresh"]["metrics"][0]["train/token_imbalance"] == pytest.approx(max(lengths)[0] / np.mean(lengths))
 
 
 def test_each_rank_computes_the_log_probs_and_values_of_its_own_samples(runs: Runs) -> None:

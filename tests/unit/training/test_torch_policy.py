@@ -22,7 +22,7 @@ from agenticrun_workers.training import (
     TorchPolicy,
     TorchReference,
 )
-from agenticrun_workers.training import modules as policy_modules
+from agenticrun_workers.training.options import FsdpOptions
 from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference, token_log_probs
 from slow_losses import actor_loss
 
@@ -67,10 +67,10 @@ def test_a_model_of_another_architecture_with_dropout_trains_without_it() -> Non
     assert largest_difference(found, slow_gradients(gpt2(), samples, loss)) < 1e-10
 
 
-def test_recomputing_in_chunks_changes_no_gradient(load: Load, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_in_chunks_changes_no_gradient(load: Load, samples: list[Sample]) -> None:
     expected = TorchPolicy(load, SPEC).gradients(samples, LOSS)
-    monkeypatch.setattr(policy_modules, "CHUNK_TOKENS", 5)
-    assert largest_difference(TorchPolicy(load, SPEC).gradients(samples, LOSS), expected) < 1e-12
+    chunked = TorchPolicy(load, SPEC, options=FsdpOptions(logits_chunk_elements=5 * VOCABULARY))
+    assert largest_difference(chunked.gradients(samples, LOSS), expected) < 1e-12
 
 
 def test_without_old_log_probs_the_current_ones_serve(load: Load, samples: list[Sample]) -> None:

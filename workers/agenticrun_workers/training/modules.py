@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from agenticrun_workers.models.heads import split_model
+from agenticrun_workers.models.heads import UnsupportedModel, split_model
 from agenticrun_workers.training.microbatch import MicroBatch
-
-CHUNK_TOKENS = 8192
+from agenticrun_workers.training.scoring import CHUNK_ELEMENTS, score
+from agenticrun_workers.training.sequences import Sequences, WholeSequences
 
 
 class PolicyModule(nn.Module):
-    """A causal language model whose logits exist for `CHUNK_TOKENS` tokens at a time and are recomputed in the backward pass."""
+    """A causal language model whose logits never exist whole (`scoring`).
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Args:
+        chunk_elements: logits that exist at a time.
+
+    Raises:
+        UnsupportedModel: the logits are more than a plain linear layer of the decoder's hidden states.
+    """
+
+    def __init__(self, model: PreTrainedModel, chunk_elements: int = CHUNK_ELEMENTS) -> None:
         super().__init__()
-        split_model(model)
+        _, head = split_model(model)
+        if type(head) is not nn.Linear:
+            raise UnsupportedModel(f"the output layer of {type(model).__name__} is a {type(head).__name__}, not a plain linear layer")
         self.model = model
+        self.sequences: Sequences = WholeSequences()
+        self._chunk_elements = chunk_elements
 
     @property
     def decoder(self) -> PreTrainedModel:
@@ -31,21 +41,11 @@ class PolicyModule(nn.Module):
         Returns:
             log-probs [N] and entropies [N], in float32 or the model's wider dtype.
         """
-        hidden_NH = read_hidden(self.decoder, batch)
-        parts: list[tuple[Tensor, Tensor]] = []
-        for chunk_CH, chunk_C in zip(torch.split(hidden_NH, CHUNK_TOKENS), torch.split(batch.targets_N, CHUNK_TOKENS), strict=True):
-            if torch.is_grad_enabled() and len(hidden_NH) > CHUNK_TOKENS:
-                parts.append(checkpoint(self._score, chunk_CH, chunk_C, temperature, use_reentrant=False))
-            else:
-                parts.append(self._score(chunk_CH, chunk_C, temperature))
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-    def _score(self, hidden_CH: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logits_CV: Tensor = self.model.get_output_embeddings()(hidden_CH)
-        wide = torch.promote_types(logits_CV.dtype, torch.float32)
-        logprobs_CV = torch.log_softmax(logits_CV.to(wide) / temperature, dim=-1)
-        entropies_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
-        return logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropies_C
+        hidden_NH = self.sequences.hidden(self.decoder, batch)
+        targets_N = self.sequences.mine(batch, batch.targets_N)
+        head = self.model.get_output_embeddings()
+        logprobs_N, entropies_N = score(hidden_NH, head.weight, head.bias, targets_N, temperature, self._chunk_elements)
+        return self.sequences.all(batch, logprobs_N), self.sequences.all(batch, entropies_N)
 
 
 class ValueModule(nn.Module):
@@ -54,6 +54,7 @@ class ValueModule(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.decoder: PreTrainedModel = model.get_decoder()
+        self.sequences: Sequences = WholeSequences()
         parameter = next(self.decoder.parameters())
         size: int = model.config.get_text_config().hidden_size
         self.head = nn.Linear(size, 1, device=parameter.device, dtype=parameter.dtype)
@@ -62,16 +63,5 @@ class ValueModule(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Value of the text before each selected token, [N], in float32 or the model's wider dtype."""
-        values_N: Tensor = self.head(read_hidden(self.decoder, batch))[:, 0]
-        return values_N.to(torch.promote_types(values_N.dtype, torch.float32))
-
-
-def read_hidden(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """The decoder's last hidden state at the token before each selected one, [N, H].
-
-    Without a cache and without a two-dimensional mask, transformers reads the bounds of packed sequences from their
-    position ids; with either, sequences of one row silently see each other.
-    """
-    output = decoder(input_ids=batch.ids_BT, position_ids=batch.position_ids_BT, use_cache=False)
-    hidden_BTH: Tensor = output.last_hidden_state
-    return hidden_BTH[batch.rows_N, batch.columns_N]
+        values_N: Tensor = self.head(self.sequences.hidden(self.decoder, batch))[:, 0]
+        return self.sequences.all(batch, values_N.to(torch.promote_types(values_N.dtype, torch.float32)))

@@ -103,8 +103,9 @@ class Updater(StepCounts):
 
     def __init__(self, module: nn.Module, spec: OptimizerSpec, ranks: Ranks) -> None:
         super().__init__(spec)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            module.parameters(), lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=spec.epsilon, weight_decay=spec.weight_decay
+            trained, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=spec.epsilon, weight_decay=spec.weight_decay
         )
         self._module = module
         self._ranks = ranks
@@ -126,6 +127,13 @@ class Updater(StepCounts):
         self.optimizer.zero_grad()
         self.settle(norm, scheduled=scheduled, first_broken=first_broken)
         return norm
+
+    def move(self, device: torch.device) -> None:
+        """The optimizer's moments go to this device. Step counters stay where AdamW wants them."""
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if value.dim():
+                    state[name] = value.to(device)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients so far, whole, by parameter name; they are cleared. Collective."""

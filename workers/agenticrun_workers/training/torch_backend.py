@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 
 from agenticrun_workers.algorithms.aggregation import StepTotals
 from agenticrun_workers.training.microbatch import MicroBatch, Positions, filler, split
 from agenticrun_workers.training.modules import PolicyModule, ValueModule
+from agenticrun_workers.training.options import DEFAULTS, FsdpOptions
 from agenticrun_workers.training.packing import can_pack
 from agenticrun_workers.training.ranks import Ranks
 from agenticrun_workers.training.strategy import Sample
+from agenticrun_workers.training.ulysses import UlyssesSequences
 
 log = logging.getLogger(__name__)
 
@@ -29,19 +35,44 @@ class TorchBackend(Generic[Module]):
         module: put into evaluation mode: without dropout, log-probs are a function of the weights.
         max_tokens: tokens of one micro-batch, padding included.
         packing: several sequences in a row, if the model proves to keep them apart; else this says so and pads.
+        dtype: to compute in; default: the parameters', which keep theirs in any case.
+        shard: False leaves the module as it is: the caller makes the ranks' gradients one.
+
+    Raises:
+        UnsupportedModel: the model does not bear the options.
+        ValueError: the options do not fit the number of ranks.
     """
 
-    def __init__(self, module: Module, *, max_tokens: int, packing: bool) -> None:
+    def __init__(
+        self,
+        module: Module,
+        *,
+        max_tokens: int,
+        packing: bool,
+        dtype: torch.dtype | None = None,
+        options: FsdpOptions = DEFAULTS,
+        shard: bool = True,
+    ) -> None:
         module.eval()
+        parameter = next(module.parameters())
         self.module: Module = module
-        self.device = next(module.parameters()).device
-        self.ranks = Ranks(self.device)
+        self.device = parameter.device
+        self.dtype = dtype or parameter.dtype
+        self.ranks = Ranks(self.device, options.ulysses_sequence_parallel_size)
         self.packing = packing and can_pack(module.decoder)
         if packing and not self.packing:
             log.warning("%s mixes packed sequences: training goes on with padding", type(module.decoder).__name__)
         self._max_tokens = max_tokens
+        self.home = torch.device("cpu") if options.offload_policy else self.device
+        if options.ulysses_sequence_parallel_size > 1:
+            module.sequences = UlyssesSequences(module.decoder, self.ranks, packed=self.packing)
         names = module.decoder._no_split_modules or ()
-        self.ranks.shard(module, [part for part in module.modules() if type(part).__name__ in names])
+        layers = [part for part in module.modules() if type(part).__name__ in names]
+        if options.gradient_checkpointing:
+            for layer in layers:  # transformers' own checkpoints nothing in evaluation mode
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        if shard:
+            self.ranks.shard(module, layers, self.dtype, options)
 
     def micro_batches(self, samples: list[Sample], select: Callable[[Sample], Positions]) -> list[MicroBatch]:
         """This rank's micro-batches, filled up to the number of the rank that has most. Collective."""
@@ -55,7 +86,25 @@ class TorchBackend(Generic[Module]):
         weight, sequences = self.ranks.sum([sum(weights), float(sum(w > 0 for w in weights))])
         return StepTotals(weight, sequences)
 
-    def padding_waste(self, batches: list[MicroBatch]) -> float:
-        """Share of all ranks' computed tokens that were padding. Collective."""
-        used, computed = self.ranks.sum([float(sum(b.used for b in batches)), float(sum(b.ids_BT.numel() for b in batches))])
-        return 1 - used / computed if computed else 0.0
+    def balance(self, batches: list[MicroBatch]) -> dict[str, float]:
+        """How evenly the tokens lie: the share of computed ones that was padding, and the fullest rank's over the mean. Collective."""
+        mine = float(sum(batch.used for batch in batches))
+        used, computed = self.ranks.sum([mine, float(sum(batch.ids_BT.numel() for batch in batches))])
+        [most] = self.ranks.max([mine])
+        return {
+            "train/padding_waste": 1 - used / computed if computed else 0.0,
+            "train/token_imbalance": most * self.ranks.data_size / used if used else 1.0,
+        }
+
+    def offload(self) -> None:
+        """Leave the device's memory to an engine. Nothing can be computed until `onload`."""
+        for unit in self.module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+        self.module.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Come back to the device."""
+        self.module.to(self.home)

@@ -15,6 +15,7 @@ from agenticrun_workers.training import checkpoint
 from agenticrun_workers.training.microbatch import MicroBatch, responses_and_end, weighted
 from agenticrun_workers.training.modules import ValueModule
 from agenticrun_workers.training.optimizer import OptimizerSpec, Updater
+from agenticrun_workers.training.options import DEFAULTS, FsdpOptions
 from agenticrun_workers.training.strategy import Sample, ValueLossSpec, Values
 from agenticrun_workers.training.torch_backend import TorchBackend
 
@@ -25,16 +26,27 @@ class TorchCritic:
     """A value function under training; the protocol is `CriticStrategy`. For ranks and arguments see `TorchBackend`.
 
     Args:
-        load: makes the causal language model whose decoder the critic begins with, in the dtype to train in.
+        load: makes the causal language model whose decoder the critic begins with, in the dtype of its parameters and of the
+            optimizer's state.
         optimizer: learning rate, schedule, clipping.
+        dtype: to compute in; default: the parameters'.
     """
 
     def __init__(
-        self, load: Callable[[], PreTrainedModel], optimizer: OptimizerSpec, *, max_tokens: int = 16_384, packing: bool = False
+        self,
+        load: Callable[[], PreTrainedModel],
+        optimizer: OptimizerSpec,
+        *,
+        max_tokens: int = 16_384,
+        packing: bool = False,
+        dtype: torch.dtype | None = None,
+        options: FsdpOptions = DEFAULTS,
     ) -> None:
-        self._backend = TorchBackend(ValueModule(load()), max_tokens=max_tokens, packing=packing)
+        self._backend = TorchBackend(ValueModule(load()), max_tokens=max_tokens, packing=packing, dtype=dtype, options=options)
         self._updater = Updater(self._backend.module, optimizer, self._backend.ranks)
-        self.rank, self.world_size = self._backend.ranks.rank, self._backend.ranks.size
+        ranks = self._backend.ranks
+        self.rank, self.world_size = ranks.rank, ranks.size
+        self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
 
     @torch.no_grad()
     def compute_values(self, samples: list[Sample]) -> list[Values]:
@@ -67,6 +79,16 @@ class TorchCritic:
         """The gradient that `train_step` would use, whole and unclipped, by parameter name; nothing changes. Collective."""
         self._backward(samples, loss, self._backend.totals(samples))
         return self._updater.gradients()
+
+    def offload(self) -> None:
+        """See `TorchPolicy.offload`."""
+        self._updater.move(torch.device("cpu"))
+        self._backend.offload()
+
+    def onload(self) -> None:
+        """See `TorchPolicy.onload`."""
+        self._backend.onload()
+        self._updater.move(self._backend.home)
 
     def save(self, folder: str) -> None:
         """See `Checkpointed`."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.aggregation import StepTotals, token_coefficients
 from agenticrun_workers.algorithms.segments import Floats
+from agenticrun_workers.models.lora import whole_weights
 from agenticrun_workers.training import checkpoint
 from agenticrun_workers.training.actor_loss import ActorLoss
 from agenticrun_workers.training.actor_metrics import ActorMetrics, nothing_learned
@@ -19,6 +20,7 @@ from agenticrun_workers.training.export import write_folder
 from agenticrun_workers.training.microbatch import responses, weighted
 from agenticrun_workers.training.modules import PolicyModule
 from agenticrun_workers.training.optimizer import OptimizerSpec, Updater
+from agenticrun_workers.training.options import DEFAULTS, FsdpOptions
 from agenticrun_workers.training.ranks import whole
 from agenticrun_workers.training.strategy import LossSpec, Sample
 from agenticrun_workers.training.torch_backend import TorchBackend
@@ -29,9 +31,10 @@ class TorchPolicy:
     """A policy under training; the protocol is `TrainStrategy`. For ranks and arguments see `TorchBackend`.
 
     Args:
-        load: makes the model, in the dtype to train in.
+        load: makes the model, in the dtype of its parameters and of the optimizer's state.
         optimizer: learning rate, schedule, clipping.
         temperature: of the sampling that the log-probs are about, for `compute_log_probs` and `supervised_step`.
+        dtype: to compute in, and of exported weights; default: the parameters'.
     """
 
     def __init__(
@@ -42,14 +45,17 @@ class TorchPolicy:
         max_tokens: int = 16_384,
         temperature: float = 1.0,
         packing: bool = False,
+        dtype: torch.dtype | None = None,
+        options: FsdpOptions = DEFAULTS,
     ) -> None:
         self.policy_version = 0
         self._temperature = temperature
-        self._backend = TorchBackend(PolicyModule(load()), max_tokens=max_tokens, packing=packing)
+        module = PolicyModule(load(), options.logits_chunk_elements)
+        self._backend = TorchBackend(module, max_tokens=max_tokens, packing=packing, dtype=dtype, options=options)
         self._updater = Updater(self._backend.module, optimizer, self._backend.ranks)
         ranks = self._backend.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
-        self.data_rank, self.data_size = ranks.rank, ranks.size
+        self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
 
     def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
         """See `LogProbStrategy`."""
@@ -75,19 +81,18 @@ class TorchPolicy:
     def train_step(self, samples: list[Sample], loss: LossSpec) -> Mapping[str, float]:
         """See `TrainStrategy`."""
         totals = self._backend.totals(samples)
-        rate, norm, waste = self._updater.rate, 0.0, 0.0
+        rate, norm = self._updater.rate, 0.0
         if totals.weight == 0:
             self._updater.skip()
-            metrics = nothing_learned()
+            metrics = {**nothing_learned(), **self._backend.balance([])}
         else:
-            metrics, waste = self._backward(samples, loss, totals)
+            metrics = self._backward(samples, loss, totals)
             norm = self._updater.step(rate)
         return {
             **metrics,
             "actor/grad_norm": norm,
             "actor/lr": rate,
             "actor/skipped_steps": float(self._updater.skipped),
-            "train/padding_waste": waste,
         }
 
     def gradients(self, samples: list[Sample], loss: LossSpec) -> dict[str, Tensor]:
@@ -121,21 +126,31 @@ class TorchPolicy:
         self._updater.restore(progress)
         self.policy_version = progress["policy_version"]
 
+    def offload(self) -> None:
+        """Free the device for an engine that shares it: everything moves to host memory, until `onload`."""
+        self._updater.move(torch.device("cpu"))
+        self._backend.offload()
+
+    def onload(self) -> None:
+        """Everything comes back to the device."""
+        self._backend.onload()
+        self._updater.move(self._backend.home)
+
     def _progress(self) -> dict[str, int]:
         return {**self._updater.counts(), "policy_version": self.policy_version}
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._backend.module.model.named_parameters():
-            yield name, whole(parameter.detach())
+        for name, weight in whole_weights(self._backend.module.model, lambda parameter: whole(parameter.detach())):
+            yield name, weight.to(self._backend.dtype)
 
-    def _backward(self, samples: list[Sample], spec: LossSpec, totals: StepTotals) -> tuple[dict[str, float], float]:
-        """Sum the gradient over all micro-batches; returns metrics and the share of padding."""
+    def _backward(self, samples: list[Sample], spec: LossSpec, totals: StepTotals) -> dict[str, float]:
+        """Sum the gradient over all micro-batches; returns the metrics of the loss and of the ranks' balance."""
         metrics = ActorMetrics(totals, self._backend.device)
         part = ActorLoss(samples, spec, totals, self._backend.ranks.max, metrics)
         batches = self._backend.micro_batches(samples, weighted)
         for batch in batches:
             part(batch, *self._backend.module(batch, spec.temperature)).backward()  # type: ignore[no-untyped-call]
-        return metrics.result(self._backend.ranks), self._backend.padding_waste(batches)
+        return metrics.result(self._backend.ranks) | self._backend.balance(batches)
 
 
 @torch.no_grad()

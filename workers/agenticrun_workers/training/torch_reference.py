@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.training import checkpoint
 from agenticrun_workers.training.modules import PolicyModule
+from agenticrun_workers.training.options import DEFAULTS, FsdpOptions
 from agenticrun_workers.training.strategy import CheckpointMismatch, Sample
 from agenticrun_workers.training.torch_backend import TorchBackend
 from agenticrun_workers.training.torch_policy import log_probs
@@ -26,11 +27,20 @@ class TorchReference:
     """
 
     def __init__(
-        self, load: Callable[[], PreTrainedModel], *, max_tokens: int = 16_384, temperature: float = 1.0, packing: bool = False
+        self,
+        load: Callable[[], PreTrainedModel],
+        *,
+        max_tokens: int = 16_384,
+        temperature: float = 1.0,
+        packing: bool = False,
+        options: FsdpOptions = DEFAULTS,
     ) -> None:
         self._temperature = temperature
-        self._backend = TorchBackend(PolicyModule(load()).requires_grad_(False), max_tokens=max_tokens, packing=packing)
-        self.rank, self.world_size = self._backend.ranks.rank, self._backend.ranks.size
+        module = PolicyModule(load(), options.logits_chunk_elements).requires_grad_(False)
+        self._backend = TorchBackend(module, max_tokens=max_tokens, packing=packing, options=options)
+        ranks = self._backend.ranks
+        self.rank, self.world_size = ranks.rank, ranks.size
+        self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
 
     def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
         """See `LogProbStrategy`."""
@@ -45,6 +55,14 @@ class TorchReference:
             whole = torch.from_numpy(weights[name]).to(parameter.device, parameter.dtype)
             sharded = isinstance(parameter, DTensor)
             parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements) if sharded else whole)
+
+    def offload(self) -> None:
+        """See `TorchPolicy.offload`."""
+        self._backend.offload()
+
+    def onload(self) -> None:
+        """See `TorchPolicy.onload`."""
+        self._backend.onload()
 
     def save(self, folder: str) -> None:
         """See `Checkpointed`. The weights only."""
