@@ -33,9 +33,9 @@ from agenticrun_workers.inference import TransformersEngine
 from agenticrun_workers.models import load_model, load_tokenizer
 from agenticrun_workers.pipeline.batch_plan import plan_batch
 from agenticrun_workers.pipeline.credit import assign, kl_controller, most_uncertain, updated
+from agenticrun_workers.pipeline.model_files import make_model_files
 from agenticrun_workers.pipeline.model_source import ModelSource, ModelSources
 from agenticrun_workers.pipeline.rank_actor import CRITIC, REFERENCE
-from agenticrun_workers.pipeline.strategies import make_model_files
 from agenticrun_workers.pipeline.trainers import Prepared, TrainerActor
 from agenticrun_workers.rollout.env_worker import build_agents, describe_envs
 from agenticrun_workers.rollout.groups import EpisodeResult, Group, tag_cycle

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from agenticrun_api import AgenticRun, FinalReport, Role
 from agenticrun_workers.pipeline.board import Attempt
+from agenticrun_workers.pipeline.engines import LOG_FOLDER
 from agenticrun_workers.pipeline.requests import Requests
 from agenticrun_workers.pipeline.session import Session
 from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay
@@ -36,7 +37,7 @@ def run_locally(run: AgenticRun, output: Path, code: Path, console: Console) -> 
     """
     output.mkdir(parents=True, exist_ok=True)
     display: LiveDisplay | PlainDisplay = LiveDisplay(console, run) if console.is_terminal else PlainDisplay(console)
-    with _log_file(output / "run.log"), embedded_ray(run, code), display:
+    with _log_file(output / "run.log"), embedded_ray(run, code, output / "engines"), display:
         return asyncio.run(_train(run, output, display))
 
 
@@ -66,13 +67,14 @@ async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalRepo
 
 
 @contextmanager
-def embedded_ray(run: AgenticRun, code: Path) -> Iterator[None]:
-    """A Ray of our own whose one node offers all roles. Its files go with it."""
+def embedded_ray(run: AgenticRun, code: Path, logs: Path | None = None) -> Iterator[None]:
+    """A Ray of our own whose one node offers all roles. Its files go with it, those of engines too unless they have a folder `logs`."""
     resources = {role.value: float(run.spec.actors(role)) for role in {*run.spec.roles.workers, Role.INFERENCE}}
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(code), *([path] if path else [])])
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     scratch = Path(tempfile.mkdtemp(prefix=f"arun-{os.getpid()}-", dir="/tmp"))  # paths of sockets must be short
+    os.environ[LOG_FOLDER] = str((logs or scratch).absolute())
     try:
         ray.init(
             address="local",

@@ -102,6 +102,12 @@ class RunCluster:
         per_actor = spec.pipeline.actor_infer.strategy.gpus if role is Role.INFERENCE else 1
         return per_actor if spec.roles.of(role).gpus else 0
 
+    @property
+    def _gpus_of_engine(self) -> int:
+        """GPUs that an engine computes on, alone or beside a trainer's rank."""
+        spec = self._run.spec
+        return spec.pipeline.actor_infer.strategy.gpus if spec.roles.of(spec.engine_role).gpus else 0
+
     def _threads(self, role: Role) -> int:
         """Torch threads of one actor: as many as the CPUs that its pod asks for, over the pod's actors.
 
@@ -165,7 +171,7 @@ class RunCluster:
         actor = self._actor(EngineActor, Role.INFERENCE, engine_id, max_concurrency=MANY_CALLS)
         await self._place(actor)
         source = await asyncio.shield(self._source)
-        await actor.start.remote(self._pipeline, source, self._threads(Role.INFERENCE))
+        await actor.start.remote(self._pipeline, source, self._gpus_of_engine, self._threads(Role.INFERENCE))
         return actor
 
     async def _spawn_env_worker(self) -> Any:

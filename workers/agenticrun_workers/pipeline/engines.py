@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOG_FOLDER = "AGENTICRUN_LOG_FOLDER"
+"""Environment variable: where servers of engines log. Default: Ray's own logs, which its dashboard shows."""
+
 MAX_DEATHS = 5
 """Engines that may die in a row without one weight update between them."""
 
@@ -47,19 +51,21 @@ class EngineActor:
         """Never returns: the caller's future fails when this process dies."""
         await asyncio.Event().wait()
 
-    async def start(self, pipeline: Pipeline, source: ModelSource, threads: int) -> None:
-        """Load the model and serve, on so many torch threads. Raises `InvalidConfig`."""
+    async def start(self, pipeline: Pipeline, source: ModelSource, gpus: int, threads: int) -> None:
+        """Load the model and serve, on these many GPUs and torch threads. Raises `InvalidConfig`."""
         import torch
 
         from agenticrun_workers.inference import EngineStartError
-        from agenticrun_workers.pipeline.strategies import build_engine
+        from agenticrun_workers.pipeline.engine_builder import build_engine
 
         torch.set_num_threads(threads)
-        self._engine: InferenceEngine = build_engine(pipeline, source)
-        try:
-            await self._engine.start()
-        except EngineStartError as error:
-            raise InvalidConfig("spec.model.path", str(error)) from error
+        logs = Path(os.environ.get(LOG_FOLDER, "/tmp/ray/session_latest/logs"))
+        with source.folder() as folder:
+            self._engine: InferenceEngine = build_engine(pipeline, source, folder, gpus=gpus, threads=threads, logs=logs)
+            try:
+                await self._engine.start()
+            except EngineStartError as error:
+                raise InvalidConfig("spec.pipeline.actorInfer.strategy", str(error)) from error
 
     async def update_weights(self, weights: dict[str, Any], version: int) -> int:
         """Become policy version `version`; requests under way go on with it. Returns the bytes that were taken over."""

@@ -24,12 +24,12 @@ def export_checkpoint(run: AgenticRun, checkpoint: str, folder: Path) -> int:
     Raises:
         InvalidConfig: no complete checkpoint there, a damaged one, or one of another model.
     """
-    from agenticrun_workers.pipeline.strategies import build_strategy
+    from agenticrun_workers.pipeline.strategies import build_policy_to_export
     from agenticrun_workers.training import CheckpointMismatch
 
     found, step = _find(checkpoint)
     source = first_model(run)
-    strategy = build_strategy(run.spec.pipeline, source)
+    strategy = build_policy_to_export(run.spec.pipeline, source)
     try:
         strategy.load(str(found / ACTOR))
     except (CheckpointMismatch, DamagedFile) as error:
@@ -41,7 +41,7 @@ def export_checkpoint(run: AgenticRun, checkpoint: str, folder: Path) -> int:
 
 def first_model(run: AgenticRun) -> ModelSource:
     """The model that the run begins with. One of random weights is made here, as its first trainer would."""
-    from agenticrun_workers.pipeline.strategies import make_model_files
+    from agenticrun_workers.pipeline.model_files import make_model_files
 
     model, pipeline = run.spec.model, run.spec.pipeline
     source = ModelSource(model.path, dtype=model.dtype, trust_remote_code=model.trust_remote_code)

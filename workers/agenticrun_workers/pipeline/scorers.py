@@ -27,7 +27,7 @@ class ReferenceActor(RankActor):
         from agenticrun_workers.pipeline.strategies import build_reference
 
         self._join(rendezvous, threads)
-        self._reference = build_reference(self._pipeline, sources.reference)
+        self._reference = build_reference(self._pipeline, sources.reference, shared=False)
 
     def load_reference(self, weights: Mapping[str, np.ndarray]) -> None:
         """The reference becomes the policy with these weights."""
@@ -53,11 +53,12 @@ class CriticActor(RankActor):
 
     def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> None:
         """Join the other ranks and load the model. Raises `InvalidConfig`."""
-        from agenticrun_workers.pipeline import strategies
+        from agenticrun_workers.pipeline.specs import value_loss_spec
+        from agenticrun_workers.pipeline.strategies import build_critic
 
         self._join(rendezvous, threads)
-        self._critic = strategies.build_critic(self._pipeline, sources.critic)
-        self._value_loss = strategies.value_loss_spec(self._pipeline)
+        self._critic = build_critic(self._pipeline, sources.critic, shared=False)
+        self._value_loss = value_loss_spec(self._pipeline)
         self._batch: RankBatch | None = None
 
     def score(self, packed: bytes) -> bytes:

@@ -52,7 +52,7 @@ class TrainerActor(RankActor):
 
     def make_model(self, model: InitializeModel, texts: Texts) -> dict[str, bytes]:
         """The files of `spec.model.initialize`. Raises `InvalidConfig`."""
-        from agenticrun_workers.pipeline.strategies import make_model_files
+        from agenticrun_workers.pipeline.model_files import make_model_files
 
         return make_model_files(model, texts, self._pipeline.sequence_length)
 
@@ -62,17 +62,17 @@ class TrainerActor(RankActor):
         Returns:
             the part of each batch that this rank gets (`LogProbStrategy.data_rank`).
         """
-        from agenticrun_workers.pipeline import strategies
+        from agenticrun_workers.pipeline import specs, strategies
 
         self._join(rendezvous, threads)
         pipeline = self._pipeline
         self._strategy = strategies.build_strategy(pipeline, sources.policy)
-        self._reference = strategies.build_reference(pipeline, sources.reference) if REFERENCE in self._hosted else None
-        self._critic = strategies.build_critic(pipeline, sources.critic) if CRITIC in self._hosted else None
-        self._loss = strategies.loss_spec(pipeline)
-        self._value_loss = strategies.value_loss_spec(pipeline)
-        self._token_spec = strategies.token_spec(pipeline)
-        self._needs_old = strategies.needs_old_logprobs(pipeline)
+        self._reference = strategies.build_reference(pipeline, sources.reference, shared=True) if REFERENCE in self._hosted else None
+        self._critic = strategies.build_critic(pipeline, sources.critic, shared=True) if CRITIC in self._hosted else None
+        self._loss = specs.loss_spec(pipeline)
+        self._value_loss = specs.value_loss_spec(pipeline)
+        self._token_spec = specs.token_spec(pipeline)
+        self._needs_old = specs.needs_old_logprobs(pipeline)
         return self._strategy.data_rank
 
     def load_reference(self, weights: Mapping[str, np.ndarray]) -> None:

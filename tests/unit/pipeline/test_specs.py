@@ -10,7 +10,7 @@ from agenticrun_api import Pipeline
 from agenticrun_workers.algorithms.correction import CorrectionSpec, FilterSpec, WeightSpec
 from agenticrun_workers.algorithms.losses import Cispo, Decoupled, Kimi15, Ppo, Tis, Topr, Vanilla, Variant
 from agenticrun_workers.pipeline.credit import credit_spec
-from agenticrun_workers.pipeline.strategies import (
+from agenticrun_workers.pipeline.specs import (
     loss_spec,
     loss_temperature,
     needs_old_logprobs,
@@ -129,6 +129,7 @@ def test_truncated_sampling_trains_log_probs_of_temperature_one() -> None:
 
 def test_the_optimizer_counts_its_own_steps_and_skips() -> None:
     training = {"learningRate": 0.1, "lrSchedulerType": "cosine", "miniBatchSize": 4, "weightDecay": 0.2, "adamBeta1": 0.8}
-    spec = optimizer_spec(pipeline({"ppoEpochs": 3}, actorTrain={"training": training}, guards={"maxSkippedSteps": 7}))
+    run = pipeline({"ppoEpochs": 3}, actorTrain={"training": training}, guards={"maxSkippedSteps": 7})
+    spec = optimizer_spec(run, run.actor_train.training)
     assert (spec.total_steps, spec.max_skipped_steps) == (10 * 2 * 3, 7)
     assert (spec.learning_rate, spec.schedule, spec.weight_decay, spec.beta1) == (0.1, "cosine", 0.2, 0.8)

@@ -1,0 +1,39 @@
+"""What a benchmark leaves behind: its figures, and what they were measured with."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def write_record(path: Path, figures: Mapping[str, float], machine: str = "", **more: Any) -> None:
+    """Write `figures` as JSON, with the command, the machine, the date, and whatever else the benchmark tells.
+
+    Args:
+        machine: what beside processor, threads, torch and load tells the machine apart.
+    """
+    threads = f"{torch.get_num_threads()} threads of torch {torch.__version__}"
+    parts = [
+        platform.machine(),
+        f"{os.cpu_count()} cores",
+        threads,
+        f"load average {os.getloadavg()[0]:.1f}",
+        *([machine] if machine else []),
+    ]
+    record = {
+        "figures": dict(figures),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "machine": ", ".join(parts),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **more,
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
