@@ -100,7 +100,7 @@ def install_chart(kubectl: Kubectl, images: dict[str, str]) -> None:
     kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "crds/agenticruns.yaml"))
     repository, tag = images["operator"].rsplit(":", 1)
     command = ["helm", "upgrade", "--install", "agenticrun", str(ROOT / "charts/agenticrun"), "--namespace", SYSTEM, "--create-namespace"]
-    command += ["--set", f"image.repository={repository}", "--set", f"image.tag={tag}", "--set", f"worker.image={images['worker']}"]
+    command += ["--set", f"image.repository={repository}", "--set", f"image.tag={tag}", "--set", f"images.worker={images['worker']}"]
     command += ["--wait", "--timeout", "5m"]
     done = subprocess.run(command, env=kubectl.env, capture_output=True, text=True, check=False)
     if done.returncode:

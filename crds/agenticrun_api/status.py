@@ -57,6 +57,7 @@ class Reason(StrEnum):
 
     WAITING_FOR_PREVIOUS_RUN = "WaitingForPreviousRun"
     NAME_CONFLICT = "NameConflict"
+    NO_ENGINE_IMAGE = "NoEngineImage"
     INVALID_CONFIG = "InvalidConfig"
     CLUSTER_CREATING = "ClusterCreating"
     CLUSTER_CREATED = "ClusterCreated"

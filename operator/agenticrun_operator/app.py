@@ -48,7 +48,7 @@ class App:
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         direct = settings.head_access is HeadAccess.DIRECT
         transport: HeadTransport = DirectTransport(self._session) if direct else ProxyTransport(self._kube)
-        self._reconciler = Reconciler(self._kube, RunHead(transport), settings.worker_image, settings.full_look_seconds)
+        self._reconciler = Reconciler(self._kube, RunHead(transport), settings.images, settings.full_look_seconds)
         self._leadership = Leadership(self._kube, settings.lease_namespace, settings.lease_name, settings.identity)
         self.workers = Workers(self.queue, self._reconciler.reconcile, self._leadership.held, settings.workers)
         self.workers.start()

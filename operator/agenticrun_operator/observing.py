@@ -11,7 +11,7 @@ from agenticrun_api import AgenticRun, Phase
 from agenticrun_operator.cluster import Head, HeadAddress, Kube
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.planning import Observed, Pod, read_pod
-from agenticrun_operator.resources import Child, Manifest, code_config_map, desired_children, token_secrets
+from agenticrun_operator.resources import Child, Manifest, code_config_map, mounted_children, token_secrets
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,9 @@ class Surroundings:
 class Observer:
     """Looks; remembers nothing but the tokens, which never change in a run's life."""
 
-    def __init__(self, kube: Kube, head: Head, worker_image: str):
+    def __init__(self, kube: Kube, head: Head):
         self._kube = kube
         self._head = head
-        self._worker_image = worker_image
         self._tokens: dict[str, tuple[str, str]] = {}
 
     def forget(self, run_uid: str) -> None:
@@ -51,7 +50,7 @@ class Observer:
         return Surroundings(children, tuple(read_pod(pod) for pod in pods), missing_code)
 
     async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
-        wanted = [Child.of(item) for item in desired_children(run, self._worker_image) if item["kind"] != "RayCluster"]
+        wanted = [Child.of(item) for item in mounted_children(run)]
         wanted += [secret for secret, _ in token_secrets(run)]
         found = await asyncio.gather(*(self._kube.get(child.kind, run.metadata.namespace, child.name) for child in wanted))
         return dict(zip(wanted, found, strict=True))

@@ -13,7 +13,7 @@ from agenticrun_operator.applying import Applier
 from agenticrun_operator.cluster import Conflict, Denied, Head, Kube, NotFound, Refused
 from agenticrun_operator.observing import Observer, Surroundings
 from agenticrun_operator.planning import Observed, Plan, Submit, plan, plan_denied, plan_refused, plan_unreadable
-from agenticrun_operator.resources import Manifest
+from agenticrun_operator.resources import Manifest, WorkerImages
 from agenticrun_operator.workqueue import Item, Key
 
 RETRY_SECONDS = 0.2
@@ -38,11 +38,11 @@ def utc_now() -> datetime:
 class Reconciler:
     """Reconciles keys. Holds no truth: everything that matters is in the runs' status."""
 
-    def __init__(self, kube: Kube, head: Head, worker_image: str, full_look_seconds: float, clock: Callable[[], datetime] = utc_now):
+    def __init__(self, kube: Kube, head: Head, images: WorkerImages, full_look_seconds: float, clock: Callable[[], datetime] = utc_now):
         self._kube = kube
-        self._observer = Observer(kube, head, worker_image)
+        self._observer = Observer(kube, head)
         self._applier = Applier(kube, head)
-        self._worker_image = worker_image
+        self._images = images
         self._full_look_seconds = full_look_seconds
         self._clock = clock
         self._memory: dict[Key, Memory] = {}
@@ -133,7 +133,7 @@ class Reconciler:
 
     async def _plan(self, run: AgenticRun, memory: Memory) -> Plan:
         observed = await self._observer.look(run, memory.around, memory.job_trouble, memory.wrote_at)
-        return plan(run, observed, self._clock(), self._worker_image)
+        return plan(run, observed, self._clock(), self._images)
 
     async def _give_up(self, document: Manifest, error: InvalidRun) -> None:
         metadata = document["metadata"]

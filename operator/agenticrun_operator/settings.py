@@ -9,6 +9,8 @@ from typing import Annotated
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from agenticrun_operator.resources import WorkerImages
+
 
 class HeadAccess(StrEnum):
     """How head pods are reached."""
@@ -26,6 +28,10 @@ class Settings(BaseSettings):
     """Comma separated; empty: the whole cluster."""
     worker_image: str
     """Image of the runs that name none."""
+    worker_image_sglang: str = ""
+    """The same with SGLang, for the pods that carry its engines. Empty: runs with SGLang must name their image."""
+    worker_image_vllm: str = ""
+    """The same with vLLM."""
     workers: Annotated[int, Field(ge=1, le=64)] = 4
     """Runs that are reconciled at the same time."""
     resync_seconds: Annotated[float, Field(gt=0)] = 300.0
@@ -42,6 +48,10 @@ class Settings(BaseSettings):
     """Liveness: GET /healthz."""
     metrics_port: int = 9090
     log_level: str = "INFO"
+
+    @property
+    def images(self) -> WorkerImages:
+        return WorkerImages(self.worker_image, {"sglang": self.worker_image_sglang, "vllm": self.worker_image_vllm})
 
     @field_validator("namespaces", mode="before")
     @classmethod

@@ -28,7 +28,7 @@ def operator(cluster: Cluster, images: Images) -> Iterator[Operator]:
     repository, tag = images.operator.rsplit(":", 1)
     values = {
         "image": {"repository": repository, "tag": tag},
-        "worker": {"image": images.worker},
+        "images": {"worker": images.worker},
         "watchNamespaces": [RUNS],
         "logLevel": "debug",
     }

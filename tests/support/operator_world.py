@@ -21,11 +21,13 @@ from agenticrun_operator.cluster import AlreadyExists, ClusterError, Conflict, H
 from agenticrun_operator.planning import Event, Job, NoJob, NoReport, Unreachable
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.reconciler import Reconciler
-from agenticrun_operator.resources import Manifest
+from agenticrun_operator.resources import Manifest, WorkerImages
 from agenticrun_operator.workqueue import Item
 from runs import run_with
 
 IMAGE = "worker:1"
+IMAGES = WorkerImages(IMAGE, {"sglang": "worker-sglang:1", "vllm": ""})
+"""An installation without an image for vLLM."""
 NAMESPACE = "team"
 NAME = "lake"
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -319,7 +321,7 @@ class Operator:
         self._start()
 
     def _start(self) -> None:
-        self.reconciler = Reconciler(self.world, self.world, IMAGE, 20.0, clock=lambda: self.world.now)
+        self.reconciler = Reconciler(self.world, self.world, IMAGES, 20.0, clock=lambda: self.world.now)
 
     async def reconcile(self, changed: bool = True) -> float | None:
         """One reconciliation. A crash ends the process, and another one starts; trouble with the cluster is left for the next one."""

@@ -10,7 +10,7 @@ from agenticrun_operator.planning.draft import MAX_TEXT, Draft
 from agenticrun_operator.planning.observed import Observed
 from agenticrun_operator.planning.plan import Delete, Event, Plan
 from agenticrun_operator.planning.times import format_time
-from agenticrun_operator.resources import Child, Manifest, controller_uid
+from agenticrun_operator.resources import Child, Manifest, WorkerImages, controller_uid
 
 DENIED_SECONDS = 10.0
 """Between tries to make a child that the apiserver denies."""
@@ -20,8 +20,8 @@ SAFETY_NET_SECONDS = 30.0
 """Between looks at a run that only waits for watch events, in case one is lost."""
 
 
-def plan(run: AgenticRun, observed: Observed, now: datetime, worker_image: str) -> Plan:
-    """What to do now about one run. `worker_image` serves runs without an image of their own."""
+def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImages) -> Plan:
+    """What to do now about one run."""
     if run.metadata.deletion_timestamp:
         return Plan()  # garbage collection follows the owner references
     draft = Draft(run, now)
@@ -29,16 +29,16 @@ def plan(run: AgenticRun, observed: Observed, now: datetime, worker_image: str) 
         ending.clean_up(draft, observed)
         return draft.finish(observed.last_status_write)
     draft.look_again(SAFETY_NET_SECONDS)
-    obstacle = provisioning.find_obstacle(run, observed)
+    obstacle = provisioning.find_obstacle(run, observed, images)
     if obstacle:
         draft.condition(ConditionType.CLUSTER_PROVISIONED, "False", obstacle.reason, obstacle.message)
         draft.look_again(WAIT_SECONDS)
     else:
-        provisioning.provision(draft, observed, worker_image)
+        provisioning.provision(draft, observed, images)
     if obstacle and run.status.job is None:
         draft.phase(Phase.PENDING, obstacle.message)
         if run.status.message != obstacle.message:
-            draft.event(obstacle.reason, obstacle.message, warning=obstacle.reason is Reason.NAME_CONFLICT)
+            draft.event(obstacle.reason, obstacle.message, warning=obstacle.needs_people)
         return draft.finish(observed.last_status_write)
     ready = roles.report(draft, observed)
     attempts.advance(draft, observed, ready)

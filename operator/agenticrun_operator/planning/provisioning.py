@@ -10,7 +10,15 @@ from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.observed import Observed
 from agenticrun_operator.planning.plan import TokenToMake
 from agenticrun_operator.planning.times import format_time
-from agenticrun_operator.resources import Child, Manifest, controller_uid, desired_children, is_deleting, token_secrets
+from agenticrun_operator.resources import (
+    Child,
+    Manifest,
+    WorkerImages,
+    controller_uid,
+    desired_children,
+    is_deleting,
+    token_secrets,
+)
 
 
 @dataclass(frozen=True)
@@ -20,9 +28,21 @@ class Obstacle:
     reason: Reason
     message: str
 
+    @property
+    def needs_people(self) -> bool:
+        """Whether waiting does not help."""
+        return self.reason is not Reason.WAITING_FOR_PREVIOUS_RUN
 
-def find_obstacle(run: AgenticRun, observed: Observed) -> Obstacle | None:
-    """An object of the same name that is not, or no longer, this run's. Someone else's is never taken over."""
+
+def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> Obstacle | None:
+    """An image that is not configured, or an object of the same name that is not, or no longer, this run's.
+
+    Someone else's is never taken over.
+    """
+    engine = images.missing_engine(run)
+    if engine:
+        message = f"no worker image with {engine} is configured: set the chart's value images.workers.{engine}, or name one in spec.image"
+        return Obstacle(Reason.NO_ENGINE_IMAGE, message)
     for child, manifest in sorted(observed.children.items()):
         if manifest is None:
             continue
@@ -42,14 +62,14 @@ def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
     return any(owner["kind"] == KIND and owner["name"] == run.metadata.name and owner["uid"] != run.metadata.uid for owner in owners)
 
 
-def provision(draft: Draft, observed: Observed, worker_image: str) -> None:
+def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
     """Make the children that are missing; apply those that exist again when the spec has changed."""
     run = draft.run
     changed = run.status.observed_generation != run.metadata.generation
     for secret, key in token_secrets(run):
         if _is_missing(observed, secret):
             draft.tokens.append(TokenToMake(secret.name, key))
-    for manifest in desired_children(run, worker_image):
+    for manifest in desired_children(run, images):
         child = Child.of(manifest)
         if _is_missing(observed, child):
             draft.create.append(manifest)

@@ -10,6 +10,7 @@ import yaml
 from agenticrun_api import AgenticRun
 from agenticrun_api.names import RUN_FILE
 from agenticrun_api.spec import VolumeClaim
+from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, child_metadata
 from agenticrun_operator.resources.raycluster import ray_cluster
 from agenticrun_operator.resources.volumes import (
@@ -34,11 +35,16 @@ class Child:
         return cls(manifest["kind"], manifest["metadata"]["name"])
 
 
-def desired_children(run: AgenticRun, worker_image: str) -> tuple[Manifest, ...]:
+def desired_children(run: AgenticRun, images: WorkerImages) -> tuple[Manifest, ...]:
     """All children but the secrets, whose content is made once; the RayCluster, which mounts the others, comes last."""
+    return (*mounted_children(run), ray_cluster(run, images))
+
+
+def mounted_children(run: AgenticRun) -> tuple[Manifest, ...]:
+    """What the pods mount, the secrets aside."""
     claim = run.spec.checkpoint.volume_claim if run.spec.checkpoint else None
     storage = (checkpoint_claim(run, claim),) if claim and claim.size else ()
-    return (run_config(run), *storage, ray_cluster(run, worker_image))
+    return (run_config(run), *storage)
 
 
 def run_config(run: AgenticRun) -> Manifest:

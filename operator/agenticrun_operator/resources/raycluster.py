@@ -6,6 +6,7 @@ import json
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import DASHBOARD_PORT, REPORTER_PORT
+from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, child_metadata, run_labels
 from agenticrun_operator.resources.pods import head_pod, worker_pod
 from agenticrun_operator.resources.quantities import whole_number
@@ -20,10 +21,9 @@ MIN_OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray refuses less than 75 MiB."""
 
 
-def ray_cluster(run: AgenticRun, worker_image: str) -> Manifest:
-    """The RayCluster, named as the run. `worker_image` serves runs without an image of their own."""
-    image = run.spec.image or worker_image
-    head = head_pod(run, image, HEAD_PORTS)
+def ray_cluster(run: AgenticRun, images: WorkerImages) -> Manifest:
+    """The RayCluster, named as the run."""
+    head = head_pod(run, images.of(run, Role.DRIVER), HEAD_PORTS)
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
@@ -35,7 +35,7 @@ def ray_cluster(run: AgenticRun, worker_image: str) -> Manifest:
                 "rayStartParams": _ray_start_params(run, Role.DRIVER) | {"dashboard-host": "0.0.0.0"},
                 "template": {"metadata": {"labels": run_labels(run, Role.DRIVER)}, "spec": head},
             },
-            "workerGroupSpecs": [_worker_group(run, role, image) for role in run.spec.roles.workers],
+            "workerGroupSpecs": [_worker_group(run, role, images.of(run, role)) for role in run.spec.roles.workers],
         },
     }
 

@@ -91,7 +91,7 @@ def test_the_image_is_named_by_tag_or_by_digest(cluster: Cluster, image: dict[st
 def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
     objects = render(
         cluster,
-        worker={"image": "worker:1"},
+        images={"worker": "worker:1", "workers": {"sglang": "worker-sglang:1"}},
         logLevel="debug",
         metrics={"port": 9999},
         imagePullSecrets=[{"name": "pull"}],
@@ -104,6 +104,8 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
         podLabels={"c": "d"},
     )
     assert environment(objects)["AGENTICRUN_WORKER_IMAGE"] == "worker:1"
+    assert environment(objects)["AGENTICRUN_WORKER_IMAGE_SGLANG"] == "worker-sglang:1"
+    assert environment(objects)["AGENTICRUN_WORKER_IMAGE_VLLM"] == ""
     assert environment(objects)["AGENTICRUN_LOG_LEVEL"] == "DEBUG"
     assert environment(objects)["AGENTICRUN_METRICS_PORT"] == "9999"
     assert container(objects)["ports"][0] == {"name": "metrics", "containerPort": 9999}
@@ -127,6 +129,7 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
         ({"watchNamespaces": "default"}, "/watchNamespaces"),
         ({"watchNamespaces": ["A_B"]}, "/watchNamespaces/0"),
         ({"logLevel": "loud"}, "/logLevel"),
+        ({"images": {"workers": {"tgi": "x"}}}, "/images/workers"),
         ({"metrics": {"port": 80}}, "/metrics/port"),
         ({"resources": {"requets": {}}}, "/resources"),
     ],

@@ -14,7 +14,7 @@ from agenticrun_api.status import JobStatus, Metric
 from agenticrun_operator.cluster import AlreadyExists, Conflict, KubeClient, NotFound, Refused
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.planning import Event
-from agenticrun_operator.resources import controller_uid, desired_children, ray_cluster, token_secret
+from agenticrun_operator.resources import WorkerImages, controller_uid, desired_children, ray_cluster, token_secret
 from testcluster import Cluster, eventually
 
 EMPTY = AgenticRunStatus(conditions=[], metrics=[], roles=[])
@@ -120,9 +120,9 @@ async def test_kuberays_schema_takes_our_cluster_strictly_and_names_what_it_does
     kube: KubeClient, run_document: dict[str, Any], place: Cluster
 ) -> None:
     run = parse_run(run_document)
-    for child in desired_children(run, "worker:1"):
+    for child in desired_children(run, WorkerImages("worker:1")):
         place.apply(child, options=("--dry-run=server", "--validate=strict"))
-    broken = ray_cluster(run, "worker:1")
+    broken = ray_cluster(run, WorkerImages("worker:1"))
     broken["metadata"]["name"] += "-broken"
     broken["spec"]["headGroupSpec"]["template"]["spec"]["tolerations"] = [{"kee": "x"}]
     with pytest.raises(Refused, match=r"tolerations\[0\]\.kee"):

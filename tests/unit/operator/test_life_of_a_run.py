@@ -436,6 +436,27 @@ async def test_what_the_apiserver_refuses_fails_the_run_with_its_words(world: Wo
     assert "tolerations[0].kee" in (world.status.message or "")
 
 
+async def test_a_run_whose_engine_no_image_has_waits_and_says_what_to_set(world: World, operator: Operator) -> None:
+    world.run["spec"]["pipeline"]["actorInfer"]["strategy"] = {"name": "vllm"}
+    await operator.settle(3)
+    assert phase(world) is Phase.PENDING
+    assert condition(world, ConditionType.CLUSTER_PROVISIONED).reason == "NoEngineImage"
+    assert "no worker image with vllm is configured: set the chart's value images.workers.vllm" in (world.status.message or "")
+    assert happened(world) == ["NoEngineImage"]
+    assert ("RayCluster", NAME) not in world.objects
+
+
+async def test_engines_that_do_not_fit_their_pods_fail_the_run_before_it_has_any(world: World, operator: Operator) -> None:
+    world.run["spec"]["pipeline"]["actorInfer"]["strategy"] = {"name": "sglang", "config": {"tp_size": 2}}
+    world.run["spec"]["roles"]["inference"]["gpus"] = 3
+    await operator.settle(2)
+    status = world.run["status"]
+    assert status["phase"] == "Failed"
+    assert status["message"].startswith("spec.roles.inference.gpus: an engine takes 2 GPUs")
+    assert {item["reason"] for item in status["conditions"]} == {"InvalidConfig"}
+    assert ("RayCluster", NAME) not in world.objects
+
+
 async def test_what_the_apiserver_denies_is_shown_and_tried_again(world: World, operator: Operator) -> None:
     world.create_error = Denied("exceeded quota: no more RayClusters")
     await operator.settle(3)

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from agenticrun_api import AgenticRun, Role, parse_run
-from agenticrun_operator.resources import Manifest, desired_children, ray_cluster, token_secret
+from agenticrun_operator.resources import Manifest, WorkerImages, desired_children, ray_cluster, token_secret
 from agenticrun_operator.resources.quantities import whole_number
 from runs import run_with
 
+WORKER = WorkerImages("worker:1", {"sglang": "worker-sglang:1"})
 GPU_RUN = (
     ("spec.roles.trainer", {"replicas": 2, "gpus": 4, "cpus": "1500m", "memory": "8Gi", "shmSize": "2Gi"}),
     ("spec.roles.inference", {"gpus": 1, "gpuResourceName": "example.com/gpu", "nodeSelector": {"type": "gpu"}}),
@@ -33,7 +34,7 @@ def a_run(*changes: tuple[str, Any]) -> AgenticRun:
 
 @pytest.fixture
 def cluster() -> Manifest:
-    return ray_cluster(a_run(*GPU_RUN), "worker:1")
+    return ray_cluster(a_run(*GPU_RUN), WORKER)
 
 
 def pod_of(cluster: Manifest, role: Role) -> Manifest:
@@ -48,7 +49,7 @@ def mounts(container: Manifest) -> dict[str, str]:
 
 
 def test_every_child_is_owned_by_the_run_and_carries_its_label() -> None:
-    for child in desired_children(a_run(*GPU_RUN), "worker:1"):
+    for child in desired_children(a_run(*GPU_RUN), WORKER):
         (owner,) = child["metadata"]["ownerReferences"]
         assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("1234-uid", True, True)
         assert child["metadata"]["labels"]["agenticrun.dev/run"] == "lake"
@@ -56,7 +57,7 @@ def test_every_child_is_owned_by_the_run_and_carries_its_label() -> None:
 
 
 def test_the_run_config_is_the_run_without_its_status() -> None:
-    (config, *_) = desired_children(a_run(), "worker:1")
+    (config, *_) = desired_children(a_run(), WORKER)
     document = yaml.safe_load(config["data"]["run.yaml"])
     assert document["metadata"] == {"name": "lake", "namespace": "team", "uid": "1234-uid", "generation": 1}
     assert "status" not in document
@@ -64,11 +65,11 @@ def test_the_run_config_is_the_run_without_its_status() -> None:
 
 
 def test_a_claim_is_made_for_a_size_and_not_for_a_claim_of_the_users() -> None:
-    kinds = [child["kind"] for child in desired_children(a_run(*GPU_RUN), "worker:1")]
+    kinds = [child["kind"] for child in desired_children(a_run(*GPU_RUN), WORKER)]
     assert kinds == ["ConfigMap", "PersistentVolumeClaim", "RayCluster"]
     theirs = a_run(("spec.checkpoint", {"volumeClaim": {"claimName": "data"}}))
-    assert [child["kind"] for child in desired_children(theirs, "worker:1")] == ["ConfigMap", "RayCluster"]
-    volumes = {item["name"]: item for item in pod_of(ray_cluster(theirs, "w"), Role.TRAINER)["volumes"]}
+    assert [child["kind"] for child in desired_children(theirs, WORKER)] == ["ConfigMap", "RayCluster"]
+    volumes = {item["name"]: item for item in pod_of(ray_cluster(theirs, WORKER), Role.TRAINER)["volumes"]}
     assert volumes["checkpoints"]["persistentVolumeClaim"] == {"claimName": "data"}
 
 
@@ -102,7 +103,7 @@ def test_replicas_cannot_be_scaled_by_anyone_else(cluster: Manifest) -> None:
 def test_reference_and_critic_have_pods_only_where_the_run_gives_them_a_role(cluster: Manifest) -> None:
     named = [group["groupName"] for group in cluster["spec"]["workerGroupSpecs"]]
     assert named == ["trainer", "reference", "critic", "inference", "env"]
-    plain = ray_cluster(a_run(("spec.pipeline.algorithm", {"lossKl": {}})), "worker:1")
+    plain = ray_cluster(a_run(("spec.pipeline.algorithm", {"lossKl": {}})), WORKER)
     assert [group["groupName"] for group in plain["spec"]["workerGroupSpecs"]] == ["trainer", "inference", "env"]
 
 
@@ -146,7 +147,7 @@ def test_every_pod_meets_the_restricted_standard_and_holds_no_credentials(cluste
 
 def test_the_users_code_is_on_the_path_and_the_users_environment_wins() -> None:
     env = [{"name": "RAY_USAGE_STATS_ENABLED", "value": "1"}, {"name": "MINE", "value": "x"}]
-    cluster = ray_cluster(a_run(("spec.code", {"configMap": "my-envs"}), ("spec.roles.env", {"env": env})), "worker:1")
+    cluster = ray_cluster(a_run(("spec.code", {"configMap": "my-envs"}), ("spec.roles.env", {"env": env})), WORKER)
     (container,) = pod_of(cluster, Role.ENV)["containers"]
     values = [(item["name"], item["value"]) for item in container["env"]]
     assert len(dict(values)) == len(values)
@@ -155,8 +156,42 @@ def test_the_users_code_is_on_the_path_and_the_users_environment_wins() -> None:
 
 
 def test_an_image_of_the_runs_own_goes_before_the_operators() -> None:
-    (container,) = pod_of(ray_cluster(a_run(("spec.image", "mine:2")), "worker:1"), Role.ENV)["containers"]
+    (container,) = pod_of(ray_cluster(a_run(("spec.image", "mine:2")), WORKER), Role.ENV)["containers"]
     assert container["image"] == "mine:2"
+
+
+SGLANG = ("spec.pipeline.actorInfer.strategy", {"name": "sglang", "config": {"tp_size": 2}})
+
+
+def images(cluster: Manifest) -> dict[str, str]:
+    groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]} | {"driver": cluster["spec"]["headGroupSpec"]}
+    return {name: group["template"]["spec"]["containers"][0]["image"] for name, group in groups.items()}
+
+
+def test_only_the_pods_that_carry_engines_get_the_engines_image() -> None:
+    assert images(ray_cluster(a_run(SGLANG), WORKER)) == {
+        "driver": "worker:1",
+        "trainer": "worker:1",
+        "inference": "worker-sglang:1",
+        "env": "worker:1",
+    }
+    colocated = ray_cluster(a_run(SGLANG, ("spec.placement", "Colocated")), WORKER)
+    assert images(colocated) == {"driver": "worker:1", "trainer": "worker-sglang:1", "env": "worker:1"}
+    assert set(images(ray_cluster(a_run(SGLANG, ("spec.image", "mine:2")), WORKER)).values()) == {"mine:2"}
+
+
+def test_an_inference_pod_offers_as_many_engines_as_its_gpus_are_enough_for() -> None:
+    cluster = ray_cluster(a_run(SGLANG, ("spec.roles.inference", {"gpus": 8})), WORKER)
+    (inference,) = [group for group in cluster["spec"]["workerGroupSpecs"] if group["groupName"] == "inference"]
+    assert json.loads(json.loads(inference["rayStartParams"]["resources"])) == {"inference": 4}
+    assert inference["rayStartParams"]["num-gpus"] == "8"
+
+
+def test_colocated_trainer_pods_offer_both_roles() -> None:
+    run = a_run(SGLANG, ("spec.placement", "Colocated"), ("spec.roles.trainer", {"gpus": 8, "replicas": 2}))
+    groups = {group["groupName"]: group for group in ray_cluster(run, WORKER)["spec"]["workerGroupSpecs"]}
+    assert set(groups) == {"trainer", "env"}
+    assert json.loads(json.loads(groups["trainer"]["rayStartParams"]["resources"])) == {"trainer": 8, "inference": 4}
 
 
 def test_tokens_cannot_be_changed_in_place() -> None:
