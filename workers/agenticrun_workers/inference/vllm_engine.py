@@ -118,7 +118,7 @@ class VllmEngine:
         await self._process.start()
         self._http = EngineHttp(self._process)
         try:
-            await self._workers("record_logprobs")
+            await self._workers("sample_by_request")
             await self._label(self._version)
         except BaseException:
             await self.stop()

@@ -12,8 +12,7 @@ from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 GENERATE = "/inference/v1/generate"
 ID_PREFIX = "generate-tokens-"
 """The server puts it before the ids of requests; `/abort_requests` ignores ids without it."""
-SEED_BITS = 2**63 - 1
-"""torch's generators take signed 64-bit seeds, and vLLM reads -1 as none."""
+SEED_BITS = 2**64 - 1
 
 
 def to_vllm(request: GenerationRequest, server_id: str) -> dict[str, Any]:
@@ -30,10 +29,12 @@ def to_vllm(request: GenerationRequest, server_id: str) -> dict[str, Any]:
             "min_p": sampling.min_p,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,
-            "seed": request.seed & SEED_BITS,
             "logprobs": 0,
             "detokenize": False,
-            "extra_args": {"record_temperature": sampling.record_temperature or sampling.temperature or 1.0},
+            "extra_args": {
+                "seed": request.seed & SEED_BITS,
+                "record_temperature": sampling.record_temperature or sampling.temperature or 1.0,
+            },
         },
     }
 

@@ -12,7 +12,7 @@ PLUGIN = Path(__file__).with_name("vllm_plugin")
 ENGINE = "the engine's client"
 REPLICAS = "spec.roles.inference.replicas"
 SAMPLING = "spec.pipeline.actorInfer.generating"
-RECORDING = "the recording of log-probs at the sampling's own temperature"
+RECORDING = "our sampler, which records log-probs at the sampling's own temperature,"
 
 OWNED = {
     "model": "spec.model.path",
@@ -44,6 +44,7 @@ OWNED = {
     "spec_model": RECORDING,
     "spec_tokens": RECORDING,
     "logprobs_mode": RECORDING,
+    "use_fp64_gumbel": RECORDING,
     "logits_processors": RECORDING,
     "watermark_config": RECORDING,
     "worker_cls": ENGINE,
@@ -92,7 +93,7 @@ def server_flags(folder: Path, *, dtype: str, max_length: int, trust_remote_code
     return [
         *("--model", str(folder), "--dtype", dtype, "--max-model-len", str(max_length), "--generation-config", "vllm"),
         *("--enable-scale-out", "--worker-extension-cls", "agenticrun_vllm.worker.Worker"),
-        *("--logits-processors", "agenticrun_vllm.sampler:RecordTemperature"),
+        *("--logits-processors", "agenticrun_vllm.sampler:RequestArguments"),
         *(["--trust-remote-code"] if trust_remote_code else []),
         *passed,
     ]

@@ -1,70 +1,108 @@
-"""Log-probs at a temperature that each request names, over the full vocabulary, whatever it is sampled with.
+"""Sampling that depends on the request alone, and log-probs at the temperature that it names, over the full vocabulary.
 
-vLLM's own modes are `raw_logprobs` (temperature 1) and `processed_logprobs` (after temperature, top_k, top_p and min_p); one server
-cannot give log_softmax(logits / T) to a request with T and top_p, nor T = 1 to one request and its own T to the next.
+Why not vLLM's own:
+- One server reports log-probs at temperature 1 (`raw_logprobs`) or after temperature, top_k, top_p and min_p (`processed_logprobs`). It
+  cannot give log_softmax(logits / T) to a request with T and top_p, nor T = 1 to one request and its own T to the next.
+- Its seeds are torch generators, which on a CPU end the server when a seeded prompt is computed in pieces ("CPU Generator does not use
+  offset"), and on a GPU cost a launch for each row.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-ARGUMENT = "record_temperature"
-"""Key in a request's `sampling_params.extra_args`."""
+from .draws import uniforms
 
 
-class RecordTemperature(LogitsProcessor):
-    """Keeps the temperature that each row of the batch records with; changes no logits."""
+class _Row(NamedTuple):
+    """What a request in the batch asked for in `sampling_params.extra_args`."""
+
+    seed: int
+    record_temperature: float
+    outputs: list[int]
+    """The server's own list of what was sampled so far: it grows."""
+
+
+class RequestArguments(LogitsProcessor):
+    """Knows which request is in which row of the batch; changes no logits."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:  # noqa: ARG002
-        self._by_row: dict[int, float] = {}
-        self._device = device
-        self._temperatures_B1 = torch.ones(0, 1, device=device)
+        self._rows: dict[int, _Row] = {}
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        value = (sampling_params.extra_args or {}).get(ARGUMENT)
-        if not isinstance(value, int | float) or value <= 0:
-            raise ValueError(f"extra_args.{ARGUMENT} must be a number above 0, not {value!r}")
+        """Refuse (400) what would otherwise fail in the middle of a batch. `/inference/v1/generate` is for our client alone."""
+        arguments = sampling_params.extra_args or {}
+        if not (isinstance(arguments.get("seed"), int) and arguments.get("record_temperature", 0) > 0):
+            raise ValueError(f"extra_args must hold seed and record_temperature, not {arguments}")
 
     def is_argmax_invariant(self) -> bool:
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow requests as they join, leave and move between rows."""
-        changed = process_dict_updates(self._by_row, batch_update, lambda params, _prompt, _output: params.extra_args[ARGUMENT])
-        if changed or (batch_update and batch_update.batch_size != len(self._temperatures_B1)):
-            rows = range(max(self._by_row, default=-1) + 1)
-            self._temperatures_B1 = torch.tensor([[self._by_row.get(row, 1.0)] for row in rows], device=self._device)
+        process_dict_updates(self._rows, batch_update, lambda params, _prompt, outputs: _Row(**params.extra_args, outputs=outputs))
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: Tensor) -> Tensor:
         return logits
 
-    def temperatures(self, rows: int) -> torch.Tensor:
-        """Of the first rows of the batch, float32 [rows, 1]."""
-        return self._temperatures_B1[:rows]
+    def uniforms(self, count: int) -> Tensor:
+        """A random number for the next token of each of the first rows, float64 [count, 1]."""
+        rows = [self._rows[row] for row in range(count)]
+        seeds_B = np.array([row.seed for row in rows], np.uint64)
+        indices_B = np.array([len(row.outputs) for row in rows], np.uint64)
+        return torch.from_numpy(uniforms(seeds_B, indices_B)[:, None])
+
+    def record_temperatures(self, count: int) -> Tensor:
+        """Float32 [count, 1]."""
+        return torch.tensor([[self._rows[row].record_temperature] for row in range(count)])
 
 
-class RecordingSampler(Sampler):
-    """vLLM's sampler; only the log-probs that it reports are others."""
+class RequestSampler(Sampler):
+    """vLLM's sampler with other random numbers and other log-probs."""
 
-    def __init__(self, use_fp64_gumbel: bool) -> None:
-        super().__init__("raw_logprobs", use_fp64_gumbel)
+    def __init__(self) -> None:
         # Of this mode `forward` computes no log-probs itself but takes those of `sample`.
-        self.logprobs_mode = "processed_logprobs"
+        super().__init__("processed_logprobs")
 
-    def sample(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: Any = None) -> Any:
-        """Tokens, and the log-probs of all of the vocabulary. `logits` is float32 and overwritten by the sampling."""
-        recorded_BV = None
-        if sampling_metadata.max_num_logprobs is not None:
-            record = next(each for each in sampling_metadata.logitsprocs.all if isinstance(each, RecordTemperature))
-            recorded_BV = (logits / record.temperatures(len(logits))).log_softmax(-1)
-        sampled, _ = super().sample(logits, sampling_metadata, logprobs_mode_override)
-        return sampled, recorded_BV
+    def sample(self, logits: Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: Any = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Choose a token for each row.
+
+        Args:
+            logits: float32 [B, V]; overwritten.
+
+        Returns:
+            tokens int64 [B], and log_softmax(logits / record_temperature), float32 [B, V].
+        """
+        arguments = next(each for each in sampling_metadata.logitsprocs.all if isinstance(each, RequestArguments))
+        count, device = len(logits), logits.device
+        recorded_BV = (logits / arguments.record_temperatures(count).to(device)).log_softmax(-1)
+        if sampling_metadata.all_greedy:
+            return self.greedy_sample(logits), recorded_BV
+        greedy_B = None if sampling_metadata.all_random else self.greedy_sample(logits)
+        logits = self.apply_temperature(logits, sampling_metadata.temperature, sampling_metadata.all_random)
+        for processor in sampling_metadata.logitsprocs.argmax_invariant:
+            logits = processor.apply(logits)
+        logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
+        sampled_B = _sample(logits, arguments.uniforms(count).to(device))
+        if greedy_B is not None:
+            sampled_B = torch.where(sampling_metadata.temperature == 0, greedy_B, sampled_B)
+        return sampled_B, recorded_BV
+
+
+def _sample(logits_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
+    """The token at which the distribution's cumulative sum passes the uniform number, int64 [B]."""
+    sums_BV = logits_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
+    tokens_B1 = torch.searchsorted(sums_BV, uniforms_B1 * sums_BV[:, -1:], right=True)
+    return tokens_B1[:, 0].clamp(max=logits_BV.shape[-1] - 1)

@@ -14,7 +14,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from .broadcast import WeightGroup
-from .sampler import RecordingSampler
+from .sampler import RequestSampler
 
 
 class Worker:
@@ -25,9 +25,9 @@ class Worker:
     rank: int
     device: torch.device
 
-    def record_logprobs(self) -> None:
-        """Report log-probs as requests ask for them, from now on."""
-        self.model_runner.sampler = RecordingSampler(self.model_runner.model_config.use_fp64_gumbel)
+    def sample_by_request(self) -> None:
+        """Sample and report log-probs as requests ask for it, from now on."""
+        self.model_runner.sampler = RequestSampler()
 
     def begin_weights(self) -> None:
         """Collect new weights layer by layer; each layer is processed and copied in place when it is complete."""
