@@ -6,6 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEVCLUSTER := $(PYTHON) tools/devcluster
 LOCKS := dev operator workers
+ENGINE_NAMES := sglang vllm
+ENGINE_LOCKING := --python-version 3.11 --python-platform x86_64-manylinux_2_35 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links
+# Machines with a GPU get the official packages, others what runs on a CPU.
+ENGINE_FLAVOUR := $(if $(shell command -v nvidia-smi),,-cpu)
 
 .PHONY: help
 help: ## List the commands
@@ -23,12 +27,23 @@ $(VENV)/.done: locks/dev.txt pyproject.toml
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $@
 
+.PHONY: engines
+engines: $(ENGINE_NAMES:%=.engines/%/.done) ## Make the environments of SGLang and vLLM in .engines (5 GB each the first time)
+.engines/%/.done: locks/%$(ENGINE_FLAVOUR).txt | $(VENV)/.done
+	@echo "installing $< into .engines/$*"
+	@test -x .engines/$*/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .engines/$*
+	@$(BIN)/uv pip sync --quiet --python .engines/$*/bin/python --compile-bytecode --require-hashes $<
+	@touch $@
+
 .PHONY: lock
 lock: setup ## Compile locks/*.txt from pyproject.toml
 	@for name in $(LOCKS); do \
 	  $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
 	    --extra $$name $$([ $$name != workers ] || echo --extra megatron --extra deepspeed) \
 	    $$([ $$name = dev ] || echo --constraint locks/dev.txt) pyproject.toml -o locks/$$name.txt; done
+	@for name in $(ENGINE_NAMES); do \
+	  $(BIN)/uv pip compile --quiet $(ENGINE_LOCKING) --extra $$name pyproject.toml -o locks/$$name.txt && \
+	  $(BIN)/uv pip compile --quiet $(ENGINE_LOCKING) --override locks/$$name-cpu.overrides locks/$$name-cpu.in -o locks/$$name-cpu.txt || exit 1; done
 
 .PHONY: generate
 generate: setup ## Generate the CRD, the chart's copy of it, and docs/reference.md from the models
@@ -104,4 +119,4 @@ status: ## Show the development cluster's components
 
 .PHONY: clean
 clean: ## Remove the Python environment and local outputs
-	@rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache
+	@rm -rf $(VENV) .engines runs .mypy_cache .ruff_cache .pytest_cache

@@ -46,6 +46,8 @@ def test(stages: Stages) -> None:
         return
     stages.run("lint", ["make", "--no-print-directory", "lint"])
     stages.run("unit", [*PYTEST, "tests/unit"])
+    if not stages.run("engines", ["make", "--no-print-directory", "engines"]):
+        return
     if not stages.run("cluster", [*DEVCLUSTER, "up"]) or not stages.run("images", [*DEVCLUSTER, "images"]):
         return
     kubeconfig = subprocess.run([*DEVCLUSTER, "kubeconfig"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,128 @@
+"""The command line and the environment of an SGLang server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agenticrun_workers.inference.engine_home import find_engine
+from agenticrun_workers.inference.engine_options import command_line
+from agenticrun_workers.inference.engine_process import HOST, Server
+
+VERSIONS = "==0.5.23"
+"""Tested with: the server's requests and its internals that our plug-in hooks into change between versions."""
+HERE = Path(__file__).parent
+OWNED = {
+    "model_path": "spec.model",
+    "model": "spec.model",
+    "tokenizer_path": "spec.model",
+    "load_format": "spec.model",
+    "trust_remote_code": "spec.model.trustRemoteCode",
+    "dtype": "spec.model.dtype",
+    "context_length": "spec.pipeline.sequenceLength",
+    "host": "AgenticRun (the server listens on the pod's own address only)",
+    "port": "AgenticRun (a free port)",
+    "device": "spec.roles.inference.gpus",
+    "weight_version": "AgenticRun (the policy version)",
+    "skip_tokenizer_init": "AgenticRun (prompts and responses are token ids)",
+    "custom_weight_loader": "AgenticRun (weights come from the trainer)",
+    "api_key": "AgenticRun (only the engine's own process talks to the server)",
+    "admin_api_key": "AgenticRun (only the engine's own process talks to the server)",
+    "dp_size": "spec.roles.inference.replicas (one engine each)",
+    "data_parallel_size": "spec.roles.inference.replicas (one engine each)",
+    "nnodes": "AgenticRun (an engine lives in one pod)",
+    "node_rank": "AgenticRun (an engine lives in one pod)",
+    "tokenizer_worker_num": "AgenticRun (one process hears aborts and updates)",
+}
+CPU_DEFAULTS: Mapping[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,
+    "mem_fraction_static": 0.05,
+    "max_running_requests": 64,
+}
+"""`sleep_on_idle`: otherwise an idle server takes a whole core."""
+GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
+"""`enable_memory_saver`: lets `sleep` give the memory to a trainer."""
+CPU_CACHED_TOKENS = 16384
+"""Least size of the KV cache on a CPU, in tokens."""
+
+
+@dataclass(frozen=True)
+class SglangOptions:
+    """What decides how a server is started. `threads` counts those of its matrix products on a CPU."""
+
+    folder: Path
+    dtype: str
+    max_length: int
+    version: int
+    log_folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    threads: int = 1
+    gpus: int = 0
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a `config` that we own options of."""
+        self.flags(port=0)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether a request's seed decides what it samples."""
+        deterministic = bool(self.config.get("enable_deterministic_inference"))
+        return deterministic or self._defaults.get("sampling_backend") == "pytorch" == self.config.get("sampling_backend", "pytorch")
+
+    @property
+    def _defaults(self) -> Mapping[str, Any]:
+        if self.gpus:
+            return {**GPU_DEFAULTS, "tp_size": self.gpus}
+        return {**CPU_DEFAULTS, "max_total_tokens": max(CPU_CACHED_TOKENS, 4 * self.max_length)}
+
+    def flags(self, port: int) -> list[str]:
+        ours: dict[str, Any] = {
+            "model_path": str(self.folder),
+            "host": HOST,
+            "port": port,
+            "device": "cuda" if self.gpus else "cpu",
+            "dtype": self.dtype,
+            # It keeps one position for itself.
+            "context_length": self.max_length + 8,
+            "weight_version": str(self.version),
+            "skip_tokenizer_init": True,
+            "skip_server_warmup": True,
+            "grammar_backend": "none",
+            "trust_remote_code": self.trust_remote_code,
+        }
+        return [*command_line(ours, {}), *command_line(self.config, OWNED, self._defaults)]
+
+    def server(self) -> Server:
+        """Raises `EngineStartError` if SGLang is not installed, or in another version."""
+        python = find_engine("sglang", ["sglang"], VERSIONS)
+        return Server(
+            "sglang",
+            lambda port: [str(python), "-m", "sglang.launch_server", *self.flags(port)],
+            self.log_folder,
+            environment=self._environment(),
+            # It drains for seconds when asked to end, and there is nothing to save.
+            stop_seconds=0,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        paths = [HERE / "sglang_plugin"] if self.gpus else [HERE / "sglang_plugin", HERE / "sglang_cpu"]
+        environment = {
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            # `max_length` was compared with the model's own limit; the positions that SGLang adds are never used.
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if self.seeded:
+            environment["AGENTICRUN_SGLANG_SEEDED"] = "1"
+        if not self.gpus:
+            # Compiling takes longer than all that a small model computes.
+            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(self.threads), "TORCHDYNAMO_DISABLE": "1"}
+        return environment
