@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -39,6 +37,8 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTraine
     Raises:
         ValueError: a name in `target_modules` that no linear layer has, or that the output layer has.
     """
+    from peft import LoraConfig, inject_adapter_in_model  # seconds: only runs with adapters wait for it
+
     _check_targets(model, spec.target_modules)
     config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.target_modules) or "all-linear", lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
@@ -49,7 +49,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTraine
 
 def describe_lora(model: nn.Module) -> dict[str, Any] | None:
     """Rank, alpha and the layers that have adapters, as JSON; None without adapters."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    layers = _adapted(model)
     if not layers:
         return None
     first = next(iter(layers.values()))
@@ -65,7 +65,7 @@ def whole_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> 
     Args:
         whole: gives a parameter's whole value, under any sharding. Called for all parameters, in the same order on every rank.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    layers = _adapted(model)
     adapters = {id(p) for layer in layers.values() for p in (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)}
     for name, parameter in model.named_parameters():
         if id(parameter) in adapters:
@@ -79,8 +79,13 @@ def whole_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> 
             yield name.replace(f".{BASE}.", "."), value if last == "bias" else _merged(layer, value, whole)
 
 
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    """The layers with adapters (peft's `LoraLayer`), by name."""
+    return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+
+
 @torch.no_grad()
-def _merged(layer: LoraLayer, weight: Tensor, whole: Callable[[nn.Parameter], Tensor]) -> Tensor:
+def _merged(layer: Any, weight: Tensor, whole: Callable[[nn.Parameter], Tensor]) -> Tensor:
     wide = torch.promote_types(weight.dtype, torch.float32)
     a, b = (whole(part[ADAPTER].weight).to(wide) for part in (layer.lora_A, layer.lora_B))
     product = (b @ a).T if layer.fan_in_fan_out else b @ a
