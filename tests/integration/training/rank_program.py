@@ -63,7 +63,7 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
     for step in range(STEPS if resume else 0, 2 * STEPS):
         if step == STEPS and save is not None:
             policy.policy_version = STEPS
-            reference.load_weights(everywhere(weights(policy)))
+            reference.load_weights((name, torch.from_numpy(weight)) for name, weight in everywhere(weights(policy)).items())
             for name, trained in parts.items():
                 trained.save(str(save / name))
         mine = part(batches[step], rank, world)

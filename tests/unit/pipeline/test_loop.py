@@ -23,12 +23,14 @@ from agenticrun_workers.pipeline.requests import Requests, StopRequested
 from agenticrun_workers.pipeline.samples import SampleWriter
 from agenticrun_workers.pipeline.trainers import Prepared
 from agenticrun_workers.pipeline.validation import Validator
+from agenticrun_workers.pipeline.weight_sync import SyncReport
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.errors import RolloutFailed
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.group_plan import GroupPlan
 from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupTask
 from agenticrun_workers.types import Stream
+from agenticrun_workers.weight_sync.transport import Transport
 from rollout_fakes import FakePlayers
 
 
@@ -130,13 +132,15 @@ class Run:
         self.events.append(f"train {'' if train_actor else 'the critic of '}version {version}")
         return dict(self.measured)
 
-    def export_weights(self) -> str:
+    @property
+    def weights(self) -> Any:
         return "weights"
 
-    async def update_weights(self, weights: Any, version: int) -> int:
+    async def update_weights(self, weights: Any, version: int) -> SyncReport:
+        assert weights == "weights"
         self.players.version = version
         self.events.append(f"sync {version}")
-        return 64
+        return SyncReport(Transport.DISK, 64, 0.25, {})
 
     async def stats(self) -> Mapping[str, EngineStats]:
         return {}

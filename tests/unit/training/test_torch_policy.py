@@ -259,7 +259,7 @@ def test_a_reference_becomes_the_policy_whose_weights_it_is_given(load: Load, sa
     policy.train_step(samples, LOSS)
     moved = policy.compute_log_probs(samples)
     assert any(np.abs(a - b).max() > 0.01 for a, b in zip(reference.compute_log_probs(samples), moved, strict=True))
-    reference.load_weights(weights(policy))
+    reference.load_weights(policy.export_weights())
     policy.train_step(samples, LOSS)
     reference.save(str(tmp_path))
     restored = TorchReference(load)
@@ -270,7 +270,7 @@ def test_a_reference_becomes_the_policy_whose_weights_it_is_given(load: Load, sa
 
 
 def test_a_reference_refuses_the_weights_of_another_model(load: Load) -> None:
-    other = {name: weight[:1] for name, weight in weights(TorchPolicy(load, SPEC)).items()}
+    other = [(name, weight[:1]) for name, weight in TorchPolicy(load, SPEC).export_weights()]
     with pytest.raises(CheckpointMismatch, match="embed_tokens"):
         TorchReference(load).load_weights(other)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.inference.engine import EngineError
+from agenticrun_workers.weight_sync.reading import parameters_in
 
 
 class HeldWeights:
@@ -31,9 +32,8 @@ class HeldWeights:
     def copy(self, part: Path) -> None:
         """Take the parameters of one file. Raises `EngineError` for an unreadable file, and for names and shapes of another model."""
         try:
-            with safe_open(part, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                    self._take(name, file.get_tensor(name))
+            for name, value in parameters_in(part):
+                self._take(name, value)
         except (OSError, SafetensorError) as error:
             raise EngineError(f"{part} cannot be read as a safetensors file: {error}") from error
 

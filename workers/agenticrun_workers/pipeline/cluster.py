@@ -12,16 +12,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from agenticrun_api import AgenticRun, Role
 from agenticrun_workers.pipeline.engines import EngineActor, EnginePool
 from agenticrun_workers.pipeline.model_source import ModelSource, ModelSources
+from agenticrun_workers.pipeline.node_weights import NodeWeights
 from agenticrun_workers.pipeline.rank_actor import CRITIC, REFERENCE
 from agenticrun_workers.pipeline.scorers import CriticActor, ReferenceActor
 from agenticrun_workers.pipeline.trainer_group import TrainerGroup
 from agenticrun_workers.pipeline.trainers import TrainerActor
+from agenticrun_workers.pipeline.weight_sync import WeightSync
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker, Texts
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.placement import Placement, check_placement, options_for
 from agenticrun_workers.rollout.store import TrajectoryStore
 from agenticrun_workers.types import EpisodeKey
+from agenticrun_workers.weight_sync.layout import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class RunCluster:
         self._source: asyncio.Future[ModelSource] = loop.create_future()
         self._env_workers_made = 0
         self._watchers: list[asyncio.Task[None]] = []
+        self.weights: WeightSync | None = None
         self._actors: list[Any] = []
         self.placements: list[Placement] = []
         """Where actors were found to run, those of replaced ones included."""
@@ -82,6 +86,8 @@ class RunCluster:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+        if self.weights is not None:
+            await self.weights.stop()
         for actor in self._actors:
             ray.kill(actor)
 
@@ -148,7 +154,10 @@ class RunCluster:
         self._watchers = [asyncio.create_task(_until_death(store), name="store") for store in self.stores]
         ranks = [*trainers, *(actor for actors in others.values() for actor in actors)]
         await asyncio.gather(*(actor.set_stores.remote(self.stores) for actor in ranks))
-        self.trainers = TrainerGroup(self._pipeline, trainers, parts, others)
+        self.weights = WeightSync(
+            self._pipeline.weight_sync, self._run.metadata.name, trainers, placements[0].node_id, self._spawn_node_weights
+        )
+        self.trainers = TrainerGroup(self._pipeline, trainers, parts, others, self.weights)
 
     def _ranks(self, cls: type, role: Role, *arguments: Any) -> list[Any]:
         world = self._count(role)
@@ -184,6 +193,12 @@ class RunCluster:
             self._texts.set_result(texts)
         source = await asyncio.shield(self._source)
         await actor.setup.remote(source.tokenizer())
+        return actor
+
+    def _spawn_node_weights(self, node_id: str, run: str, buckets: tuple[Bucket, ...]) -> Any:
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        actor: Any = ray.remote(NodeWeights).options(num_cpus=0, max_concurrency=4, scheduling_strategy=there).remote(run, buckets)
+        self._actors.append(actor)
         return actor
 
     async def _engines_changed(self, engines: dict[str, Any]) -> None:

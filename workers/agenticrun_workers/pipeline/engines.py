@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray.exceptions
-from safetensors.numpy import save_file
 
 from agenticrun_api import Pipeline, Role
+from agenticrun_workers.pipeline.incoming_weights import IncomingWeights
 from agenticrun_workers.pipeline.model_source import ModelSource
+from agenticrun_workers.pipeline.weight_sync import Receiver, SyncReport, WeightSync
 from agenticrun_workers.rollout.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.rollout.generation_client import Answer
 from agenticrun_workers.rollout.outbox import Outbox
@@ -43,13 +43,14 @@ class EngineActor:
         self._name = name
         self._outboxes: dict[str, Outbox[Answer]] = defaultdict(Outbox)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def placement(self) -> Placement:
         return here(self._name, Role.INFERENCE)
 
     async def until_death(self) -> None:
-        """Never returns: the caller's future fails when this process dies."""
-        await asyncio.Event().wait()
+        """Never returns: the caller's future fails when this process dies, or its engine serves nothing any more."""
+        await self._broken
 
     async def start(self, pipeline: Pipeline, source: ModelSource, gpus: int, threads: int) -> None:
         """Load the model and serve, on these many GPUs and torch threads. Raises `InvalidConfig`."""
@@ -67,13 +68,17 @@ class EngineActor:
             except EngineStartError as error:
                 raise InvalidConfig("spec.pipeline.actorInfer.strategy", str(error)) from error
 
-    async def update_weights(self, weights: dict[str, Any], version: int) -> int:
-        """Become policy version `version`; requests under way go on with it. Returns the bytes that were taken over."""
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            file = Path(folder) / "weights.safetensors"
-            save_file(dict(weights), file)
-            await self._engine.update_weights(_one(file), version)
-        return sum(value.nbytes for value in weights.values())
+    async def begin_update(self, version: int) -> None:
+        """Stop sampling, and take the buckets that follow as the weights of this policy version."""
+        self._incoming = IncomingWeights(self._engine, version)
+
+    async def take_bucket(self, path: str, checksum: int) -> None:
+        """A file with some of the weights. Raises `CorruptBucket`, and `EngineError` of an update that has failed."""
+        await self._incoming.take(Path(path), checksum)
+
+    async def finish_update(self) -> None:
+        """All weights are there. Returns when requests under way go on with them. Raises `EngineError`."""
+        await self._incoming.finish()
 
     async def submit(self, client: str, requests: bytes) -> None:
         """Begin a packed `list[GenerationRequest]`; the answers wait for `collect`."""
@@ -101,7 +106,15 @@ class EngineActor:
             answer = Answer(request.request_id, await self._engine.generate(mine))
         except Exception as error:  # told to the client, whose episode it costs; the engine goes on
             answer = Answer(request.request_id, None, f"{type(error).__name__}: {error}")
+            self._notice(error)
         self._outboxes[client].put(answer)
+
+    def _notice(self, error: Exception) -> None:
+        """An engine that cannot serve is replaced; one that refuses a request is fine."""
+        from agenticrun_workers.inference import EngineError, InvalidRequest
+
+        if isinstance(error, EngineError) and not isinstance(error, InvalidRequest) and not self._broken.done():
+            self._broken.set_exception(error)
 
 
 class EnginePool:
@@ -118,7 +131,10 @@ class EnginePool:
         self._on_change = on_change
         self._made = 0
         self._deaths = 0
-        self._weights: tuple[Any, int] | None = None
+        self._weights: WeightSync | None = None
+        self._changing = asyncio.Lock()
+        """Held by a weight update, and while a new engine gets the weights."""
+        self._receivers: dict[str, Receiver] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self.engines: dict[str, Any] = {}
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -128,18 +144,22 @@ class EnginePool:
         """Bring all engines up. Raises what `spawn` raises."""
         await asyncio.gather(*(self._add() for _ in range(self._count)))
 
-    async def update_weights(self, weights: Any, version: int) -> int:
-        """Give every engine these weights (a Ray reference). Returns when all that live have them, with the bytes that they took."""
-        self._weights = (weights, version)
-        updates = (engine.update_weights.remote(weights, version) for engine in self.engines.values())
-        taken = 0
-        for answer in await asyncio.gather(*updates, return_exceptions=True):
-            if isinstance(answer, int):
-                taken += answer
-            elif not isinstance(answer, ray.exceptions.RayActorError):
-                raise answer
-        self._deaths = 0
-        return taken
+    async def update_weights(self, weights: WeightSync, version: int) -> SyncReport:
+        """Give every engine the trainers' weights, and count them as `version`. Engines that fail on it are replaced.
+
+        Raises:
+            InvalidConfig: they cannot get there as the run says.
+        """
+        async with self._changing:
+            self._weights = weights
+            receivers = dict(self._receivers)
+            report = await weights.update(receivers, version)
+        for engine_id, error in report.failed.items():
+            log.warning("%s did not take version %d: %s", engine_id, version, error)
+            ray.kill(receivers[engine_id].handle)
+        if len(report.failed) < len(receivers):
+            self._deaths = 0
+        return report
 
     async def stats(self) -> dict[str, EngineStats]:
         """What each engine that lives says about its load, by its id."""
@@ -158,11 +178,11 @@ class EnginePool:
         engine_id = f"engine-{self._made}"
         self._made += 1
         handle = await self._spawn(engine_id)
-        given = None
-        while self._weights is not given:
-            given = self._weights
-            assert given is not None
-            await handle.update_weights.remote(*given)
+        receiver = Receiver(handle, (await handle.placement.remote()).node_id)
+        async with self._changing:
+            if self._weights is not None and self._weights.version is not None:
+                await self._weights.join(receiver)
+            self._receivers[engine_id] = receiver
         self.engines[engine_id] = handle
         watcher = asyncio.create_task(self._watch(engine_id, handle), name=engine_id)
         self._watchers.add(watcher)
@@ -172,9 +192,10 @@ class EnginePool:
     async def _watch(self, engine_id: str, handle: Any) -> None:
         try:
             await handle.until_death.remote()
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayError as error:
             log.warning("%s is gone (%s): it is replaced", engine_id, error)
-        del self.engines[engine_id]
+        ray.kill(handle)
+        del self.engines[engine_id], self._receivers[engine_id]
         self._deaths += 1
         await self._on_change(dict(self.engines))
         try:
@@ -184,7 +205,3 @@ class EnginePool:
         except Exception as error:  # whatever keeps a new engine from starting ends the attempt
             if not self.failure.done():
                 self.failure.set_exception(error)
-
-
-async def _one(file: Path) -> AsyncIterator[Path]:
-    yield file

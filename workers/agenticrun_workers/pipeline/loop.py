@@ -38,6 +38,7 @@ from agenticrun_workers.pipeline.metrics import (
     restarted_tokens,
     rollout_metrics,
     success_of,
+    sync_metrics,
     timing_metrics,
     validation_metrics,
 )
@@ -46,6 +47,7 @@ from agenticrun_workers.pipeline.samples import SampleWriter
 from agenticrun_workers.pipeline.trainers import Prepared
 from agenticrun_workers.pipeline.validation import Validator, warmup_success
 from agenticrun_workers.pipeline.warmup import Warmup
+from agenticrun_workers.pipeline.weight_sync import SyncReport, WeightSync
 from agenticrun_workers.reporting.metrics_log import Tracker
 from agenticrun_workers.rollout.controller import Batch, Discard, RolloutPosition
 from agenticrun_workers.rollout.groups import EpisodeResult, Group
@@ -70,7 +72,8 @@ class Trainer(Protocol):
 
     async def train(self, credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics: ...
 
-    def export_weights(self) -> Any: ...
+    @property
+    def weights(self) -> WeightSync: ...
 
 
 class Rollout(Protocol):
@@ -87,7 +90,7 @@ class Rollout(Protocol):
 class Engines(Protocol):
     """What the loop asks of the engines."""
 
-    async def update_weights(self, weights: Any, version: int) -> int: ...
+    async def update_weights(self, weights: WeightSync, version: int) -> SyncReport: ...
 
     async def stats(self) -> Mapping[str, EngineStats]: ...
 
@@ -131,8 +134,8 @@ class Loop:
         self._guards = GuardWatch(self._pipeline.guards, kept.get(GUARDS_PART))
         self._synced: int | None = None
         """The version that the engines have; None before the first sync of this attempt."""
-        self._synced_bytes = 0
-        """Bytes that the engines took in the last sync."""
+        self._sync: SyncReport | None = None
+        """The sync of this step, where there was one."""
         self._engine_stats: Mapping[str, EngineStats] = {}
         self._seconds: dict[str, float] = {}
         self.last_validation: Metrics = {}
@@ -191,7 +194,7 @@ class Loop:
         due = self._step % self._pipeline.model_update_frequency == 0 or self._parts.validator.due(self._step)
         if self._synced is None or (due and self._synced != self._step):
             with self._timed("sync"):
-                self._synced_bytes = await self._parts.engines.update_weights(self._parts.trainers.export_weights(), self._step)
+                self._sync = await self._parts.engines.update_weights(self._parts.trainers.weights, self._step)
             self._synced = self._step
 
     async def _validate_if_due(self) -> None:
@@ -258,7 +261,8 @@ class Loop:
         engine_stats = await self._parts.engines.stats()
         seconds, self._seconds = self._seconds, {}
         metrics |= timing_metrics(seconds, metrics["tokens/prompt"] + metrics["tokens/response"])
-        metrics["weight_sync/bytes"] = float(self._synced_bytes if "sync" in seconds else 0)
+        metrics |= sync_metrics(self._sync)
+        self._sync = None
         metrics |= engine_metrics(self._engine_stats, engine_stats, seconds["step"])
         metrics["rollout/aborted_tokens"] += restarted_tokens(self._engine_stats, engine_stats)
         self._engine_stats = engine_stats

@@ -12,9 +12,11 @@ from numpy.typing import ArrayLike
 from agenticrun_workers.rollout.controller import Batch
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.types import StopReason
+from agenticrun_workers.weight_sync.transport import Transport
 
 if TYPE_CHECKING:
     from agenticrun_workers.inference import EngineStats
+    from agenticrun_workers.pipeline.weight_sync import SyncReport
 
 Metrics = dict[str, float]
 
@@ -81,6 +83,14 @@ def timing_metrics(seconds: Mapping[str, float], tokens: float) -> Metrics:
         "system/tps": tokens / working,
         **({"train/tokens_per_second": tokens / seconds["train"]} if seconds.get("train") else {}),
     }
+
+
+def sync_metrics(report: SyncReport | None) -> Metrics:
+    """What a step's weight sync moved; None for a step without one."""
+    if report is None:
+        return {"weight_sync/bytes": 0.0}
+    transports = {f"weight_sync/{transport}": float(transport is report.transport) for transport in Transport}
+    return {"weight_sync/bytes": float(report.nbytes), "weight_sync/changed_share": report.changed_share, **transports}
 
 
 def engine_metrics(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats], seconds: float) -> Metrics:

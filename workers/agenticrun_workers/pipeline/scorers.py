@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from agenticrun_api import Role
 from agenticrun_workers.pipeline.batch_plan import RankPlan
 from agenticrun_workers.pipeline.model_source import ModelSources
 from agenticrun_workers.pipeline.rank_actor import CRITIC, REFERENCE, Metrics, RankActor, combine
+from agenticrun_workers.pipeline.reference_weights import TakesReference
 from agenticrun_workers.rollout.wire import pack, unpack
 
 if TYPE_CHECKING:
     from agenticrun_workers.pipeline.rank_batch import RankBatch
 
 
-class ReferenceActor(RankActor):
+class ReferenceActor(TakesReference, RankActor):
     """One rank of the frozen policy."""
 
     role = Role.REFERENCE
@@ -28,10 +26,6 @@ class ReferenceActor(RankActor):
 
         self._join(rendezvous, threads)
         self._reference = build_reference(self._pipeline, sources.reference, shared=False)
-
-    def load_reference(self, weights: Mapping[str, np.ndarray]) -> None:
-        """The reference becomes the policy with these weights."""
-        self._reference.load_weights(weights)
 
     def score(self, packed: bytes) -> bytes:
         """Log-probs of a batch (a packed `RankPlan`) as packed `Said`. Collective."""

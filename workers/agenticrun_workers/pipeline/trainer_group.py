@@ -15,6 +15,7 @@ from agenticrun_workers.pipeline.checkpoints import LoadModule, SaveModule
 from agenticrun_workers.pipeline.credit import TurnCredits
 from agenticrun_workers.pipeline.rank_actor import ACTOR, CRITIC, REFERENCE, Metrics
 from agenticrun_workers.pipeline.trainers import Prepared, summed_gaps
+from agenticrun_workers.pipeline.weight_sync import Receiver, WeightSync
 from agenticrun_workers.rollout.groups import Group
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import EpisodeKey
@@ -27,13 +28,17 @@ class TrainerGroup:
         trainers: ranks of the policy.
         parts: the part of each batch that each of them gets; ranks that share a model get the same.
         others: ranks of the reference and of the critic by name, where they have pods of their own.
+        weights: brings these trainers' weights to others.
     """
 
-    def __init__(self, pipeline: Pipeline, trainers: list[Any], parts: Sequence[int], others: Mapping[str, list[Any]]) -> None:
+    def __init__(
+        self, pipeline: Pipeline, trainers: list[Any], parts: Sequence[int], others: Mapping[str, list[Any]], weights: WeightSync
+    ) -> None:
         self._pipeline = pipeline
         self._trainers = trainers
         self._part_of = parts
         self._others = others
+        self.weights = weights
 
     @property
     def parts(self) -> int:
@@ -59,8 +64,12 @@ class TrainerGroup:
     async def freeze_reference(self) -> None:
         """The policy as it is now becomes the reference, where the run has one and names no other."""
         if REFERENCE in self._modules():
-            weights = self.export_weights()
-            await asyncio.gather(*(actor.load_reference.remote(weights) for actor in self._ranks_of(REFERENCE)))
+            ranks = self._ranks_of(REFERENCE)
+            places = await asyncio.gather(*(actor.placement.remote() for actor in ranks))
+            receivers = {place.actor: Receiver(actor, place.node_id) for actor, place in zip(ranks, places, strict=True)}
+            report = await self.weights.update(receivers, version=0)
+            for error in report.failed.values():
+                raise error
 
     async def prepare(self, groups: tuple[Group, ...], version: int) -> Prepared:
         """Give every rank its part of a batch; old and reference log-probs and values. `version` is the one that this step makes."""
@@ -91,11 +100,6 @@ class TrainerGroup:
         for metrics in await asyncio.gather(*calls):
             combined |= metrics
         return combined
-
-    def export_weights(self) -> Any:
-        """A Ray reference to the weights. They never pass through the driver."""
-        first, *_ = [actor.export_weights.remote() for actor in self._trainers]
-        return first
 
     def _modules(self) -> list[str]:
         """What a checkpoint must hold: the reference too where it is the run's own policy at step 0, which no path could bring back."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
@@ -15,9 +15,12 @@ from agenticrun_workers.pipeline.batch_plan import RankPlan
 from agenticrun_workers.pipeline.credit import TurnCredits
 from agenticrun_workers.pipeline.model_source import ModelSources
 from agenticrun_workers.pipeline.rank_actor import ACTOR, CRITIC, REFERENCE, Metrics, RankActor, combine
+from agenticrun_workers.pipeline.reference_weights import TakesReference
 from agenticrun_workers.rollout.env_worker import Texts
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import EpisodeKey
+from agenticrun_workers.weight_sync.layout import Bucket, Shape
+from agenticrun_workers.weight_sync.written import Written
 
 if TYPE_CHECKING:
     from agenticrun_workers.pipeline.rank_batch import RankBatch
@@ -40,7 +43,7 @@ def summed_gaps(gaps: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, 
     return {engine: (sum(total for total, _ in found), sum(tokens for _, tokens in found)) for engine, found in parts.items()}
 
 
-class TrainerActor(RankActor):
+class TrainerActor(TakesReference, RankActor):
     """One rank. `hosted` says which models beside the policy it holds."""
 
     role = Role.TRAINER
@@ -74,11 +77,6 @@ class TrainerActor(RankActor):
         self._token_spec = specs.token_spec(pipeline)
         self._needs_old = specs.needs_old_logprobs(pipeline)
         return self._strategy.data_rank
-
-    def load_reference(self, weights: Mapping[str, np.ndarray]) -> None:
-        """The reference becomes the policy with these weights."""
-        assert self._reference is not None
-        self._reference.load_weights(weights)
 
     def warm_up(self, keys: list[tuple[EpisodeKey, int]]) -> Metrics:
         """One supervised step on these (key, store). Collective."""
@@ -145,10 +143,25 @@ class TrainerActor(RankActor):
         self._strategy.policy_version = version
         return metrics
 
-    def export_weights(self) -> dict[str, np.ndarray] | None:
-        """All parameters on rank 0, None elsewhere. Collective."""
-        weights = {name: weight.to("cpu", copy=True).float().numpy() for name, weight in self._strategy.export_weights()}
-        return weights if self._rank == 0 else None
+    def weight_shapes(self) -> list[Shape]:
+        """The parameters that `export_weights` will write, on rank 0. Collective."""
+        from agenticrun_workers.weight_sync.sender import shapes_of
+
+        return shapes_of(self._strategy.export_weights())
+
+    def open_buckets(self, buckets: tuple[Bucket, ...], folder: str, deltas: bool) -> None:
+        """On rank 0: where `export_weights` writes; see `Sender`."""
+        from agenticrun_workers.weight_sync.sender import Sender
+
+        self._sender = Sender(Path(folder), buckets, deltas=deltas)
+
+    def export_weights(self) -> Iterator[Written]:
+        """On rank 0: write all parameters into the buckets, and say so one by one. Collective with `assist_export`."""
+        yield from self._sender.send(self._strategy.export_weights())
+
+    def assist_export(self) -> None:
+        """On the other ranks, while rank 0 exports."""
+        deque(self._strategy.export_weights(), maxlen=0)
 
     def _part(self, name: str) -> Any:
         return {ACTOR: self._strategy, CRITIC: self._critic, REFERENCE: self._reference}[name]

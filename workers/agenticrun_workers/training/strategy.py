@@ -5,12 +5,11 @@ Denominators are global over the optimizer step: how samples are split into rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from agenticrun_workers.algorithms.aggregation import Aggregation
@@ -123,8 +122,8 @@ class Checkpointed(Protocol):
 class ReferenceStrategy(LogProbStrategy, Checkpointed, Protocol):
     """A frozen policy."""
 
-    def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Become the policy with these whole parameters, as `TrainStrategy.export_weights` names them. Collective.
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Become the policy with these whole parameters, as `TrainStrategy.export_weights` yields them, on every rank. Collective.
 
         Raises `CheckpointMismatch` for another model's.
         """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 
-import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
@@ -47,14 +47,19 @@ class TorchReference:
         return log_probs(self._backend, samples, self._temperature)
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `ReferenceStrategy`."""
-        for name, parameter in self._backend.module.model.named_parameters():
-            if name not in weights or weights[name].shape != tuple(parameter.shape):
-                raise CheckpointMismatch(f"{name}: the reference needs shape {list(parameter.shape)}, the policy has another model")
-            whole = torch.from_numpy(weights[name]).to(parameter.device, parameter.dtype)
+        parameters = dict(self._backend.module.model.named_parameters())
+        for name, value in weights:
+            parameter = parameters.pop(name, None)
+            if parameter is None or parameter.shape != value.shape:
+                shape = None if parameter is None else list(parameter.shape)
+                raise CheckpointMismatch(f"{name}: the reference needs shape {shape}, the policy has {list(value.shape)}")
+            whole = value.to(parameter.device, parameter.dtype)
             sharded = isinstance(parameter, DTensor)
             parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements) if sharded else whole)
+        if parameters:
+            raise CheckpointMismatch(f"{next(iter(parameters))}: the reference needs it, the policy has none")
 
     def offload(self) -> None:
         """See `TorchPolicy.offload`."""

@@ -1,0 +1,42 @@
+"""How ranks of the reference take the policy's weights: as engines do, from the memory of their node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agenticrun_workers.weight_sync.mapping import checksum_of
+from agenticrun_workers.weight_sync.written import CorruptBucket
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from agenticrun_workers.training import ReferenceStrategy
+
+
+class TakesReference:
+    """The calls of `WeightSync` on an actor that holds a rank of the reference."""
+
+    _reference: ReferenceStrategy | None
+
+    def begin_update(self, _version: int) -> None:
+        """Buckets of a policy version follow."""
+        self._arrived: list[Path] = []
+
+    def take_bucket(self, path: str, checksum: int) -> None:
+        """A file with some of the weights. Raises `CorruptBucket`."""
+        if checksum_of(Path(path)) != checksum:
+            raise CorruptBucket(f"{path} is not what the trainer wrote")
+        self._arrived.append(Path(path))
+
+    def finish_update(self) -> None:
+        """The reference becomes the policy with these weights. Collective."""
+        assert self._reference is not None
+        self._reference.load_weights(self._parameters())
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        from agenticrun_workers.weight_sync.reading import parameters_in
+
+        for path in self._arrived:
+            yield from parameters_in(path)

@@ -1,0 +1,42 @@
+"""The elements of a bucket that changed, exactly: bits are compared, so that -0.0, infinities and NaNs of any payload survive.
+
+Encoded as [number of values, uint64][values][gaps, uint16]. A gap is the distance to the changed element before it (the first one's to the
+bucket's begin); `ESCAPE` adds that much to the gap that follows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+ESCAPE = 0xFFFF
+
+Bits = NDArray[np.unsignedinteger]
+"""Elements as unsigned integers of their size."""
+
+
+def encode(indices_K: NDArray[np.int64], values_K: Bits) -> NDArray[np.uint8]:
+    """`indices_K` ascend; `values_K` are the new elements there."""
+    gaps_K = np.diff(indices_K, prepend=0)
+    escapes_K, rest_K = np.divmod(gaps_K, ESCAPE)
+    ends_K = np.cumsum(escapes_K + 1) - 1
+    codes = np.full(int(ends_K[-1]) + 1 if len(ends_K) else 0, ESCAPE, np.uint16)
+    codes[ends_K] = rest_K
+    parts = (np.array([len(values_K)], np.uint64), np.ascontiguousarray(values_K), codes)
+    return np.concatenate([part.view(np.uint8) for part in parts])
+
+
+def encoded_bytes(changed: int, elements: int, item_bytes: int) -> int:
+    """At most the size of `encode` for so many changed elements of so many."""
+    return 8 + changed * (item_bytes + 2) + 2 * (elements // ESCAPE)
+
+
+def patch(elements_N: Bits, delta: NDArray[np.uint8]) -> int:
+    """Write the changed elements in place. Returns their number."""
+    count = int(delta[:8].view(np.uint64)[0])
+    split = 8 + count * elements_N.itemsize
+    values_K = delta[8:split].view(elements_N.dtype)
+    codes = delta[split:].view(np.uint16)
+    positions = np.cumsum(codes, dtype=np.int64)
+    elements_N[positions[codes != ESCAPE]] = values_K
+    return count

@@ -1,0 +1,38 @@
+"""What a sender says about a bucket that it has written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from agenticrun_workers.weight_sync.layout import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A bucket's file holds a new version."""
+
+    bucket: Bucket
+    checksum: int
+    """xxh3_64 of the whole file."""
+    base: int | None
+    """Checksum of what the file held before, which a delta begins from; None at the first sync."""
+    delta_bytes: int | None
+    """Size of the delta that lies beside it; None where the whole bucket is to be sent."""
+    changed: int
+    """Elements that differ from the version before; all where that was not looked for."""
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole."""
+        return self.bucket.data_bytes
+
+
+def delta_file(folder: Path, bucket: Bucket) -> Path:
+    """Where a sender leaves what changed in a bucket."""
+    return folder / f"bucket-{bucket.index:05d}.delta"
+
+
+class CorruptBucket(Exception):
+    """A bucket's file is not what was sent: its checksum differs."""
