@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -15,7 +17,11 @@ from agenticrun_workers.agents import AgentLimits, make_agent
 from agenticrun_workers.cli import app
 from agenticrun_workers.convert import Conversion, ConvertError, Fate, as_yaml, compose, convert
 from agenticrun_workers.convert.compose import Composition
+from agenticrun_workers.convert.strategies import KEPT, ZERO_KEPT
 from agenticrun_workers.models.task_tokenizer import build_task_tokenizer
+from agenticrun_workers.training.deepspeed_options import OFFLOADED, ZERO_PASSED, DeepSpeedOptions
+from agenticrun_workers.training.megatron.options import DATA_PARALLEL, SIZES, TRANSFORMER, MegatronOptions
+from agenticrun_workers.training.options import FsdpOptions
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "data/roll/agentic").glob("*.yaml"))
 
@@ -197,10 +203,128 @@ def test_model_parallel_ranks_are_no_data_parallel_ranks() -> None:
         }
     )
     assert conversion.document["spec"]["pipeline"]["actorTrain"]["training"]["miniBatchSize"] == 8
-    assert cannot(conversion) == [
-        "actor_train.strategy_args.strategy_name",
-        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
-    ]
+    assert cannot(conversion) == []
+    strategy = conversion.document["spec"]["pipeline"]["actorTrain"]["strategy"]
+    assert strategy == {"name": "megatron", "config": {"tensor_model_parallel_size": 4}}
+
+
+ZERO = {"stage": 3, "reduce_bucket_size": "auto", "overlap_comm": True, "stage3_gather_16bit_weights_on_model_save": True}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "model_args", "expected"),
+    [
+        ("fsdp2_train", {"offload_policy": True, "param_dtype": "bf16"}, {}, {"offload_policy": True, "gradient_checkpointing": True}),
+        ("fsdp2_train", None, {"ulysses_size": 2, "disable_gradient_checkpointing": True}, {"ulysses_sequence_parallel_size": 2}),
+        (
+            "megatron_train",
+            {"recompute_granularity": "full", "sequence_parallel": True, "expert_model_parallel_size": 1},
+            {},
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        ),
+        (
+            "deepspeed_train",
+            {"zero_optimization": ZERO, "train_batch_size": "auto", "bf16": {"enabled": "auto"}},
+            {},
+            {"zero_optimization": {"stage": 3, "overlap_comm": True}, "gradient_checkpointing": True},
+        ),
+    ],
+)
+def test_trainers_keep_the_options_that_ours_have(trainer: str, options: Any, model_args: dict[str, Any], expected: dict[str, Any]) -> None:
+    arguments = {"strategy_name": trainer, "strategy_config": options}
+    conversion = converted(actor_train={"strategy_args": arguments, "model_args": model_args})
+    assert cannot(conversion) == []
+    strategy = parse_run(conversion.document).spec.pipeline.actor_train.strategy
+    assert strategy.name == trainer.removesuffix("_train")
+    assert strategy.config == expected
+    match strategy.name:
+        case "fsdp2":
+            FsdpOptions.parse(strategy.config)
+        case "megatron":
+            MegatronOptions.parse(strategy.config)
+        case "deepspeed":
+            DeepSpeedOptions.parse(strategy.config, torch.bfloat16)
+
+
+def test_the_options_that_are_kept_are_options_of_ours() -> None:
+    assert KEPT["megatron"] <= {*SIZES, *TRANSFORMER, *DATA_PARALLEL}
+    assert KEPT["fsdp2"] <= {field.name for field in fields(FsdpOptions)}
+    assert {*ZERO_PASSED, *OFFLOADED} >= ZERO_KEPT
+
+
+def test_parallelism_that_we_do_not_have_is_told() -> None:
+    options = {"expert_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "optimizer_cpu_offload": True}
+    conversion = converted(actor_train={"strategy_args": {"strategy_name": "megatron_train", "strategy_config": options}})
+    assert sorted(cannot(conversion)) == [f"actor_train.strategy_args.strategy_config.{name}" for name in sorted(options)]
+
+
+def infer(name: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**BASE["actor_infer"], "strategy_args": {"strategy_name": name, "strategy_config": options}, **more}
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "gpus", "expected"),
+    [
+        ("vllm", {"gpu_memory_utilization": 0.8, "load_format": "auto", "max_model_len": 9}, 1, {"gpu_memory_utilization": 0.8}),
+        ("vllm", {"tensor_parallel_size": 1}, 2, {"tensor_parallel_size": 2}),
+        ("vllm", {"tensor_parallel_size": 4}, 4, {"tensor_parallel_size": 4}),
+        ("sglang", {"mem_fraction_static": 0.7}, 1, {"mem_fraction_static": 0.7}),
+        ("sglang", {"mem_fraction_static": 0.7}, 8, {"mem_fraction_static": 0.7, "tensor_parallel_size": 8}),
+        ("hf_infer", {"whatever": 1}, 1, {}),
+    ],
+)
+def test_engines_keep_their_own_options(engine: str, options: dict[str, Any], gpus: int, expected: dict[str, Any]) -> None:
+    conversion = converted(actor_infer=infer(engine, options, num_gpus_per_worker=gpus))
+    assert cannot(conversion) == []
+    strategy = parse_run(conversion.document).spec.pipeline.actor_infer.strategy
+    assert (strategy.name, strategy.config, strategy.gpus) == ({"hf_infer": "transformers"}.get(engine, engine), expected, gpus)
+
+
+@pytest.mark.parametrize(
+    ("model_args", "expected"),
+    [
+        ({"lora_rank": 16}, None),  # ROLL trains adapters exactly with lora_target
+        ({"lora_target": "all-linear"}, {"rank": 8, "alpha": 16.0}),
+        (
+            {"lora_target": "q_proj, v_proj", "lora_rank": 32, "lora_alpha": 32},
+            {"rank": 32, "alpha": 32.0, "targetModules": ["q_proj", "v_proj"]},
+        ),
+    ],
+)
+def test_adapters(model_args: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    conversion = converted(actor_train={"model_args": model_args})
+    assert cannot(conversion) == []
+    assert conversion.document["spec"]["pipeline"]["actorTrain"].get("lora") == expected
+    parse_run(conversion.document)
+
+
+def test_adapters_that_we_cannot_train_are_told() -> None:
+    adapters = {"model_args": {"lora_target": "all-linear", "lora_dropout": 0.1}}
+    assert "actor_train.model_args.lora_dropout" in cannot(converted(actor_train=adapters))
+    megatron = converted(actor_train={**adapters, "strategy_args": {"strategy_name": "megatron_train"}})
+    assert "actor_train.model_args.lora_target" in cannot(megatron)
+    parse_run(megatron.document)
+
+
+@pytest.mark.parametrize(
+    ("engines", "ahead", "placement"),
+    [
+        ("list(range(0, 8))", 0, "Colocated"),
+        ("list(range(0, 4))", 0, None),
+        ("list(range(0, 8))", 1, None),
+        ("list(range(8, 16))", 0, None),
+    ],
+)
+def test_engines_on_exactly_the_trainers_gpus_take_turns_with_them(engines: str, ahead: float, placement: str | None) -> None:
+    conversion = converted(
+        actor_train={"device_mapping": "list(range(0, 8))"},
+        actor_infer=infer("vllm", {}, device_mapping=engines),
+        async_generation_ratio=ahead,
+    )
+    spec = conversion.document["spec"]
+    assert spec.get("placement") == placement
+    assert ("inference" in spec["roles"]) is (placement is None)
+    parse_run(conversion.document)
 
 
 def test_a_missing_validation_is_none() -> None:

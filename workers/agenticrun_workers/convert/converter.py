@@ -17,7 +17,7 @@ from agenticrun_workers.convert.fields import View, report_lines
 from agenticrun_workers.convert.mapping import AGENTIC
 from agenticrun_workers.convert.models import actor_infer, actor_train, batch_size, critic, model
 from agenticrun_workers.convert.notes import Notes
-from agenticrun_workers.convert.placement import roles
+from agenticrun_workers.convert.placement import placement, roles
 from agenticrun_workers.convert.report import Fate, Line
 
 Spec = dict[str, Any]
@@ -43,6 +43,7 @@ def convert(composition: Composition, name: str) -> Conversion:
     run_name = _dns_name(top["exp_name"] or name)
     spec = {
         "model": model(top, notes),
+        "placement": placement(top),
         "roles": roles(top, env_pods, notes),
         "pipeline": _pipeline(top, train, notes),
         "checkpoint": _checkpoint(top, notes),

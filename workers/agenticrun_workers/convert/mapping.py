@@ -79,7 +79,7 @@ _OWN: dict[str, Field | Section] = {
     "step_reward_gamma": mapped(f"{_A}.stepRewardGamma", 0.95, only("gigpo", "step_reinforce")),
     "ratio_type": mapped(f"{_A}.ratioType", "token"),
     "exp_mode": dead(default="train"),
-    "partial_gpu_mode": changed("trainer and engines never share GPUs", True),
+    "partial_gpu_mode": changed("trainers and engines share all GPUs (spec.placement: Colocated) or none", True),
     "parse_tool_call_parameter_to_dict": cannot("no tool-calling managers yet", False),
     "skip_mock_system_prompt": dropped("the conversation's tokens are the chat template's own rendering (C5)", False),
 }

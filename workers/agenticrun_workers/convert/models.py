@@ -9,7 +9,8 @@ from agenticrun_workers.convert.environments import is_step_wise
 from agenticrun_workers.convert.fields import View
 from agenticrun_workers.convert.notes import Notes
 from agenticrun_workers.convert.placement import devices
-from agenticrun_workers.convert.role_fields import SCHEDULES
+from agenticrun_workers.convert.role_fields import PARALLEL_SIZES, SCHEDULES
+from agenticrun_workers.convert.strategies import infer_strategy, lora, train_strategy
 
 Spec = dict[str, Any]
 
@@ -29,7 +30,11 @@ def model(top: View, notes: Notes) -> Spec:
 def actor_train(top: View, notes: Notes) -> Spec:
     """`actorTrain`, with ROLL's optimizer batches counted in trajectories."""
     mini_batch = _mini_batch(top, notes)
-    return {"training": {**_training(top, "actor_train", mini_batch), "miniBatchSize": mini_batch}}
+    return {
+        "strategy": train_strategy(top, notes),
+        "training": {**_training(top, "actor_train", mini_batch), "miniBatchSize": mini_batch},
+        "lora": lora(top, notes),
+    }
 
 
 def critic(top: View) -> Spec | None:
@@ -96,7 +101,7 @@ def _data_parallel(top: View) -> int:
     ranks = int(len(devices(top, "actor_train")) or worker["world_size"] or 1)
     backend = worker.section("strategy_args").section("strategy_config")
     model_parallel = int(worker.section("model_args")["ulysses_size"])
-    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+    for key in PARALLEL_SIZES:
         model_parallel *= int(backend[key])
     return max(1, ranks // model_parallel)
 
@@ -121,4 +126,4 @@ def actor_infer(top: View, *, corrects: bool, notes: Notes) -> Spec:
         else:
             notes.changed(path, cut, "allowTruncatedSampling: true; log-probs are recorded at temperature 1 over the full vocabulary (C20)")
             sampling |= {"topP": top_p, "topK": top_k, "allowTruncatedSampling": True}
-    return {"generating": sampling, "validationGenerating": validation}
+    return {"strategy": infer_strategy(top, notes), "generating": sampling, "validationGenerating": validation}

@@ -20,11 +20,13 @@ _ROLE_OF = {"trainer": "actor_train", "inference": "actor_infer", "env": "train_
 def roles(top: View, env_pods: int, notes: Notes) -> Spec:
     """Pods of each role. Reference and critic have their own where ROLL gives them GPUs of their own."""
     trainer, inference = devices(top, "actor_train"), devices(top, "actor_infer")
-    if set(trainer) & set(inference):
+    together = placement(top) == "Colocated"
+    if set(trainer) & set(inference) and not together:
         notes.changed(
             "actor_infer.device_mapping",
             list(inference),
-            f"shares GPUs with actor_train in ROLL; here {len(trainer)} + {len(inference)} GPUs",
+            "shares some GPUs with actor_train, or all while rollout runs ahead (async_generation_ratio); engines that take turns with "
+            f"trainers do so on all of them and wait for them: here {len(trainer)} + {len(inference)} GPUs",
         )
     notes.changed("(resources)", "", "ROLL takes whole nodes: set cpus and memory of spec.roles.* (the defaults suit tiny models)")
     per_pod = min(int(top["num_gpus_per_node"]), MAX_GPUS_PER_POD)
@@ -38,6 +40,8 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
         gpus = devices(top, role)
         if used and gpus and not set(gpus) & set(trainer):
             pods[role] = _pods(len(gpus), None, per_pod)
+    if together:
+        del pods["inference"]
     everywhere = _variables(top["system_envs"], "system_envs", notes)
     for role, pod in pods.items():
         section = _ROLE_OF.get(role)
@@ -48,6 +52,13 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
         if variables:
             pod["env"] = variables[:MAX_VARIABLES]
     return {role: pod for role, pod in pods.items() if pod}
+
+
+def placement(top: View) -> str | None:
+    """`spec.placement` where it is not the default: engines on exactly the trainers' GPUs, in a synchronous run."""
+    trainer = set(devices(top, "actor_train"))
+    synchronous = top["async_generation_ratio"] == 0 and top.section("actor_train")["model_update_frequency"] == 1
+    return "Colocated" if synchronous and trainer and trainer == set(devices(top, "actor_infer")) else None
 
 
 def uses_reference(top: View) -> bool:

@@ -5,33 +5,39 @@ from __future__ import annotations
 from typing import Literal
 
 from agenticrun_workers.convert.fields import Field, Fields, Section, cannot, changed, dead, dropped, mapped, one_of
-from agenticrun_workers.convert.unread import without_distillation, without_topr, without_variants
+from agenticrun_workers.convert.strategies import ENGINES, NOT_OFFERED, TRAINERS
+from agenticrun_workers.convert.unread import (
+    only_trainer,
+    told_by_config,
+    without_distillation,
+    without_lora,
+    without_topr,
+    without_variants,
+)
 
 _TRAINING = "spec.pipeline.actorTrain.training (critic: spec.pipeline.critic.training)"
 _BACKEND = dropped("a setting of ROLL's backend: nothing here needs it")
-_SHARDED = "FSDP2 shards over all ranks: no other parallelism yet"
+_ADAPTERS = "spec.pipeline.actorTrain.lora"
+_OPTIONS = "spec.pipeline.actorTrain.strategy.config"
 
+PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 STRATEGY_CONFIG: Fields = {
-    "tensor_model_parallel_size": cannot(_SHARDED, 1),
-    "pipeline_model_parallel_size": cannot(_SHARDED, 1),
-    "virtual_pipeline_model_parallel_size": cannot(_SHARDED, 1),
-    "context_parallel_size": cannot(_SHARDED, 1),
-    "expert_model_parallel_size": cannot(_SHARDED, 1),
-    "expert_tensor_parallel_size": cannot(_SHARDED, 1),
-    "tensor_parallel_size": cannot("one engine per GPU: no tensor parallelism yet", 1),
-    "pipeline_parallel_size": cannot("one engine per GPU: no pipeline parallelism yet", 1),
-    "optimizer_cpu_offload": cannot("no offloading yet", False),
+    **dict.fromkeys(PARALLEL_SIZES, mapped(f"{_OPTIONS}, of megatron", 1)),
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), mapped("spec.pipeline.actorInfer.strategy.config", 1)),
+    **{key: cannot(why, 1, False) for key, why in NOT_OFFERED.items()},
 }
-"""Keys of strategy_config that ask for more than tuning; the others are the backend's own."""
+"""The keys that ROLL's own code knows. Their fate depends on the backend: `strategies` tells it."""
 
 MODEL_ARGS: Fields = {
     "model_name_or_path": changed("pretrain (critic: reward_pretrain) takes its place, as in ROLL; without one this is spec.model.path"),
-    "adapter_name_or_path": cannot("no LoRA yet: all parameters are trained"),
+    "adapter_name_or_path": cannot("adapters begin at zero: a trained one must be merged into the model first"),
     "attn_implementation": dropped("attention is PyTorch's scaled_dot_product_attention"),
     "moe_aux_loss_coef": cannot("no auxiliary loss of mixture-of-experts models", 0.0, 0),
-    "disable_gradient_checkpointing": dropped("activations are kept: lower maxTokensPerMicroBatch to save memory", False),
-    "gradient_checkpointing_use_reentrant": dropped("no gradient checkpointing"),
-    "device_map": dropped("FSDP2 places the parameters", "balanced"),
+    "disable_gradient_checkpointing": mapped(
+        f"{_OPTIONS}.gradient_checkpointing (fsdp2, deepspeed)", False, only_trainer("fsdp2", "deepspeed")
+    ),
+    "gradient_checkpointing_use_reentrant": dropped("never reentrant: the same numbers, and less memory"),
+    "device_map": dropped("the strategy places the parameters", "balanced"),
     "dtype": one_of(
         {
             "bf16": "spec.model.dtype: bfloat16 (of the actor, for all roles)",
@@ -44,14 +50,25 @@ MODEL_ARGS: Fields = {
     "num_labels": dropped("a value head has one output", 1),
     "model_config_kwargs": cannot("the model's config is taken as it is", None, {}),
     "freeze_module_prefix": cannot("all parameters are trained", None, [], ""),
-    "ulysses_size": cannot(_SHARDED, 1),
-    "lora_rank": dropped("no LoRA (see lora_target)", 8),
-    "lora_alpha": dropped("no LoRA (see lora_target)"),
-    "lora_dropout": dropped("no LoRA (see lora_target)", 0),
-    "lora_target": cannot("no LoRA yet: all parameters are trained"),
-    "additional_target": dropped("no LoRA (see lora_target)"),
-    "autocast_adapter_dtype": dropped("no LoRA (see lora_target)", True),
+    "ulysses_size": mapped(f"{_OPTIONS}.ulysses_sequence_parallel_size (fsdp2)", 1, only_trainer("fsdp2")),
+    "lora_rank": mapped(f"{_ADAPTERS}.rank", 8, without_lora),
+    "lora_alpha": mapped(f"{_ADAPTERS}.alpha (where not given: twice the rank)", None, without_lora, kind=int),
+    "lora_dropout": dropped("zero, or see above", 0),
+    "lora_target": mapped(f"{_ADAPTERS}.targetModules (all-linear: left out)"),
+    "additional_target": cannot("only the adapters are trained", None, [], "", unread=without_lora),
+    "autocast_adapter_dtype": dropped("adapters are always trained in float32", True),
 }
+OTHERS_MODEL_ARGS: Fields = {
+    **MODEL_ARGS,
+    "dtype": changed("spec.model.dtype is actor_train's, for all roles"),
+    **{
+        key: dropped("actor_train's count: reference and critic are computed the way the policy is", MODEL_ARGS[key].default)
+        for key in ("disable_gradient_checkpointing", "ulysses_size")
+    },
+    **{key: dropped("only the policy has adapters", MODEL_ARGS[key].default) for key in ("lora_rank", "lora_alpha", "additional_target")},
+    "lora_target": cannot("only the policy has adapters"),
+}
+"""Of the roles that are not actor_train."""
 
 SCHEDULES = {"linear": "linear", "constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
 TRAINING_ARGS: Fields = {
@@ -115,12 +132,19 @@ PACKING_ARGS: Fields = dict.fromkeys(
 )
 
 _ENGINE = one_of(
-    {"hf_infer": "spec.pipeline.actorInfer.strategy.name: transformers"}, "not offered yet: the transformers engine takes its place", "vllm"
+    {name: f"spec.pipeline.actorInfer.strategy.name: {ours}" for name, ours in ENGINES.items()},
+    "no such engine: the transformers engine takes its place",
+    "vllm",
 )
-_TRAINER = one_of({"fsdp2_train": "spec.pipeline.actorTrain.strategy.name: fsdp2"}, "not offered yet: fsdp2 takes its place", "fsdp2_train")
+_TRAINER = one_of(
+    {name: f"spec.pipeline.actorTrain.strategy.name: {ours}" for name, ours in TRAINERS.items()},
+    "no such trainer: fsdp2 takes its place",
+    "fsdp2_train",
+)
+_CRITICS_TRAINER = dropped("the critic is always trained by fsdp2")
 _PODS = {
     "actor_train": mapped("spec.roles.trainer: gpus times replicas"),
-    "actor_infer": mapped("spec.roles.inference: gpus times replicas"),
+    "actor_infer": mapped("spec.roles.inference: gpus times replicas; actor_train's own devices: spec.placement: Colocated"),
 }
 _WITH_TRAINER = changed("pods of its own (spec.roles) where its GPUs are not actor_train's, else it shares the trainer pods")
 _OPD = cannot("no on-policy distillation yet", None, [], unread=without_distillation)
@@ -183,20 +207,20 @@ def role(name: Literal["actor_train", "actor_infer", "reference", "critic", "env
     fields["generating_args"] = (
         Section(GENERATING_ARGS) if samples else Section({}, rest=dropped("only actor_infer's are read: ROLL replaces these by them"))
     )
-    models: Fields = (
-        MODEL_ARGS if name == "actor_train" else {**MODEL_ARGS, "dtype": changed("spec.model.dtype is actor_train's, for all roles")}
-    )
+    models = MODEL_ARGS if name == "actor_train" else OTHERS_MODEL_ARGS
     fields["model_args"] = Section(models) if name != "env" else Section({}, rest=dropped("no model here"))
     fields["strategy_args"] = Section(
         {
-            "strategy_name": _ENGINE if samples else _TRAINER if trains else _BACKEND,
-            "strategy_config": Section(STRATEGY_CONFIG, rest=_BACKEND),
+            "strategy_name": {"actor_infer": _ENGINE, "actor_train": _TRAINER, "critic": _CRITICS_TRAINER}.get(name, _BACKEND),
+            "strategy_config": Section(STRATEGY_CONFIG, told_elsewhere=True) if name in _PODS else Section({}, rest=_BACKEND),
         }
     )
     pods = _PODS.get(name, _WITH_TRAINER if name != "env" else dropped("spec.roles.env.replicas follows from max_env_num_per_worker"))
     fields["device_mapping"] = fields["world_size"] = pods
     fields["num_gpus_per_worker"] = (
-        cannot("one engine per GPU: no model spread over GPUs yet", 1) if samples else dropped("a rank has one GPU", 1)
+        mapped("spec.pipeline.actorInfer.strategy.config.tensor_parallel_size, where that is not given", 1, told_by_config)
+        if samples
+        else dropped("a rank has one GPU", 1)
     )
     role_of = {"actor_train": "trainer", "actor_infer": "inference", "env": "env"}.get(name)
     fields["system_envs"] = (

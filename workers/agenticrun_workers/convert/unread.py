@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agenticrun_workers.convert.fields import Unread, View
+from agenticrun_workers.convert.strategies import engine, trainer
 
 
 def only(*estimators: str) -> Unread:
@@ -12,6 +13,27 @@ def only(*estimators: str) -> Unread:
         return "" if top["adv_estimator"] in estimators else f"adv_estimator {top['adv_estimator']} does not read it"
 
     return reason
+
+
+def only_trainer(*names: str) -> Unread:
+    """Read by these strategies that train."""
+
+    def reason(top: View) -> str:
+        return "" if trainer(top) in names else f"only for {' and '.join(names)}: not read by {trainer(top)}"
+
+    return reason
+
+
+def without_lora(top: View) -> str:
+    return "" if top.section("actor_train").section("model_args")["lora_target"] else "read with lora_target only"
+
+
+def told_by_config(top: View) -> str:
+    """An engine's GPUs, where its own options say them, or where it can have one only."""
+    config = top.section("actor_infer").section("strategy_args").section("strategy_config").given
+    if engine(top) == "transformers" or top.section("actor_infer")["num_gpus_per_worker"] == 1:
+        return "asks for nothing"
+    return "strategy_config.tensor_parallel_size says it: only read without" if config.get("tensor_parallel_size", 1) > 1 else ""
 
 
 def without_token_kl(top: View) -> str:
