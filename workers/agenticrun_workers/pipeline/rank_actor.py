@@ -5,7 +5,6 @@ torch is imported inside methods, because the driver imports these modules.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections import defaultdict
 from collections.abc import Sequence
@@ -70,12 +69,12 @@ class RankActor:
         """Meet the other ranks, on so many torch threads."""
         import torch
 
+        from agenticrun_workers.training.ranks import join_ranks
+
         torch.set_num_threads(threads)
         if self._pipeline.deterministic:
             torch.use_deterministic_algorithms(True)
-        if self._world_size > 1:
-            os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rendezvous[0], str(rendezvous[1])
-            torch.distributed.init_process_group("gloo", rank=self._rank, world_size=self._world_size)
+        join_ranks(self._rank, self._world_size, rendezvous)
 
     def _fetch(self, keys: Sequence[tuple[EpisodeKey, int]]) -> list[Trajectory]:
         by_store: dict[int, list[EpisodeKey]] = defaultdict(list)

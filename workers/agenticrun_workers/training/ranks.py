@@ -30,7 +30,7 @@ class Ranks:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         if self.size % group_size:
-            raise ValueError(f"{self.size} trainer ranks cannot be cut into groups of {group_size}")
+            raise ValueError(f"ulysses_sequence_parallel_size {group_size} does not divide the {self.size} trainer ranks")
         self.data_rank, self.group_rank = divmod(self.rank, group_size)
         self.data_size = self.size // group_size
         self._device = device
@@ -56,7 +56,7 @@ class Ranks:
         if self.size == 1 and dtype == own and not options.offload_policy:
             return
         if not dist.is_initialized():
-            dist.init_process_group(collective_backends(self._device), store=dist.HashStore(), rank=0, world_size=1)
+            join_alone(self._device)
         mesh = init_device_mesh(self._device.type, (self.size,))
         precision = MixedPrecisionPolicy() if dtype == own else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=own)
         offload = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if options.offload_policy else OffloadPolicy()
@@ -76,10 +76,18 @@ class Ranks:
 
 
 def join_ranks(rank: int, size: int, rendezvous: tuple[str, int]) -> None:
-    """Meet the other ranks at this host and port, and take a device. Also one rank has a process group then."""
+    """Meet the other ranks at this host and port, and take a device. Also a rank that is alone has a process group then."""
     host, port = rendezvous
     device = claim_device(rank)
+    if size == 1:
+        join_alone(device)
+        return
     dist.init_process_group(collective_backends(device), init_method=f"tcp://{host}:{port}", rank=rank, world_size=size)
+
+
+def join_alone(device: torch.device) -> None:
+    """A process group of this process, which opens no port."""
+    dist.init_process_group(collective_backends(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def whole(tensor: Tensor) -> Tensor:

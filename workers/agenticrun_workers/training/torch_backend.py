@@ -96,11 +96,15 @@ class TorchBackend(Generic[Module]):
             "train/token_imbalance": most * self.ranks.data_size / used if used else 1.0,
         }
 
-    def offload(self) -> None:
-        """Leave the device's memory to an engine. Nothing can be computed until `onload`."""
+    def reshard(self) -> None:
+        """Free the parameters that a forward pass gathered and no backward pass followed. Until then they hide the master weights."""
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
+
+    def offload(self) -> None:
+        """Leave the device's memory to an engine. Nothing can be computed until `onload`."""
+        self.reshard()
         self.module.to("cpu")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

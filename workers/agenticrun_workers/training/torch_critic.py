@@ -54,6 +54,7 @@ class TorchCritic:
         found = [np.zeros(len(sample.tokens_T) + 1, np.float32) for sample in samples]
         for batch in self._backend.micro_batches(samples, responses_and_end):
             batch.put(self._backend.module(batch), found)
+        self._backend.reshard()
         return [Values(values_T1[:-1], float(values_T1[-1])) for values_T1 in found]
 
     def train_step(self, samples: list[Sample], loss: ValueLossSpec) -> Mapping[str, float]:

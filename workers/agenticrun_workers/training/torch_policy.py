@@ -159,4 +159,5 @@ def log_probs(backend: TorchBackend[PolicyModule], samples: list[Sample], temper
     result = [np.zeros(len(sample.tokens_T), np.float32) for sample in samples]
     for batch in backend.micro_batches(samples, responses):
         batch.put(backend.module(batch, temperature)[0], result)
+    backend.reshard()
     return result
