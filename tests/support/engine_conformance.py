@@ -170,10 +170,11 @@ class EngineConformance:
         tokens = sampled.tokens_T.tolist()
         stop = max(tokens, key=tokens.index)
         assert tokens.index(stop) >= 2
-        generation = await engine.generate(ask(prompt(5), 12, seed=1, stop_token_ids=(stop, VOCABULARY - 1)))
-        assert generation.tokens_T.tolist() == tokens[: tokens.index(stop) + 1]
-        assert generation.finish is FinishReason.STOP
-        assert len(generation.logprobs_T) == len(generation.versions_T) == len(generation.tokens_T)
+        for most in (tokens.index(stop) + 1, 40):
+            generation = await engine.generate(ask(prompt(5), most, seed=1, stop_token_ids=(stop, VOCABULARY - 1)))
+            assert generation.tokens_T.tolist() == tokens[: tokens.index(stop) + 1]
+            assert generation.finish is FinishReason.STOP
+            assert len(generation.logprobs_T) == len(generation.versions_T) == len(generation.tokens_T)
 
     async def test_a_response_may_fill_the_context_to_its_last_token(self, engine: InferenceEngine, models: Models) -> None:
         request = ask(prompt(CONTEXT - 6), 6, 0.0)

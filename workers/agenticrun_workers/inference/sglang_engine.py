@@ -13,22 +13,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import tempfile
 from collections.abc import AsyncIterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from agenticrun_workers.inference.busy_clock import BusyClock
 from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats, InvalidRequest
 from agenticrun_workers.inference.engine_http import EngineHttp
 from agenticrun_workers.inference.engine_process import EngineProcess
-from agenticrun_workers.inference.model_files import WeightChecker, read_limits
+from agenticrun_workers.inference.model_files import Incoming, is_tied, read_limits, shapes_of_model
 from agenticrun_workers.inference.request_limits import RequestLimits
 from agenticrun_workers.inference.sglang_requests import computed_prompt_tokens, generate_body, read_generation
 from agenticrun_workers.inference.sglang_server import SglangOptions
-from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
+BOUNDLESS_TEMPERATURE = 1e6
+FLAT = 0.01
 DRAIN_SECONDS = 5.0
 CONTROL_SECONDS = 600.0
 """Longest wait for the answer to anything but a request: the server answers between two steps."""
@@ -93,11 +98,16 @@ class SglangEngine:
         if longest is not None and options.max_length > longest:
             raise EngineStartError(f"sequences of {options.max_length} tokens do not fit into the model's context of {longest}")
         self._limits = RequestLimits(vocabulary, options.max_length)
-        self._weights = WeightChecker(options.folder)
+        self._shapes, self._tied = shapes_of_model(options.folder), is_tied(options.folder)
         self._process = EngineProcess(options.server())
         await self._process.start()
         self._http = EngineHttp(self._process)
         self._refusal = ""
+        try:
+            await self._check_plugin()
+        except BaseException:
+            await self.stop()
+            raise
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `InferenceEngine`."""
@@ -182,6 +192,16 @@ class SglangEngine:
         await process.stop()
         await self._http.close()
 
+    async def _check_plugin(self) -> None:
+        """SGLang goes on without a plug-in that fails, and would then record log-probs at another temperature without a word.
+
+        At a boundless temperature all tokens are equally likely.
+        """
+        sampling = SamplingParams(1, record_temperature=BOUNDLESS_TEMPERATURE)
+        generation = await self.generate(GenerationRequest("plug-in", "", np.zeros(1, np.int32), sampling))
+        if abs(generation.logprobs_T[0] + math.log(self._limits.vocabulary)) > FLAT:
+            raise EngineStartError(f"SGLang runs without AgenticRun's plug-in: look for its name in {self._process and self._process.log}")
+
     async def _ask(self, request: GenerationRequest, flight: InFlight) -> Generation:
         try:
             answer = await self._http.post("/generate", generate_body(request, flight.rid))
@@ -190,7 +210,7 @@ class SglangEngine:
             self._background.add(task := asyncio.create_task(self._post("/abort_request", {"rid": flight.rid})))
             task.add_done_callback(self._background.discard)
             raise
-        generation = read_generation(answer)
+        generation = read_generation(request, answer)
         self._generated += len(generation.tokens_T)
         self._prompted += computed_prompt_tokens(answer)
         if generation.finish is FinishReason.ABORT:
@@ -199,11 +219,11 @@ class SglangEngine:
 
     async def _collect(self, parts: AsyncIterable[Path], folder: Path) -> None:
         """Link all files into one folder, where the server finds them."""
-        links = []
+        incoming, links = Incoming(self._shapes, tied=self._tied), itertools.count()
         async for part in parts:
-            links.append(folder / f"part-{len(links):05d}.safetensors")
-            links[-1].symlink_to(part.resolve())
-        await asyncio.to_thread(self._weights.check, links)
+            incoming.check(part)
+            (folder / f"part-{next(links):05d}.safetensors").symlink_to(part.resolve())
+        incoming.finish()
 
     async def _load(self, folder: Path, version: int) -> None:
         await self._post("/pause_generation", {"mode": "retract"})

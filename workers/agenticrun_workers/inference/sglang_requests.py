@@ -33,7 +33,7 @@ def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
     }
 
 
-def read_generation(answer: dict[str, Any]) -> Generation:
+def read_generation(request: GenerationRequest, answer: dict[str, Any]) -> Generation:
     """What /generate answered."""
     meta = answer["meta_info"]
     tokens = answer["output_ids"]
@@ -41,12 +41,10 @@ def read_generation(answer: dict[str, Any]) -> Generation:
     versions_T = np.zeros(len(tokens), np.int32)
     for span in meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]:
         versions_T[span["start"] : span["end"]] = int(span["version"])
-    return Generation(
-        np.asarray(tokens, np.int32),
-        np.asarray(logprobs, np.float32),
-        versions_T,
-        FinishReason(meta["finish_reason"]["type"]),
-    )
+    finish = FinishReason(meta["finish_reason"]["type"])
+    if finish is FinishReason.LENGTH and tokens[-1] in request.sampling.stop_token_ids:
+        finish = FinishReason.STOP  # SGLang counts before it looks
+    return Generation(np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), versions_T, finish)
 
 
 def computed_prompt_tokens(answer: dict[str, Any]) -> int:

@@ -73,8 +73,8 @@ class SglangOptions:
     @property
     def seeded(self) -> bool:
         """Whether a request's seed decides what it samples."""
-        deterministic = bool(self.config.get("enable_deterministic_inference"))
-        return deterministic or self._defaults.get("sampling_backend") == "pytorch" == self.config.get("sampling_backend", "pytorch")
+        merged = {**self._defaults, **self.config}
+        return merged.get("sampling_backend") == "pytorch" or bool(merged.get("enable_deterministic_inference"))
 
     @property
     def _defaults(self) -> Mapping[str, Any]:

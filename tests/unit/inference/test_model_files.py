@@ -1,0 +1,86 @@
+"""What a model's folder says without being loaded, and whether files hold its parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from agenticrun_workers.inference import EngineError, EngineStartError
+from agenticrun_workers.inference.model_files import Incoming, is_tied, read_limits, shapes_of_file, shapes_of_model
+from tiny_model import CONTEXT, VOCABULARY, tiny_model, weight_parts
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_limits_are_the_models(model: Path) -> None:
+    assert read_limits(model) == (VOCABULARY, CONTEXT)
+
+
+@pytest.mark.parametrize("config", ["", "[1", "1"])
+def test_a_folder_without_a_config_is_refused(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(EngineStartError, match="not the folder of a model"):
+        read_limits(tmp_path)
+
+
+def test_a_config_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EngineStartError, match="vocab_size"):
+        read_limits(tmp_path)
+
+
+def test_shapes_are_read_from_the_headers(model: Path) -> None:
+    [file] = model.glob("*.safetensors")
+    assert shapes_of_model(model) == {name: tuple(value.shape) for name, value in load_file(file).items()}
+
+
+def test_shapes_of_a_model_in_several_files_come_from_those_of_its_index(model: Path, tmp_path: Path) -> None:
+    parts = weight_parts(model, tmp_path / "parts")
+    index = {"weight_map": {name: part.name for part in parts for name in load_file(part)}}
+    (tmp_path / "parts/model.safetensors.index.json").write_text(json.dumps(index))
+    assert shapes_of_model(tmp_path / "parts") == shapes_of_model(model)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"\x03\0\0\0\0\0\0\0[1]"])
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(EngineError, match="cannot be read as a safetensors file"):
+        shapes_of_file(tmp_path / "x")
+
+
+def given(model: Path, *parts: Path, tied: bool = True) -> None:
+    incoming = Incoming(shapes_of_model(model), tied=tied)
+    for part in parts:
+        incoming.check(part)
+    incoming.finish()
+
+
+def test_all_parameters_must_come_each_in_its_shape_and_no_others(model: Path, tmp_path: Path) -> None:
+    first, second = weight_parts(model, tmp_path / "parts")
+    given(model, first, second)
+    with pytest.raises(EngineError, match=r"the new weights lack \d+ parameters, model\."):
+        given(model, first)
+    weights = load_file(second)
+    name = next(iter(weights))
+    save_file({**weights, name: weights[name].flatten()[:1].clone()}, second)
+    with pytest.raises(EngineError, match=rf"weights for {name} have shape \(1,\), the model has"):
+        given(model, first, second)
+    save_file({**weights, "other": weights[name].clone()}, second)
+    with pytest.raises(EngineError, match=r"weights for other have shape .*, the model has None"):
+        given(model, first, second)
+
+
+def test_a_tied_output_layer_may_come_or_stay_away(model: Path, tmp_path: Path) -> None:
+    assert is_tied(model)
+    first, second = weight_parts(model, tmp_path / "parts")
+    weights = load_file(first) | load_file(second)
+    save_file({**load_file(second), "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, second)
+    given(model, first, second)
+    with pytest.raises(EngineError, match=r"lm_head\.weight"):
+        given(model, first, second, tied=False)

@@ -1,0 +1,63 @@
+"""How SGLang's server is started."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agenticrun_workers.inference.sglang_server import OWNED, SglangOptions
+
+
+def options(gpus: int = 0, **config: Any) -> SglangOptions:
+    return SglangOptions(Path("/model"), "bfloat16", 2048, 7, Path("/logs"), config, gpus=gpus)
+
+
+def parsed(flags: list[str]) -> dict[str, Any]:
+    """Flags as argparse reads them: each `--name=value`, or a bare switch."""
+    parser = argparse.ArgumentParser()
+    for flag in flags:
+        name, given, _ = flag.partition("=")
+        parser.add_argument(name, **({} if given else {"action": "store_true"}))  # type: ignore[arg-type]
+    return vars(parser.parse_args(flags))
+
+
+def test_the_run_decides_model_precision_context_and_place() -> None:
+    flags = parsed(options().flags(port=1234))
+    assert (flags["model_path"], flags["dtype"], flags["weight_version"], flags["port"]) == ("/model", "bfloat16", "7", "1234")
+    assert (flags["host"], flags["device"], flags["skip_tokenizer_init"]) == ("127.0.0.1", "cpu", True)
+    assert int(flags["context_length"]) > 2048
+
+
+def test_on_gpus_it_spans_all_of_the_engines_and_can_give_their_memory_back() -> None:
+    flags = parsed(options(gpus=4).flags(port=1))
+    assert (flags["device"], flags["tp_size"], flags["enable_memory_saver"]) == ("cuda", "4", True)
+    assert "attention_backend" not in flags
+
+
+def test_the_user_replaces_our_defaults_and_adds_options() -> None:
+    flags = parsed(options(max_running_requests=3, sleep_on_idle=False, schedule_policy="lpm").flags(port=1))
+    assert (flags["max_running_requests"], flags["schedule_policy"]) == ("3", "lpm")
+    assert "sleep_on_idle" not in flags
+
+
+@pytest.mark.parametrize("name", sorted(OWNED))
+def test_what_other_fields_decide_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"strategy\.config\.{name} cannot be set"):
+        options(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "seeded"),
+    [
+        (options(), True),
+        (options(sampling_backend="flashinfer"), False),
+        (options(gpus=1), False),
+        (options(gpus=1, sampling_backend="pytorch"), True),
+        (options(gpus=1, enable_deterministic_inference=True), True),
+    ],
+)
+def test_seeds_decide_samples_where_the_sampling_backend_takes_them(given: SglangOptions, seeded: bool) -> None:
+    assert given.seeded is seeded
