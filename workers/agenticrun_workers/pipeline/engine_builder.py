@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.inference import InferenceEngine, TransformersEngine
@@ -38,22 +40,33 @@ def build_engine(pipeline: Pipeline, source: ModelSource, folder: str, *, gpus: 
             load, max_length=pipeline.sequence_length, alone=pipeline.deterministic, restart_on_update=restart_on_update
         )
     arguments: dict[str, Any] = {
-        "folder": folder,
+        "folder": _local(folder),
         "dtype": source.dtype,
         "max_length": pipeline.sequence_length,
         "restart_on_update": restart_on_update,
         "config": spec.config,
+        "trust_remote_code": source.trust_remote_code,
         "log_folder": logs,
         "threads": threads,
         "gpus": gpus,
     }
     try:
         if spec.name == "sglang":
-            from agenticrun_workers.inference.sglang_engine import SGLangEngine
+            from agenticrun_workers.inference.sglang_engine import SglangEngine
 
-            return SGLangEngine(**arguments)
+            return SglangEngine(**arguments)
         from agenticrun_workers.inference.vllm_engine import VllmEngine
 
         return VllmEngine(**arguments)
     except ValueError as error:
         raise InvalidConfig(OPTIONS, str(error)) from error
+
+
+def _local(folder: str) -> Path:
+    """The folder itself, or that of a model on the hub, downloaded where it is not in the cache yet. Raises `InvalidConfig`."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    try:
+        return Path(snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.py", "*.jinja"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
+        raise InvalidConfig("spec.model.path", f"{folder} is no folder here and cannot be had from the hub: {error}") from error
