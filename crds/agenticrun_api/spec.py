@@ -48,12 +48,21 @@ class ModelSpec(Model):
             ".path",
             lambda m: (m.path is None) != (m.initialize is None),
         ),
+        Rule(
+            "self.attnImplementation != 'flash_attention_2' || self.dtype == 'bfloat16'",
+            "flash_attention_2 computes in bfloat16: set dtype to it, or choose sdpa",
+            ".attnImplementation",
+            lambda m: m.attn_implementation != "flash_attention_2" or m.dtype == "bfloat16",
+        ),
     )
 
     path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Name on the hub, or a folder that every pod sees."""
     initialize: InitializeModel | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """What trainers compute with and engines serve. Trained weights and optimizer state are float32 in any case."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """The trainer's attention, by its name in transformers. flash_attention_2 needs a GPU, bfloat16, and the package flash-attn in the image."""
     trust_remote_code: bool = False
 
 
@@ -175,6 +184,12 @@ class AgenticRunSpec(Model):
             "Colocated engines live on the trainer's pods: leave roles.inference out",
             ".roles.inference",
             lambda s: s.placement != "Colocated" or s.roles.inference is None,
+        ),
+        Rule(
+            "self.model.attnImplementation == 'sdpa' || self.pipeline.actorTrain.strategy.name != 'megatron'",
+            "megatron has an attention of its own: leave attnImplementation out",
+            ".model.attnImplementation",
+            lambda s: s.model.attn_implementation == "sdpa" or s.pipeline.actor_train.strategy.name != "megatron",
         ),
         Rule(
             "self.placement != 'Colocated' || self.pipeline.staleness.max == 0.0",

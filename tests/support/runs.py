@@ -499,6 +499,20 @@ RULE_CASES: tuple[RuleCase, ...] = (
         (("spec.checkpoint", {"uri": "/data"}),),
     ),
     RuleCase(
+        ModelSpec,
+        "flash_attention_2 computes in bfloat16",
+        "spec.model.attnImplementation",
+        (("spec.model", {"path": "Qwen/Qwen3-0.6B", "attnImplementation": "flash_attention_2"}),),
+        (("spec.model", {"path": "Qwen/Qwen3-0.6B", "attnImplementation": "flash_attention_2", "dtype": "bfloat16"}),),
+    ),
+    RuleCase(
+        AgenticRunSpec,
+        "megatron has an attention of its own",
+        "spec.model.attnImplementation",
+        (("spec.model.attnImplementation", "eager"), (f"{_P}.actorTrain", {"strategy": {"name": "megatron"}})),
+        (("spec.model.attnImplementation", "eager"), (f"{_P}.actorTrain", {"strategy": {"name": "deepspeed"}})),
+    ),
+    RuleCase(
         AgenticRunSpec,
         "Colocated engines live on the trainer's pods",
         "spec.roles.inference",

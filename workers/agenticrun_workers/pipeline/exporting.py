@@ -44,7 +44,7 @@ def first_model(run: AgenticRun) -> ModelSource:
     from agenticrun_workers.pipeline.model_files import make_model_files
 
     model, pipeline = run.spec.model, run.spec.pipeline
-    source = ModelSource(model.path, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+    source = ModelSource.of(model)
     if model.initialize is None:
         return source
     return source.with_files(make_model_files(model.initialize, describe_envs(pipeline), pipeline.sequence_length))

@@ -18,7 +18,12 @@ from agenticrun_workers.rollout.errors import InvalidConfig
 def load(source: ModelSource, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model in this dtype (default: the source's). Raises `ModelLoadError`."""
     with source.folder() as folder:
-        return load_model(folder, dtype or getattr(torch, source.dtype), trust_remote_code=source.trust_remote_code)
+        return load_model(
+            folder,
+            dtype or getattr(torch, source.dtype),
+            attn_implementation=source.attn_implementation,
+            trust_remote_code=source.trust_remote_code,
+        )
 
 
 def make_model_files(model: InitializeModel, texts: Texts, max_length: int) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agenticrun_api import Pipeline
+from agenticrun_api.spec import ModelSpec
 from agenticrun_workers.rollout.tokenizer import TokenizerSource
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
@@ -24,7 +25,14 @@ class ModelSource:
     path: str | None = None
     files: dict[str, bytes] | None = None
     dtype: str = "float32"
+    attn_implementation: str = "sdpa"
+    """The trainer's."""
     trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> ModelSource:
+        """As the run says; without the files of a model that is still to be made."""
+        return cls(model.path, None, model.dtype, model.attn_implementation, model.trust_remote_code)
 
     @contextmanager
     def folder(self) -> Iterator[str]:
