@@ -62,7 +62,7 @@ class ModelSpec(Model):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What trainers compute with and engines serve. Trained weights and optimizer state are float32 in any case."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """The trainer's attention, by its name in transformers. flash_attention_2 needs a GPU, bfloat16, and the package flash-attn in the image."""
+    """The trainer's attention, by its name in transformers. flash_attention_2 needs a GPU, bfloat16 and an image with flash-attn."""
     trust_remote_code: bool = False
 
 
