@@ -5,6 +5,7 @@ The adapters are put into the model itself: it keeps its class, its decoder and 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -41,7 +42,8 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTraine
 
     _check_targets(model, spec.target_modules)
     config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.target_modules) or "all-linear", lora_dropout=0.0)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft sees by itself which layers hold their weight transposed
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     return model

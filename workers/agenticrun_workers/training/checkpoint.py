@@ -155,6 +155,9 @@ def load_state(location: Location, state: ModuleState, progress: dict[str, int])
 
 def _module_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModuleState:
     model_state, optimizer_state = get_state_dict(module, _listed(optimizer), options=_options(module))
+    if describe_lora(module) is not None:  # torch leaves frozen ones in under the second names of tied parameters
+        frozen = {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+        model_state = {name: value for name, value in model_state.items() if name not in frozen}
     parameters = sum(parameter.numel() for parameter in module.parameters())
     return ModuleState(architecture_of(module), parameters, describe_lora(module), model_state, optimizer_state)
 

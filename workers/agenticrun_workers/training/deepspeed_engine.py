@@ -65,11 +65,16 @@ class ZeroEngine(StepCounts):
             eps=spec.epsilon,
             weight_decay=spec.weight_decay,
         )
+        rounded = {id(p): p.detach().to("cpu", copy=True) for _, p in self.trained()} if config["bf16"]["enabled"] else {}
         self._engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=self.adam, config=dict(config))
         self._engine.eval()
         if self.stage == 3:  # read by the scoring, not by the forward pass of its own layer
             deepspeed.zero.register_external_parameter(module, module.model.get_output_embeddings().weight)
         self._start_adam()
+        if rounded:  # DeepSpeed makes masters from what it computes with
+            for _, parameter in self.trained():
+                self.set_master(parameter, rounded.pop(id(parameter)))
+            self.masters_set()
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """The module's, for a backward pass."""
@@ -154,6 +159,21 @@ class ZeroEngine(StepCounts):
             return parameter.detach()
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
+
+    def move(self, device: torch.device) -> None:
+        """Take AdamW's moments to the device, and the masters where they are not what is computed with.
+
+        DeepSpeed's own `offload_states` wants its fused AdamW, and leaves nothing to export from. Here the weights stay.
+        """
+        for flat in self._flat_masters():
+            if self.stage < 3 or all(flat is not computed for computed in self.optimizer.fp16_partitioned_groups_flat):
+                flat.data = flat.data.to(device)
+            state = self.adam.state[flat]
+            state.update({name: state[name].to(device) for name in MOMENTS})
+        if self.stage < 3:  # DeepSpeed's parameters know their parts of the tensors that have moved
+            self.optimizer._link_all_hp_params()
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _first_broken(self) -> str:
         """The first parameter with a gradient that is not finite on any rank."""

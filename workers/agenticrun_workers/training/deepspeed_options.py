@@ -107,6 +107,11 @@ class DeepSpeedOptions:
         passed = {name: config[name] for name in PASSED & config.keys()}
         return DeepSpeedOptions({**passed, "zero_optimization": zero}, zero["stage"], **own)
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether masters and moments are in host memory in any case."""
+        return bool(self.passed["zero_optimization"].get("offload_optimizer", {}).get("device") == "cpu")
+
     def config(self, optimizer: OptimizerSpec, dtype: torch.dtype) -> dict[str, Any]:
         """DeepSpeed's whole configuration.
 

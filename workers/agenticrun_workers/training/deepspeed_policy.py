@@ -64,6 +64,7 @@ class DeepSpeedPolicy:
         self.policy_version = 0
         self._temperature = temperature
         self._dtype = dtype
+        self._on_host = options.offloads_optimizer
         module = PolicyModule(load(), options.logits_chunk_elements)
         if not dist.is_initialized():
             backends = collective_backends(next(module.parameters()).device)
@@ -148,6 +149,21 @@ class DeepSpeedPolicy:
         restore(self._engine, state)
         self._engine.restore(progress)
         self.policy_version = progress["policy_version"]
+
+    def offload(self) -> None:
+        """Leave memory of the device to an engine that shares it: the optimizer's state moves to host memory, until `onload`.
+
+        The weights that are computed with stay, and can be exported.
+        """
+        if not self._on_host:
+            self._engine.move(torch.device("cpu"))
+        if self._backend.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Everything comes back to the device."""
+        if not self._on_host:
+            self._engine.move(self._backend.device)
 
     def _progress(self) -> dict[str, int]:
         return {**self._engine.counts(), "policy_version": self.policy_version}
