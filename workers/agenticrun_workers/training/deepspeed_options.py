@@ -155,13 +155,20 @@ def _check_bf16(value: Any, dtype: torch.dtype) -> None:
 
 def _check_zero(zero: Mapping[str, Any]) -> None:
     _check_names("zero_optimization.", zero, {*ZERO_PASSED, *OFFLOADED}, ZERO_DECIDED_ELSEWHERE)
-    if zero["stage"] not in (1, 2, 3):
+    if type(zero["stage"]) is not int or zero["stage"] not in (1, 2, 3):
         raise ValueError(f"zero_optimization.stage must be 1, 2 or 3, not {zero['stage']!r}; without ZeRO use the strategy fsdp2")
     for name in OFFLOADED:
         section = _section(f"zero_optimization.{name}", zero.get(name, {}))
         _check_names(f"zero_optimization.{name}.", section, set(OFFLOAD_PASSED), {})
         if section and section.get("device") not in ("cpu", "none"):
             raise ValueError(f"zero_optimization.{name}.device must be cpu or none, not {section.get('device')!r}")
+    if zero["stage"] < 3:
+        for option, given in {
+            "offload_param": zero.get("offload_param", {}).get("device") == "cpu",
+            "offload_optimizer.ratio": "ratio" in zero.get("offload_optimizer", {}),
+        }.items():
+            if given:
+                raise ValueError(f"zero_optimization.{option} needs zero_optimization.stage 3")
 
 
 def _check_own(own: Mapping[str, Any]) -> None:
