@@ -10,6 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agenticrun_api import AgenticRun, Role
+from agenticrun_workers.pipeline.engine_places import SharedPlace, shared_places
 from agenticrun_workers.pipeline.engines import EngineActor, EnginePool
 from agenticrun_workers.pipeline.model_source import ModelSource, ModelSources
 from agenticrun_workers.pipeline.node_weights import NodeWeights
@@ -45,6 +46,9 @@ class RunCluster:
         loop = asyncio.get_running_loop()
         self._texts: asyncio.Future[Texts] = loop.create_future()
         self._source: asyncio.Future[ModelSource] = loop.create_future()
+        self._trainer_places: asyncio.Future[list[Placement]] = loop.create_future()
+        self._devices_free = asyncio.Event()
+        """Trainers may take their devices: no engine is using them to start."""
         self._env_workers_made = 0
         self._watchers: list[asyncio.Task[None]] = []
         self.weights: WeightSync | None = None
@@ -57,7 +61,7 @@ class RunCluster:
 
     async def start(self) -> None:
         """Bring everything up. Raises `InvalidConfig` for what the run's YAML gets wrong."""
-        starts = [asyncio.create_task(start) for start in (self.envs.start(), self.engines.start(), self._start_trainers())]
+        starts = [asyncio.create_task(start) for start in (self.envs.start(), self._start_engines(), self._start_trainers())]
         try:
             await asyncio.gather(*starts)
         finally:
@@ -132,6 +136,15 @@ class RunCluster:
         log.info("%s runs on %s (node %s, pid %d)", placement.actor, placement.pod, placement.node_id[:8], placement.pid)
         return placement
 
+    async def _start_engines(self) -> None:
+        """Colocated engines start before the trainers load anything, and sleep until they get weights."""
+        if not self._run.spec.colocated:
+            self._devices_free.set()
+        await self.engines.start()
+        if self._run.spec.colocated:
+            await self.engines.sleep()
+            self._devices_free.set()
+
     async def _start_trainers(self) -> None:
         own = {part: role for part, role in OWN_PODS.items() if self._run.spec.roles.has(role)}
         used = {CRITIC} if self._pipeline.uses_critic else set()
@@ -139,8 +152,10 @@ class RunCluster:
         trainers = self._ranks(TrainerActor, Role.TRAINER, frozenset(used - own.keys()))
         others = {part: self._ranks(SCORERS[part], role) for part, role in own.items()}
         placements = await asyncio.gather(*(self._place(actor) for actor in trainers))
+        self._trainer_places.set_result(placements)
         self._source.set_result(await self._make_source(trainers[0]))
         sources = ModelSources.of(self._source.result(), self._pipeline)
+        await self._devices_free.wait()
         parts, *_ = await asyncio.gather(
             self._set_up(trainers, Role.TRAINER, sources),
             *(self._set_up(actors, OWN_PODS[part], sources) for part, actors in others.items()),
@@ -176,12 +191,22 @@ class RunCluster:
             return source
         return source.with_files(await trainer.make_model.remote(model.initialize, await self._texts))
 
-    async def _spawn_engine(self, engine_id: str) -> Any:
-        actor = self._actor(EngineActor, Role.INFERENCE, engine_id, max_concurrency=MANY_CALLS)
+    async def _spawn_engine(self, engine_id: str, seat: int) -> Any:
+        shared = await self._shared_place(seat) if self._run.spec.colocated else None
+        there = {"scheduling_strategy": NodeAffinitySchedulingStrategy(shared.node_id, soft=False)} if shared else {}
+        actor = self._actor(EngineActor, Role.INFERENCE, engine_id, max_concurrency=MANY_CALLS, **there)
         await self._place(actor)
+        if shared:
+            await actor.use_gpus.remote(shared.gpus)
         source = await asyncio.shield(self._source)
         await actor.start.remote(self._pipeline, source, self._gpus_of_engine, self._threads(Role.INFERENCE))
         return actor
+
+    async def _shared_place(self, seat: int) -> SharedPlace:
+        """Where a colocated engine lives. Ray's own fractions of GPUs would put two ranks onto one GPU, and know no engine of several."""
+        carried = self._run.spec.actors_per_pod(Role.TRAINER)
+        places = shared_places(await asyncio.shield(self._trainer_places), carried[Role.TRAINER] // carried[Role.INFERENCE])
+        return places[seat]
 
     async def _spawn_env_worker(self) -> Any:
         name = f"env-worker-{self._env_workers_made}"

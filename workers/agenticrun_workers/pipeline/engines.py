@@ -44,6 +44,10 @@ class EngineActor:
         self._outboxes: dict[str, Outbox[Answer]] = defaultdict(Outbox)
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._sampling: set[asyncio.Task[None]] = set()
+        """Requests that have reached the engine."""
 
     async def placement(self) -> Placement:
         return here(self._name, Role.INFERENCE)
@@ -51,6 +55,10 @@ class EngineActor:
     async def until_death(self) -> None:
         """Never returns: the caller's future fails when this process dies, or its engine serves nothing any more."""
         await self._broken
+
+    async def use_gpus(self, gpus: tuple[str, ...]) -> None:
+        """Compute on exactly these, which Ray has given to a trainer's ranks. Before `start`; also for servers of the engine's own."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
     async def start(self, pipeline: Pipeline, source: ModelSource, gpus: int, threads: int) -> None:
         """Load the model and serve, on these many GPUs and torch threads. Raises `InvalidConfig`."""
@@ -67,6 +75,18 @@ class EngineActor:
                 await self._engine.start()
             except EngineStartError as error:
                 raise InvalidConfig("spec.pipeline.actorInfer.strategy", str(error)) from error
+
+    async def sleep(self) -> None:
+        """Leave the device to a trainer. Requests under way are given up, later ones wait for `wake`."""
+        self._awake.clear()
+        await self._engine.abort()
+        await asyncio.gather(*self._sampling)
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        """Take the device back, for a weight update."""
+        await self._engine.wake()
+        self._awake.set()
 
     async def begin_update(self, version: int) -> None:
         """Stop sampling, and take the buckets that follow as the weights of this policy version."""
@@ -102,6 +122,12 @@ class EngineActor:
     async def _answer(self, client: str, request: GenerationRequest) -> None:
         """Ids get the client's name: a replaced env worker plays episodes again that may still be in flight."""
         mine = replace(request, request_id=f"{client}/{request.request_id}", session=f"{client}/{request.session}")
+        while not self._awake.is_set():
+            await self._awake.wait()
+        task = asyncio.current_task()
+        assert task is not None
+        self._sampling.add(task)
+        task.add_done_callback(self._sampling.discard)
         try:
             answer = Answer(request.request_id, await self._engine.generate(mine))
         except Exception as error:  # told to the client, whose episode it costs; the engine goes on
@@ -109,23 +135,19 @@ class EngineActor:
             self._notice(error)
         self._outboxes[client].put(answer)
 
-    def _notice(self, error: Exception) -> None:
-        """An engine that cannot serve is replaced; one that refuses a request is fine."""
-        from agenticrun_workers.inference import EngineError, InvalidRequest
-
-        if isinstance(error, EngineError) and not isinstance(error, InvalidRequest) and not self._broken.done():
-            self._broken.set_exception(error)
-
 
 class EnginePool:
     """`count` engines with the current weights. One that dies is replaced, and gets the weights before it serves.
 
     Args:
-        spawn: makes an engine actor that is started, with the model's first weights.
+        spawn: makes an engine actor that is started, with the model's first weights, for the seat of this number: a replacement gets
+            the seat of the engine that it replaces.
         on_change: told the engines by id whenever they change.
     """
 
-    def __init__(self, spawn: Callable[[str], Awaitable[Any]], count: int, on_change: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    def __init__(
+        self, spawn: Callable[[str, int], Awaitable[Any]], count: int, on_change: Callable[[dict[str, Any]], Awaitable[None]]
+    ) -> None:
         self._spawn = spawn
         self._count = count
         self._on_change = on_change
@@ -134,6 +156,9 @@ class EnginePool:
         self._weights: WeightSync | None = None
         self._changing = asyncio.Lock()
         """Held by a weight update, and while a new engine gets the weights."""
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._replacing: set[asyncio.Task[None]] = set()
         self._receivers: dict[str, Receiver] = {}
         self._watchers: set[asyncio.Task[None]] = set()
         self.engines: dict[str, Any] = {}
@@ -142,10 +167,24 @@ class EnginePool:
 
     async def start(self) -> None:
         """Bring all engines up. Raises what `spawn` raises."""
-        await asyncio.gather(*(self._add() for _ in range(self._count)))
+        await asyncio.gather(*(self._add(seat) for seat in range(self._count)))
 
-    async def update_weights(self, weights: WeightSync, version: int) -> SyncReport:
+    async def sleep(self) -> None:
+        """All engines leave their devices to the trainers. One that dies meanwhile is replaced after `wake`."""
+        self._awake.clear()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
+        await self._tell_all("sleep")
+
+    async def wake(self) -> None:
+        """All engines take their devices back; they serve after a weight update."""
+        await self._tell_all("wake")
+        self._awake.set()
+
+    async def update_weights(self, weights: WeightSync, version: int, handover: Callable[[], Awaitable[None]] | None = None) -> SyncReport:
         """Give every engine the trainers' weights, and count them as `version`. Engines that fail on it are replaced.
+
+        Args:
+            handover: see `WeightSync.update`.
 
         Raises:
             InvalidConfig: they cannot get there as the run says.
@@ -153,7 +192,7 @@ class EnginePool:
         async with self._changing:
             self._weights = weights
             receivers = dict(self._receivers)
-            report = await weights.update(receivers, version)
+            report = await weights.update(receivers, version, handover)
         for engine_id, error in report.failed.items():
             log.warning("%s did not take version %d: %s", engine_id, version, error)
             ray.kill(receivers[engine_id].handle)
@@ -174,22 +213,33 @@ class EnginePool:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
-    async def _add(self) -> None:
+    async def _tell_all(self, method: str) -> None:
+        """Engines that cannot do it are replaced."""
+        engines = dict(self.engines)
+        calls = (getattr(engine, method).remote() for engine in engines.values())
+        for engine_id, answer in zip(engines, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(answer, ray.exceptions.RayError):
+                log.warning("%s did not %s: %s", engine_id, method, answer)
+                ray.kill(engines[engine_id])
+            elif isinstance(answer, BaseException):
+                raise answer
+
+    async def _add(self, seat: int) -> None:
         engine_id = f"engine-{self._made}"
         self._made += 1
-        handle = await self._spawn(engine_id)
+        handle = await self._spawn(engine_id, seat)
         receiver = Receiver(handle, (await handle.placement.remote()).node_id)
         async with self._changing:
             if self._weights is not None and self._weights.version is not None:
                 await self._weights.join(receiver)
             self._receivers[engine_id] = receiver
         self.engines[engine_id] = handle
-        watcher = asyncio.create_task(self._watch(engine_id, handle), name=engine_id)
+        watcher = asyncio.create_task(self._watch(engine_id, handle, seat), name=engine_id)
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
         await self._on_change(dict(self.engines))
 
-    async def _watch(self, engine_id: str, handle: Any) -> None:
+    async def _watch(self, engine_id: str, handle: Any, seat: int) -> None:
         try:
             await handle.until_death.remote()
         except ray.exceptions.RayError as error:
@@ -201,7 +251,12 @@ class EnginePool:
         try:
             if self._deaths >= MAX_DEATHS:
                 raise RolloutFailed(f"{self._deaths} engines died in a row")
-            await self._add()
+            while not self._awake.is_set():
+                await self._awake.wait()
+            replacing = asyncio.create_task(self._add(seat), name=f"replace-{engine_id}")
+            self._replacing.add(replacing)
+            replacing.add_done_callback(self._replacing.discard)
+            await replacing
         except Exception as error:  # whatever keeps a new engine from starting ends the attempt
             if not self.failure.done():
                 self.failure.set_exception(error)

@@ -100,10 +100,13 @@ def evaluation_run(run: AgenticRun, model: str | None) -> AgenticRun:
     if pipeline.eval.generating is not None:
         changes["actor_infer"] = pipeline.actor_infer.model_copy(update={"validation_generating": pipeline.eval.generating})
         changes["envs"] = [env.model_copy(update={"validation_generating": None}) for env in pipeline.envs]
+    roles = spec.roles if spec.roles.inference else spec.roles.model_copy(update={"inference": spec.roles.trainer})
     return run.model_copy(
         update={
             "spec": spec.model_copy(
                 update={
+                    "placement": "Disaggregated",  # nothing is trained: engines have the devices to themselves
+                    "roles": roles,
                     "model": spec.model.model_copy(update={"path": path, "initialize": None}),
                     "pipeline": pipeline.model_copy(update=changes),
                 }
@@ -128,7 +131,7 @@ class _PlayingCluster(RunCluster):
 
     async def _start_trainers(self) -> None:
         model = self._run.spec.model
-        self._source.set_result(ModelSource(model.path, dtype=model.dtype, trust_remote_code=model.trust_remote_code))
+        self._source.set_result(ModelSource.of(model))
 
 
 @dataclass

@@ -3,7 +3,7 @@
     for each step v:
         give the engines the weights of version v            every modelUpdateFrequency steps
         validate                                             every evalSteps
-        roll out a batch                                     the gate of version v opens
+        roll out a batch                                     the gate of version v opens; Colocated: then engines sleep
         old and reference log-probs, values                  on the trainer ranks
         credit of each turn: rewards, KL, baselines          from scalars, here
         advantages, critic, actor                            on the trainer ranks: version v + 1
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -30,6 +30,7 @@ from agenticrun_workers.pipeline import credit
 from agenticrun_workers.pipeline.board import ProgressBoard
 from agenticrun_workers.pipeline.checkpoints import Checkpoint, CheckpointStore, DriverState, SaveModule
 from agenticrun_workers.pipeline.credit import TurnCredits
+from agenticrun_workers.pipeline.devices import SharedDevices
 from agenticrun_workers.pipeline.guards import GuardWatch
 from agenticrun_workers.pipeline.metrics import (
     Metrics,
@@ -90,7 +91,9 @@ class Rollout(Protocol):
 class Engines(Protocol):
     """What the loop asks of the engines."""
 
-    async def update_weights(self, weights: WeightSync, version: int) -> SyncReport: ...
+    async def update_weights(
+        self, weights: WeightSync, version: int, handover: Callable[[], Awaitable[None]] | None = None
+    ) -> SyncReport: ...
 
     async def stats(self) -> Mapping[str, EngineStats]: ...
 
@@ -111,6 +114,8 @@ class LoopParts:
     samples: SampleWriter
     board: ProgressBoard
     requests: Requests
+    devices: SharedDevices | None = None
+    """Where engines and trainers take turns."""
     failures: list[asyncio.Future[None]] = field(default_factory=list)
     """Each fails when a part of the run cannot be kept alive."""
 
@@ -194,7 +199,9 @@ class Loop:
         due = self._step % self._pipeline.model_update_frequency == 0 or self._parts.validator.due(self._step)
         if self._synced is None or (due and self._synced != self._step):
             with self._timed("sync"):
-                self._sync = await self._parts.engines.update_weights(self._parts.trainers.weights, self._step)
+                await self._trainers_compute()
+                handover = self._parts.devices.to_engines if self._parts.devices else None
+                self._sync = await self._parts.engines.update_weights(self._parts.trainers.weights, self._step, handover)
             self._synced = self._step
 
     async def _validate_if_due(self) -> None:
@@ -229,6 +236,7 @@ class Loop:
         From here to the end of the step a stop request waits: a batch that was served is trained on.
         """
         self._parts.board.activity(Activity.TRAINING)
+        await self._trainers_compute()
         with self._timed("old_log_probs_values"):
             return await self._parts.trainers.prepare(groups, self._step + 1)
 
@@ -262,6 +270,8 @@ class Loop:
         seconds, self._seconds = self._seconds, {}
         metrics |= timing_metrics(seconds, metrics["tokens/prompt"] + metrics["tokens/response"])
         metrics |= sync_metrics(self._sync)
+        if self._parts.devices:
+            metrics["colocated/handovers"] = float(self._parts.devices.handovers)
         self._sync = None
         metrics |= engine_metrics(self._engine_stats, engine_stats, seconds["step"])
         metrics["rollout/aborted_tokens"] += restarted_tokens(self._engine_stats, engine_stats)
@@ -289,6 +299,7 @@ class Loop:
         if self._parts.checkpoints is None:
             return
         self._parts.board.activity(Activity.CHECKPOINT)
+        await self._trainers_compute()
         position = self._parts.rollout.position
         state = DriverState(
             step=self._step,
@@ -301,6 +312,12 @@ class Loop:
         with self._timed("checkpoint"):
             saved = await self._parts.checkpoints.save(state, self._parts.trainers.savers)
         self._parts.board.checkpoint(checkpoint_status(saved))
+
+    async def _trainers_compute(self) -> None:
+        """Before anything that computes with the trainers' models: where engines share the devices, they go to sleep."""
+        if self._parts.devices:
+            with self._timed("handover"):
+                await self._parts.devices.to_trainers()
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`, a stop request, or a part of the run that cannot be kept alive."""

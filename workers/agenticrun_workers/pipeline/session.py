@@ -15,6 +15,7 @@ from agenticrun_api.names import ExitCode
 from agenticrun_workers.pipeline.board import Attempt, ProgressBoard
 from agenticrun_workers.pipeline.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.pipeline.cluster import RunCluster
+from agenticrun_workers.pipeline.devices import SharedDevices
 from agenticrun_workers.pipeline.guards import GuardTripped
 from agenticrun_workers.pipeline.loop import Loop, LoopParts, checkpoint_status
 from agenticrun_workers.pipeline.metrics import success_of
@@ -100,6 +101,7 @@ class Session:
                 samples=samples,
                 board=board,
                 requests=self.requests,
+                devices=SharedDevices(cluster.trainers, cluster.engines) if spec.colocated else None,
                 failures=cluster.failures,
             )
             loop = Loop(parts, state)

@@ -101,6 +101,14 @@ class TrainerGroup:
             combined |= metrics
         return combined
 
+    async def offload(self) -> None:
+        """Leave the devices to engines: the policy, and what shares its pods, go to host memory."""
+        await asyncio.gather(*(actor.offload.remote() for actor in self._trainers))
+
+    async def onload(self) -> None:
+        """Come back to the devices."""
+        await asyncio.gather(*(actor.onload.remote() for actor in self._trainers))
+
     def _modules(self) -> list[str]:
         """What a checkpoint must hold: the reference too where it is the run's own policy at step 0, which no path could bring back."""
         own_reference = self._pipeline.uses_reference and not (self._pipeline.reference and self._pipeline.reference.path)

@@ -163,5 +163,18 @@ class TrainerActor(TakesReference, RankActor):
         """On the other ranks, while rank 0 exports."""
         deque(self._strategy.export_weights(), maxlen=0)
 
+    def offload(self) -> None:
+        """Leave the device to an engine: all models go to host memory. Collective."""
+        for strategy in self._strategies():
+            strategy.offload()
+
+    def onload(self) -> None:
+        """Come back to the device. Collective."""
+        for strategy in self._strategies():
+            strategy.onload()
+
+    def _strategies(self) -> list[Any]:
+        return [strategy for strategy in (self._strategy, self._reference, self._critic) if strategy is not None]
+
     def _part(self, name: str) -> Any:
         return {ACTOR: self._strategy, CRITIC: self._critic, REFERENCE: self._reference}[name]

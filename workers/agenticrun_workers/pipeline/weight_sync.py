@@ -11,7 +11,7 @@ only tells who may read what. Files are overwritten in the next sync, and only w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,17 +75,23 @@ class WeightSync:
         self.version: int | None = None
         """The version of the last sync."""
 
-    async def update(self, receivers: Mapping[str, Receiver], version: int) -> SyncReport:
+    async def update(
+        self, receivers: Mapping[str, Receiver], version: int, handover: Callable[[], Awaitable[None]] | None = None
+    ) -> SyncReport:
         """Give all receivers the trainers' weights as they are now. A sync in which a bucket was damaged is done again, once, as a whole.
+
+        Args:
+            handover: called when the trainers have written everything and no receiver has taken anything, because they cannot
+                compute at the same time. The trainers are then out of reach: nothing is done again.
 
         Raises:
             InvalidConfig: the transport that was asked for does not reach a receiver.
         """
-        report = await self._sync(receivers, version)
-        if any(isinstance(error, CorruptBucket) for error in report.failed.values()):
+        report = await self._sync(receivers, version, handover)
+        if handover is None and any(isinstance(error, CorruptBucket) for error in report.failed.values()):
             for node in self._nodes.values():
                 node.held.clear()
-            report = await self._sync(receivers, version)
+            report = await self._sync(receivers, version, None)
         self.version = version
         return report
 
@@ -114,18 +120,24 @@ class WeightSync:
             releases.append(self._nodes[self._home].handle.delete.remote(self._disk.uri))
         await asyncio.gather(*releases, return_exceptions=True)
 
-    async def _sync(self, receivers: Mapping[str, Receiver], version: int) -> SyncReport:
+    async def _sync(
+        self, receivers: Mapping[str, Receiver], version: int, handover: Callable[[], Awaitable[None]] | None
+    ) -> SyncReport:
         places = {receiver.node_id for receiver in receivers.values()}
         transport = self._transport(places)
         nodes = {node_id: await self._node(node_id) for node_id in places | {self._home}}
         home = nodes[self._home]
         away = [node for node in nodes.values() if node is not home]
         feeds: dict[str, Feed[Written]] = {node_id: Feed() for node_id in nodes}
-        takes = [asyncio.create_task(self._give(r, nodes[r.node_id], feeds[r.node_id], version)) for r in receivers.values()]
+        takes: list[asyncio.Task[None]] = []
         work = [asyncio.create_task(self._export(home, feeds[self._home]))]
         if away:
             work.append(asyncio.create_task(self._move(transport, feeds, home, away)))
         try:
+            if handover is not None:
+                await work[0]
+                await handover()
+            takes += [asyncio.create_task(self._give(r, nodes[r.node_id], feeds[r.node_id], version)) for r in receivers.values()]
             outcomes = await asyncio.gather(*takes, return_exceptions=True)
             moved = [await task for task in work]
         finally:

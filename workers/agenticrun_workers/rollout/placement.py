@@ -25,6 +25,8 @@ class Placement:
     node_id: str
     pod: str
     pid: int
+    gpus: tuple[str, ...] = ()
+    """Ids of the GPUs that Ray gave it."""
 
 
 def options_for(role: Role, gpus: float = 0, share: float = 1.0) -> dict[str, Any]:
@@ -38,7 +40,8 @@ def options_for(role: Role, gpus: float = 0, share: float = 1.0) -> dict[str, An
 def here(actor: str, role: Role) -> Placement:
     """The placement of the calling actor."""
     pod = os.environ.get("POD_NAME") or socket.gethostname()
-    return Placement(actor, role, ray.get_runtime_context().get_node_id(), pod, os.getpid())
+    context = ray.get_runtime_context()
+    return Placement(actor, role, context.get_node_id(), pod, os.getpid(), tuple(context.get_accelerator_ids().get("GPU", ())))
 
 
 def check_placement(placement: Placement) -> None:
