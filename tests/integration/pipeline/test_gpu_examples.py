@@ -1,0 +1,29 @@
+"""Every example for GPUs trains a step here, without them. One example of each engine keeps its real server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+
+from agenticrun_api import Outcome
+from gpu_examples import FILES, read, without_gpus
+from tiny_runs import TinySession
+
+pytestmark = pytest.mark.usefixtures("ray_node")
+
+WITH_SERVER = ("one-gpu", "colocated")
+"""SGLang and vLLM, both put to sleep and woken. tests/integration/local has every engine with every trainer."""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+async def test_the_example_trains(file: Path, tmp_path: Path) -> None:
+    session = TinySession(without_gpus(read(file), embedded_engine=file.stem not in WITH_SERVER), tmp_path)
+    report = await asyncio.wait_for(session.execute(), 400)
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    (step,) = session.training_steps().values()
+    assert math.isfinite(step["actor/pg_loss"])
+    assert step["tokens/response"] > 0
+    assert step["weight_sync/bytes"] > 0

@@ -1,0 +1,57 @@
+"""examples/gpu on machines without GPUs: the same YAML with a tiny model, no GPU requests and one small step."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agenticrun_api import AgenticRun, parse_run
+
+FILES = sorted((Path(__file__).parents[2] / "examples/gpu").glob("*.yaml"))
+
+TINY = {"architecture": "llama", "hiddenSize": 64, "layers": 2, "heads": 2, "intermediateSize": 64}
+"""Heads of 32: vLLM's attention for CPUs takes no smaller ones."""
+ABOUT_GPUS = frozenset({"tp_size", "tensor_parallel_size", "mem_fraction_static", "gpu_memory_utilization"})
+"""Options of engines; without GPUs the fractions would be of the machine's memory."""
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The document of an example, as people see it."""
+    document: dict[str, Any] = yaml.safe_load(file.read_text())
+    return document
+
+
+def without_gpus(document: dict[str, Any], *, embedded_engine: bool = False) -> AgenticRun:
+    """The same strategies, placement and algorithm, small enough for two cores.
+
+    A pod of several GPUs becomes two pods with one rank each: model parallelism stays.
+
+    Args:
+        embedded_engine: the transformers engine takes the place of a server, which needs half a minute to start.
+    """
+    small = copy.deepcopy(document)
+    spec = small["spec"]
+    spec.pop("checkpoint", None)
+    spec["model"] = {"initialize": TINY}
+    spec["tracking"] = {"tensorboard": False}
+    ranks = 2 if spec["roles"]["trainer"]["gpus"] > 1 else 1
+    spec["roles"] = {"trainer": {"replicas": ranks}}
+    pipeline = spec["pipeline"]
+    pipeline |= {"maxSteps": 1, "rolloutBatchSize": 4, "evalSteps": 0, "saveSteps": 0, "sequenceLength": 256}
+    pipeline["trainEnvs"] |= {"groups": 2, "groupSize": 2}
+    del pipeline["valEnvs"], pipeline["valBatchSize"]
+    for env in pipeline["envs"]:
+        env |= {"maxSteps": 2, "maxTokensPerStep": 4}
+    trainer, training = pipeline["actorTrain"]["strategy"], pipeline["actorTrain"]["training"]
+    trainer.get("config", {}).get("zero_optimization", {}).pop("offload_optimizer", None)
+    training["maxTokensPerMicroBatch"] = 512
+    del training["miniBatchSize"]
+    engine = pipeline["actorInfer"]["strategy"]
+    if embedded_engine:
+        pipeline["actorInfer"]["strategy"] = {"name": "transformers"}
+    else:
+        engine["config"] = {name: value for name, value in engine["config"].items() if name not in ABOUT_GPUS}
+    return parse_run(small)
