@@ -69,7 +69,11 @@ class Incoming:
 
     def check(self, part: Path) -> None:
         """Count a file's parameters. Raises `EngineError` for names and shapes of another model."""
-        for name, shape in shapes_of_file(part).items():
+        self.take(shapes_of_file(part))
+
+    def take(self, shapes: Shapes) -> None:
+        """Count parameters. Raises `EngineError` for names and shapes of another model."""
+        for name, shape in shapes.items():
             expected = self._model.get(name)
             if shape != expected and not (expected is None and name in self._optional):
                 raise EngineError(f"weights for {name} have shape {shape}, the model has {expected}")

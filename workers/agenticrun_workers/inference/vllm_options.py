@@ -101,9 +101,18 @@ def server_flags(folder: Path, *, dtype: str, max_length: int, trust_remote_code
 
 def max_requests(config: Mapping[str, Any]) -> int:
     """How many requests the server computes at once. Raises ValueError."""
-    value = config.get("max_num_seqs", config.get("max-num-seqs", MAX_REQUESTS))
+    return _number(config, "max_num_seqs", MAX_REQUESTS)
+
+
+def parallel_ranks(config: Mapping[str, Any]) -> int:
+    """How many workers the model is divided among. Raises ValueError."""
+    return _number(config, "tensor_parallel_size", 1) * _number(config, "pipeline_parallel_size", 1)
+
+
+def _number(config: Mapping[str, Any], name: str, default: int) -> int:
+    value = config.get(name, config.get(name.replace("_", "-"), default))
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{FIELD}.max_num_seqs must be a number above 0, not {value!r}")
+        raise ValueError(f"{FIELD}.{name} must be a number above 0, not {value!r}")
     return value
 
 
@@ -115,6 +124,8 @@ def server_environment(*, threads: int, gpu: bool) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         # Our sampler stands in for that of the first model runner.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # The client closes idle connections; one that the server closed could break under a request.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -8,21 +8,22 @@ import torch
 import torch.distributed as dist
 
 PREFIX = "agenticrun-weights"
+TIMEOUT = timedelta(seconds=120)
+"""For the meeting, and for each tensor. Both as in `agenticrun_workers.weight_sync.broadcast`, the trainer's end."""
 
 
 class WeightGroup:
     """A process group beside torch.distributed's default one, which is vLLM's own. Rank 0 is the trainer and hosts the store."""
 
-    def __init__(self, host: str, port: int, rank: int, world: int, device: torch.device, seconds: float) -> None:
-        timeout = timedelta(seconds=seconds)
+    def __init__(self, host: str, port: int, rank: int, world: int, device: torch.device) -> None:
         self._device = device
-        self._store = dist.PrefixStore(PREFIX, dist.TCPStore(host, port, world, False, timeout))
+        self._store = dist.PrefixStore(PREFIX, dist.TCPStore(host, port, world, False, TIMEOUT))
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
+            options._timeout = TIMEOUT
             self._group = dist.ProcessGroupNCCL(self._store, rank, world, options)
         else:
-            self._group = dist.ProcessGroupGloo(self._store, rank, world, timeout)
+            self._group = dist.ProcessGroupGloo(self._store, rank, world, TIMEOUT)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The next tensor that the trainer broadcasts. Raises RuntimeError when it is gone, or late."""

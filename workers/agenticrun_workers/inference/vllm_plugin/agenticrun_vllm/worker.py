@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from .broadcast import WeightGroup
@@ -45,10 +46,14 @@ class Worker:
         """Process what is left. Returns when the model is whole."""
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self._model(), self.model_runner.model_config)
+            for module in self._model().modules():
+                if isinstance(module, ParallelLMHead):
+                    # Tied to the embedding, it was given no weights, and on a CPU it would go on with its packed copy of the old ones.
+                    module.quant_method.process_weights_after_loading(module)
 
-    def join_weight_group(self, host: str, port: int, first_rank: int, world: int, seconds: float) -> None:
-        """Meet the trainer (rank 0) at its port. Workers of this server have ranks from `first_rank`."""
-        self.weight_group = WeightGroup(host, port, first_rank + self.rank, world, self.device, seconds)
+    def join_weight_group(self, host: str, port: int, first_rank: int, world: int) -> None:
+        """Meet the trainer (rank 0) at its port. Workers of this server have ranks from `first_rank`. An earlier group is left."""
+        self.weight_group = WeightGroup(host, port, first_rank + self.rank, world, self.device)
 
     def receive_weights(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
         """Take parameters that the trainer broadcasts in this order."""
@@ -56,10 +61,6 @@ class Worker:
             for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
                 value = self.weight_group.receive(tuple(shape), getattr(torch, dtype))
                 self._model().load_weights([(name, value)])
-
-    def leave_weight_group(self) -> None:
-        """Close the connection to the trainer."""
-        del self.weight_group
 
     def _model(self) -> Any:
         return self.model_runner.get_model()
