@@ -36,7 +36,7 @@ def test_a_request_says_all_of_its_sampling() -> None:
         "min_p": 0.1,
         "stop_token_ids": [1, 2],
         "ignore_eos": True,
-        "custom_params": {"agenticrun_record_temperature": 0.7, "agenticrun_seed": 3},
+        "custom_params": {"record_temperature": 0.7, "seed": 3},
     }
 
 
@@ -49,7 +49,7 @@ def test_log_probs_are_recorded_at_the_sampling_temperature_or_the_one_asked_for
     temperature: float, record: float | None, recorded: float
 ) -> None:
     body = generate_body(a_request(temperature=temperature, record_temperature=record), "r")
-    assert body["sampling_params"]["custom_params"]["agenticrun_record_temperature"] == recorded
+    assert body["sampling_params"]["custom_params"]["record_temperature"] == recorded
 
 
 def test_an_answer_becomes_tokens_log_probs_and_the_version_of_each_token() -> None:

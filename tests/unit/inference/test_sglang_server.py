@@ -47,17 +47,3 @@ def test_the_user_replaces_our_defaults_and_adds_options() -> None:
 def test_what_other_fields_decide_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"strategy\.config\.{name} cannot be set"):
         options(**{name: 1})
-
-
-@pytest.mark.parametrize(
-    ("given", "seeded"),
-    [
-        (options(), True),
-        (options(sampling_backend="flashinfer"), False),
-        (options(gpus=1), False),
-        (options(gpus=1, sampling_backend="pytorch"), True),
-        (options(gpus=1, enable_deterministic_inference=True), True),
-    ],
-)
-def test_seeds_decide_samples_where_the_sampling_backend_takes_them(given: SglangOptions, seeded: bool) -> None:
-    assert given.seeded is seeded

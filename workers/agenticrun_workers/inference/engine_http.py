@@ -13,6 +13,11 @@ from agenticrun_workers.inference.engine import EngineError, InvalidRequest
 from agenticrun_workers.inference.engine_process import EngineProcess
 
 HEADERS = {"Content-Type": "application/json"}
+KEEP_ALIVE_SECONDS = 2.0
+"""Less than the 5 s after which uvicorn closes a connection that nobody uses."""
+STALE = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
+"""The server closed the connection while we took it up again, and has read nothing: the request is sent once more. If it ended, there is
+nothing to connect to."""
 END_SECONDS = 10.0
 """How long a server may take to end after its connections broke."""
 
@@ -23,7 +28,9 @@ class EngineHttp:
     def __init__(self, process: EngineProcess) -> None:
         self._process = process
         self._session = aiohttp.ClientSession(
-            process.url, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600), timeout=aiohttp.ClientTimeout(total=None)
+            process.url,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None),
         )
 
     async def post(self, path: str, body: Mapping[str, Any], *, seconds: float | None = None) -> Any:
@@ -37,19 +44,26 @@ class EngineHttp:
             EngineError: any other failure; if the server has ended, with the end of its log.
         """
         try:
-            async with asyncio.timeout(seconds), self._session.post(path, data=json.dumps(body), headers=HEADERS) as answer:
-                data = await answer.read()
-                if answer.status == 200:
-                    return json.loads(data) if data else None
+            async with asyncio.timeout(seconds):
+                try:
+                    status, data = await self._send(path, body)
+                except STALE:
+                    status, data = await self._send(path, body)
         except aiohttp.ClientError as error:
             raise EngineError(await self._why(path, error)) from error
         except TimeoutError:
             raise EngineError(f"{path} of {self._process.url} was not answered in {seconds:.0f} s") from None
-        kind = InvalidRequest if answer.status == 400 else EngineError
-        raise kind(f"{path} was answered {answer.status}: {data.decode(errors='replace')[:2000]}")
+        if status == 200:
+            return json.loads(data) if data else None
+        kind = InvalidRequest if status == 400 else EngineError
+        raise kind(f"{path} was answered {status}: {data.decode(errors='replace')[:2000]}")
 
     async def close(self) -> None:
         await self._session.close()
+
+    async def _send(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        async with self._session.post(path, data=json.dumps(body), headers=HEADERS) as answer:
+            return answer.status, await answer.read()
 
     async def _why(self, path: str, error: aiohttp.ClientError) -> str:
         """Connections break a moment before the server's processes are gone."""

@@ -28,7 +28,7 @@ def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
             "stop_token_ids": list(sampling.stop_token_ids),
             # The stop tokens are those of the request and no others.
             "ignore_eos": True,
-            "custom_params": {"agenticrun_record_temperature": record, "agenticrun_seed": request.seed % 2**SEED_BITS},
+            "custom_params": {"record_temperature": record, "seed": request.seed % 2**SEED_BITS},
         },
     }
 

@@ -28,6 +28,7 @@ OWNED = {
     "device": "spec.roles.inference.gpus",
     "weight_version": "AgenticRun (the policy version)",
     "skip_tokenizer_init": "AgenticRun (prompts and responses are token ids)",
+    "rl_on_policy_target": "AgenticRun (log-probs are of the served precision)",
     "custom_weight_loader": "AgenticRun (weights come from the trainer)",
     "api_key": "AgenticRun (only the engine's own process talks to the server)",
     "admin_api_key": "AgenticRun (only the engine's own process talks to the server)",
@@ -71,12 +72,6 @@ class SglangOptions:
         self.flags(port=0)
 
     @property
-    def seeded(self) -> bool:
-        """Whether a request's seed decides what it samples."""
-        merged = {**self._defaults, **self.config}
-        return merged.get("sampling_backend") == "pytorch" or bool(merged.get("enable_deterministic_inference"))
-
-    @property
     def _defaults(self) -> Mapping[str, Any]:
         if self.gpus:
             return {**GPU_DEFAULTS, "tp_size": self.gpus}
@@ -112,7 +107,7 @@ class SglangOptions:
         )
 
     def _environment(self) -> dict[str, str]:
-        paths = [HERE / "sglang_plugin"] if self.gpus else [HERE / "sglang_plugin", HERE / "sglang_cpu"]
+        paths = [HERE / "server_path", HERE / "sglang_plugin", *([] if self.gpus else [HERE / "sglang_cpu"])]
         environment = {
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             # `max_length` was compared with the model's own limit; the positions that SGLang adds are never used.
@@ -120,8 +115,6 @@ class SglangOptions:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        if self.seeded:
-            environment["AGENTICRUN_SGLANG_SEEDED"] = "1"
         if not self.gpus:
             # Compiling takes longer than all that a small model computes.
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(self.threads), "TORCHDYNAMO_DISABLE": "1"}

@@ -1,0 +1,79 @@
+"""Requests to a server on this machine: a real one that answers badly on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from agenticrun_workers.inference import EngineError, InvalidRequest
+from agenticrun_workers.inference.engine_http import EngineHttp
+from agenticrun_workers.inference.engine_process import EngineProcess, Server
+
+SERVER = """
+import http.server, json, os, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.answer(200, b"")
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/dies":
+            print("last words", flush=True); os._exit(3)
+        if self.path == "/slow":
+            time.sleep(5)
+        if self.path == "/hangs-up":  # answers, and closes the connection without a word when it is used again
+            self.close_connection = True
+        self.answer(body.get("status", 200), json.dumps(body).encode())
+    def answer(self, status, data):
+        self.send_response(status); self.send_header("Content-Length", str(len(data))); self.end_headers(); self.wfile.write(data)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest_asyncio.fixture
+async def http(tmp_path: Path) -> AsyncIterator[EngineHttp]:
+    process = EngineProcess(Server("toy", lambda port: [sys.executable, "-c", SERVER, str(port)], tmp_path, stop_seconds=0))
+    await process.start()
+    client = EngineHttp(process)
+    yield client
+    await client.close()
+    await process.stop()
+
+
+async def test_an_answer_is_its_json(http: EngineHttp) -> None:
+    assert await http.post("/echo", {"a": [1, 2.5, "x"]}) == {"a": [1, 2.5, "x"]}
+
+
+async def test_a_refused_request_is_told_from_a_failure(http: EngineHttp) -> None:
+    with pytest.raises(InvalidRequest, match=r"/echo was answered 400: .*why"):
+        await http.post("/echo", {"status": 400, "why": "no"})
+    with pytest.raises(EngineError, match="/echo was answered 500") as caught:
+        await http.post("/echo", {"status": 500})
+    assert not isinstance(caught.value, InvalidRequest)
+
+
+async def test_a_connection_that_the_server_has_closed_meanwhile_does_not_fail_a_request(http: EngineHttp) -> None:
+    for number in range(5):
+        assert await http.post("/hangs-up", {"number": number}) == {"number": number}
+        await asyncio.sleep(0.02 * number)
+
+
+async def test_an_answer_that_takes_too_long_is_an_error(http: EngineHttp) -> None:
+    with pytest.raises(EngineError, match=r"/slow of .* was not answered in 0 s"):
+        await http.post("/slow", {}, seconds=0.2)
+
+
+async def test_requests_fail_with_the_servers_last_words_when_it_ends(http: EngineHttp) -> None:
+    slow = asyncio.create_task(http.post("/slow", {}))
+    await asyncio.sleep(0.1)
+    with pytest.raises(EngineError, match=r"toy ended with status 3[\s\S]*last words"):
+        await http.post("/dies", {})
+    with pytest.raises(EngineError, match="last words"):
+        await slow
+    with pytest.raises(EngineError, match="last words"):
+        await http.post("/echo", {})
