@@ -34,7 +34,7 @@ async def trained(run: AgenticRun, folder: Path) -> dict[int, dict[str, float]]:
 async def test_taking_turns_changes_nothing_but_who_has_the_devices(tmp_path: Path) -> None:
     together = await trained(colocated(), tmp_path / "together")
     apart = await trained(tiny_run(**PIPELINE), tmp_path / "apart")
-    assert [step["colocated/handovers"] for step in together.values()] == [2, 4], "to the engines and back, in every step"
+    assert [step["system/handovers"] for step in together.values()] == [2, 4], "to the engines and back, in every step"
     for name in ("rollout/score/mean", "tokens/response", "actor/entropy", "actor/pg_loss", "actor/grad_norm"):
         assert [step[name] for step in together.values()] == [step[name] for step in apart.values()], name
 

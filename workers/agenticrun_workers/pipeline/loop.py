@@ -271,7 +271,7 @@ class Loop:
         metrics |= timing_metrics(seconds, metrics["tokens/prompt"] + metrics["tokens/response"])
         metrics |= sync_metrics(self._sync)
         if self._parts.devices:
-            metrics["colocated/handovers"] = float(self._parts.devices.handovers)
+            metrics["system/handovers"] = float(self._parts.devices.handovers)
         self._sync = None
         metrics |= engine_metrics(self._engine_stats, engine_stats, seconds["step"])
         metrics["rollout/aborted_tokens"] += restarted_tokens(self._engine_stats, engine_stats)
