@@ -19,8 +19,8 @@ from ragged_samples import LOSSES, VALUE_LOSSES, VOCABULARY, batch
 from rank_programs import take_part
 
 SPEC = OptimizerSpec(1e-2, weight_decay=0.01)
-LOSS_NAMES = ("ppo sequence", "topr segment")
-"""Of whole sequences and turns: a rank that saw only its piece would not know their ratios."""
+LOSS = LOSSES["ppo sequence"]
+"""Its ratios are of whole sequences: a rank that saw only its piece would not know them."""
 CUTS: dict[str, dict[str, Any]] = {"padded": {"max_tokens": 30}, "packed": {"max_tokens": 40, "packing": True}}
 SHAPES: dict[str, dict[str, Any]] = {
     "as many key-value heads": {"num_attention_heads": 4, "num_key_value_heads": 4},
@@ -65,17 +65,12 @@ def part(samples: list[Sample], rank: int, size: int) -> list[Sample]:
 
 
 def gradients(load: Load, options: FsdpOptions, cut: str) -> dict[str, dict[str, Tensor]]:
-    """By loss; the critic's too. Every rank computes it; the whole is the same on all."""
-    found = {}
+    """The policy's and the critic's. Every rank computes them; the whole is the same on all."""
     policy = TorchPolicy(load, SPEC, options=options, **CUTS[cut])
-    for name in LOSS_NAMES:
-        mine = part(batch(load(), LOSSES[name]), policy.data_rank, policy.data_size)
-        found[name] = policy.gradients(mine, LOSSES[name])
+    mine = part(batch(load(), LOSS), policy.data_rank, policy.data_size)
     critic = TorchCritic(load, SPEC, options=options, **CUTS[cut])
-    mine = part(batch(load(), LOSSES["ppo"]), critic.data_rank, critic.data_size)
     critic.train_step(mine, VALUE_LOSSES["plain"])
-    found["critic"] = critic.gradients(mine, VALUE_LOSSES["clipped"])
-    return found
+    return {"policy": policy.gradients(mine, LOSS), "critic": critic.gradients(mine, VALUE_LOSSES["clipped"])}
 
 
 def steps(load: Load, loss: LossSpec, folder: Path | None = None, **arguments: Any) -> dict[str, Any]:
