@@ -17,7 +17,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,8 +42,10 @@ from agenticrun_workers.rollout.groups import EpisodeResult, Group, tag_cycle
 from agenticrun_workers.rollout.seeds import episode
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
+from agenticrun_workers.weight_sync.layout import buckets_of
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "frozen-lake.yaml"
+BUCKET_BYTES = 64 << 20
 GOAL = 0.5
 """Success on unseen maps that a seed must reach, and 3 times the random policy's."""
 
@@ -100,6 +102,9 @@ class Learner:
         hosted |= {REFERENCE} if self._pipeline.uses_reference else set()
         self._trainer = Trainer(0, 1, self._pipeline, frozenset(hosted))
         self._trainer.setup(sources, ("", 0), torch.get_num_threads())
+        self._weights = folder / "weights"
+        self._weights.mkdir()
+        self._trainer.open_buckets(buckets_of(self._trainer.weight_shapes(), BUCKET_BYTES), str(self._weights), deltas=False)
         self._kl = kl_controller(self._pipeline, None)
 
     async def learn(self) -> Outcome:
@@ -133,7 +138,10 @@ class Learner:
             self._trainer.held = {trajectory.key: trajectory for trajectory in played}
             self._trainer.warm_up([(key, 0) for key in self._trainer.held])
         if self._pipeline.uses_reference:
-            self._trainer.load_reference(self._trainer.export_weights() or {})
+            self._trainer.begin_update(0)
+            for written in self._trainer.export_weights():
+                self._trainer.take_bucket(str(self._weights / written.bucket.file), written.checksum)
+            self._trainer.finish_update()
         await self._publish(0)
 
     async def _step(self, step: int, outcome: Outcome) -> None:
@@ -165,9 +173,11 @@ class Learner:
             self._kl, _ = updated(self._kl, results, prepared.kl)
 
     async def _publish(self, version: int) -> None:
-        weights = self._trainer.export_weights()
-        assert weights is not None
-        await self._engine.update_weights(weights, version)
+        async def parts() -> AsyncIterator[Path]:
+            for written in self._trainer.export_weights():
+                yield self._weights / written.bucket.file
+
+        await self._engine.update_weights(parts(), version)
 
     async def _play(self, stream: Stream, groups: Iterable[int], members: int, *, random: bool = False) -> list[Trajectory]:
         keys = [EpisodeKey(stream, group, member) for group in groups for member in range(members)]

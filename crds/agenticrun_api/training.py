@@ -72,7 +72,7 @@ class WeightSync(Model):
     transport: Literal["Auto", "SharedMemory", "Broadcast", "ObjectStore", "Disk"] = "Auto"
     """SharedMemory: engines on the trainer's node. Broadcast: a collective (NCCL on GPUs, gloo without) into the engines' own processes.
     ObjectStore: through Ray to any node. Disk: through the folder of `uri`. Auto: SharedMemory where all engines are on the first trainer's
-    node, else Broadcast where all have GPUs, else ObjectStore."""
+    node, else ObjectStore."""
     uri: Path | None = None
     """Folder that trainer and inference pods share; for transport Disk."""
     bucket_bytes: Annotated[int, Field(ge=1024, le=17_179_869_184)] = 268_435_456

@@ -16,6 +16,7 @@ from agenticrun_workers.weight_sync.transport import Transport, UnusableTranspor
         ("SharedMemory", ["home"], Transport.SHARED_MEMORY),
         ("ObjectStore", ["home"], Transport.OBJECT_STORE),
         ("Disk", ["away"], Transport.DISK),
+        ("Broadcast", ["home", "away"], Transport.BROADCAST),
     ],
 )
 def test_auto_takes_shared_memory_where_all_engines_are_at_home(asked: str, nodes: list[str], chosen: Transport) -> None:

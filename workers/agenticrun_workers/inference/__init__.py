@@ -6,6 +6,7 @@ from agenticrun_workers.inference.engine import (
     EngineStats,
     InferenceEngine,
     InvalidRequest,
+    TakesBroadcast,
 )
 from agenticrun_workers.inference.transformers_engine import TransformersEngine
 
@@ -15,5 +16,6 @@ __all__ = [
     "EngineStats",
     "InferenceEngine",
     "InvalidRequest",
+    "TakesBroadcast",
     "TransformersEngine",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from agenticrun_workers.types import Generation, GenerationRequest
 
@@ -77,6 +77,28 @@ class InferenceEngine(Protocol):
 
     async def stop(self) -> None:
         """Abort everything and leave nothing behind. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class TakesBroadcast(Protocol):
+    """An engine whose processes can be members of a collective with the trainer (`weight_sync.broadcast.WeightGroup`)."""
+
+    @property
+    def broadcast_ranks(self) -> int:
+        """How many members it needs."""
+        ...
+
+    async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
+        """Meet the trainer and the other engines, with ranks from `first_rank`; leave an earlier group. Raises `EngineError`."""
+        ...
+
+    async def update_from_broadcast(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> None:
+        """As `InferenceEngine.update_weights`, with parameters that the trainer broadcasts in this order.
+
+        Args:
+            dtypes: as torch names them, e.g. `bfloat16`.
+        """
         ...
 
 

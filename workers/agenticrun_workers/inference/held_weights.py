@@ -10,23 +10,46 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.inference.engine import EngineError
+from agenticrun_workers.weight_sync.broadcast import WeightGroup
 from agenticrun_workers.weight_sync.reading import parameters_in
 
 
 class HeldWeights:
     """Copies safetensors files into the parameters of `model`, each parameter in its own dtype and on its own device.
 
-    An update is `begin`, then `copy` for every file, then `finish`. Nothing is to be computed in between, or after one that failed.
+    An update is `begin`, then `copy` for every file or one `receive`, then `finish`. Nothing is to be computed in between, or after
+    one that failed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         self._seen: set[int] = set()
+        self._device = model.device
+        self._group: WeightGroup | None = None
 
     def begin(self) -> None:
         """No parameter is up to date."""
         self._seen.clear()
+
+    def join(self, host: str, port: int, rank: int, world: int) -> None:
+        """Meet those whose broadcasts `receive` takes. Raises `EngineError`."""
+        self._group = None
+        try:
+            self._group = WeightGroup(host, port, rank, world, self._device)
+        except RuntimeError as error:
+            raise EngineError(f"the engine did not meet the trainer at {host}:{port}: {error}") from error
+
+    @torch.no_grad()
+    def receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+        """Take the parameters of one broadcast. Raises `EngineError` when it breaks off, and as `copy` for another model's."""
+        assert self._group is not None, "join comes first"
+        try:
+            for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+                self._take(name, self._group.receive(tuple(shape), getattr(torch, dtype)))
+        except RuntimeError as error:
+            self._group = None
+            raise EngineError(f"the broadcast broke off: {error}") from error
 
     @torch.no_grad()
     def copy(self, part: Path) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,19 +123,21 @@ class TransformersEngine:
 
     async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
         """See `InferenceEngine`. After a failure, requests in flight wait for the next update, and new ones are refused."""
-        async with self._between_steps:
-            self._ready.clear()
-            self._refusal = None
-            try:
-                self._weights.begin()
-                async for part in parts:
-                    await self._in_thread(self._weights.copy, part)
-                self._weights.finish()
-            except BaseException as error:
-                self._refusal = f"the last weight update failed ({error})"
-                raise
-            self._become(version)
-            self._ready.set()
+        async with self._updating(version):
+            async for part in parts:
+                await self._in_thread(self._weights.copy, part)
+
+    broadcast_ranks = 1
+    """See `TakesBroadcast`."""
+
+    async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
+        """See `TakesBroadcast`."""
+        await self._in_thread(self._weights.join, host, port, first_rank, world)
+
+    async def update_from_broadcast(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> None:
+        """See `TakesBroadcast`; failures as of `update_weights`."""
+        async with self._updating(version):
+            await self._in_thread(self._weights.receive, names, dtypes, shapes)
 
     async def sleep(self) -> None:
         """See `InferenceEngine`. Frees the memory of weights and caches, on every device."""
@@ -169,6 +172,22 @@ class TransformersEngine:
 
     def _new_caches(self) -> Caches:
         return PrivateCaches() if self._alone else SessionCaches(self._max_sessions)
+
+    @asynccontextmanager
+    async def _updating(self, version: int) -> AsyncIterator[None]:
+        """Nothing is computed while weights change; they are `version` afterwards, or no good."""
+        async with self._between_steps:
+            self._ready.clear()
+            self._refusal = None
+            try:
+                self._weights.begin()
+                yield
+                self._weights.finish()
+            except BaseException as error:
+                self._refusal = f"the last weight update failed ({error})"
+                raise
+            self._become(version)
+            self._ready.set()
 
     def _become(self, version: int) -> None:
         """The weights are those of `version`: nothing that was computed is worth anything."""

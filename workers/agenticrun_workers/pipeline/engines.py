@@ -23,9 +23,10 @@ from agenticrun_workers.rollout.outbox import Outbox
 from agenticrun_workers.rollout.placement import Placement, here
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import GenerationRequest
+from agenticrun_workers.weight_sync.layout import TORCH_NAMES, Shape
 
 if TYPE_CHECKING:
-    from agenticrun_workers.inference import EngineStats, InferenceEngine
+    from agenticrun_workers.inference import EngineStats, InferenceEngine, TakesBroadcast
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,20 @@ class EngineActor:
         """All weights are there. Returns when requests under way go on with them. Raises `EngineError`."""
         await self._incoming.finish()
 
+    async def broadcast_ranks(self) -> int:
+        """How many members of a broadcast this engine is. Raises `InvalidConfig` for one that takes none."""
+        return self._broadcasts().broadcast_ranks
+
+    async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
+        """Meet the trainer and the other engines. Raises `EngineError`."""
+        await self._broadcasts().join_broadcast(host, port, first_rank, world)
+
+    async def update_from_broadcast(self, shapes: tuple[Shape, ...], version: int) -> None:
+        """Take these parameters, as the trainer broadcasts them, as policy version `version`. Raises `EngineError`."""
+        dtypes = [TORCH_NAMES[shape.dtype] for shape in shapes]
+        sizes = [list(shape.shape) for shape in shapes]
+        await self._broadcasts().update_from_broadcast([shape.name for shape in shapes], dtypes, sizes, version)
+
     async def submit(self, client: str, requests: bytes) -> None:
         """Begin a packed `list[GenerationRequest]`; the answers wait for `collect`."""
         for request in unpack(requests):
@@ -134,6 +149,21 @@ class EngineActor:
             answer = Answer(request.request_id, None, f"{type(error).__name__}: {error}")
             self._notice(error)
         self._outboxes[client].put(answer)
+
+    def _broadcasts(self) -> TakesBroadcast:
+        from agenticrun_workers.inference import TakesBroadcast
+
+        if not isinstance(self._engine, TakesBroadcast):
+            advice = "takes no broadcasts: choose Auto, ObjectStore or Disk"
+            raise InvalidConfig("spec.pipeline.weightSync.transport", f"{type(self._engine).__name__} {advice}")
+        return self._engine
+
+    def _notice(self, error: Exception) -> None:
+        """An engine that cannot serve is replaced; one that refuses a request is fine."""
+        from agenticrun_workers.inference import EngineError, InvalidRequest
+
+        if isinstance(error, EngineError) and not isinstance(error, InvalidRequest) and not self._broken.done():
+            self._broken.set_exception(error)
 
 
 class EnginePool:

@@ -6,19 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agenticrun_workers.pipeline.rank_actor import REFERENCE, RankActor
 from agenticrun_workers.weight_sync.mapping import checksum_of
 from agenticrun_workers.weight_sync.written import CorruptBucket
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agenticrun_workers.training import ReferenceStrategy
 
-
-class TakesReference:
+class TakesReference(RankActor):
     """The calls of `WeightSync` on an actor that holds a rank of the reference."""
-
-    _reference: ReferenceStrategy | None
 
     def begin_update(self, _version: int) -> None:
         """Buckets of a policy version follow."""
@@ -32,8 +29,7 @@ class TakesReference:
 
     def finish_update(self) -> None:
         """The reference becomes the policy with these weights. Collective."""
-        assert self._reference is not None
-        self._reference.load_weights(self._parameters())
+        self._part(REFERENCE).load_weights(self._parameters())
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         from agenticrun_workers.weight_sync.reading import parameters_in

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from agenticrun_workers.pipeline.rank_batch import RankBatch
 
 
-class ReferenceActor(TakesReference, RankActor):
+class ReferenceActor(TakesReference):
     """One rank of the frozen policy."""
 
     role = Role.REFERENCE

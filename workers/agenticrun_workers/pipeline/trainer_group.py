@@ -67,9 +67,7 @@ class TrainerGroup:
             ranks = self._ranks_of(REFERENCE)
             places = await asyncio.gather(*(actor.placement.remote() for actor in ranks))
             receivers = {place.actor: Receiver(actor, place.node_id) for actor, place in zip(ranks, places, strict=True)}
-            report = await self.weights.update(receivers, version=0)
-            for error in report.failed.values():
-                raise error
+            await self.weights.copy_to(receivers)
 
     async def prepare(self, groups: tuple[Group, ...], version: int) -> Prepared:
         """Give every rank its part of a batch; old and reference log-probs and values. `version` is the one that this step makes."""

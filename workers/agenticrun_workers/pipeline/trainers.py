@@ -14,13 +14,13 @@ from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.pipeline.batch_plan import RankPlan
 from agenticrun_workers.pipeline.credit import TurnCredits
 from agenticrun_workers.pipeline.model_source import ModelSources
-from agenticrun_workers.pipeline.rank_actor import ACTOR, CRITIC, REFERENCE, Metrics, RankActor, combine
+from agenticrun_workers.pipeline.rank_actor import ACTOR, CRITIC, REFERENCE, Metrics, combine
 from agenticrun_workers.pipeline.reference_weights import TakesReference
 from agenticrun_workers.rollout.env_worker import Texts
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import EpisodeKey
 from agenticrun_workers.weight_sync.layout import Bucket, Shape
-from agenticrun_workers.weight_sync.written import Written
+from agenticrun_workers.weight_sync.written import BroadcastFailed, Written
 
 if TYPE_CHECKING:
     from agenticrun_workers.pipeline.rank_batch import RankBatch
@@ -43,7 +43,7 @@ def summed_gaps(gaps: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, 
     return {engine: (sum(total for total, _ in found), sum(tokens for _, tokens in found)) for engine, found in parts.items()}
 
 
-class TrainerActor(TakesReference, RankActor):
+class TrainerActor(TakesReference):
     """One rank. `hosted` says which models beside the policy it holds."""
 
     role = Role.TRAINER
@@ -143,6 +143,10 @@ class TrainerActor(TakesReference, RankActor):
         self._strategy.policy_version = version
         return metrics
 
+    def policy_version(self) -> int:
+        """How often this policy was trained on a batch."""
+        return self._strategy.policy_version
+
     def weight_shapes(self) -> list[Shape]:
         """The parameters that `export_weights` will write, on rank 0. Collective."""
         from agenticrun_workers.weight_sync.sender import shapes_of
@@ -158,6 +162,32 @@ class TrainerActor(TakesReference, RankActor):
     def export_weights(self) -> Iterator[Written]:
         """On rank 0: write all parameters into the buckets, and say so one by one. Collective with `assist_export`."""
         yield from self._sender.send(self._strategy.export_weights())
+
+    def host_broadcast(self, host: str, port: int, world: int) -> None:
+        """On rank 0: meet the engines, here. Raises `BroadcastFailed`."""
+        from agenticrun_workers.models.devices import compute_device
+        from agenticrun_workers.weight_sync.broadcast import WeightGroup
+
+        self._group: WeightGroup | None = None
+        try:
+            self._group = WeightGroup(host, port, 0, world, compute_device())
+        except RuntimeError as error:
+            raise BroadcastFailed(str(error)) from error
+
+    def broadcast_weights(self) -> None:
+        """On rank 0: send all parameters to the engines. Collective with `assist_export`. Raises `BroadcastFailed`."""
+        group = self._group
+        broken: RuntimeError | None = None
+        assert group is not None, "host_broadcast comes first"
+        for _, tensor in self._strategy.export_weights():  # to its end, whatever happens: the other ranks take part in it
+            if broken is None:
+                try:
+                    group.send(tensor)
+                except RuntimeError as error:
+                    broken = error
+        if broken is not None:
+            self._group = None
+            raise BroadcastFailed(str(broken)) from broken
 
     def assist_export(self) -> None:
         """On the other ranks, while rank 0 exports."""

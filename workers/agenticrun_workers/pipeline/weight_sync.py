@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from agenticrun_api.training import WeightSync as Spec
+from agenticrun_workers.pipeline.broadcasting import Broadcasting
 from agenticrun_workers.pipeline.feed import Feed
 from agenticrun_workers.pipeline.moving import DiskMover, Mover, ObjectStoreMover
 from agenticrun_workers.pipeline.node_copy import NodeCopy
 from agenticrun_workers.rollout.errors import InvalidConfig
-from agenticrun_workers.weight_sync.layout import Bucket, buckets_of
+from agenticrun_workers.weight_sync.layout import Bucket, Shape, buckets_of
 from agenticrun_workers.weight_sync.transport import Transport, UnusableTransport, choose
 from agenticrun_workers.weight_sync.written import CorruptBucket, Written
 
@@ -65,7 +66,9 @@ class WeightSync:
         self._trainers = trainers
         self._home = home
         self._spawn = spawn
+        self._exported: list[Shape] | None = None
         self._buckets: tuple[Bucket, ...] | None = None
+        self._broadcasting: Broadcasting | None = None
         self._nodes: dict[str, NodeCopy] = {}
         self._disk = DiskMover(f"{spec.uri}/{run}/weights") if spec.uri else None
         self._opened: Path | None = None
@@ -87,17 +90,36 @@ class WeightSync:
         Raises:
             InvalidConfig: the transport that was asked for does not reach a receiver.
         """
-        report = await self._sync(receivers, version, handover)
+        transport = self._transport({receiver.node_id for receiver in receivers.values()})
+        if transport is Transport.BROADCAST:
+            return await self._broadcast(receivers, version)
+        report = await self._sync(transport, receivers, version, handover)
         if handover is None and any(isinstance(error, CorruptBucket) for error in report.failed.values()):
             for node in self._nodes.values():
                 node.held.clear()
-            report = await self._sync(receivers, version, None)
+            report = await self._sync(transport, receivers, version, None)
         self.version = version
         return report
 
+    async def copy_to(self, receivers: Mapping[str, Receiver]) -> None:
+        """Give others than engines the trainers' weights as they are now, by files whatever `transport` says. Raises what they raise."""
+        transport = choose("Auto", self._home, {receiver.node_id for receiver in receivers.values()})
+        report = await self._sync(transport, receivers, 0, None)
+        for error in report.failed.values():
+            raise error
+
     async def join(self, receiver: Receiver) -> None:
-        """Give one receiver the version of the last sync, from its node's copy, or the first trainer's. The trainers may be busy."""
+        """Give one receiver the version of the last sync, from its node's copy, or the first trainer's. The trainers may be busy.
+
+        A broadcast leaves no copy: after one, the trainers are asked when they are free, and their version is served.
+        """
         assert self.version is not None, "there was no sync yet"
+        if self._spec.transport == "Broadcast":
+            version = await self._trainers[0].policy_version.remote()
+            transport = choose("Auto", self._home, [receiver.node_id])
+            for error in (await self._sync(transport, {"": receiver}, version, None)).failed.values():
+                raise error
+            return
         home, node = await self._node(self._home), await self._node(receiver.node_id)
         feed: Feed[Written] = Feed()
         missing = [written for written in self._written if node.held.get(written.bucket.index) != written.checksum]
@@ -121,10 +143,14 @@ class WeightSync:
         await asyncio.gather(*releases, return_exceptions=True)
 
     async def _sync(
-        self, receivers: Mapping[str, Receiver], version: int, handover: Callable[[], Awaitable[None]] | None
+        self,
+        transport: Transport,
+        receivers: Mapping[str, Receiver],
+        version: int,
+        handover: Callable[[], Awaitable[None]] | None,
     ) -> SyncReport:
+        """Through files, in whatever memory they travel."""
         places = {receiver.node_id for receiver in receivers.values()}
-        transport = self._transport(places)
         nodes = {node_id: await self._node(node_id) for node_id in places | {self._home}}
         home = nodes[self._home]
         away = [node for node in nodes.values() if node is not home]
@@ -146,6 +172,15 @@ class WeightSync:
         failed = {name: error for name, error in zip(receivers, outcomes, strict=True) if isinstance(error, BaseException)}
         changed = sum(written.changed for written in self._written) / sum(written.elements for written in self._written)
         return SyncReport(transport, sum(moved[1:]) + (moved[0] if self._home in places else 0), changed, failed)
+
+    async def _broadcast(self, receivers: Mapping[str, Receiver], version: int) -> SyncReport:
+        if self._broadcasting is None:
+            self._broadcasting = Broadcasting(self._trainers, await self._shapes())
+        failed = await self._broadcasting.update(receivers, version)
+        self.version = version
+        self._written = []
+        size = sum(shape.nbytes for shape in await self._shapes())
+        return SyncReport(Transport.BROADCAST, size * (len(receivers) - len(failed)), 1.0, failed)
 
     async def _export(self, home: NodeCopy, feed: Feed[Written]) -> int:
         """Let the trainers write their weights into `home`. Returns the bytes of what changed, or of the whole."""
@@ -192,14 +227,20 @@ class WeightSync:
     async def _node(self, node_id: str) -> NodeCopy:
         """The living `NodeWeights` of a node; a new one holds nothing."""
         if self._buckets is None:
-            shapes, *_ = await asyncio.gather(*(trainer.weight_shapes.remote() for trainer in self._trainers))
-            self._buckets = buckets_of(shapes, self._spec.bucket_bytes)
+            self._buckets = buckets_of(await self._shapes(), self._spec.bucket_bytes)
         known = self._nodes.get(node_id)
         if known is not None and await known.lives():
             return known
         handle = self._spawn(node_id, self._run, self._buckets)
         self._nodes[node_id] = NodeCopy(node_id, handle, Path(await handle.folder.remote()))
         return self._nodes[node_id]
+
+    async def _shapes(self) -> list[Shape]:
+        """What the trainers export. They are asked once."""
+        if self._exported is None:
+            self._exported, *_ = await asyncio.gather(*(trainer.weight_shapes.remote() for trainer in self._trainers))
+        assert self._exported is not None
+        return self._exported
 
     def _transport(self, places: set[str] | list[str]) -> Transport:
         try:

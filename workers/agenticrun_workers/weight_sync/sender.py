@@ -13,25 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agenticrun_workers.weight_sync.delta import encode, encoded_bytes
-from agenticrun_workers.weight_sync.layout import Bucket, Shape
+from agenticrun_workers.weight_sync.layout import TORCH_NAMES, Bucket, Shape
 from agenticrun_workers.weight_sync.mapping import UNSIGNED, MappedBucket
 from agenticrun_workers.weight_sync.written import Written, delta_file
 
 CHUNK_BYTES = 1 << 20
 """Copied, then summed while it is in the cache."""
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPES = {getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items()}
 
 
 def shapes_of(weights: Iterable[tuple[str, Tensor]]) -> list[Shape]:
@@ -98,7 +87,7 @@ class _Pass:
     deltas: bool
 
     def __post_init__(self) -> None:
-        self.hash = xxhash.xxh3_64(self.mapped.header)
+        self.hash = xxhash.xxh3_64(self.mapped.header.data)
         self.changed = 0
         self._at = 0
         self._indices: list[NDArray[np.int64]] = []
@@ -114,7 +103,7 @@ class _Pass:
             if self.deltas:
                 self._compare(held, chunk)
             np.copyto(held, chunk)
-            self.hash.update(held)
+            self.hash.update(held.data)
             self._at += len(chunk)
 
     def delta(self) -> NDArray[np.uint8] | None:

@@ -12,17 +12,16 @@ class Transport(StrEnum):
     SHARED_MEMORY = "SharedMemory"
     OBJECT_STORE = "ObjectStore"
     DISK = "Disk"
+    BROADCAST = "Broadcast"
 
 
 class UnusableTransport(Exception):
-    """The transport that was asked for cannot reach the engines, or is not offered."""
+    """The transport that was asked for cannot reach the engines."""
 
 
 def choose(asked: str, home: str, nodes: Collection[str]) -> Transport:
     """The transport of a sync from the node `home` to engines on `nodes`. Raises `UnusableTransport`."""
     away = sum(node != home for node in nodes)
-    if asked == "Broadcast":
-        raise UnusableTransport("a collective into the engines' processes is not offered yet: choose Auto, ObjectStore or Disk")
     if asked == "Auto":
         return Transport.OBJECT_STORE if away else Transport.SHARED_MEMORY
     if asked == Transport.SHARED_MEMORY and away:

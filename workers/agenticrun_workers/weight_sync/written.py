@@ -36,3 +36,7 @@ def delta_file(folder: Path, bucket: Bucket) -> Path:
 
 class CorruptBucket(Exception):
     """A bucket's file is not what was sent: its checksum differs."""
+
+
+class BroadcastFailed(Exception):
+    """A collective broke off: a member is gone, or was late."""

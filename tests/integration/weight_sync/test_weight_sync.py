@@ -1,0 +1,248 @@
+"""Weights from a trainer's process to engines in others, on a real Ray: transports, deltas, deaths and damage."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from agenticrun_api.training import WeightSync as Spec
+from agenticrun_workers.pipeline.engines import EnginePool
+from agenticrun_workers.pipeline.node_weights import NodeWeights
+from agenticrun_workers.pipeline.weight_sync import Receiver, SyncReport, WeightSync
+from agenticrun_workers.rollout.errors import InvalidConfig
+from agenticrun_workers.weight_sync.shared_folder import SHARED_MEMORY
+from sync_actors import Engine, Exporter, LossyNode, make_model, version_of
+from tiny_runs import tiny_run
+
+pytestmark = pytest.mark.usefixtures("ray_node")
+ray.cloudpickle.register_pickle_by_value(sys.modules[Engine.__module__])  # workers cannot import the tests' modules
+
+BUCKET_BYTES = 8192
+RUN = "sync-drill"
+
+
+def spawn(cls: type, *arguments: Any, calls: int = 100) -> Any:
+    return ray.remote(cls).options(num_cpus=0, max_concurrency=calls).remote(*arguments)
+
+
+def left_in_memory() -> list[str]:
+    return [path.name for path in SHARED_MEMORY.glob(f"agenticrun-{RUN}-*")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_node: None, folder: Path) -> Any:
+    return spawn(Exporter, folder, tiny_run().spec.pipeline, calls=1)
+
+
+@pytest.fixture(scope="module")
+def engines(ray_node: None, folder: Path) -> dict[str, Any]:
+    """One where the trainer is and one elsewhere. Tests that kill engines make their own."""
+    handles = {name: spawn(Engine, name) for name in ("near", "far")}
+    ray.get([handle.serve.remote(folder) for handle in handles.values()])
+    return handles
+
+
+class Drill:
+    """A `WeightSync` whose places are names: each gets memory of its own, though all are on this machine."""
+
+    def __init__(self, trainer: Any, node: type = NodeWeights, **spec: Any) -> None:
+        self.trainer = trainer
+        self.nodes: dict[str, Any] = {}
+        self._node = node
+        self.sync = WeightSync(Spec(bucket_bytes=BUCKET_BYTES, **spec), RUN, [trainer], "home", self._spawn)
+
+    def _spawn(self, place: str, run: str, buckets: Any) -> Any:
+        self.nodes[place] = spawn(self._node if place == "away" else NodeWeights, run, buckets, calls=4)
+        return self.nodes[place]
+
+    async def update(self, engines: dict[str, tuple[Any, str]], version: int, share: float = 1.0, pause: float = 0.0) -> SyncReport:
+        await self.trainer.become.remote(version, share, pause)
+        receivers = {name: Receiver(handle, place) for name, (handle, place) in engines.items()}
+        return await asyncio.wait_for(self.sync.update(receivers, version), 120)
+
+    async def stop(self) -> None:
+        await self.sync.stop()
+        for node in self.nodes.values():
+            ray.kill(node)
+
+
+@pytest.fixture
+def drill(trainer: Any) -> Iterator[Any]:
+    made: list[Drill] = []
+
+    def make(**options: Any) -> Drill:
+        made.append(Drill(trainer, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        asyncio.run(one.stop())
+    deadline = time.monotonic() + 20
+    while left_in_memory() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left_in_memory() == []
+
+
+async def check(engine: Any, folder: Path, version: int, share: float = 1.0) -> None:
+    """The engine has exactly these weights, and serves them as this version."""
+    held = await engine.held.remote()
+    expected = version_of(folder, version, share)
+    assert held.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(held[name], value.numpy(), err_msg=name)
+    assert await engine.version_sampled.remote() == version
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "delta"])
+@pytest.mark.parametrize("transport", ["SharedMemory", "ObjectStore", "Disk"])
+async def test_engines_serve_exactly_the_trainers_weights(
+    drill: Any, engines: dict[str, Any], folder: Path, tmp_path: Path, transport: str, delta: bool
+) -> None:
+    share = 0.02 if delta else 1.0
+    options = {"uri": str(tmp_path)} if transport == "Disk" else {}
+    syncing = drill(transport=transport, delta=delta, **options)
+    far = "home" if transport == "SharedMemory" else "away"
+    places = {"near": (engines["near"], "home"), "far": (engines["far"], far)}
+    copies = 1 if transport == "SharedMemory" else 2
+    size = sum(value.numel() * 4 for value in version_of(folder, 0).values())
+    for version in (1, 2, 3):
+        report = await syncing.update(places, version, share)
+        assert (report.transport, report.failed) == (transport, {})
+        for engine in engines.values():
+            await check(engine, folder, version, share)
+        if delta and version > 1:
+            assert report.nbytes < 0.08 * size * copies
+            assert report.changed_share == pytest.approx(share, rel=0.5)
+        else:
+            assert (report.nbytes, report.changed_share) == (size * copies, 1.0)
+    assert list(tmp_path.rglob("bucket*")) == []
+
+
+async def test_a_broadcast_reaches_all_engines_and_one_that_joins(drill: Any, engines: dict[str, Any], folder: Path) -> None:
+    syncing = drill(transport="Broadcast")
+    near, far = (engines["near"], "home"), (engines["far"], "away")
+    size = sum(value.numel() * 4 for value in version_of(folder, 0).values())
+    for version, places in ((1, {"near": near, "far": far}), (2, {"near": near, "far": far}), (3, {"near": near})):
+        report = await syncing.update(places, version)
+        assert (report.transport, report.nbytes, report.failed) == ("Broadcast", len(places) * size, {})
+        for engine, _ in places.values():
+            await check(engine, folder, version)
+    await syncing.sync.join(Receiver(*far))
+    await check(engines["far"], folder, 3)
+
+
+@pytest.mark.parametrize("transport", ["ObjectStore", "Broadcast"])
+async def test_an_engine_killed_in_mid_sync_does_not_fail_it(drill: Any, engines: dict[str, Any], folder: Path, transport: str) -> None:
+    victim = spawn(Engine, "victim")
+    pid = await victim.serve.remote(folder)
+    syncing = drill(transport=transport)
+    places = {"near": (engines["near"], "home"), "victim": (victim, "home"), "far": (engines["far"], "away")}
+    running = asyncio.create_task(syncing.update(places, 5, pause=0.2))
+    await asyncio.sleep(1.0)
+    assert not running.done()
+    os.kill(pid, signal.SIGKILL)
+    report = await running
+    assert list(report.failed) == ["victim"]
+    assert isinstance(report.failed["victim"], ray.exceptions.RayActorError)
+    for engine in engines.values():
+        await check(engine, folder, 5)
+
+
+async def test_a_replaced_engine_serves_the_current_version_from_the_first_token(drill: Any, folder: Path) -> None:
+    """Killed in mid-sync, it is replaced while the sync goes on; the new one is told to nobody before it has the weights."""
+    pids: dict[str, int] = {}
+    seen: list[dict[str, int]] = []
+    pool: EnginePool
+
+    async def make(engine_id: str, *_: Any) -> Any:
+        handle = spawn(Engine, engine_id)
+        pids[engine_id] = await handle.serve.remote(folder)
+        return handle
+
+    async def changed(engines: dict[str, Any]) -> None:
+        found = {name: await handle.version_sampled.remote() for name, handle in engines.items()}
+        seen.append(found)
+
+    pool = EnginePool(make, 2, changed)
+    await pool.start()
+    syncing = drill()
+    home = ray.get_runtime_context().get_node_id()
+    syncing.sync = WeightSync(Spec(bucket_bytes=BUCKET_BYTES), RUN, [syncing.trainer], home, syncing._spawn)
+    await syncing.trainer.become.remote(7, 1.0, 0.2)
+    running = asyncio.create_task(pool.update_weights(syncing.sync, 7))
+    await asyncio.sleep(1.0)
+    assert not running.done()
+    os.kill(pids["engine-1"], signal.SIGKILL)
+    report = await asyncio.wait_for(running, 120)
+    assert list(report.failed) == ["engine-1"]
+    for _ in range(600):
+        if "engine-2" in pool.engines:
+            break
+        await asyncio.sleep(0.1)
+    for engine in pool.engines.values():
+        await check(engine, folder, 7)
+    await pool.stop()
+    assert sorted(pool.engines) == ["engine-0", "engine-2"]
+    assert seen[-1] == {"engine-0": 7, "engine-2": 7}
+    for engine in pool.engines.values():
+        ray.kill(engine)
+
+
+async def test_an_engine_that_joins_on_a_new_node_gets_the_last_version_while_the_trainer_is_busy(
+    drill: Any, engines: dict[str, Any], folder: Path
+) -> None:
+    syncing = drill(transport="ObjectStore", delta=True)
+    await syncing.update({"near": (engines["near"], "home")}, 1, 0.02)
+    await syncing.update({"near": (engines["near"], "home")}, 2, 0.02)
+    busy = syncing.trainer.become.remote(3)
+    await asyncio.wait_for(syncing.sync.join(Receiver(engines["far"], "away")), 60)
+    await check(engines["far"], folder, 2, 0.02)
+    await busy
+    both = {"near": (engines["near"], "home"), "far": (engines["far"], "away")}
+    report = await syncing.update(both, 3, 0.02)
+    size = sum(value.numel() * 4 for value in version_of(folder, 0).values())
+    assert report.nbytes < 0.08 * 2 * size
+    await check(engines["far"], folder, 3, 0.02)
+
+
+async def test_a_bucket_damaged_on_the_way_is_found_and_sent_again(drill: Any, engines: dict[str, Any], folder: Path) -> None:
+    syncing = drill(node=LossyNode, transport="ObjectStore")
+    report = await syncing.update({"far": (engines["far"], "away")}, 4)
+    assert report.failed == {}
+    await check(engines["far"], folder, 4)
+
+
+async def test_a_node_whose_memory_is_lost_gets_everything_again(drill: Any, engines: dict[str, Any], folder: Path) -> None:
+    syncing = drill(transport="ObjectStore", delta=True)
+    places = {"near": (engines["near"], "home"), "far": (engines["far"], "away")}
+    await syncing.update(places, 1, 0.02)
+    for place in ("away", "home"):
+        ray.kill(syncing.nodes[place])
+    await asyncio.sleep(1)
+    report = await syncing.update(places, 2, 0.02)
+    assert report.failed == {}
+    for engine in engines.values():
+        await check(engine, folder, 2, 0.02)
+
+
+async def test_a_transport_that_cannot_reach_an_engine_is_a_config_error(drill: Any, engines: dict[str, Any]) -> None:
+    syncing = drill(transport="SharedMemory")
+    with pytest.raises(InvalidConfig, match=r"spec.pipeline.weightSync.transport: 1 engines are on other nodes"):
+        await syncing.update({"far": (engines["far"], "away")}, 1)

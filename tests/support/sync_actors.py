@@ -1,0 +1,101 @@
+"""Actors at the two ends of a weight sync: a trainer whose weights a test chooses, and engines that tell theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agenticrun_api import Pipeline
+from agenticrun_workers.inference import TransformersEngine
+from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
+from agenticrun_workers.pipeline.engines import EngineActor
+from agenticrun_workers.pipeline.node_weights import NodeWeights
+from agenticrun_workers.pipeline.trainers import TrainerActor
+from agenticrun_workers.types import GenerationRequest, SamplingParams
+
+WORDS = tuple("abcdefghijklmnop")
+
+
+def make_model(folder: Path) -> None:
+    """A model of about 50 kB of parameters."""
+    initialize_model(folder, InitializeSpec(WORDS, "qwen3", hidden_size=32, intermediate_size=64, heads=4, initializer_range=0.4))
+
+
+def version_of(folder: Path, version: int, share: float = 1.0) -> dict[str, Tensor]:
+    """The parameters of a version: the model's, with one step of `share` of the elements per version."""
+    weights = {name: value.detach() for name, value in load_model(str(folder)).named_parameters()}
+    for step in range(1, version + 1):
+        random = torch.Generator().manual_seed(step)
+        for name, value in weights.items():
+            chosen = torch.rand(value.shape, generator=random) < share
+            weights[name] = torch.where(chosen, value + 0.1 * torch.randn(value.shape, generator=random), value)
+    return weights
+
+
+class _Policy:
+    """As much of a `TrainStrategy` as an export needs. `pause` seconds pass before each parameter."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.pause = 0.0
+        self.policy_version = 0
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.weights.items():
+            time.sleep(self.pause)
+            yield name, value
+
+
+class Exporter(TrainerActor):
+    """A trainer rank that exports `version_of`."""
+
+    def __init__(self, folder: Path, pipeline: Pipeline) -> None:
+        super().__init__(0, 1, pipeline)
+        self._folder = folder
+        self._strategy: Any = _Policy()
+
+    def become(self, version: int, share: float = 1.0, pause: float = 0.0) -> None:
+        self._strategy.weights, self._strategy.pause = version_of(self._folder, version, share), pause
+        self._strategy.policy_version = version
+
+
+class Engine(EngineActor):
+    """The embedded engine, without a run around it."""
+
+    async def serve(self, folder: Path) -> int:
+        """Start. Returns the process id."""
+        torch.set_num_threads(1)
+        self._engine = TransformersEngine(lambda: load_model(str(folder)), max_length=64)
+        await self._engine.start()
+        return os.getpid()
+
+    async def held(self) -> dict[str, np.ndarray]:
+        """Its parameters now."""
+        model: Any = self._engine._model  # type: ignore[attr-defined]
+        return {name: value.detach().numpy().copy() for name, value in model.named_parameters()}
+
+    async def version_sampled(self) -> int:
+        """The version of a token that it samples."""
+        request = GenerationRequest(str(time.monotonic_ns()), "s", np.arange(5, dtype=np.int32), SamplingParams(1))
+        return int((await asyncio.wait_for(self._engine.generate(request), 60)).versions_T[0])
+
+
+class LossyNode(NodeWeights):
+    """Turns one bit of the first bucket that it is sent."""
+
+    _damaged = False
+
+    def receive(self, index: int, payload: Any, delta: bool) -> None:
+        if not self._damaged:
+            self._damaged = True
+            payload = payload.copy()
+            payload[-1] ^= 1
+        super().receive(index, payload, delta)
