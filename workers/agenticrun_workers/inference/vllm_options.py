@@ -124,8 +124,6 @@ def server_environment(*, threads: int, gpu: bool) -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         # Our sampler stands in for that of the first model runner.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        # The client closes idle connections; one that the server closed could break under a request.
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
