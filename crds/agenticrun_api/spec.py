@@ -236,7 +236,7 @@ class AgenticRunSpec(Model):
     def actors_per_pod(self, role: Role) -> dict[Role, int]:
         """What a pod of the role carries: ranks one per GPU, engines as many as find GPUs, and one of each without GPUs."""
         gpus = self.roles.of(role).gpus
-        carried = {} if role is Role.INFERENCE else {role: max(1, gpus)}
+        carried: dict[Role, int] = {} if role is Role.INFERENCE else {role: max(1, gpus)}
         if role is self.engine_role:
             carried[Role.INFERENCE] = max(1, gpus // self.pipeline.actor_infer.strategy.gpus)
         return carried
