@@ -58,14 +58,20 @@ MODEL_ARGS: Fields = {
     "additional_target": cannot("only the adapters are trained", None, [], "", unread=without_lora),
     "autocast_adapter_dtype": dropped("adapters are always trained in float32", True),
 }
+
+
+def _default(field: Field | Section) -> object:
+    return field.default if isinstance(field, Field) else None
+
+
 OTHERS_MODEL_ARGS: Fields = {
     **MODEL_ARGS,
     "dtype": changed("spec.model.dtype is actor_train's, for all roles"),
     **{
-        key: dropped("actor_train's count: reference and critic are computed the way the policy is", MODEL_ARGS[key].default)
+        key: dropped("actor_train's count: reference and critic are computed the way the policy is", _default(MODEL_ARGS[key]))
         for key in ("disable_gradient_checkpointing", "ulysses_size")
     },
-    **{key: dropped("only the policy has adapters", MODEL_ARGS[key].default) for key in ("lora_rank", "lora_alpha", "additional_target")},
+    **{key: dropped("only the policy has adapters", _default(MODEL_ARGS[key])) for key in ("lora_rank", "lora_alpha", "additional_target")},
     "lora_target": cannot("only the policy has adapters"),
 }
 """Of the roles that are not actor_train."""
@@ -233,7 +239,3 @@ def role(name: Literal["actor_train", "actor_infer", "reference", "critic", "env
     if name == "actor_train":
         fields |= _ACTOR_ONLY
     return Section(fields)
-
-
-def _default(field: Field | Section) -> object:
-    return field.default if isinstance(field, Field) else None
