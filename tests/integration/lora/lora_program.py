@@ -1,0 +1,104 @@
+"""The training of adapters that test_lora_ranks.py compares; as a program, one rank of two, with the arguments MODEL WORK."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agenticrun_workers.models import load_model
+from agenticrun_workers.models.lora import LoraSpec, add_lora
+from agenticrun_workers.training import OptimizerSpec, Sample, TorchPolicy
+from agenticrun_workers.training.deepspeed_policy import DeepSpeedPolicy
+from agenticrun_workers.training.ranks import whole
+from ragged_samples import LOSSES, batch
+from rank_programs import take_part
+
+SPEC = OptimizerSpec(1e-2, weight_decay=0.01, epsilon=1e-4)
+LORA = LoraSpec(rank=3, alpha=6.0)
+LOSS = LOSSES["ppo"]
+STEPS = 3
+
+Policy = TorchPolicy | DeepSpeedPolicy
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20}}
+
+
+STRATEGIES: dict[str, Callable[[Callable[[], PreTrainedModel]], Policy]] = {
+    "fsdp2": lambda load: TorchPolicy(load, SPEC, max_tokens=30),
+    "zero 1": lambda load: DeepSpeedPolicy(load, SPEC, config=zero(1), max_tokens=30),
+    "zero 2": lambda load: DeepSpeedPolicy(load, SPEC, config=zero(2), max_tokens=30),
+    "zero 3": lambda load: DeepSpeedPolicy(load, SPEC, config=zero(3), max_tokens=30),
+}
+
+
+def adapted(model: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """With adapters that have learned something: else those of A had no gradient."""
+    network = add_lora(load_model(str(model), dtype), LORA)
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in network.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    return network
+
+
+def part(samples: list[Sample], policy: Policy) -> list[Sample]:
+    bound = len(samples) * 2 // 3 if policy.data_size > 1 else len(samples)
+    return samples[:bound] if policy.data_rank == 0 else samples[bound:]
+
+
+def weights(policy: Policy) -> dict[str, np.ndarray]:
+    """As they are now, merged, on rank 0."""
+    return {name: weight.numpy().copy() for name, weight in policy.export_weights()}
+
+
+def base(policy: Policy) -> dict[str, Tensor]:
+    """The parameters that do not train, whole, on every rank, under the names that they have without adapters."""
+    get = policy._engine.whole if isinstance(policy, DeepSpeedPolicy) else lambda parameter: whole(parameter.detach())
+    named = policy._backend.module.model.named_parameters()
+    return {name.replace(".base_layer", ""): get(parameter).clone() for name, parameter in named if not parameter.requires_grad}
+
+
+def train(policy: Policy, model: Path, work: Path, name: str) -> dict[str, Any]:
+    """Gradients, steps with a checkpoint in the middle, and what came of them."""
+    plain = adapted(model)
+    batches = [batch(plain, LOSS, seed) for seed in range(2 * STEPS)]
+    found: dict[str, Any] = {"gradients": policy.gradients(part(batches[0], policy), LOSS)}
+    for step, samples in enumerate(batches):
+        if step == STEPS:
+            policy.save(str(work / name))
+        policy.train_step(part(samples, policy), LOSS)
+    policy.export_folder(work / f"exported {name}", {})
+    return found | {"weights": weights(policy), "base": base(policy)}
+
+
+def resume(policy: Policy, model: Path, folder: Path) -> dict[str, np.ndarray]:
+    """The weights after the second half of `train`."""
+    plain = adapted(model)
+    policy.load(str(folder))
+    for seed in range(STEPS, 2 * STEPS):
+        policy.train_step(part(batch(plain, LOSS, seed), policy), LOSS)
+    return weights(policy)
+
+
+def main(model_folder: str, work_folder: str) -> dict[str, Any]:
+    model, work = Path(model_folder), Path(work_folder)
+    load = partial(adapted, model)
+    results: dict[str, Any] = {name: train(make(load), model, work, name) for name, make in STRATEGIES.items()}
+    results["resumed"] = {
+        f"{after} from {before}": resume(STRATEGIES[after](load), model, work / before)
+        for after, before in [("fsdp2", "zero 3"), ("zero 3", "fsdp2"), ("zero 1", "one rank")]
+    }
+    return results
+
+
+if __name__ == "__main__":
+    take_part(main)
