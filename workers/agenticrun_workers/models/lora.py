@@ -41,7 +41,8 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTraine
     from peft import LoraConfig, inject_adapter_in_model  # seconds: only runs with adapters wait for it
 
     _check_targets(model, spec.target_modules)
-    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.target_modules) or "all-linear", lora_dropout=0.0)
+    targets = list(spec.target_modules) or "all-linear"
+    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, lora_dropout=0.0)  # type: ignore[arg-type]  # any number
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft sees by itself which layers hold their weight transposed
         torch.manual_seed(seed)
@@ -91,7 +92,8 @@ def _merged(layer: Any, weight: Tensor, whole: Callable[[nn.Parameter], Tensor])
     wide = torch.promote_types(weight.dtype, torch.float32)
     a, b = (whole(part[ADAPTER].weight).to(wide) for part in (layer.lora_A, layer.lora_B))
     product = (b @ a).T if layer.fan_in_fan_out else b @ a
-    return weight.to(wide) + product * layer.scaling[ADAPTER]
+    scale: float = layer.scaling[ADAPTER]
+    return weight.to(wide) + product * scale
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:

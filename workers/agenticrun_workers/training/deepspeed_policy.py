@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.aggregation import StepTotals, token_coefficients
 from agenticrun_workers.algorithms.segments import Floats
-from agenticrun_workers.models.devices import collective_backends
 from agenticrun_workers.models.lora import whole_weights
 from agenticrun_workers.training.actor_loss import ActorLoss
 from agenticrun_workers.training.actor_metrics import ActorMetrics, nothing_learned
@@ -27,6 +26,7 @@ from agenticrun_workers.training.microbatch import MicroBatch, weighted
 from agenticrun_workers.training.modules import PolicyModule
 from agenticrun_workers.training.optimizer import OptimizerSpec
 from agenticrun_workers.training.options import FsdpOptions
+from agenticrun_workers.training.ranks import join_alone
 from agenticrun_workers.training.strategy import LossSpec, Sample
 from agenticrun_workers.training.torch_backend import TorchBackend
 from agenticrun_workers.training.torch_policy import log_probs
@@ -67,8 +67,7 @@ class DeepSpeedPolicy:
         self._on_host = options.offloads_optimizer
         module = PolicyModule(load(), options.logits_chunk_elements)
         if not dist.is_initialized():
-            backends = collective_backends(next(module.parameters()).device)
-            dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
+            join_alone(next(module.parameters()).device)
         layers = FsdpOptions(gradient_checkpointing=options.gradient_checkpointing)
         self._backend = TorchBackend(module, max_tokens=max_tokens, packing=packing, dtype=dtype, options=layers, shard=False)
         self._engine = ZeroEngine(module, optimizer, options.config(optimizer, dtype))
