@@ -35,7 +35,6 @@ def test_a_request_says_all_of_its_sampling() -> None:
         "top_k": 5,
         "min_p": 0.1,
         "stop_token_ids": [1, 2],
-        "ignore_eos": True,
         "custom_params": {"record_temperature": 0.7, "seed": 3},
     }
 

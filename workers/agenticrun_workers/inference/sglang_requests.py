@@ -9,6 +9,8 @@ import numpy as np
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 
 SEED_BITS = 63
+NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.ABORT)
+"""Of a request that was aborted before anything came back."""
 
 
 def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
@@ -26,8 +28,6 @@ def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
             "top_k": sampling.top_k or -1,
             "min_p": sampling.min_p,
             "stop_token_ids": list(sampling.stop_token_ids),
-            # The stop tokens are those of the request and no others.
-            "ignore_eos": True,
             "custom_params": {"record_temperature": record, "seed": request.seed % 2**SEED_BITS},
         },
     }

@@ -49,6 +49,7 @@ CPU_DEFAULTS: Mapping[str, Any] = {
 """`sleep_on_idle`: otherwise an idle server takes a whole core."""
 GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
 """`enable_memory_saver`: lets `sleep` give the memory to a trainer."""
+MANY = 1 << 30
 CPU_CACHED_TOKENS = 16384
 """Least size of the KV cache on a CPU, in tokens."""
 
@@ -72,9 +73,23 @@ class SglangOptions:
         self.flags(port=0)
 
     @property
+    def processes(self) -> int:
+        """How many processes compute with the weights."""
+        return int(self._merged.get("tp_size", 1)) * int(self._merged.get("pp_size", 1))
+
+    @property
+    def seats(self) -> int:
+        """How many requests are computed at once."""
+        return int(self._merged.get("max_running_requests", MANY))
+
+    @property
+    def _merged(self) -> Mapping[str, Any]:
+        return {**self._defaults, **{name.replace("-", "_"): value for name, value in self.config.items()}}
+
+    @property
     def _defaults(self) -> Mapping[str, Any]:
         if self.gpus:
-            return {**GPU_DEFAULTS, "tp_size": self.gpus}
+            return {**GPU_DEFAULTS, "tp_size": self.gpus // int(self.config.get("pp_size", 1))}
         return {**CPU_DEFAULTS, "max_total_tokens": max(CPU_CACHED_TOKENS, 4 * self.max_length)}
 
     def flags(self, port: int) -> list[str]:

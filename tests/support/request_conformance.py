@@ -1,0 +1,101 @@
+"""How requests come and go."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from agenticrun_workers.inference import InferenceEngine, InvalidRequest
+from agenticrun_workers.types import FinishReason, GenerationRequest
+from engine_checks import Models, ask, prompt, same_logprobs
+from sampling_conformance import SamplingConformance
+from tiny_model import CONTEXT, VOCABULARY
+
+
+class RequestConformance(SamplingConformance):
+    """Requests that are wrong, aborted, or wait."""
+
+    @pytest.mark.parametrize(
+        ("ids", "new"),
+        [([VOCABULARY], 4), ([0, 10**6], 4), ([-1], 4), ([], 4), ([1] * CONTEXT, 1), ([1] * 10, CONTEXT), ([1], 0)],
+    )
+    async def test_requests_that_can_never_be_served_are_refused_and_do_no_harm(
+        self, engine: InferenceEngine, ids: list[int], new: int
+    ) -> None:
+        with pytest.raises(InvalidRequest):
+            await engine.generate(ask(np.asarray(ids, np.int32), new))
+        assert len((await engine.generate(ask(prompt(4), 2))).tokens_T) == 2
+
+    async def test_an_id_in_flight_cannot_be_used_again(self, engine: InferenceEngine) -> None:
+        request = ask(prompt(4), 200)
+        response = asyncio.create_task(engine.generate(request))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidRequest, match="already in flight"):
+            await engine.generate(request)
+        await engine.abort()
+        await response
+
+    async def test_an_aborted_request_returns_what_it_has_and_no_other_is_touched(self, engine: InferenceEngine, models: Models) -> None:
+        short, other = ask(prompt(4), 400), ask(prompt(5), 60)
+        short = GenerationRequest("r", short.session, short.prompt_tokens, short.sampling)
+        other = GenerationRequest("r1", other.session, other.prompt_tokens, other.sampling)
+        responses = [asyncio.create_task(engine.generate(request)) for request in (short, other)]
+        await asyncio.sleep(0.3)
+        await engine.abort(["r", "never-heard-of"])
+        aborted, whole = await asyncio.wait_for(asyncio.gather(*responses), 60)
+        assert aborted.finish is FinishReason.ABORT
+        assert len(aborted.tokens_T) == len(aborted.logprobs_T) < 400
+        same_logprobs(models.plain_a, other, whole)
+        assert whole.finish is FinishReason.LENGTH
+
+    async def test_all_requests_can_be_aborted_at_once(self, engine: InferenceEngine) -> None:
+        aborted_before = engine.stats().aborted_tokens
+        responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(6)]
+        await asyncio.sleep(0.5)
+        await engine.abort()
+        generations = await asyncio.wait_for(asyncio.gather(*responses), 60)
+        assert {generation.finish for generation in generations} == {FinishReason.ABORT}
+        assert engine.stats().aborted_tokens - aborted_before == sum(len(generation.tokens_T) for generation in generations)
+
+    async def test_an_abort_reaches_requests_that_are_still_on_their_way(self, engine: InferenceEngine) -> None:
+        responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(4)]
+        await asyncio.sleep(0)
+        await engine.abort()
+        for response in responses:
+            assert (await asyncio.wait_for(response, 20)).finish is FinishReason.ABORT
+
+    async def test_requests_of_a_paused_engine_can_be_aborted(self, engine: InferenceEngine) -> None:
+        early = asyncio.create_task(engine.generate(ask(prompt(4), 450)))
+        await asyncio.sleep(0.1)
+        await engine.pause()
+        late = asyncio.create_task(engine.generate(ask(prompt(4), 450)))
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(engine.abort(), 20)
+        for generation in await asyncio.wait_for(asyncio.gather(early, late), 20):
+            assert generation.finish is FinishReason.ABORT
+            assert len(generation.tokens_T) < 450
+        await engine.resume()
+        assert len((await engine.generate(ask(prompt(4), 3))).tokens_T) == 3
+
+    async def test_a_request_whose_caller_goes_away_is_aborted(self, engine: InferenceEngine) -> None:
+        response = asyncio.create_task(engine.generate(ask(prompt(4), 450)))
+        await asyncio.sleep(0.2)
+        response.cancel()
+        await asyncio.gather(response, return_exceptions=True)
+        assert len((await engine.generate(ask(prompt(4), 3))).tokens_T) == 3
+        assert engine.stats().running == 0
+
+    async def test_a_paused_engine_samples_nothing_until_it_is_resumed(self, engine: InferenceEngine, models: Models) -> None:
+        requests = [ask(prompt(4, n), 120) for n in range(2)]
+        early = asyncio.create_task(engine.generate(requests[0]))
+        await asyncio.sleep(0.1)
+        await engine.pause()
+        late = asyncio.create_task(engine.generate(requests[1]))
+        done, _ = await asyncio.wait({early, late}, timeout=1.5)
+        assert late not in done
+        await engine.resume()
+        for request, generation in zip(requests, await asyncio.wait_for(asyncio.gather(early, late), 60), strict=True):
+            assert len(generation.tokens_T) == 120
+            same_logprobs(models.plain_a, request, generation)
