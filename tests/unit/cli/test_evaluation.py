@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agenticrun_api import parse_run
+from agenticrun_api import Role, parse_run
 from agenticrun_workers.cli.evaluate import table
 from agenticrun_workers.pipeline.evaluation import evaluation_run, pass_at, summarize
 from agenticrun_workers.rollout.errors import InvalidConfig
@@ -79,6 +79,14 @@ def test_every_level_of_the_validation_set_is_played_so_often() -> None:
     assert playing.pipeline.val_envs.group_size == 4
     assert playing.pipeline.val_batch_size == 24  # six levels, as training validates
     assert (playing.model.path, playing.model.initialize) == ("/models/mine", None)
+
+
+def test_engines_of_a_colocated_run_have_the_devices_to_themselves() -> None:
+    document = tiny_document()
+    document["spec"] |= {"placement": "Colocated", "roles": {"trainer": {"cpus": "3"}}}
+    playing = evaluation_run(parse_run(document), "x").spec
+    assert (playing.colocated, playing.actors(Role.INFERENCE)) == (False, 1)
+    assert playing.roles.of(Role.INFERENCE).cpus == "3"
 
 
 def test_sampling_of_the_evaluation_is_that_of_all_environments() -> None:
