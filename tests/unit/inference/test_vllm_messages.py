@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agenticrun_workers.inference.sampling import uniforms
 from agenticrun_workers.inference.vllm_messages import from_vllm, to_vllm
-from agenticrun_workers.inference.vllm_plugin.agenticrun_vllm.draws import uniforms as uniforms_of_the_server
 from agenticrun_workers.types import FinishReason, GenerationRequest, SamplingParams
 
 
@@ -56,10 +54,3 @@ def test_an_answer_without_tokens_has_empty_arrays() -> None:
     choice = {"token_ids": [], "finish_reason": "abort", "logprobs": {"content": []}, "weight_versions": []}
     generation = from_vllm({"choices": [choice]})
     assert len(generation.tokens_T) == len(generation.logprobs_T) == len(generation.versions_T) == 0
-
-
-def test_the_servers_random_numbers_are_those_of_the_embedded_engine() -> None:
-    """The plugin cannot import ours, so it has the function a second time."""
-    rng = np.random.default_rng(0)
-    seeds_B, indices_B = rng.integers(2**64, size=500, dtype=np.uint64), rng.integers(2**20, size=500, dtype=np.uint64)
-    assert (uniforms_of_the_server(seeds_B, indices_B) == uniforms(seeds_B, indices_B)).all()

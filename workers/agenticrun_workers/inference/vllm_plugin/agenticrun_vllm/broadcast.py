@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
+
+dist: Any = torch.distributed
+"""torch's type stubs lack what is used of it here."""
 
 PREFIX = "agenticrun-weights"
 TIMEOUT = timedelta(seconds=120)

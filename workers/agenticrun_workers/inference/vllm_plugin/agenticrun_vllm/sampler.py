@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from agenticrun_draws import uniforms
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -21,8 +22,6 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
-
-from .draws import uniforms
 
 
 class _Row(NamedTuple):
@@ -34,7 +33,7 @@ class _Row(NamedTuple):
     """The server's own list of what was sampled so far: it grows."""
 
 
-class RequestArguments(LogitsProcessor):
+class RequestArguments(LogitsProcessor):  # type: ignore[misc]
     """Knows which request is in which row of the batch; changes no logits."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:  # noqa: ARG002
@@ -69,7 +68,7 @@ class RequestArguments(LogitsProcessor):
         return torch.tensor([[self._rows[row].record_temperature] for row in range(count)])
 
 
-class RequestSampler(Sampler):
+class RequestSampler(Sampler):  # type: ignore[misc]
     """vLLM's sampler with other random numbers and other log-probs."""
 
     def __init__(self) -> None:
