@@ -120,7 +120,7 @@ def two_ranks(model: Path, work: Path) -> dict[str, Any]:
         results[f"broken {stage}"] = broken_steps(make_zero(model, zero(stage)), model)
     for name, (config, dtype) in VARIANTS.items():
         policy = make_zero(model, config, dtype)
-        results[name] = train(policy, model, steps=STEPS)
+        results[name] = train(policy, model, steps=STEPS, offload=True)
         policy.save(str(work / name))
     results["from torch"] = train(make_zero(model, zero(3)), model, resume=work / "torch")
     results["from zero 1 on one rank"] = train(make_zero(model, zero(3)), model, resume=work / "zero1-by-1")

@@ -165,11 +165,11 @@ class ZeroEngine(StepCounts):
 
         DeepSpeed's own `offload_states` wants its fused AdamW, and leaves nothing to export from. Here the weights stay.
         """
-        for flat in self._flat_masters():
+        for flat in self._flat_masters():  # copied also from CPU to CPU, where tests see then what a GPU would
             if self.stage < 3 or all(flat is not computed for computed in self.optimizer.fp16_partitioned_groups_flat):
-                flat.data = flat.data.to(device)
+                flat.data = flat.data.to(device, copy=True)
             state = self.adam.state[flat]
-            state.update({name: state[name].to(device) for name in MOMENTS})
+            state.update({name: state[name].to(device, copy=True) for name in MOMENTS})
         if self.stage < 3:  # DeepSpeed's parameters know their parts of the tensors that have moved
             self.optimizer._link_all_hp_params()
             self.optimizer._hp_optimizer_states_linked = False
