@@ -78,16 +78,15 @@ class EngineActor:
                 raise InvalidConfig("spec.pipeline.actorInfer.strategy", str(error)) from error
 
     async def sleep(self) -> None:
-        """Leave the device to a trainer. Requests under way are given up, later ones wait for `wake`."""
+        """Leave the device to a trainer. Requests under way are given up, later ones wait for the next weights."""
         self._awake.clear()
         await self._engine.abort()
         await asyncio.gather(*self._sampling)
         await self._engine.sleep()
 
     async def wake(self) -> None:
-        """Take the device back, for a weight update."""
+        """Take the device back. There are no weights before the next update."""
         await self._engine.wake()
-        self._awake.set()
 
     async def begin_update(self, version: int) -> None:
         """Stop sampling, and take the buckets that follow as the weights of this policy version."""
@@ -100,6 +99,7 @@ class EngineActor:
     async def finish_update(self) -> None:
         """All weights are there. Returns when requests under way go on with them. Raises `EngineError`."""
         await self._incoming.finish()
+        self._awake.set()
 
     async def broadcast_ranks(self) -> int:
         """How many members of a broadcast this engine is. Raises `InvalidConfig` for one that takes none."""
