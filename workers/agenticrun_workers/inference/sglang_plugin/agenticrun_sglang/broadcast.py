@@ -10,7 +10,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
+
+dist: Any = torch.distributed
+"""torch's type stubs lack what is used of it here."""
 
 PREFIX = "agenticrun-weights"
 TIMEOUT = timedelta(seconds=120)
@@ -27,7 +30,7 @@ def join(
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
-            group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
+            group = dist.ProcessGroupNCCL(store, rank, world_size, options)
         else:
             group = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
     except RuntimeError as error:
