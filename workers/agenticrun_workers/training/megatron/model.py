@@ -104,10 +104,10 @@ class MegatronModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         embedded_TBH: Tensor = self.embedding(input_ids=ids_BT, position_ids=None)
         if self._padding_token is None:
             return embedded_TBH
-        padding_TB = ids_BT.T == self._padding_token
+        padding_TB = torch.eq(ids_BT.T, self._padding_token)
         if self.config.sequence_parallel:
             padding_TB = padding_TB.chunk(self._place.tensor_size)[self._place.tensor_rank]
-        return torch.where(padding_TB[..., None], embedded_TBH.detach(), embedded_TBH)
+        return torch.where(padding_TB[..., None], embedded_TBH.detach(), embedded_TBH).contiguous()  # stages send it so
 
     def _columns(self, length: int) -> slice:
         """The tokens of each row that this context-parallel rank computes."""
