@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from agenticrun_api.training import WeightSync as Spec
-from agenticrun_workers.pipeline.engines import EnginePool
+from agenticrun_workers.pipeline.engine_pool import EnginePool
 from agenticrun_workers.pipeline.node_weights import NodeWeights
 from agenticrun_workers.pipeline.weight_sync import Receiver, SyncReport, WeightSync
 from agenticrun_workers.rollout.errors import InvalidConfig

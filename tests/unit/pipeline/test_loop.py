@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,8 @@ class Run:
     def weights(self) -> Any:
         return "weights"
 
-    async def update_weights(self, weights: Any, version: int) -> SyncReport:
-        assert weights == "weights"
+    async def update_weights(self, weights: Any, version: int, handover: Callable[[], Awaitable[None]] | None) -> SyncReport:
+        assert (weights, handover) == ("weights", None)
         self.players.version = version
         self.events.append(f"sync {version}")
         return SyncReport(Transport.DISK, 64, 0.25, {})

@@ -11,7 +11,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_workers.pipeline.engine_places import SharedPlace, shared_places
-from agenticrun_workers.pipeline.engines import EngineActor, EnginePool
+from agenticrun_workers.pipeline.engine_pool import EnginePool
+from agenticrun_workers.pipeline.engines import EngineActor
 from agenticrun_workers.pipeline.model_source import ModelSource, ModelSources
 from agenticrun_workers.pipeline.node_weights import NodeWeights
 from agenticrun_workers.pipeline.rank_actor import CRITIC, REFERENCE
@@ -186,7 +187,7 @@ class RunCluster:
     async def _make_source(self, trainer: Any) -> ModelSource:
         """The model to begin with; one of random weights is made on the first trainer pod."""
         model = self._run.spec.model
-        source = ModelSource(model.path, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+        source = ModelSource.of(model)
         if model.initialize is None:
             return source
         return source.with_files(await trainer.make_model.remote(model.initialize, await self._texts))
