@@ -23,23 +23,30 @@ MODULE = "model."
 MASTER = "master"
 
 
-class Rectangles:
-    """A rank's parts of one tensor, as torch.distributed.checkpoint writes and reads them (its protocol `_Checkpointable`)."""
+class Rectangles(Tensor):
+    """A rank's parts of one tensor, as torch.distributed.checkpoint writes and reads them (its protocol `_Checkpointable`).
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape = torch.Size(shape)
-        self._dtype = dtype
+    A tensor without memory of its own: that is the only kind of object that the protocol is looked for on.
+    """
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Rectangles:
+        made: Rectangles = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:  # noqa: ARG002  # the arguments of `__new__`
         self._parts: dict[torch.Size, Tensor] = {}
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, *_: object) -> object:
+        raise NotImplementedError(f"{func}: rectangles are saved and loaded, never computed with")
 
     def add(self, offset: tuple[int, ...], values: Tensor) -> None:
         """`values` become part of what is written, or are overwritten by what is read."""
         self._parts[torch.Size(offset)] = values
 
-    def size(self) -> torch.Size:
-        return self.shape
-
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self._dtype)
+        properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.shape))
             for chunk in self.__create_chunk_list__()
@@ -107,11 +114,14 @@ class Checkpoints:
         ours = {key: value for key, value in self._updater.adam.param_groups[0].items() if key in group}
         names = list(tensors[MASTER])
         moments = {MODULE + name: {kind: tensors[kind][name] for kind in MOMENTS} | {"step": torch.tensor(steps)} for name in names}
+        model = {MODULE + name: tensors[MASTER][name] for name in names}
+        if self._model.tied:  # a module's state dict has a tied weight under both names
+            model[MODULE + "lm_head.weight"] = model[MODULE + "model.embed_tokens.weight"]
         return ModuleState(
             architecture=self._model.model_type,
             parameters=sum(torch.Size(shape).numel() for shape in self._weights.shapes().values()),
             adapters=None,
-            model={MODULE + name: tensors[MASTER][name] for name in names},
+            model=model,
             optimizer={"state": moments, "param_groups": [group | ours | {"params": [MODULE + name for name in names]}]},
         )
 
