@@ -47,3 +47,15 @@ def test_the_user_replaces_our_defaults_and_adds_options() -> None:
 def test_what_other_fields_decide_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"strategy\.config\.{name} cannot be set"):
         options(**{name: 1})
+
+
+def test_a_precision_that_sglang_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"spec\.model\.dtype is float64, but SGLang computes with float32 or bfloat16"):
+        SglangOptions(Path("/model"), "float64", 2048, 7, Path("/logs"))
+
+
+def test_sizes_are_those_of_the_options_that_count() -> None:
+    assert (options().processes, options().seats) == (1, 64)
+    assert (options(tp_size=2, max_running_requests=8).processes, options(max_running_requests=8).seats) == (2, 8)
+    assert options(gpus=4, pp_size=2).processes == 4
+    assert parsed(options(gpus=4, pp_size=2).flags(port=1))["tp_size"] == "2"

@@ -49,6 +49,7 @@ CPU_DEFAULTS: Mapping[str, Any] = {
 """`sleep_on_idle`: otherwise an idle server takes a whole core."""
 GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
 """`enable_memory_saver`: lets `sleep` give the memory to a trainer."""
+DTYPES = ("float32", "bfloat16", "float16")
 MANY = 1 << 30
 CPU_CACHED_TOKENS = 16384
 """Least size of the KV cache on a CPU, in tokens."""
@@ -69,7 +70,9 @@ class SglangOptions:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a `config` that we own options of."""
+        """Raises `ValueError` for a `config` that we own options of, and for a precision that SGLang does not have."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"spec.model.dtype is {self.dtype}, but SGLang computes with {' or '.join(DTYPES)}")
         self.flags(port=0)
 
     @property
