@@ -19,6 +19,10 @@ ADAPTER = "default"
 BASE = "base_layer"
 
 
+class UnknownTarget(ValueError):
+    """A name in `LoraSpec.target_modules` that is no layer which adapters can go into."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
     """What is trained instead of a layer's weight W: A and B in W + alpha / rank * B A."""
@@ -36,7 +40,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTraine
         seed: of A; B is zero. All ranks must give the same.
 
     Raises:
-        ValueError: a name in `target_modules` that no linear layer has, or that the output layer has.
+        UnknownTarget: a name in `target_modules` that no linear layer has, or that the output layer has.
     """
     from peft import LoraConfig, inject_adapter_in_model  # seconds: only runs with adapters wait for it
 
@@ -100,9 +104,9 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
     for target in targets:
         found = {name: layer for name, layer in model.named_modules() if name == target or name.endswith(f".{target}")}
         if not found:
-            raise ValueError(f"lora.targetModules: the model has no layer {target}")
+            raise UnknownTarget(f"the model has no layer {target}")
         for name, layer in found.items():
             if layer is model.get_output_embeddings():
-                raise ValueError(f"lora.targetModules: {name} is the output layer, which adapters leave as it is")
+                raise UnknownTarget(f"{name} is the output layer, which adapters leave as it is")
             if not isinstance(layer, nn.Linear | Conv1D):
-                raise ValueError(f"lora.targetModules: {name} is a {type(layer).__name__}, adapters go into linear layers")
+                raise UnknownTarget(f"{name} is a {type(layer).__name__}, adapters go into linear layers")

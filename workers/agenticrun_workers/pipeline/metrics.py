@@ -85,12 +85,13 @@ def timing_metrics(seconds: Mapping[str, float], tokens: float) -> Metrics:
     }
 
 
-def sync_metrics(report: SyncReport | None) -> Metrics:
-    """What a step's weight sync moved; None for a step without one."""
+def sync_metrics(report: SyncReport | None, *, merged: bool) -> Metrics:
+    """What a step's weight sync moved; None for a step without one. `merged`: adapters are trained, engines get them merged."""
     if report is None:
         return {"weight_sync/bytes": 0.0}
     transports = {f"weight_sync/{transport}": float(transport is report.transport) for transport in Transport}
-    return {"weight_sync/bytes": float(report.nbytes), "weight_sync/changed_share": report.changed_share, **transports}
+    adapters = {"weight_sync/lora_merged": 1.0} if merged else {}
+    return {"weight_sync/bytes": float(report.nbytes), "weight_sync/changed_share": report.changed_share, **transports, **adapters}
 
 
 def engine_metrics(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats], seconds: float) -> Metrics:

@@ -14,7 +14,7 @@ from agenticrun_api import Pipeline
 from agenticrun_api.training import ActorTrain, Critic
 from agenticrun_workers.models import ModelLoadError
 from agenticrun_workers.models.heads import UnsupportedModel
-from agenticrun_workers.models.lora import LoraSpec, add_lora
+from agenticrun_workers.models.lora import LoraSpec, UnknownTarget, add_lora
 from agenticrun_workers.pipeline.model_files import load
 from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.pipeline.specs import loss_temperature, optimizer_spec
@@ -106,6 +106,8 @@ def _refusing(model: str, options: str) -> Iterator[None]:
         yield
     except (ModelLoadError, UnsupportedModel) as error:
         raise InvalidConfig(model, str(error)) from error
+    except UnknownTarget as error:
+        raise InvalidConfig("spec.pipeline.actorTrain.lora.targetModules", str(error)) from error
     except ValueError as error:
         raise InvalidConfig(options, str(error)) from error
 
