@@ -108,6 +108,12 @@ class VllmEngine:
             await self.stop()
             raise
 
+    @property
+    def url(self) -> str:
+        """Where the server listens, once it has started."""
+        assert self._process is not None, "started"
+        return self._process.url
+
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `InferenceEngine`."""
         if self._process is None or not self._process.alive:

@@ -69,6 +69,7 @@ OWNED = {
     "ssl_ciphers": ENGINE,
     "enable_ssl_refresh": ENGINE,
 }
+SERVED_NAME = "policy"
 DTYPES = ("float32", "bfloat16")
 MAX_REQUESTS = 256
 CPU_CACHE_BYTES = 256 * 2**20
@@ -93,6 +94,7 @@ def server_flags(folder: Path, *, dtype: str, max_length: int, trust_remote_code
     passed = command_line(config, OWNED, defaults(gpu=gpu), negatable=True)
     return [
         *("--model", str(folder), "--dtype", dtype, "--max-model-len", str(max_length), "--generation-config", "vllm"),
+        *("--served-model-name", SERVED_NAME),
         *("--enable-scale-out", "--worker-extension-cls", "agenticrun_vllm.worker.Worker"),
         *("--logits-processors", "agenticrun_vllm.sampler:RequestArguments"),
         *(["--trust-remote-code"] if trust_remote_code else []),

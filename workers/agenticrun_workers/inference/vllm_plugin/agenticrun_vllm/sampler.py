@@ -9,6 +9,7 @@ Why not vLLM's own:
 
 from __future__ import annotations
 
+import secrets
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,25 +34,25 @@ class _Row(NamedTuple):
     """The server's own list of what was sampled so far: it grows."""
 
 
+def _row(params: SamplingParams, outputs: list[int]) -> _Row:
+    """Requests of other clients than ours are sampled at random, and recorded as they are sampled."""
+    arguments = params.extra_args or {}
+    seed = arguments["seed"] if "seed" in arguments else secrets.randbits(64)
+    return _Row(seed, arguments.get("record_temperature") or params.temperature or 1.0, outputs)
+
+
 class RequestArguments(LogitsProcessor):  # type: ignore[misc]
     """Knows which request is in which row of the batch; changes no logits."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:  # noqa: ARG002
         self._rows: dict[int, _Row] = {}
 
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Refuse (400) what would otherwise fail in the middle of a batch. `/inference/v1/generate` is for our client alone."""
-        arguments = sampling_params.extra_args or {}
-        if not (isinstance(arguments.get("seed"), int) and arguments.get("record_temperature", 0) > 0):
-            raise ValueError(f"extra_args must hold seed and record_temperature, not {arguments}")
-
     def is_argmax_invariant(self) -> bool:
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow requests as they join, leave and move between rows."""
-        process_dict_updates(self._rows, batch_update, lambda params, _prompt, outputs: _Row(**params.extra_args, outputs=outputs))
+        process_dict_updates(self._rows, batch_update, lambda params, _prompt, outputs: _row(params, outputs))
 
     def apply(self, logits: Tensor) -> Tensor:
         return logits

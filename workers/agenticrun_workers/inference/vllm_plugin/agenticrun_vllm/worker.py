@@ -17,6 +17,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from .broadcast import WeightGroup
 from .sampler import RequestSampler
 
+# Linux lets a process use AMX tiles once it has asked, which vLLM's attention in bfloat16 does not: "Illegal instruction".
+torch.cpu._init_amx()
+
 
 class Worker:
     """Mixed into vLLM's worker class, whose attributes these are."""
