@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, get_type_hints
 
 from agenticrun_workers.training.scoring import CHUNK_ELEMENTS
 
@@ -40,7 +40,7 @@ class FsdpOptions:
     @staticmethod
     def parse(config: Mapping[str, Any]) -> FsdpOptions:
         """From `strategy.config`. Raises `ValueError` that names the option that is unknown, wrong, or decided by another field."""
-        types = {field.name: type(field.default) for field in fields(FsdpOptions)}
+        types = get_type_hints(FsdpOptions)
         for name, value in config.items():
             if name in DECIDED_ELSEWHERE:
                 raise ValueError(f"the option {name} of fsdp2 is decided by {DECIDED_ELSEWHERE[name]}: leave it out")

@@ -13,7 +13,7 @@ LENGTHS = (5, 9, 3)
 def can_pack(decoder: PreTrainedModel) -> bool:
     """True if sequences packed into one row, with restarting position ids, give the hidden states that each gives alone."""
     ids_1T, position_ids_1T = packed_probe(decoder)
-    rows = ids_1T.split(LENGTHS, dim=1)
+    rows = torch.split(ids_1T, list(LENGTHS), dim=1)
     alone_TH = torch.cat([decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])
     packed_TH: Tensor = decoder(input_ids=ids_1T, position_ids=position_ids_1T, use_cache=False).last_hidden_state[0]
     return bool((packed_TH - alone_TH).abs().max() <= probe_tolerance(alone_TH))

@@ -87,7 +87,7 @@ def join_ranks(rank: int, size: int, rendezvous: tuple[str, int]) -> None:
 
 def join_alone(device: torch.device) -> None:
     """A process group of this process, which opens no port."""
-    dist.init_process_group(collective_backends(device), store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(collective_backends(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def whole(tensor: Tensor) -> Tensor:

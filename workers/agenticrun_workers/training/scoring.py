@@ -26,7 +26,7 @@ def score(
     Returns:
         log-probs [N] and entropies [N], in float32 or the wider dtype of the logits.
     """
-    logprobs_N, entropies_N = _Score.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, chunk_elements)  # type: ignore[no-untyped-call]
+    logprobs_N, entropies_N = _Score.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, chunk_elements)
     return logprobs_N, entropies_N
 
 
@@ -62,7 +62,7 @@ class _Score(torch.autograd.Function):
         return logprobs_N, entropies_N
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_logprobs_N: Tensor | None, d_entropies_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, normalizers_N, entropies_N = ctx.saved_tensors
         d_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None

@@ -86,7 +86,7 @@ class UlyssesSequences:
     def all(self, batch: MicroBatch, values_n: Tensor) -> Tensor:
         """See `Sequences`."""
         placed_N = values_n.new_zeros(len(batch.columns_N)).index_copy(0, self._mine(batch), values_n)
-        total_N: Tensor = _Sum.apply(placed_N, self._group)  # type: ignore[no-untyped-call]
+        total_N: Tensor = _Sum.apply(placed_N, self._group)
         return total_N
 
     def _piece(self, batch_width: int) -> int:
@@ -128,9 +128,8 @@ class UlyssesSequences:
     @torch.no_grad()
     def _check(self, decoder: PreTrainedModel, ranks: Ranks, packed: bool) -> None:
         """Replace the attention, and see that pieces give what whole rows give: models may attend in ways of their own."""
-        ids, positions = packed_probe(decoder)
-        if not packed:
-            positions = None
+        ids, packed_positions = packed_probe(decoder)
+        positions = packed_positions if packed else None
         whole_TH: Tensor = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
         ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
         decoder.set_attn_implementation(NAME)
@@ -162,16 +161,21 @@ def attention(
     if repeats > 1:
         repeats = repeats if heads % (few * repeats) == 0 else heads // few
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        module = _Grouped(module, heads // (few * repeats))
-    parts = [x.unflatten(1, (size, -1)) for x in (query, key, value)]
+    seen = module if repeats == 1 else _Grouped(module, heads // (few * repeats))
+    parts = [_cut(x, size) for x in (query, key, value)]
     sizes = [part.shape[2] for part in parts]
     sent_SBhtD = torch.cat(parts, dim=2).transpose(0, 1)
     rows_BhTD = _exchange(sent_SBhtD, rows.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
     mask = rows.mask if sliding_window is None else rows.sliding_mask
     kwargs["position_ids"] = rows.position_ids_BT
-    out_BThD, _ = rows.attend(module, *rows_BhTD.split(sizes, dim=1), mask, sliding_window=sliding_window, **kwargs)
-    pieces_SBthD = _exchange(out_BThD.unflatten(1, (size, -1)).transpose(0, 1), rows.group)
+    out_BThD, _ = rows.attend(seen, *torch.split(rows_BhTD, sizes, dim=1), mask, sliding_window=sliding_window, **kwargs)
+    pieces_SBthD = _exchange(_cut(out_BThD, size).transpose(0, 1), rows.group)
     return pieces_SBthD.permute(1, 2, 0, 3, 4).flatten(2, 3), None
+
+
+def _cut(x: Tensor, parts: int) -> Tensor:
+    """[B, P * n, ...] as [B, P, n, ...]."""
+    return x.reshape(x.shape[0], parts, -1, *x.shape[2:])
 
 
 class _Grouped:
@@ -187,7 +191,7 @@ class _Grouped:
 
 def _exchange(sent_S: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Part s of the first dimension goes to rank s of the group; what rank s sent is part s of the result."""
-    received_S: Tensor = _AllToAll.apply(sent_S, group)  # type: ignore[no-untyped-call]
+    received_S: Tensor = _AllToAll.apply(sent_S, group)
     return received_S
 
 
