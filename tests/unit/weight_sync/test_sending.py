@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from safetensors.torch import save_file
 from torch import Tensor
 
 from agenticrun_workers.weight_sync.layout import Bucket, buckets_of
-from agenticrun_workers.weight_sync.mapping import checksum_of
-from agenticrun_workers.weight_sync.reading import parameters_in
+from agenticrun_workers.weight_sync.mapping import Verifier
+from agenticrun_workers.weight_sync.reading import PartReader
 from agenticrun_workers.weight_sync.receiver import Receiver
 from agenticrun_workers.weight_sync.sender import Sender, shapes_of
-from agenticrun_workers.weight_sync.written import Written, delta_file
+from agenticrun_workers.weight_sync.written import CorruptBucket, Written, delta_file
 
 BUCKET_BYTES = 40_000
 Weights = dict[str, Tensor]
@@ -33,7 +34,7 @@ def buckets_for(weights: Weights) -> tuple[Bucket, ...]:
 
 
 def held(folder: Path, buckets: tuple[Bucket, ...]) -> Weights:
-    return {name: value.clone() for bucket in buckets for name, value in parameters_in(folder / bucket.file)}
+    return {name: value.clone() for bucket in buckets for name, value in PartReader().parameters(folder / bucket.file)}
 
 
 def same(found: Weights, expected: Weights) -> bool:
@@ -65,7 +66,7 @@ def test_a_receiver_follows_a_sender_through_deltas_exactly(tmp_path: Path, dtyp
             else:
                 receiver.patch(index, np.fromfile(delta_file(tmp_path / "here", written.bucket), np.uint8))
                 moved += written.delta_bytes
-            assert checksum_of(tmp_path / "there" / written.bucket.file) == written.checksum
+            Verifier().check(tmp_path / "there" / written.bucket.file, written.checksum)
         assert same(held(tmp_path / "there", buckets), weights)
         shares.append(moved / sum(bucket.data_bytes for bucket in buckets))
         weights = changed(weights, 0.02, step)
@@ -89,7 +90,8 @@ def test_the_checksum_is_xxh3_of_the_whole_file_and_changes_with_any_bit(tmp_pat
             last = content.read(1)
             content.seek(-1, 2)
             content.write(bytes([last[0] ^ 1]))
-        assert checksum_of(file) != written.checksum
+        with pytest.raises(CorruptBucket, match=f"{file} is not what the trainer wrote"):
+            Verifier().check(file, written.checksum)
 
 
 def test_special_values_and_signs_of_zero_count_as_changes_and_arrive(tmp_path: Path) -> None:
@@ -168,3 +170,30 @@ def test_a_bucket_is_told_before_the_next_one_is_exported(tmp_path: Path) -> Non
     sending = Sender(tmp_path, buckets, deltas=False).send(export())
     assert next(sending).bucket == buckets[0]
     assert asked == [shape.name for shape in buckets[0].shapes]
+
+
+def test_who_keeps_files_mapped_sees_what_is_sent_next_and_files_that_replaced_them(tmp_path: Path) -> None:
+    reader, verifier = PartReader(), Verifier()
+    buckets = buckets_for(model())
+    sender = Sender(tmp_path, buckets, deltas=False)
+    for seed in (0, 1, 2):
+        if seed == 2:
+            for file in tmp_path.iterdir():
+                file.unlink()
+            reader.forget()
+            verifier.forget()
+            sender = Sender(tmp_path, buckets, deltas=False)
+        found: Weights = {}
+        for written in sender.send(model(seed).items()):
+            path = tmp_path / written.bucket.file
+            verifier.check(path, written.checksum)
+            found |= {name: value.clone() for name, value in reader.parameters(path)}
+        assert same(found, model(seed))
+
+
+def test_a_file_written_anew_under_its_name_is_read_as_it_is_now(tmp_path: Path) -> None:
+    reader, file = PartReader(), tmp_path / "part.safetensors"
+    for names in (["a"], ["a", "b"], ["b"]):
+        weights = {name: torch.full((len(names) * 5000,), float(number)) for number, name in enumerate(names)}
+        save_file(weights, file)
+        assert same({name: value.clone() for name, value in reader.parameters(file)}, weights)

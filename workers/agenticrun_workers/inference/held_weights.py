@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.inference.engine import EngineError
 from agenticrun_workers.weight_sync.broadcast import WeightGroup
-from agenticrun_workers.weight_sync.reading import parameters_in
+from agenticrun_workers.weight_sync.reading import PartReader
 
 
 class HeldWeights:
@@ -25,12 +25,14 @@ class HeldWeights:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         self._seen: set[int] = set()
+        self._reader = PartReader()
         self._device = model.device
         self._group: WeightGroup | None = None
 
     def begin(self) -> None:
         """No parameter is up to date."""
         self._seen.clear()
+        self._reader.forget()
 
     def join(self, host: str, port: int, rank: int, world: int) -> None:
         """Meet those whose broadcasts `receive` takes. Raises `EngineError`."""
@@ -55,7 +57,7 @@ class HeldWeights:
     def copy(self, part: Path) -> None:
         """Take the parameters of one file. Raises `EngineError` for an unreadable file, and for names and shapes of another model."""
         try:
-            for name, value in parameters_in(part):
+            for name, value in self._reader.parameters(part):
                 self._take(name, value)
         except (OSError, SafetensorError) as error:
             raise EngineError(f"{part} cannot be read as a safetensors file: {error}") from error

@@ -19,6 +19,7 @@ from agenticrun_workers.rollout.placement import Placement, here
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import GenerationRequest
 from agenticrun_workers.weight_sync.layout import TORCH_NAMES, Shape
+from agenticrun_workers.weight_sync.mapping import Verifier
 
 if TYPE_CHECKING:
     from agenticrun_workers.inference import EngineStats, InferenceEngine, TakesBroadcast
@@ -35,6 +36,7 @@ class EngineActor:
         self._outboxes: dict[str, Outbox[Answer]] = defaultdict(Outbox)
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._verifier = Verifier()
         self._awake = asyncio.Event()
         self._awake.set()
         self._sampling: set[asyncio.Task[None]] = set()
@@ -80,7 +82,8 @@ class EngineActor:
 
     async def begin_update(self, version: int) -> None:
         """Stop sampling, and take the buckets that follow as the weights of this policy version."""
-        self._incoming = IncomingWeights(self._engine, version)
+        self._verifier.forget()
+        self._incoming = IncomingWeights(self._engine, version, self._verifier)
 
     async def take_bucket(self, path: str, checksum: int) -> None:
         """A file with some of the weights. Raises `CorruptBucket`, and `EngineError` of an update that has failed."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agenticrun_workers.weight_sync.mapping import checksum_of
+from agenticrun_workers.weight_sync.mapping import Verifier
 from agenticrun_workers.weight_sync.written import CorruptBucket
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class IncomingWeights:
     """Begins the engine's update at once: it stops sampling, and takes each bucket as soon as it is there."""
 
-    def __init__(self, engine: InferenceEngine, version: int) -> None:
+    def __init__(self, engine: InferenceEngine, version: int, verifier: Verifier) -> None:
+        self._verifier = verifier
         self._arrived: asyncio.Queue[Path | CorruptBucket | None] = asyncio.Queue()
         self._update = asyncio.create_task(engine.update_weights(self._parts(), version), name=f"update to version {version}")
 
@@ -25,10 +26,11 @@ class IncomingWeights:
         """Pass a bucket on. Raises `CorruptBucket`, and what the engine's update has raised."""
         if self._update.done():
             await self._update
-        if await asyncio.to_thread(checksum_of, path) != checksum:
-            corrupt = CorruptBucket(f"{path} is not what the trainer wrote")
+        try:
+            await asyncio.to_thread(self._verifier.check, path, checksum)
+        except CorruptBucket as corrupt:
             self._arrived.put_nowait(corrupt)
-            raise corrupt
+            raise
         self._arrived.put_nowait(path)
 
     async def finish(self) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agenticrun_workers.pipeline.rank_actor import REFERENCE, RankActor
-from agenticrun_workers.weight_sync.mapping import checksum_of
-from agenticrun_workers.weight_sync.written import CorruptBucket
+from agenticrun_workers.weight_sync.mapping import Verifier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +22,7 @@ class TakesReference(RankActor):
 
     def take_bucket(self, path: str, checksum: int) -> None:
         """A file with some of the weights. Raises `CorruptBucket`."""
-        if checksum_of(Path(path)) != checksum:
-            raise CorruptBucket(f"{path} is not what the trainer wrote")
+        Verifier().check(Path(path), checksum)
         self._arrived.append(Path(path))
 
     def finish_update(self) -> None:
@@ -32,7 +30,7 @@ class TakesReference(RankActor):
         self._part(REFERENCE).load_weights(self._parameters())
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        from agenticrun_workers.weight_sync.reading import parameters_in
+        from agenticrun_workers.weight_sync.reading import PartReader
 
         for path in self._arrived:
-            yield from parameters_in(path)
+            yield from PartReader().parameters(path)

@@ -10,6 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from agenticrun_workers.weight_sync.layout import Bucket
+from agenticrun_workers.weight_sync.written import CorruptBucket
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """By bytes of an element."""
@@ -36,7 +37,24 @@ class MappedBucket:
         self.elements_N = self.data.view(UNSIGNED[bucket.item_bytes])
 
 
-def checksum_of(path: Path) -> int:
-    """xxh3_64 of a whole file."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return xxhash.xxh3_64_intdigest(content)
+class Verifier:
+    """Compares files with their checksums. Keeps them mapped, because they are read again at the next sync."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, tuple[tuple[int, int], mmap.mmap]] = {}
+        """By path: the file's inode and size, and its content."""
+
+    def check(self, path: Path, checksum: int) -> None:
+        """Raises `CorruptBucket` for another content than the sender's."""
+        status = path.stat()
+        identity = status.st_ino, status.st_size
+        known = self._maps.get(path)
+        if known is None or known[0] != identity:
+            with path.open("rb") as file:
+                known = self._maps[path] = identity, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if xxhash.xxh3_64_intdigest(known[1]) != checksum:
+            raise CorruptBucket(f"{path} is not what the trainer wrote")
+
+    def forget(self) -> None:
+        """Unmap files that are gone."""
+        self._maps = {path: entry for path, entry in self._maps.items() if path.exists()}
