@@ -33,8 +33,6 @@ from rank_programs import launch
 PROGRAM = Path(__file__).with_name("rank_program.py")
 TRAINED = [(case, family) for case in CASES for family in case.families]
 EXACT = [(case, family) for case, family in TRAINED if case.dtype != "bfloat16"]
-TOLERANCE = {"float64": 5e-6, "float32": 2e-4}
-"""Relative. In float64 the scaled rotary embedding (YaRN) is rounded to float32 in another place than transformers'."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -72,6 +70,11 @@ def distance(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> f
     return max(float(np.linalg.norm(found[name] - value) / np.linalg.norm(value)) for name, value in expected.items())
 
 
+def tolerance(family: str, dtype: str) -> float:
+    """Relative. Scores of YaRN's rotary embedding are rounded to float32 in another place than transformers'."""
+    return 2e-4 if dtype == "float32" else 5e-6 if family == "qwen3" else 1e-9
+
+
 def named(pairs: list[Any]) -> dict[str, Any]:
     return {"argvalues": pairs, "ids": [f"{case.name}-{family}" for case, family in pairs]}
 
@@ -80,8 +83,8 @@ def named(pairs: list[Any]) -> dict[str, Any]:
 def test_gradient_weights_and_metrics_are_those_of_one_process(case: Any, family: str, ranks: Any, references: Any) -> None:
     found, expected = ranks[case.world][0][case.name, family], references[family, case.dtype]
     assert all(np.linalg.norm(gradient) > 0 for gradient in expected.gradient.values())
-    assert distance(found["gradient"], expected.gradient) < TOLERANCE[case.dtype]
-    assert distance(found["weights"], expected.weights) < TOLERANCE[case.dtype]
+    assert distance(found["gradient"], expected.gradient) < tolerance(family, case.dtype)
+    assert distance(found["weights"], expected.weights) < tolerance(family, case.dtype)
     for mine, alone in zip(found["metrics"], expected.metrics, strict=True):
         assert mine.keys() == alone.keys()
         about_the_loss = [name for name in alone if not name.startswith("train/")]

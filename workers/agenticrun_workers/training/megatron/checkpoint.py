@@ -31,7 +31,7 @@ class Rectangles(Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Rectangles:
-        made: Rectangles = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # type: ignore[attr-defined]
+        made: Rectangles = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         return made
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:  # noqa: ARG002  # the arguments of `__new__`
@@ -41,7 +41,7 @@ class Rectangles(Tensor):
     def __torch_dispatch__(cls, func: object, *_: object) -> object:
         raise NotImplementedError(f"{func}: rectangles are saved and loaded, never computed with")
 
-    def add(self, offset: tuple[int, ...], values: Tensor) -> None:
+    def include(self, offset: tuple[int, ...], values: Tensor) -> None:
         """`values` become part of what is written, or are overwritten by what is read."""
         self._parts[torch.Size(offset)] = values
 
@@ -76,7 +76,7 @@ class Checkpoints:
                 local = self._whole_local(parameter, kind)
                 for piece in parameter.pieces if writes and not self._is_copy(parameter) else ():
                     if all(piece.sizes) and not (piece.replicated and self._place.tensor_rank):
-                        tensors[kind][piece.name].add(piece.offset, piece.read(local).cpu())
+                        tensors[kind][piece.name].include(piece.offset, piece.read(local).cpu())
         save_state(location, self._state(tensors, self._steps()), progress)
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class Checkpoints:
             for kind in (MASTER, *MOMENTS):
                 parts = [(piece, torch.zeros(piece.sizes, dtype=self._dtype)) for piece in parameter.pieces if all(piece.sizes)]
                 for piece, values in parts:
-                    tensors[kind][piece.name].add(piece.offset, values)
+                    tensors[kind][piece.name].include(piece.offset, values)
                 targets.append((parameter, kind, parts))
         state = self._state(tensors, 0.0)
         progress = load_state(location, state, progress)

@@ -56,7 +56,9 @@ class CoreAttention(nn.Module):
                 for tensor in (key_TBGD, value_TBGD)
             )
         out_BHTD = functional.scaled_dot_product_attention(
-            *(tensor.permute(1, 2, 0, 3) for tensor in (query_TBHD, key_TBGD, value_TBGD)),
+            query_TBHD.permute(1, 2, 0, 3),
+            key_TBGD.permute(1, 2, 0, 3),
+            value_TBGD.permute(1, 2, 0, 3),
             attn_mask=attention_mask,
             is_causal=attention_mask is None,
             scale=self._scale,

@@ -15,7 +15,9 @@ class Parked:
         storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()}
         self._kept: list[tuple[UntypedStorage, UntypedStorage]] = []
         for storage in storages.values():
-            self._kept.append((storage, storage.clone() if storage.device.type == "cpu" else storage.cpu()))
+            kept = torch.UntypedStorage(storage.nbytes(), device="cpu")  # type: ignore[no-untyped-call]
+            kept.copy_(storage, False)
+            self._kept.append((storage, kept))
             storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -120,7 +120,9 @@ class MegatronOptions:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"strategy.config.{name} must be a whole number from 1, not {size!r}")
         options = MegatronOptions(
-            *sizes,
+            tensor=sizes[0],
+            pipeline=sizes[1],
+            context=sizes[2],
             transformer={name: value for name, value in config.items() if name in TRANSFORMER},
             data_parallel={name: value for name, value in config.items() if name in DATA_PARALLEL},
         )

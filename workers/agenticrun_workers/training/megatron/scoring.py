@@ -44,7 +44,7 @@ def _score_chunk(
 ) -> tuple[Tensor, Tensor]:
     logits_CV = functional.linear(hidden_CH, weight_VH)
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    result: tuple[Tensor, Tensor] = _ScoreLogits.apply(logits_CV.to(wide) / temperature, targets_C, first, group)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _ScoreLogits.apply(logits_CV.to(wide) / temperature, targets_C, first, group)
     return result
 
 
