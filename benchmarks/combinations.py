@@ -59,13 +59,13 @@ def run(engine: str, trainer: str, steps: int) -> Result:
             print(done.stdout)
         done.check_returncode()
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        rows = [line for line in lines if "rollout/reward/mean" in line or "critic/score/mean" in line]
+        rows = [line for line in lines if "critic/score/mean" in line]
         return Result(
             steps=len(rows),
             reward=fmean(row["critic/score/mean"] for row in rows),
             gap=fmean(row["engine/logprob_gap"] for row in rows),
-            tokens_per_second=fmean(row["system/tokens_per_second"] for row in rows),
-            sync_seconds=fmean(row["time/sync"] for row in rows if "time/sync" in row),
+            tokens_per_second=fmean(row["system/tps"] for row in rows),
+            sync_seconds=fmean(row["weight_sync/seconds"] for row in rows if row["weight_sync/seconds"]),
             wall_seconds=time.monotonic() - began,
         )
 

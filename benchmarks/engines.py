@@ -1,0 +1,199 @@
+"""What does our way to an engine cost? Tokens per second through GenerationClient, a Ray actor and the engine, over those of the engine's own client.
+
+    python benchmarks/engines.py [--engines NAME ...] [--quick] [--json FILE]
+
+Both sides ask the same engine for the same prompts with the same number in flight, in turn, several times; figures are ratios of medians.
+The other side is the faster of the engine's own benchmark client (run in the engine's environment) and a loop that posts the same requests
+with aiohttp and reads no more than it must; for the transformers engine, which is no server, calls of `generate` in its own process.
+`--quick` asks for an eighth of the prompts, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import numpy as np
+import ray
+
+from agenticrun_api import Pipeline, parse_run
+from agenticrun_workers.inference.engine_home import engines_folder
+from agenticrun_workers.pipeline.engines import LOG_FOLDER, EngineActor
+from agenticrun_workers.pipeline.model_source import ModelSource
+from agenticrun_workers.rollout.generation_client import GenerationClient
+from agenticrun_workers.types import GenerationRequest, SamplingParams
+from record import write_record
+from tiny_model import make_tiny_model
+
+ENGINES = ("transformers", "sglang", "vllm")
+CLIENTS = Path(__file__).parent / "engine_clients"
+LIMIT = 0.95
+VOCABULARY = 512
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked for."""
+
+    prompts: list[list[int]]
+    new_tokens: int
+    concurrency: int
+
+    @staticmethod
+    def make(requests: int, seed: int) -> Work:
+        rng = np.random.default_rng(seed)
+        return Work(rng.integers(1, VOCABULARY, (requests, 64)).tolist(), new_tokens=64, concurrency=32)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompts) * self.new_tokens
+
+    def request(self, number: int) -> GenerationRequest:
+        sampling = SamplingParams(max_new_tokens=self.new_tokens)
+        return GenerationRequest(f"r{number}", f"s{number}", np.array(self.prompts[number], np.int32), sampling, seed=number)
+
+    async def ask(self, one: Any) -> float:
+        """Seconds until `one(number)` has returned for all prompts, so many at a time."""
+        slots = asyncio.Semaphore(self.concurrency)
+
+        async def slotted(number: int) -> None:
+            async with slots:
+                await one(number)
+
+        began = time.perf_counter()
+        await asyncio.gather(*(slotted(number) for number in range(len(self.prompts))))
+        return time.perf_counter() - began
+
+
+class MeasuredActor(EngineActor):
+    """The product's actor, with a way around it."""
+
+    async def url(self) -> str:
+        engine: Any = self._engine
+        return str(engine.url)
+
+    async def ask_engine(self, work: Work) -> float:
+        """Seconds of calls of the engine in its own process."""
+        return await work.ask(lambda number: self._engine.generate(work.request(number)))
+
+
+async def ask_through_client(actor: Any, work: Work, name: str) -> float:
+    """Seconds of the product's way."""
+    client = GenerationClient(name)
+    client.set_engines({"engine-0": actor})
+
+    async def one(number: int) -> None:
+        generation = await client.generate(work.request(number))
+        assert len(generation.tokens_T) == work.new_tokens, generation.finish
+
+    return await work.ask(one)
+
+
+async def ask_by_http(engine: str, url: str, work: Work) -> float:
+    """Seconds of the leanest client that there is."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def one(number: int) -> None:
+            if engine == "sglang":
+                sampling = {"max_new_tokens": work.new_tokens, "temperature": 1.0, "ignore_eos": True}
+                body: dict[str, Any] = {"input_ids": work.prompts[number], "sampling_params": sampling, "return_logprob": True}
+                path = "/generate"
+            else:
+                sampling = {"max_tokens": work.new_tokens, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+                body = {"token_ids": work.prompts[number], "sampling_params": sampling}
+                path = "/inference/v1/generate"
+            async with session.post(f"{url}{path}", json=body) as response:
+                response.raise_for_status()
+                await response.read()
+
+        return await work.ask(one)
+
+
+def ask_by_own_client(engine: str, url: str, work: Work) -> float:
+    """Seconds of the engine's own benchmark client."""
+    python = engines_folder() / engine / "bin" / "python"
+    command = [str(python), str(CLIENTS / f"{engine}_client.py"), url, *(["policy"] if engine == "vllm" else [])]
+    done = subprocess.run(command, input=json.dumps(asdict(work)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
+
+
+def pipeline_for(engine: str) -> Pipeline:
+    """A run whose engine it is."""
+    run = {
+        "apiVersion": "agenticrun.dev/v1alpha1",
+        "kind": "AgenticRun",
+        "metadata": {"name": "benchmark"},
+        "spec": {
+            "model": {"path": "unused"},
+            "pipeline": {
+                "maxSteps": 1,
+                "rolloutBatchSize": 2,
+                "evalSteps": 0,
+                "sequenceLength": 256,
+                "envs": [{"tag": "Lake", "type": "frozen_lake"}],
+                "trainEnvs": {"groups": 1, "groupSize": 2, "tags": ["Lake"]},
+                "actorInfer": {"strategy": {"name": engine}},
+            },
+        },
+    }
+    return parse_run(run).spec.pipeline
+
+
+async def measure(engine: str, model: Path, requests: int, rounds: int) -> dict[str, float]:
+    """Tokens per second by way."""
+    options = {"num_cpus": 0, "max_concurrency": 1000}
+    actor: Any = ray.remote(MeasuredActor).options(**options).remote("engine-0")
+    await actor.start.remote(pipeline_for(engine), ModelSource(str(model)), 0, 1)
+    seconds: dict[str, list[float]] = {"ours": [], "lean": [], **({"own": []} if engine != "transformers" else {})}
+    await ask_through_client(actor, Work.make(8, 0), "warm-up")
+    for number in range(rounds):
+        work = Work.make(requests, number + 1)
+        seconds["ours"].append(await ask_through_client(actor, work, f"client-{number}"))
+        if engine == "transformers":
+            seconds["lean"].append(await actor.ask_engine.remote(work))
+        else:
+            url = await actor.url.remote()
+            seconds["lean"].append(await ask_by_http(engine, url, work))
+            seconds["own"].append(await asyncio.to_thread(ask_by_own_client, engine, url, work))
+    await actor.stop.remote()
+    ray.kill(actor)
+    return {way: work.tokens / median(times) for way, times in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--quick", action="store_true", help="few prompts, one round: a smoke test, not a result")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    requests, rounds = (32, 1) if arguments.quick else (256, 5)
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="engines-") as folder:
+        runtime = {"env_vars": {LOG_FOLDER: folder}}
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=runtime)
+        model = make_tiny_model(Path(folder) / "model", vocabulary=VOCABULARY)
+        print(f"{'engine':14}{'ours tok/s':>12}{'own tok/s':>12}{'lean tok/s':>12}{'share':>8}")
+        for engine in arguments.engines:
+            found = asyncio.run(measure(engine, model, requests, rounds))
+            share = found["ours"] / max(speed for way, speed in found.items() if way != "ours")
+            own = f"{found['own']:.0f}" if "own" in found else "-"
+            print(f"{engine:14}{found['ours']:12.0f}{own:>12}{found['lean']:12.0f}{share:8.3f}  (at least {LIMIT})", flush=True)
+            figures |= {f"client_share_{engine}": share, **{f"{engine}_{way}_tokens_per_second": speed for way, speed in found.items()}}
+        ray.shutdown()
+    if arguments.json:
+        write_record(arguments.json, figures)
+
+
+if __name__ == "__main__":
+    main()

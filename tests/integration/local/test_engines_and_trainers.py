@@ -1,0 +1,66 @@
+"""One YAML trains with servers as engines and with any trainer: two of the combinations of benchmarks/combinations.py, each part once.
+
+The transformers engine with fsdp2 is what all other tests train with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "engines-and-trainers.yaml"
+STEPS = 2
+MARK = "AGENTICRUN_TEST_RUN"
+
+
+def train(folder: Path, *settings: str) -> list[dict[str, float]]:
+    """Metrics of each step of `agenticrun run` with these settings."""
+    overrides = [word for setting in (*settings, f"spec.pipeline.maxSteps={STEPS}") for word in ("--set", setting)]
+    command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "-f", str(EXAMPLE), "-o", str(folder), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, MARK: str(folder)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "critic/score/mean" in line]
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Processes on this machine that `train` has started, servers of engines among them."""
+    mark = f"{MARK}={folder}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "config"),
+    [("sglang", "megatron", "tensor_model_parallel_size=2"), ("vllm", "deepspeed", "zero_optimization.stage=3")],
+)
+def test_a_server_and_two_trainer_ranks_train_as_one(engine: str, trainer: str, config: str, tmp_path: Path) -> None:
+    strategies = [f"actorInfer.strategy.name={engine}", f"actorTrain.strategy.name={trainer}", f"actorTrain.strategy.config.{config}"]
+    steps = train(tmp_path, *(f"spec.pipeline.{setting}" for setting in strategies))
+    assert len(steps) == STEPS
+    for step in steps:
+        assert 0 <= step["engine/logprob_gap"] < 1e-3
+        assert step["weight_sync/bytes"] > 0
+        assert step["actor/grad_norm"] > 0
+        assert step["tokens/response"] > 0
+    assert any(tmp_path.glob("engines/*.log")), "the server's log stays with the run"
+    assert left_behind(tmp_path) == []
+
+
+def test_what_a_strategy_does_not_have_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    setting = "spec.pipeline.actorTrain.strategy.config.zero_stage=3"
+    command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "-f", str(EXAMPLE), "-o", str(tmp_path), "--set", setting]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "400"})
+    assert done.returncode == 2, done.stdout
+    assert "spec.pipeline.actorTrain.strategy.config" in done.stdout + done.stderr
+    assert "zero_stage" in done.stdout + done.stderr
