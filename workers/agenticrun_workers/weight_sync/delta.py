@@ -17,11 +17,7 @@ Bits = NDArray[np.unsignedinteger]
 
 def encode(indices_K: NDArray[np.int64], values_K: Bits) -> NDArray[np.uint8]:
     """`indices_K` ascend; `values_K` are the new elements there."""
-    gaps_K = np.diff(indices_K, prepend=0)
-    escapes_K, rest_K = np.divmod(gaps_K, ESCAPE)
-    ends_K = np.cumsum(escapes_K + 1) - 1
-    codes = np.full(int(ends_K[-1]) + 1 if len(ends_K) else 0, ESCAPE, np.uint16)
-    codes[ends_K] = rest_K
+    codes = _codes(np.diff(indices_K, prepend=0))
     parts = (np.array([len(values_K)], np.uint64), np.ascontiguousarray(values_K), codes)
     return np.concatenate([part.view(np.uint8) for part in parts])
 
@@ -40,3 +36,13 @@ def patch(elements_N: Bits, delta: NDArray[np.uint8]) -> int:
     positions = np.cumsum(codes, dtype=np.int64)
     elements_N[positions[codes != ESCAPE]] = values_K
     return count
+
+
+def _codes(gaps_K: NDArray[np.int64]) -> NDArray[np.uint16]:
+    if gaps_K.max(initial=0) < ESCAPE:
+        return gaps_K.astype(np.uint16)
+    escapes_K, rest_K = np.divmod(gaps_K, ESCAPE)
+    ends_K = np.cumsum(escapes_K + 1) - 1
+    codes = np.full(int(ends_K[-1]) + 1, ESCAPE, np.uint16)
+    codes[ends_K] = rest_K
+    return codes
