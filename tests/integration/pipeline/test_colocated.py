@@ -26,7 +26,7 @@ def colocated() -> AgenticRun:
 
 async def trained(run: AgenticRun, folder: Path) -> dict[int, dict[str, float]]:
     session = TinySession(run, folder)
-    report = await asyncio.wait_for(session.execute(), 300)
+    report = await asyncio.wait_for(session.execute(), 550)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     return session.training_steps()
 
@@ -44,7 +44,7 @@ async def test_an_engine_that_dies_while_trainers_compute_is_replaced_before_the
 ) -> None:
     caplog.set_level(logging.INFO)
     session = TinySession(colocated(), tmp_path)
-    running = asyncio.create_task(asyncio.wait_for(session.execute(), 300))
+    running = asyncio.create_task(asyncio.wait_for(session.execute(), 550))
     while not session.sink.snapshots or session.sink.snapshots[-1].activity is not Activity.TRAINING:
         await asyncio.sleep(0.005)
     (engine,) = (record.args for record in caplog.records if "runs on" in record.msg and "engine-0" in str(record.args))
