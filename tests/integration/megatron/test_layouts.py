@@ -109,11 +109,16 @@ def test_metrics_are_equal_on_every_rank_and_rank_zero_alone_exports(case: Any, 
     assert all(other["weights"] == {} for other in others)
 
 
-def test_bfloat16_keeps_its_masters_in_float32(ranks: Any, references: Any) -> None:
-    """A step moves weights by less than bfloat16 can tell; three of them add up in the masters."""
+def test_bfloat16_is_as_near_to_float32_as_that_of_one_process(work: Path, ranks: Any, references: Any) -> None:
     found, expected = ranks[2][0]["bfloat16", "qwen3"], references["qwen3", "float32"]
-    assert distance(found["weights"], expected.weights) < 0.05
-    assert found["metrics"][0]["actor/entropy"] == pytest.approx(expected.metrics[0]["actor/entropy"], rel=0.2)
+    load = partial(load_model, str(work / "qwen3"))
+    alone = train(
+        TorchPolicy(load, SPEC, max_tokens=MAX_TOKENS, temperature=LOSS.temperature, dtype=torch.bfloat16), samples_of(work, "qwen3")
+    )
+    for what in ("gradient", "weights"):
+        error = distance(getattr(alone, what), getattr(expected, what))
+        assert error > 0
+        assert distance(found[what], getattr(expected, what)) < 1.5 * error
 
 
 @pytest.mark.parametrize("layout", ["tensor", "data", "pipeline", "context"])

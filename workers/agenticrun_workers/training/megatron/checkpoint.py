@@ -147,10 +147,10 @@ class Checkpoints:
         whole = torch.zeros(parameter.tensor.shape, dtype=self._dtype)
         for piece, values in parts:
             piece.write(whole, values)
-        mine = whole.view(-1)[shard.start : shard.end].view(shard.master.shape).to(shard.master.device)
         if kind == MASTER:
-            shard.master.copy_(mine)
+            self._updater.set_master(parameter, whole)
         else:
+            mine = whole.view(-1)[shard.start : shard.end].view(shard.master.shape).to(shard.master.device)
             self._updater.adam.state[shard.master] |= {kind: mine.clone(), "step": steps.clone()}
 
     def _is_copy(self, parameter: Parameter) -> bool:

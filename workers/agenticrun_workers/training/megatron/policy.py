@@ -78,11 +78,15 @@ class MegatronPolicy:
             transformer = transformer_config(model, options, dtype)
             module = MegatronModel(transformer, model, place)
             self._weights = Weights(module, model, place)
-            self._weights.read_folder(path)
+            for parameter, values in self._weights.read_folder(path):
+                parameter.tensor.data.copy_(values)
             reduced = {"grad_reduce_in_fp32": dtype == torch.bfloat16} | options.data_parallel
             self._module = DistributedDataParallel(transformer, DistributedDataParallelConfig(**reduced), module)
             self._ranks = Ranks(self._device)
             self._updater = MegatronUpdater(self._module, self._weights, optimizer, options, self._ranks)
+            if dtype == torch.bfloat16:  # the masters begin with what is in the folder, not with its rounding
+                for parameter, values in self._weights.read_folder(path):
+                    self._updater.set_master(parameter, values)
         self._passes = Passes(self._module, transformer, options.row_multiple)
         self._checkpoints = Checkpoints(model, self._weights, self._updater, place)
         self._parked: Parked | None = None

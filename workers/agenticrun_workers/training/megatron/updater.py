@@ -115,6 +115,12 @@ class MegatronUpdater(StepCounts):
             if (shard := self.shard(parameter)) is not None:
                 yield parameter, shard
 
+    @torch.no_grad()
+    def set_master(self, parameter: Parameter, values: Tensor) -> None:
+        """Give the master of this rank's parameter these values, as far as it is updated here."""
+        if (shard := self.shard(parameter)) is not None:
+            shard.master.view(-1).copy_(values.reshape(-1)[shard.start : shard.end])
+
     def tensors(self) -> Iterator[Tensor]:
         """Everything that lies in the device's memory between steps."""
         for buffer in self._module.buffers:

@@ -64,15 +64,16 @@ class Weights:
         """Hugging Face's names and shapes of all parameters of the model."""
         return {piece.name: piece.shape for names in self._stages for name in names for piece in pieces_of(name, self._model, 0, 1)}
 
-    @torch.no_grad()
-    def read_folder(self, path: str) -> None:
-        """Take this rank's part of the weights in a folder or hub repository. Raises `ModelLoadError`."""
+    def read_folder(self, path: str) -> Iterator[tuple[Parameter, Tensor]]:
+        """This rank's part of the weights in a folder or hub repository, in float32 or wider. Raises `ModelLoadError`."""
         with ExitStack() as stack:
             files = _Safetensors(path, stack)
             for parameter in self.parameters:
-                parameter.tensor.zero_()  # the rows that pad the vocabulary
+                wide = torch.promote_types(parameter.tensor.dtype, torch.float32)
+                values = torch.zeros(parameter.tensor.shape, dtype=wide)  # zeros: the rows that pad the vocabulary
                 for piece in parameter.pieces:
-                    piece.write(parameter.tensor, files.read(piece))
+                    piece.write(values, files.read(piece))
+                yield parameter, values
 
     def whole(self, local: Callable[[Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors on rank 0, from what `local` gives for each parameter of a rank. Collective; yields on rank 0 only."""
