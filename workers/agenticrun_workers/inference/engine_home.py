@@ -33,7 +33,7 @@ def find_engine(name: str, packages: Sequence[str], versions: str) -> Path:
     Raises:
         EngineStartError: it is not installed, or in another version.
     """
-    environment = _home(name) / name
+    environment = engines_folder(name) / name
     python = environment / "bin" / "python"
     if not python.exists():
         raise EngineStartError(
@@ -52,8 +52,8 @@ def find_engine(name: str, packages: Sequence[str], versions: str) -> Path:
     return python
 
 
-def _home(name: str) -> Path:
-    """The folder that the variable names; else the image's if it has this engine; else the checkout's."""
+def engines_folder(name: str) -> Path:
+    """The folder of the environments: the one that the variable names; else the image's if it has this engine; else the checkout's."""
     if named := os.environ.get(HOME_VARIABLE):
         return Path(named)
     return IMAGE_HOME if (IMAGE_HOME / name).is_dir() else CHECKOUT_HOME

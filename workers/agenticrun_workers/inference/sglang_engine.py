@@ -98,6 +98,12 @@ class SglangEngine:
         self._busy = BusyClock()
         self._generated = self._prompted = self._aborted = 0
 
+    @property
+    def url(self) -> str:
+        """Of the server, once it serves."""
+        assert self._process is not None, "started"
+        return self._process.url
+
     async def start(self) -> None:
         """See `InferenceEngine`."""
         options = self._options
