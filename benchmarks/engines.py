@@ -1,4 +1,4 @@
-"""What does our way to an engine cost? Tokens per second through GenerationClient, a Ray actor and the engine, over those of the engine's own client.
+"""What does our way to an engine cost? Tokens per second through GenerationClient, Ray and engine over those of the engine's own client.
 
     python benchmarks/engines.py [--engines NAME ...] [--quick] [--json FILE]
 
@@ -24,6 +24,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import ray
+from record import write_record
 
 from agenticrun_api import Pipeline, parse_run
 from agenticrun_workers.inference.engine_home import engines_folder
@@ -31,7 +32,6 @@ from agenticrun_workers.pipeline.engines import LOG_FOLDER, EngineActor
 from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.rollout.generation_client import GenerationClient
 from agenticrun_workers.types import GenerationRequest, SamplingParams
-from record import write_record
 from tiny_model import make_tiny_model
 
 ENGINES = ("transformers", "sglang", "vllm")
