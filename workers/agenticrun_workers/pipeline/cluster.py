@@ -170,9 +170,9 @@ class RunCluster:
         self._watchers = [asyncio.create_task(_until_death(store), name="store") for store in self.stores]
         ranks = [*trainers, *(actor for actors in others.values() for actor in actors)]
         await asyncio.gather(*(actor.set_stores.remote(self.stores) for actor in ranks))
-        self.weights = WeightSync(
-            self._pipeline.weight_sync, self._run.metadata.name, trainers, placements[0].node_id, self._spawn_node_weights
-        )
+        metadata = self._run.metadata
+        name = f"{metadata.name}-{metadata.uid or 'local'}"
+        self.weights = WeightSync(self._pipeline.weight_sync, name, trainers, placements[0].node_id, self._spawn_node_weights)
         self.trainers = TrainerGroup(self._pipeline, trainers, parts, others, self.weights)
 
     def _ranks(self, cls: type, role: Role, *arguments: Any) -> list[Any]:

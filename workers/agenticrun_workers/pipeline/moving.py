@@ -75,6 +75,8 @@ class DiskMover:
 
     async def move(self, written: AsyncIterable[Written], home: NodeCopy, nodes: list[NodeCopy], feeds: Feeds) -> int:
         """See `Mover`."""
+        if not self._made:
+            await home.handle.delete.remote(self.uri)  # what an attempt left that was killed
         folder = f"{self.uri}/sync-{self._made:06d}"
         self._made += 1
         buckets: list[tuple[Written, bool]] = []

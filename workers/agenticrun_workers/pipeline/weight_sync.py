@@ -52,7 +52,7 @@ class WeightSync:
     """Syncs and joins must not overlap: the caller sees to that.
 
     Args:
-        run: the run's name, for folders.
+        run: a name that is the run's alone, for folders.
         trainers: the policy's ranks.
         home: the node of the first of them.
         spawn: makes the `NodeWeights` actor of a node.

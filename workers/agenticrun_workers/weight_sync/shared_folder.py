@@ -9,6 +9,8 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "agenticrun-"
+LONGEST_NAME = 200
+"""A file's name has at most 255 bytes."""
 
 _WATCH = 'exec 3<&0; (read -r _ <&3; rm -rf -- "$1") >/dev/null 2>&1 &'
 """Waits for the end of its input, which comes when the last process that holds the pipe's other end is gone."""
@@ -22,7 +24,7 @@ class SharedFolder:
     """
 
     def __init__(self, name: str) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-", dir=SHARED_MEMORY))
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name[:LONGEST_NAME]}-", dir=SHARED_MEMORY))
         command = ["/bin/sh", "-c", _WATCH, "agenticrun-weights", str(self.path)]
         shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert shell.stdin is not None
