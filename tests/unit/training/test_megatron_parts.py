@@ -155,6 +155,27 @@ def test_wrong_options_are_refused_by_name(config: dict[str, Any], message: str)
         MegatronOptions.parse(config)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"tensor_model_parallel_size": 3}, "3 must divide the model's 8 attention heads"),
+        ({"tensor_model_parallel_size": 8}, "8 must divide the model's 4 key-value heads"),
+        ({"pipeline_model_parallel_size": 2}, "2 must divide the model's 5 layers"),
+        ({"pipeline_model_parallel_size": 6}, "6 must divide the model's 5 layers"),
+        ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 5}, "2 must divide the model's 5 layers"),
+        ({"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 2}, "3 must divide the model's 5 layers"),
+    ],
+)
+def test_sizes_that_a_model_cannot_be_cut_into_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Architecture.of(LlamaConfig(**{**SHAPE, "num_hidden_layers": 5})).check_divisible(MegatronOptions.parse(config))
+
+
+def test_the_ends_of_a_pipeline_may_have_fewer_layers() -> None:
+    options = MegatronOptions.parse({"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 1})
+    Architecture.of(LlamaConfig(**{**SHAPE, "num_hidden_layers": 5})).check_divisible(options)
+
+
 def test_options_go_to_the_part_of_megatron_that_knows_them() -> None:
     options = MegatronOptions.parse({"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True})
     assert (options.tensor, options.pipeline, options.context, options.model_ranks, options.row_multiple) == (2, 1, 1, 2, 2)

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from agenticrun_workers.models.heads import UnsupportedModel
+from agenticrun_workers.training.megatron.options import UNEVEN, MegatronOptions
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies do not depend on the text's length."""
@@ -83,10 +84,15 @@ class Architecture:
             attention_scaling=float(rotary.attention_scaling),
         )
 
-    def check_divisible(self, tensor: int, pipeline: int) -> None:
+    def check_divisible(self, options: MegatronOptions) -> None:
         """Raises `ValueError` for parallel sizes that the model cannot be cut into."""
         for what, number in (("attention heads", self.heads), ("key-value heads", self.groups), ("feed-forward units", self.feed_forward)):
-            if number % tensor:
-                raise ValueError(f"strategy.config.tensor_model_parallel_size {tensor} must divide the model's {number} {what}")
-        if self.layers < pipeline:
-            raise ValueError(f"strategy.config.pipeline_model_parallel_size {pipeline} is above the model's {self.layers} layers")
+            if number % options.tensor:
+                raise ValueError(f"strategy.config.tensor_model_parallel_size {options.tensor} must divide the model's {number} {what}")
+        ends = [options.transformer[name] for name in UNEVEN if name in options.transformer]
+        layers, stages = self.layers - sum(ends), options.pipeline - len(ends)
+        if layers < stages or stages < 0 or (layers % stages if stages else layers):
+            raise ValueError(
+                f"strategy.config.pipeline_model_parallel_size {options.pipeline} must divide the model's {self.layers} layers; "
+                f"{' and '.join(UNEVEN)} say how many the ends have else"
+            )

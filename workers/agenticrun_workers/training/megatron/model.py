@@ -57,7 +57,7 @@ def transformer_config(model: Architecture, options: MegatronOptions, dtype: tor
             batch_p2p_sync=False,
             **options.transformer,
         )
-    except (AssertionError, TypeError) as error:
+    except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"strategy.config: {error}") from error
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
+UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 TRANSFORMER = frozenset(
     (
         "sequence_parallel",
@@ -16,8 +17,7 @@ TRANSFORMER = frozenset(
         "recompute_num_layers",
         "recompute_modules",
         "distribute_saved_activations",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
+        *UNEVEN,
         "batch_p2p_comm",
     )
 )

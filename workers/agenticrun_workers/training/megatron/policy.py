@@ -68,7 +68,7 @@ class MegatronPolicy:
         options = MegatronOptions.parse(config)
         self._hugging_face = load_config(path, trust_remote_code=trust_remote_code)
         model = Architecture.of(self._hugging_face)
-        model.check_divisible(options.tensor, options.pipeline)
+        model.check_divisible(options)
         if dtype == torch.float64 and options.data_parallel.get("use_distributed_optimizer"):
             raise ValueError("strategy.config.use_distributed_optimizer needs spec.model.dtype float32 or bfloat16, not float64")
         self._device, self._dtype = compute_device(), dtype
