@@ -43,10 +43,11 @@ CPU_DEFAULTS: Mapping[str, Any] = {
     "sampling_backend": "pytorch",
     "disable_overlap_schedule": True,
     "sleep_on_idle": True,
-    "mem_fraction_static": 0.05,
+    "mem_fraction_static": 0.9,
     "max_running_requests": 64,
 }
-"""`sleep_on_idle`: otherwise an idle server takes a whole core."""
+"""`sleep_on_idle`: otherwise an idle server takes a whole core. `mem_fraction_static`: `max_total_tokens` is the size of the cache; a small
+fraction would only end the start of larger models, and where other processes take memory meanwhile."""
 GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
 """`enable_memory_saver`: lets `sleep` give the memory to a trainer."""
 DTYPES = ("float32", "bfloat16", "float16")
