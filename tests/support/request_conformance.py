@@ -42,7 +42,7 @@ class RequestConformance(SamplingConformance):
         short = GenerationRequest("r", short.session, short.prompt_tokens, short.sampling)
         other = GenerationRequest("r1", other.session, other.prompt_tokens, other.sampling)
         responses = [asyncio.create_task(engine.generate(request)) for request in (short, other)]
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.1)
         await engine.abort(["r", "never-heard-of"])
         aborted, whole = await asyncio.wait_for(asyncio.gather(*responses), 60)
         assert aborted.finish is FinishReason.ABORT
@@ -53,7 +53,7 @@ class RequestConformance(SamplingConformance):
     async def test_all_requests_can_be_aborted_at_once(self, engine: InferenceEngine) -> None:
         aborted_before = engine.stats().aborted_tokens
         responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(6)]
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
         await engine.abort()
         generations = await asyncio.wait_for(asyncio.gather(*responses), 60)
         assert {generation.finish for generation in generations} == {FinishReason.ABORT}

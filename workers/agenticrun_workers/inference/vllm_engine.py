@@ -208,8 +208,9 @@ class VllmEngine:
             return
         if process.alive:
             # A server that is told to end drops requests in flight without an answer.
-            with contextlib.suppress(EngineError):
-                await self._http.post("/pause?mode=abort", {}, seconds=STOP_SECONDS)
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self.abort()
         await process.stop()
         await self._http.close()
 
