@@ -50,7 +50,7 @@ async def meet(engine: TakesBroadcast) -> WeightGroup:
 
 
 def processes(engine: ServerEngine) -> list[int]:
-    """Keeper, server, and what the server started."""
+    """The keeper's stand-in, the keeper, the server, and what the server started."""
     assert engine._process is not None
     assert engine._process._keeper is not None
     return family(engine._process._keeper.pid)
@@ -113,7 +113,7 @@ class ServerConformance(EngineConformance):
         responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(3)]
         await asyncio.sleep(0.3)
         pids = processes(engine)
-        os.kill(pids[1], signal.SIGKILL)
+        os.kill(pids[2], signal.SIGKILL)
         for response in responses:
             with pytest.raises(EngineError, match="was killed"):
                 await asyncio.wait_for(response, 20)
@@ -126,7 +126,7 @@ class ServerConformance(EngineConformance):
         pids = processes(fresh)
         port, log = int(fresh._process.url.rpartition(":")[2]), fresh._process.log  # type: ignore[union-attr]
         folders = {entry for entry in Path(tempfile.gettempdir()).iterdir() if entry.name.startswith("agenticrun-engine-")}
-        assert len(pids) >= 3
+        assert len(pids) >= 4
         response = asyncio.create_task(fresh.generate(ask(prompt(4), 450)))
         await asyncio.sleep(0.3)
         await fresh.stop()
