@@ -77,7 +77,7 @@ async def test_a_started_server_answers_and_a_stopped_one_leaves_no_process_no_p
     await process.start()
     port = int(process.url.rpartition(":")[2])
     pids = the_processes_of(process)
-    assert len(pids) == 3
+    assert len(pids) == 4, "the keeper and its stand-in, the server and its child"
     assert process.alive
     await process.stop()
     await process.stop()
@@ -142,12 +142,13 @@ async def test_four_taken_ports_are_an_error(tmp_path: Path, monkeypatch: pytest
 async def test_a_server_that_is_killed_is_noticed_and_takes_its_children_along(tmp_path: Path) -> None:
     process = EngineProcess(a_server(tmp_path, "child"))
     await process.start()
-    keeper, server, child = the_processes_of(process)
+    stand_in, keeper, server, child = the_processes_of(process)
     os.kill(server, signal.SIGKILL)
     assert "toy was killed" in await asyncio.wait_for(process.gone(), 5)
     assert not process.alive
     assert not running(child)
     assert not running(keeper)
+    assert not running(stand_in)
 
 
 PARENT = """
@@ -164,11 +165,22 @@ asyncio.run(main())
 """
 
 
+async def test_nothing_is_left_when_the_programs_own_children_are_killed(tmp_path: Path) -> None:
+    # as Ray does with an actor's children when it ends the actor
+    process = EngineProcess(a_server(tmp_path / "logs", "child"))
+    await process.start()
+    stand_in, *others = the_processes_of(process)
+    os.kill(stand_in, signal.SIGKILL)
+    await process.gone()
+    wait_until(lambda: not any(running(pid) for pid in others))
+    wait_until(lambda: [entry.name for entry in tmp_path.iterdir()] == ["logs"])
+
+
 def test_nothing_is_left_when_the_program_that_started_a_server_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, SERVER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = family(int(parent.stdout.readline()))
-        assert len(pids) == 3
+        assert len(pids) == 4, "the keeper and its stand-in, the server and its child"
         parent.kill()
     wait_until(lambda: not any(running(pid) for pid in pids))
     wait_until(lambda: [entry.name for entry in tmp_path.iterdir()] == ["logs"])

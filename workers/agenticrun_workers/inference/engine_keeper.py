@@ -6,6 +6,9 @@ Before it ends it kills every process that descends from the command, also those
 SIGTERM is handed on to the command, which may then end in its own time. The exit status is the command's.
 
 Why a process: PR_SET_PDEATHSIG alone reaches only the direct child, and follows the thread that started it instead of the process.
+Why two: Ray kills the children of an actor that it ends. That takes the first, which only stands in for the keeper; the keeper, its
+child, sees it go.
+
 Standard library only, and nothing of ours: it runs in whatever Python starts it, in a few milliseconds.
 """
 
@@ -26,6 +29,26 @@ LOOK_SECONDS = 1.0
 
 
 def main(parent: int, folder: str, command: list[str]) -> int:
+    own = os.getpid()
+    keeper = os.fork()
+    return _stand_in(parent, keeper) if keeper else _keep(own, folder, command)
+
+
+def _stand_in(parent: int, keeper: int) -> int:
+    """Hand signals on to the keeper and its exit status back; end when the parent is gone, and the keeper will too."""
+    awaited = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    while os.getppid() == parent:
+        ended, status = os.waitpid(keeper, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        caught = signal.sigtimedwait(awaited, LOOK_SECONDS)
+        if caught is not None and caught.si_signo == signal.SIGTERM:
+            os.kill(keeper, signal.SIGTERM)
+    return 0
+
+
+def _keep(parent: int, folder: str, command: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     # Descendants whose parents die become ours instead of init's, so that they can be found.
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
