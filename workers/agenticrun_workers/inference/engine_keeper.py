@@ -41,7 +41,8 @@ def _stand_in(parent: int, keeper: int) -> int:
     while os.getppid() == parent:
         ended, status = os.waitpid(keeper, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status)
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
         caught = signal.sigtimedwait(awaited, LOOK_SECONDS)
         if caught is not None and caught.si_signo == signal.SIGTERM:
             os.kill(keeper, signal.SIGTERM)
