@@ -63,5 +63,5 @@ class ValueModule(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Value of the text before each selected token, [N], in float32 or the model's wider dtype."""
-        values_N: Tensor = self.head(self.sequences.hidden(self.decoder, batch))[:, 0]
+        values_N: Tensor = self.head(self.sequences.hidden(self.decoder, batch))[:, 0].clone()  # FSDP2 puts hooks on it: no view
         return self.sequences.all(batch, values_N.to(torch.promote_types(values_N.dtype, torch.float32)))
