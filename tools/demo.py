@@ -76,7 +76,8 @@ def main() -> int:
         return up
     kubectl = Kubectl(_environment())
     steps.say("images")
-    images = json.loads(subprocess.run([*DEVCLUSTER, "images"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    build = [*DEVCLUSTER, "images", *engine_options(arguments.file)]
+    images = json.loads(subprocess.run(build, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout)
     steps.say("operator")
     install_chart(kubectl, images)
     steps.say(f"apply {arguments.file.name}")
@@ -95,12 +96,21 @@ def _environment() -> dict[str, str]:
     return dict(line.split("=", 1) for line in shown.split("\0") if "=" in line)
 
 
+def engine_options(file: Path) -> list[str]:
+    """Options of `devcluster images`: the worker image with the engine that the run samples with, if it is a server of its own."""
+    run = next(doc for doc in yaml.safe_load_all(file.read_text()) if doc["kind"] == "AgenticRun")
+    engine = run["spec"]["pipeline"].get("actorInfer", {}).get("strategy", {}).get("name", "transformers")
+    return [] if engine == "transformers" else ["--engines", engine]
+
+
 def install_chart(kubectl: Kubectl, images: dict[str, str]) -> None:
     """Install or upgrade the operator with the images of this tree."""
     kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "crds/agenticruns.yaml"))
     repository, tag = images["operator"].rsplit(":", 1)
     command = ["helm", "upgrade", "--install", "agenticrun", str(ROOT / "charts/agenticrun"), "--namespace", SYSTEM, "--create-namespace"]
     command += ["--set", f"image.repository={repository}", "--set", f"image.tag={tag}", "--set", f"images.worker={images['worker']}"]
+    for engine in (name.removeprefix("worker-") for name in images if name.startswith("worker-")):
+        command += ["--set", f"images.workers.{engine}={images[f'worker-{engine}']}"]
     command += ["--wait", "--timeout", "5m"]
     done = subprocess.run(command, env=kubectl.env, capture_output=True, text=True, check=False)
     if done.returncode:
