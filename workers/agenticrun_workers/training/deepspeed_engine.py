@@ -105,7 +105,7 @@ class ZeroEngine(StepCounts):
         found = {name: safe_get_full_grad(parameter).clone() for name, parameter in self.trained()}
         for _, parameter in self.trained():  # DeepSpeed has no other way to drop them than a step that it must skip
             if self.stage == 3:
-                safe_set_local_grad(parameter, torch.full_like(parameter.ds_tensor, torch.nan))
+                safe_set_local_grad(parameter, torch.full_like(parameter.ds_tensor, torch.nan))  # type: ignore[attr-defined]  # DeepSpeed's
             else:
                 safe_set_full_grad(parameter, torch.full_like(parameter, torch.nan, dtype=torch.float32))
         self._engine.step()

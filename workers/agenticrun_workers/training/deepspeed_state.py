@@ -22,7 +22,8 @@ def state_of(engine: ZeroEngine) -> ModuleState:
     """A copy in host memory, each rank its rows. Collective."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     names = {id(parameter): name for name, parameter in engine.trained()}
-    masters, moments = {}, {}
+    masters: dict[str, Tensor] = {}
+    moments: dict[str, dict[str, Tensor]] = {}
     for name, parameter in engine.trained():
         masters[name] = _rows(engine.master(parameter), mesh)
         moments[name] = {kind: _rows(engine.moment(parameter, kind), mesh) for kind in MOMENTS}
