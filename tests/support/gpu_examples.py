@@ -27,17 +27,16 @@ def read(file: Path) -> dict[str, Any]:
 def without_gpus(document: dict[str, Any], *, embedded_engine: bool = False) -> AgenticRun:
     """The same strategies, placement and algorithm, small enough for two cores.
 
-    A pod of several GPUs becomes two pods with one rank each: model parallelism stays.
-
     Args:
-        embedded_engine: the transformers engine takes the place of a server, which needs half a minute to start.
+        embedded_engine: the transformers engine takes the place of a server, which needs half a minute to start, and a pod of several
+            GPUs becomes two pods with one rank each, so that model parallelism stays.
     """
     small = copy.deepcopy(document)
     spec = small["spec"]
     spec.pop("checkpoint", None)
     spec["model"] = {"initialize": TINY}
     spec["tracking"] = {"tensorboard": False}
-    ranks = 2 if spec["roles"]["trainer"]["gpus"] > 1 else 1
+    ranks = 2 if embedded_engine and spec["roles"]["trainer"]["gpus"] > 1 else 1
     spec["roles"] = {"trainer": {"replicas": ranks}}
     pipeline = spec["pipeline"]
     pipeline |= {"maxSteps": 1, "rolloutBatchSize": 4, "evalSteps": 0, "saveSteps": 0, "sequenceLength": 256}
