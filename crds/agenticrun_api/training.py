@@ -75,7 +75,7 @@ class WeightSync(Model):
     node, else ObjectStore."""
     uri: Path | None = None
     """Folder that trainer and inference pods share; for transport Disk."""
-    bucket_bytes: Annotated[int, Field(ge=1024, le=17_179_869_184)] = 268_435_456
+    bucket_bytes: Annotated[int, Field(ge=1024, le=17_179_869_184)] = 67_108_864
     """Weights travel in buckets of about this size."""
     delta: bool = False
     """Send only the elements that changed since the last sync, exactly. Not for Broadcast."""

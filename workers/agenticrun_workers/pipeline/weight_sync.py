@@ -220,8 +220,10 @@ class WeightSync:
     async def _give(self, receiver: Receiver, node: NodeCopy, feed: Feed[Written], version: int) -> None:
         """One receiver's update, from its node's memory."""
         await receiver.handle.begin_update.remote(version)
+        takes = []
         async for written in feed:
-            await receiver.handle.take_bucket.remote(node.path(written), written.checksum)
+            takes.append(receiver.handle.take_bucket.remote(node.path(written), written.checksum))
+        await asyncio.gather(*takes)
         await receiver.handle.finish_update.remote()
 
     async def _node(self, node_id: str) -> NodeCopy:

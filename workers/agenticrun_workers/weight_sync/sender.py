@@ -17,7 +17,7 @@ from agenticrun_workers.weight_sync.layout import TORCH_NAMES, Bucket, Shape
 from agenticrun_workers.weight_sync.mapping import UNSIGNED, MappedBucket
 from agenticrun_workers.weight_sync.written import Written, delta_file
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 256 << 10
 """Copied, then summed while it is in the cache."""
 
 DTYPES = {getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items()}
