@@ -180,8 +180,6 @@ def test_who_keeps_files_mapped_sees_what_is_sent_next_and_files_that_replaced_t
         if seed == 2:
             for file in tmp_path.iterdir():
                 file.unlink()
-            reader.forget()
-            verifier.forget()
             sender = Sender(tmp_path, buckets, deltas=False)
         found: Weights = {}
         for written in sender.send(model(seed).items()):
