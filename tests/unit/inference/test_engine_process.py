@@ -26,6 +26,10 @@ print("one line of the log", flush=True)
 tempfile.mkstemp()
 if "child" in tokens:  # one in a session of its own, as a process group's kill would not reach it
     subprocess.Popen([sys.executable, "-c", "import time; print('child', flush=True); time.sleep(600)"], start_new_session=True)
+if "semaphore" in tokens:
+    import multiprocessing
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    print("semaphore", semaphore._semlock.name, flush=True)
 if "dies" in tokens:
     sys.exit("the model is wrong")
 if "slow" in tokens:
@@ -163,6 +167,17 @@ async def main():
     await asyncio.sleep(600)
 asyncio.run(main())
 """
+
+
+async def test_semaphores_of_a_server_that_is_killed_are_removed(tmp_path: Path) -> None:
+    process = EngineProcess(a_server(tmp_path, "semaphore"))
+    await process.start()
+    name = next(line.split()[1] for line in process.log.read_text().splitlines() if line.startswith("semaphore"))
+    semaphore = Path("/dev/shm", "sem." + name.strip("/"))
+    assert semaphore.exists()
+    os.kill(the_processes_of(process)[2], signal.SIGKILL)
+    await process.gone()
+    assert not semaphore.exists()
 
 
 async def test_nothing_is_left_when_the_programs_own_children_are_killed(tmp_path: Path) -> None:

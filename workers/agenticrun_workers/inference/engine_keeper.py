@@ -20,10 +20,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+TRACKER_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 """How often it looks whether its parent lives: standard input stays open where the parent had forked."""
 
@@ -81,13 +83,26 @@ def _keep(parent: int, folder: str, command: list[str]) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kill until nothing is left: a process may fork between the look and the kill."""
+    """Kill until nothing is left: a process may fork between the look and the kill.
+
+    Python's resource trackers are killed last: they remove the semaphores of the others from /dev/shm, and end, when those are gone.
+    """
+    patience = time.monotonic() + TRACKER_SECONDS
     while pids := _descendants(os.getpid(), _children_of_all()):
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > patience or not _is_resource_tracker(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        time.sleep(0.01)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _descendants(pid: int, children: dict[int, list[int]]) -> list[int]:
