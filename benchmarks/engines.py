@@ -28,16 +28,23 @@ from record import write_record
 
 from agenticrun_api import Pipeline, parse_run
 from agenticrun_workers.inference.engine_home import engines_folder
+from agenticrun_workers.models import InitializeSpec, initialize_model
 from agenticrun_workers.pipeline.engines import LOG_FOLDER, EngineActor
 from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.rollout.generation_client import GenerationClient
 from agenticrun_workers.types import GenerationRequest, SamplingParams
-from tiny_model import make_tiny_model
 
 ENGINES = ("transformers", "sglang", "vllm")
 CLIENTS = Path(__file__).parent / "engine_clients"
 LIMIT = 0.95
-VOCABULARY = 512
+MODEL = InitializeSpec(
+    words=tuple(f"w{number}" for number in range(500)),
+    hidden_size=64,
+    intermediate_size=128,
+    heads=2,
+    max_position_embeddings=256,
+)
+"""So small that clients matter; heads of 32, the smallest that vLLM has on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Work:
     @staticmethod
     def make(requests: int, seed: int) -> Work:
         rng = np.random.default_rng(seed)
-        return Work(rng.integers(1, VOCABULARY, (requests, 64)).tolist(), new_tokens=64, concurrency=32)
+        return Work(rng.integers(1, len(MODEL.words), (requests, 64)).tolist(), new_tokens=64, concurrency=32)
 
     @property
     def tokens(self) -> int:
@@ -120,7 +127,7 @@ async def ask_by_http(engine: str, url: str, work: Work) -> float:
 
 def ask_by_own_client(engine: str, url: str, work: Work) -> float:
     """Seconds of the engine's own benchmark client."""
-    python = engines_folder() / engine / "bin" / "python"
+    python = engines_folder(engine) / engine / "bin" / "python"
     command = [str(python), str(CLIENTS / f"{engine}_client.py"), url, *(["policy"] if engine == "vllm" else [])]
     done = subprocess.run(command, input=json.dumps(asdict(work)), capture_output=True, text=True, check=False)
     if done.returncode:
@@ -182,7 +189,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="engines-") as folder:
         runtime = {"env_vars": {LOG_FOLDER: folder}}
         ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=runtime)
-        model = make_tiny_model(Path(folder) / "model", vocabulary=VOCABULARY)
+        model = Path(folder) / "model"
+        initialize_model(model, MODEL)
         print(f"{'engine':14}{'ours tok/s':>12}{'own tok/s':>12}{'lean tok/s':>12}{'share':>8}")
         for engine in arguments.engines:
             found = asyncio.run(measure(engine, model, requests, rounds))
