@@ -27,8 +27,10 @@ tempfile.mkstemp()
 if "child" in tokens:  # one in a session of its own, as a process group's kill would not reach it
     subprocess.Popen([sys.executable, "-c", "import time; print('child', flush=True); time.sleep(600)"], start_new_session=True)
 if "semaphore" in tokens:
-    import multiprocessing
-    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    import multiprocessing, time
+    context = multiprocessing.get_context("spawn")
+    semaphore = context.Semaphore()
+    context.Process(target=time.sleep, args=(600,)).start()  # keeps the resource tracker alive
     print("semaphore", semaphore._semlock.name, flush=True)
 if "dies" in tokens:
     sys.exit("the model is wrong")
