@@ -20,7 +20,7 @@ from tiny_model import VOCABULARY, plain_logprobs, tiny_model, weight_parts
 EXACT = 1e-4
 """Largest difference of log-probs in float32: a kernel adds in another order."""
 MEAN = 1e-5
-DELAYS = (0.2, 0.5, 1.0, 2.0, 4.0)
+DELAYS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0)
 """Seconds after which a response is half done, on fast and slow machines."""
 _numbers = itertools.count()
 

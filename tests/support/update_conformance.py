@@ -66,7 +66,7 @@ class UpdateConformance(RequestConformance):
         await self.load(engine, models.parts_a)
 
     async def test_a_response_begins_again_where_each_has_one_version(self, fresh: InferenceEngine, models: Models) -> None:
-        for delay in DELAYS[1:]:
+        for delay in DELAYS:
             aborted = fresh.stats().aborted_tokens
             request = ask(prompt(8), 300)
             generation = await half_done(fresh, lambda: self.load(fresh, models.parts_a), lambda request=request: request, delay)
