@@ -37,6 +37,8 @@ from agenticrun_workers.types import GenerationRequest, SamplingParams
 ENGINES = ("transformers", "sglang", "vllm")
 CLIENTS = Path(__file__).parent / "engine_clients"
 LIMIT = 0.95
+OPTIONS = {"vllm": {"skip_tokenizer_init": False}}
+"""vLLM's own client waits for text."""
 MODEL = InitializeSpec(
     words=tuple(f"w{number}" for number in range(500)),
     hidden_size=64,
@@ -150,7 +152,7 @@ def pipeline_for(engine: str) -> Pipeline:
                 "sequenceLength": 256,
                 "envs": [{"tag": "Lake", "type": "frozen_lake"}],
                 "trainEnvs": {"groups": 1, "groupSize": 2, "tags": ["Lake"]},
-                "actorInfer": {"strategy": {"name": engine}},
+                "actorInfer": {"strategy": {"name": engine, "config": OPTIONS.get(engine, {})}},
             },
         },
     }
@@ -173,7 +175,6 @@ async def measure(engine: str, model: Path, requests: int, rounds: int) -> dict[
             url = await actor.url.remote()
             seconds["lean"].append(await ask_by_http(engine, url, work))
             seconds["own"].append(await asyncio.to_thread(ask_by_own_client, engine, url, work))
-    await actor.stop.remote()
     ray.kill(actor)
     return {way: work.tokens / median(times) for way, times in seconds.items()}
 

@@ -7,8 +7,12 @@ import asyncio
 import json
 import sys
 import time
+from types import SimpleNamespace
 
-from sglang.benchmark import serving
+# Its module of data sets, of which none is used here, imports a library that SGLang's server does not need.
+sys.modules["datasets"] = SimpleNamespace(load_dataset=None)  # type: ignore[assignment]
+
+from sglang.benchmark import serving  # noqa: E402
 
 
 async def main(url: str) -> None:

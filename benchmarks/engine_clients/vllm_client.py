@@ -24,7 +24,7 @@ async def main(url: str, model: str) -> None:
             model=model,
             logprobs=0,
             ignore_eos=True,
-            extra_body={"temperature": 1.0, "detokenize": False},
+            extra_body={"temperature": 1.0},
         )
         for prompt in work["prompts"]
     ]
