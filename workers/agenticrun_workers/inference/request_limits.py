@@ -1,11 +1,13 @@
-"""What a server must not be asked: some end at an id outside the vocabulary, others cut what does not fit."""
+"""What an engine must not be asked: some servers end at an id outside the vocabulary, others cut what does not fit."""
 
 from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from pathlib import Path
 
-from agenticrun_workers.inference.engine import InvalidRequest
+from agenticrun_workers.inference.engine import EngineStartError, InvalidRequest
+from agenticrun_workers.inference.model_files import read_limits
 from agenticrun_workers.types import GenerationRequest
 
 
@@ -15,6 +17,14 @@ class RequestLimits:
 
     vocabulary: int
     max_length: int
+
+    @staticmethod
+    def of_model(folder: Path, max_length: int) -> RequestLimits:
+        """Of the model in a Hugging Face folder. Raises `EngineStartError` for sequences that its context is too short for."""
+        vocabulary, longest = read_limits(folder)
+        if longest is not None and max_length > longest:
+            raise EngineStartError(f"sequences of {max_length} tokens do not fit into the model's context of {longest}")
+        return RequestLimits(vocabulary, max_length)
 
     def check(self, request: GenerationRequest, in_flight: Container[str]) -> None:
         """Raises `InvalidRequest`."""

@@ -27,7 +27,7 @@ from agenticrun_workers.inference.busy_clock import BusyClock
 from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats
 from agenticrun_workers.inference.engine_http import EngineHttp
 from agenticrun_workers.inference.engine_process import EngineProcess
-from agenticrun_workers.inference.model_files import Incoming, is_tied, read_limits, shapes_of_model
+from agenticrun_workers.inference.model_files import Incoming, is_tied, shapes_of_model
 from agenticrun_workers.inference.request_limits import RequestLimits
 from agenticrun_workers.inference.sglang_control import SglangControl
 from agenticrun_workers.inference.sglang_requests import NOTHING, computed_prompt_tokens, generate_body, read_generation
@@ -107,10 +107,7 @@ class SglangEngine:
     async def start(self) -> None:
         """See `InferenceEngine`."""
         options = self._options
-        vocabulary, longest = read_limits(options.folder)
-        if longest is not None and options.max_length > longest:
-            raise EngineStartError(f"sequences of {options.max_length} tokens do not fit into the model's context of {longest}")
-        self._limits = RequestLimits(vocabulary, options.max_length)
+        self._limits = RequestLimits.of_model(options.folder, options.max_length)
         self._shapes, self._tied = shapes_of_model(options.folder), is_tied(options.folder)
         self._process = EngineProcess(options.server())
         await self._process.start()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.inference.batching import in_batches
 from agenticrun_workers.inference.caches import Caches, PrivateCaches, SessionCaches
-from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats, InvalidRequest
+from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats
 from agenticrun_workers.inference.forward import Forward
 from agenticrun_workers.inference.held_weights import HeldWeights
 from agenticrun_workers.inference.in_flight import Running
+from agenticrun_workers.inference.request_limits import RequestLimits
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.loading import ModelLoadError
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
@@ -88,7 +89,7 @@ class TransformersEngine:
             self._compute = Forward(self._model)
         except (ModelLoadError, UnsupportedModel) as error:
             raise EngineStartError(str(error)) from error
-        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        self._limits = RequestLimits(int(self._model.get_input_embeddings().weight.shape[0]), self._max_length)
         self._weights = HeldWeights(self._model)
         self._ready.set()
         self._server = asyncio.create_task(self._serve(), name="transformers-engine")
@@ -202,21 +203,13 @@ class TransformersEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     def _check(self, request: GenerationRequest) -> None:
-        ids_T, sampling = request.prompt_tokens, request.sampling
         if self._server is None:
             raise EngineError("the engine is not running")
         if self._server.done():
             raise EngineError("the engine has failed") from self._server.exception()
         if self._refusal is not None:
             raise EngineError(f"{self._refusal}: nothing is served until an update succeeds")
-        if request.request_id in self._waiting or request.request_id in self._running:
-            raise InvalidRequest(f"request {request.request_id} is already in flight")
-        if not len(ids_T):
-            raise InvalidRequest("the prompt is empty")
-        if int(ids_T.min()) < 0 or int(ids_T.max()) >= self._vocabulary:
-            raise InvalidRequest(f"token ids must be in [0, {self._vocabulary}): {int(ids_T.min())}..{int(ids_T.max())}")
-        if sampling.max_new_tokens < 1 or len(ids_T) + sampling.max_new_tokens > self._max_length:
-            raise InvalidRequest(f"{len(ids_T)} prompt tokens and {sampling.max_new_tokens} new ones do not fit into {self._max_length}")
+        self._limits.check(request, ChainMap(self._waiting, self._running))
 
     async def _serve(self) -> None:
         """Step after step for ever, with the event loop free while a step is computed."""

@@ -11,7 +11,6 @@ from typing import Any
 from agenticrun_workers.inference.engine import EngineStartError
 from agenticrun_workers.inference.engine_home import find_engine
 from agenticrun_workers.inference.engine_process import HOST, Server
-from agenticrun_workers.inference.model_files import read_limits
 from agenticrun_workers.inference.request_limits import RequestLimits
 from agenticrun_workers.inference.vllm_options import max_requests, parallel_ranks, server_environment, server_flags
 
@@ -56,15 +55,13 @@ class VllmServer:
 
     def limits(self) -> RequestLimits:
         """What it may be asked for. Raises `EngineStartError` for a model that it cannot serve."""
-        vocabulary, longest = read_limits(self.folder)
-        if longest is not None and self.max_length > longest:
-            raise EngineStartError(f"sequences of {self.max_length} tokens do not fit into the model's context of {longest}")
+        limits = RequestLimits.of_model(self.folder, self.max_length)
         config = json.loads((self.folder / "config.json").read_text())
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         if not self.gpus and size not in CPU_HEAD_SIZES:
             sizes = ", ".join(map(str, CPU_HEAD_SIZES))
             raise EngineStartError(f"the model's attention heads have {size} dimensions; on CPUs vLLM knows {sizes}")
-        return RequestLimits(vocabulary, self.max_length)
+        return limits
 
     def process(self) -> Server:
         """How to start it. Raises `EngineStartError`: it is not installed, or in another version."""
