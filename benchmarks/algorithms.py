@@ -14,20 +14,15 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import os
-import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import torch
+from record import write_record
 
 from agenticrun_workers.algorithms import (
     CorrectionSpec,
@@ -189,14 +184,8 @@ def main() -> None:
             f"(under {MEMORY_LIMIT:g})   time per token at 4x the size {growth:4.2f} times"
         )
     if arguments.json:
-        record = {
-            "figures": figures,
-            "command": shlex.join(["python", "benchmarks/algorithms.py", *sys.argv[1:]]),
-            "machine": f"{platform.machine()}, {backend.threads()} threads, {backend.passes.__name__.rpartition('.')[2]}, "
-            f"torch {torch.__version__}, numpy {np.__version__}, load average {os.getloadavg()[0]:.1f}",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        compiled = backend.passes.__name__.rpartition(".")[2]
+        write_record(arguments.json, figures, f"{compiled} on {backend.threads()} threads, numpy {np.__version__}")
 
 
 if __name__ == "__main__":

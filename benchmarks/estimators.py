@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
-import shlex
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from learning import Learner, Outcome
+from record import write_record
 
 from agenticrun_api.overrides import load_run_with
 
@@ -92,13 +88,8 @@ def main() -> None:
     if arguments.json:
         figures = {f"{name}_step{step}": value for name, o in outcomes.items() for step, value in o.curve.items()}
         figures |= {f"{name}_final": o.final for name, o in outcomes.items()}
-        record = {
-            "figures": {**figures, "algorithms_passed": sum(o.final >= GOAL for o in outcomes.values())},
-            "command": shlex.join(["python", "benchmarks/estimators.py", *sys.argv[1:]]),
-            "machine": f"{platform.machine()}, {arguments.jobs} at a time on one thread each, torch {torch.__version__}",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        passed = {"algorithms_passed": sum(o.final >= GOAL for o in outcomes.values())}
+        write_record(arguments.json, {**figures, **passed}, f"{arguments.jobs} at a time on one thread each")
 
 
 if __name__ == "__main__":

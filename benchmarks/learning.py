@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import torch
+from record import write_record
 
 from agenticrun_api import AgenticRun
 from agenticrun_api.overrides import load_run_with
@@ -235,13 +231,7 @@ def main() -> None:
             outcomes.append(asyncio.run(_learn(run, seed, Path(folder))))
     print(table(outcomes))
     if arguments.json:
-        record = {
-            "figures": figures(outcomes),
-            "command": shlex.join(["python", "benchmarks/learning.py", *sys.argv[1:]]),
-            "machine": f"{platform.machine()}, {torch.get_num_threads()} thread(s), torch {torch.__version__}",
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        write_record(arguments.json, figures(outcomes))
 
 
 async def _learn(run: AgenticRun, seed: int, folder: Path) -> Outcome:

@@ -10,13 +10,12 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 
-def write_record(path: Path, figures: Mapping[str, float], machine: str = "", **more: Any) -> None:
-    """Write `figures` as JSON, with the command, the machine, the date, and whatever else the benchmark tells.
+def write_record(path: Path, figures: Mapping[str, float], machine: str = "") -> None:
+    """Write `figures` as JSON, with the command, the machine and the date.
 
     Args:
         machine: what beside processor, threads, torch and load tells the machine apart.
@@ -34,6 +33,5 @@ def write_record(path: Path, figures: Mapping[str, float], machine: str = "", **
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "machine": ", ".join(parts),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **more,
     }
     path.write_text(json.dumps(record, indent=2) + "\n")
