@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +39,17 @@ def launch(program: Path, world: int, out: Path, arguments: list[str], environme
     errors = [process.communicate(timeout=500)[1] for process in ranks]
     assert all(process.returncode == 0 for process in ranks), "\n".join(errors)
     return [pickle.loads(result.read_bytes()) for result in results]
+
+
+def load(program: Path) -> ModuleType:
+    """The program as a module of this process, under its own name, so that what its ranks pickle can be read here."""
+    spec = importlib.util.spec_from_file_location(program.stem, program)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[program.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def take_part(work: RankWork) -> None:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
-from rank_programs import launch
+from rank_programs import launch, load
 
 PROGRAM = Path(__file__).with_name("module_program.py")
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def load_program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("module_program", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["module_program"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def launch_program(world: int, out: Path, environment: dict[str, str], tasks: list[str]) -> list[dict[str, Any]]:
@@ -50,7 +38,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     out = tmp_path_factory.mktemp("ranks")
     base = str(out / "saved") if request.param == "folder" else "s3://checkpoints/ranks"
     assert not dist.is_initialized()
-    program = load_program()
+    program = load(PROGRAM)
     one = {"train": program.run("train", f"{base}/by-1")}
     two_tasks = [f"train={base}/by-2", f"resume={base}/by-1", f"resume={base}/by-2", f"damage={base}/damaged", f"other={base}/by-2"]
     two = launch_program(2, out, s3_server, two_tasks)

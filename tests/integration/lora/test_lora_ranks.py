@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from agenticrun_workers.models import load_model
 from ragged_samples import largest_difference, make_model
-from rank_programs import launch
+from rank_programs import launch, load
 
 PROGRAM = Path(__file__).with_name("lora_program.py")
 STRATEGIES = ("fsdp2", "zero 1", "zero 2", "zero 3")
@@ -26,16 +24,6 @@ Runs = dict[str, Any]
 pytestmark = pytest.mark.timeout(600)
 
 
-def load_program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("lora_program", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["lora_program"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("lora")
@@ -43,7 +31,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    return load_program()
+    return load(PROGRAM)
 
 
 @pytest.fixture(scope="module")

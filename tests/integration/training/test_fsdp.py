@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,24 +12,14 @@ import torch
 
 from agenticrun_workers.training import TorchPolicy
 from ragged_samples import LOSSES, largest_difference
-from rank_programs import launch
+from rank_programs import launch, load
 
 PROGRAM = Path(__file__).with_name("fsdp_program.py")
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def load_program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fsdp_program", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fsdp_program"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-program = load_program()
+program = load(PROGRAM)
 
 
 @pytest.fixture(scope="module")

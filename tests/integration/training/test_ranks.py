@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,22 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from agenticrun_workers.models import load_model
 from ragged_samples import LOSSES, VALUE_LOSSES, largest_difference, make_model
-from rank_programs import launch
+from rank_programs import launch, load
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 
 Runs = dict[Any, Any]
-
-
-def load_program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rank_program", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["rank_program"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def run_ranks(world: int, model: Path, work: Path) -> list[Runs]:
@@ -47,7 +34,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(work: Path) -> Runs:
     """Everything that is compared: one rank in this process, two and three in processes of their own."""
     model = make_model(work / "model")
-    program = load_program()
+    program = load(PROGRAM)
     one = {"gradients": program.gradients(model), "fresh": vars(program.train(model, save=work / "saved-by-1"))}
     two, three = run_ranks(2, model, work), run_ranks(3, model, work)
     one["resumed from 2"] = vars(program.train(model, resume=work / "saved-by-2"))
@@ -100,7 +87,7 @@ def test_metrics_are_global_and_equal_on_every_rank(runs: Runs) -> None:
 
 
 def test_the_balance_of_the_ranks_is_the_fullest_one_s_tokens_over_the_mean(runs: Runs) -> None:
-    program = load_program()
+    program = load(PROGRAM)
     lengths = [
         [sum(int(np.flatnonzero(s.weight_T[1:])[-1]) + 1 for s in program.part(runs["batch"], rank, 2) if s.weight_T[1:].any())]
         for rank in range(2)
