@@ -1,8 +1,6 @@
-"""The policy's loss on one micro-batch, the same for every trainer."""
+"""The policy's losses on one micro-batch, the same for every trainer."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,12 +9,11 @@ from agenticrun_workers.algorithms.aggregation import StepTotals, token_coeffici
 from agenticrun_workers.algorithms.losses import LossTokens, kl_loss, policy_loss
 from agenticrun_workers.training.actor_metrics import ActorMetrics
 from agenticrun_workers.training.microbatch import MicroBatch
+from agenticrun_workers.training.over_ranks import Reduce
 from agenticrun_workers.training.strategy import LossSpec, Sample
 
 OPTIONAL = ("old_logprobs_T", "engine_logprobs_T", "is_weights_T")
 """Arrays that the loss reads if the samples have them: all samples of a step, or none."""
-
-MaxOverRanks = Callable[[list[float]], list[float]]
 
 
 class ActorLoss:
@@ -29,7 +26,7 @@ class ActorLoss:
         metrics: gets the sums of each part.
     """
 
-    def __init__(self, samples: list[Sample], spec: LossSpec, totals: StepTotals, most: MaxOverRanks, metrics: ActorMetrics) -> None:
+    def __init__(self, samples: list[Sample], spec: LossSpec, totals: StepTotals, most: Reduce, metrics: ActorMetrics) -> None:
         self._samples = samples
         self._spec = spec
         self._totals = totals
@@ -74,3 +71,19 @@ class ActorLoss:
             engine_logprobs_N=optional("engine_logprobs_T"),
             is_weights_N=optional("is_weights_T"),
         )
+
+
+class SupervisedLoss:
+    """One warm-up step's weighted cross-entropy, in parts whose gradients add up. `total` is the sum of the parts so far."""
+
+    def __init__(self, samples: list[Sample], totals: StepTotals) -> None:
+        self._samples = samples
+        self._totals = totals
+        self.total = 0.0
+
+    def __call__(self, batch: MicroBatch, logprobs_N: Tensor, _: Tensor) -> Tensor:
+        """One micro-batch's part, a scalar."""
+        weight_N = batch.pick(self._samples, "weight_T", logprobs_N.dtype)
+        loss = -(token_coefficients(weight_N, batch.sequence_N, self._totals, "token-mean") * logprobs_N).sum()
+        self.total += loss.item()
+        return loss

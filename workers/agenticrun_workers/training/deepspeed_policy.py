@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenticrun_workers.algorithms.aggregation import StepTotals, token_coefficients
+from agenticrun_workers.algorithms.aggregation import StepTotals
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.models.lora import whole_weights
-from agenticrun_workers.training.actor_loss import ActorLoss
+from agenticrun_workers.training.actor_loss import ActorLoss, SupervisedLoss
 from agenticrun_workers.training.actor_metrics import ActorMetrics, nothing_learned
 from agenticrun_workers.training.checkpoint import load_state, save_state
 from agenticrun_workers.training.deepspeed_engine import ZeroEngine
@@ -83,21 +83,13 @@ class DeepSpeedPolicy:
         """See `TrainStrategy`."""
         totals = self._backend.totals(samples)
         rate = self._engine.spec.supervised_learning_rate or self._engine.spec.learning_rate
-        losses: list[float] = []
-        norm = 0.0
-
-        def part(batch: MicroBatch, logprobs_N: Tensor, _: Tensor) -> Tensor:
-            weight_N = batch.pick(samples, "weight_T", logprobs_N.dtype)
-            loss = -(token_coefficients(weight_N, batch.sequence_N, totals, "token-mean") * logprobs_N).sum()
-            losses.append(loss.item())
-            return loss
-
+        loss, norm = SupervisedLoss(samples, totals), 0.0
         if totals.weight == 0:
             self._engine.skip()
         else:
-            self._add_gradients(self._backend.micro_batches(samples, weighted), part, self._temperature)
+            self._add_gradients(self._backend.micro_batches(samples, weighted), loss, self._temperature)
             norm = self._engine.step(rate, scheduled=False)
-        return {"warmup/loss": self._backend.ranks.sum([sum(losses)])[0], "warmup/grad_norm": norm, "warmup/lr": rate}
+        return {"warmup/loss": self._backend.ranks.sum([loss.total])[0], "warmup/grad_norm": norm, "warmup/lr": rate}
 
     def train_step(self, samples: list[Sample], loss: LossSpec) -> Mapping[str, float]:
         """See `TrainStrategy`."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +15,7 @@ from agenticrun_workers.algorithms.aggregation import StepTotals
 from agenticrun_workers.training.microbatch import MicroBatch, Positions, filler, split
 from agenticrun_workers.training.modules import PolicyModule, ValueModule
 from agenticrun_workers.training.options import DEFAULTS, FsdpOptions
+from agenticrun_workers.training.over_ranks import balance, step_totals
 from agenticrun_workers.training.packing import can_pack
 from agenticrun_workers.training.ranks import Ranks
 from agenticrun_workers.training.strategy import Sample
@@ -82,19 +82,11 @@ class TorchBackend(Generic[Module]):
 
     def totals(self, samples: list[Sample]) -> StepTotals:
         """The denominators of an optimizer step on all ranks' samples. Collective."""
-        weights = [float(sample.weight_T[1:].sum(dtype=np.float64)) for sample in samples]
-        weight, sequences = self.ranks.sum([sum(weights), float(sum(w > 0 for w in weights))])
-        return StepTotals(weight, sequences)
+        return step_totals(samples, self.ranks.sum)
 
     def balance(self, batches: list[MicroBatch]) -> dict[str, float]:
         """How evenly the tokens lie: the share of computed ones that was padding, and the fullest rank's over the mean. Collective."""
-        mine = float(sum(batch.used for batch in batches))
-        used, computed = self.ranks.sum([mine, float(sum(batch.ids_BT.numel() for batch in batches))])
-        [most] = self.ranks.max([mine])
-        return {
-            "train/padding_waste": 1 - used / computed if computed else 0.0,
-            "train/token_imbalance": most * self.ranks.data_size / used if used else 1.0,
-        }
+        return balance(batches, self.ranks.data_size, self.ranks.sum, self.ranks.max)
 
     def reshard(self) -> None:
         """Free the parameters that a forward pass gathered and no backward pass followed. Until then they hide the master weights."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenticrun_workers.algorithms.aggregation import StepTotals, token_coefficients
+from agenticrun_workers.algorithms.aggregation import StepTotals
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.models.lora import whole_weights
 from agenticrun_workers.training import checkpoint
-from agenticrun_workers.training.actor_loss import ActorLoss
+from agenticrun_workers.training.actor_loss import ActorLoss, SupervisedLoss
 from agenticrun_workers.training.actor_metrics import ActorMetrics, nothing_learned
 from agenticrun_workers.training.export import write_folder
 from agenticrun_workers.training.microbatch import responses, weighted
@@ -65,18 +65,14 @@ class TorchPolicy:
         """See `TrainStrategy`."""
         totals = self._backend.totals(samples)
         rate = self._updater.spec.supervised_learning_rate or self._updater.spec.learning_rate
-        loss_sum, norm = 0.0, 0.0
+        loss, norm = SupervisedLoss(samples, totals), 0.0
         if totals.weight == 0:
             self._updater.skip()
         else:
             for batch in self._backend.micro_batches(samples, weighted):
-                logprobs_N, _ = self._backend.module(batch, self._temperature)
-                weight_N = batch.pick(samples, "weight_T", logprobs_N.dtype)
-                loss = -(token_coefficients(weight_N, batch.sequence_N, totals, "token-mean") * logprobs_N).sum()
-                loss.backward()
-                loss_sum += loss.item()
+                loss(batch, *self._backend.module(batch, self._temperature)).backward()  # type: ignore[no-untyped-call]
             norm = self._updater.step(rate, scheduled=False)
-        return {"warmup/loss": self._backend.ranks.sum([loss_sum])[0], "warmup/grad_norm": norm, "warmup/lr": rate}
+        return {"warmup/loss": self._backend.ranks.sum([loss.total])[0], "warmup/grad_norm": norm, "warmup/lr": rate}
 
     def train_step(self, samples: list[Sample], loss: LossSpec) -> Mapping[str, float]:
         """See `TrainStrategy`."""

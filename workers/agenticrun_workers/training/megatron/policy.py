@@ -13,11 +13,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from agenticrun_workers.algorithms.aggregation import StepTotals, token_coefficients
+from agenticrun_workers.algorithms.aggregation import StepTotals
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.models.devices import compute_device
 from agenticrun_workers.models.loading import load_config
-from agenticrun_workers.training.actor_loss import ActorLoss
+from agenticrun_workers.training.actor_loss import ActorLoss, SupervisedLoss
 from agenticrun_workers.training.actor_metrics import ActorMetrics, nothing_learned
 from agenticrun_workers.training.export import write_folder
 from agenticrun_workers.training.megatron.architecture import Architecture
@@ -32,6 +32,7 @@ from agenticrun_workers.training.megatron.updater import MegatronUpdater
 from agenticrun_workers.training.megatron.weights import Weights
 from agenticrun_workers.training.microbatch import MicroBatch, Positions, filler, responses, split, weighted
 from agenticrun_workers.training.optimizer import OptimizerSpec
+from agenticrun_workers.training.over_ranks import balance, step_totals
 from agenticrun_workers.training.ranks import Ranks
 from agenticrun_workers.training.strategy import LossSpec, Sample
 from agenticrun_workers.types import FloatArray
@@ -111,21 +112,14 @@ class MegatronPolicy:
         """See `TrainStrategy`."""
         totals = self._totals(samples)
         rate = self._updater.spec.supervised_learning_rate or self._updater.spec.learning_rate
-        parts, norm = [0.0], 0.0
-
-        def part(batch: MicroBatch, logprobs_N: Tensor, _: Tensor) -> Tensor:
-            weight_N = batch.pick(samples, "weight_T", logprobs_N.dtype)
-            loss = -(token_coefficients(weight_N, batch.sequence_N, totals, "token-mean") * logprobs_N).sum()
-            parts.append(loss.item() if self._place.scores else 0.0)
-            return loss
-
+        loss, norm = SupervisedLoss(samples, totals), 0.0
         if totals.weight == 0:
             self._updater.skip()
         else:
             with megatron_device():
-                self._passes.backward(self._micro_batches(samples, weighted), self._temperature, part)
+                self._passes.backward(self._micro_batches(samples, weighted), self._temperature, loss)
                 norm = self._updater.step(rate, scheduled=False)
-        return {"warmup/loss": self._ranks.sum([sum(parts)])[0], "warmup/grad_norm": norm, "warmup/lr": rate}
+        return {"warmup/loss": self._ranks.sum([loss.total if self._place.scores else 0.0])[0], "warmup/grad_norm": norm, "warmup/lr": rate}
 
     def train_step(self, samples: list[Sample], loss: LossSpec) -> Mapping[str, float]:
         """See `TrainStrategy`."""
@@ -208,19 +202,11 @@ class MegatronPolicy:
 
     def _totals(self, samples: list[Sample]) -> StepTotals:
         """The denominators of an optimizer step on all ranks' samples."""
-        weights = [float(sample.weight_T[1:].sum(dtype=np.float64)) for sample in samples]
-        weight, sequences = self._sum([sum(weights), float(sum(w > 0 for w in weights))])
-        return StepTotals(weight, sequences)
+        return step_totals(samples, self._sum)
 
     def _balance(self, batches: list[MicroBatch]) -> dict[str, float]:
         """As `TorchBackend.balance`."""
-        mine = float(sum(batch.used for batch in batches))
-        used, computed = self._sum([mine, float(sum(batch.ids_BT.numel() for batch in batches))])
-        [most] = self._ranks.max([mine])
-        return {
-            "train/padding_waste": 1 - used / computed if computed else 0.0,
-            "train/token_imbalance": most * self.data_size / used if used else 1.0,
-        }
+        return balance(batches, self.data_size, self._sum, self._ranks.max)
 
     def _sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over one rank of each data rank."""
