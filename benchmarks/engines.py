@@ -5,6 +5,9 @@
 Both sides ask the same engine for the same prompts with the same number in flight, in turn, several times; figures are ratios of medians.
 The other side is the faster of the engine's own benchmark client (run in the engine's environment) and a loop that posts the same requests
 with aiohttp and reads no more than it must; for the transformers engine, which is no server, calls of `generate` in its own process.
+
+All responses of a round are equally long, so they end together, and the engine idles while the next ones are on their way: the worst case.
+`client_share_*` is at 128 tokens each, the default of `vllm bench serve` (SGLang's is 1,024); `client_share_short_*` at 64, without a limit.
 `--quick` asks for an eighth of the prompts, once.
 """
 
@@ -37,6 +40,8 @@ from agenticrun_workers.types import GenerationRequest, SamplingParams
 ENGINES = ("transformers", "sglang", "vllm")
 CLIENTS = Path(__file__).parent / "engine_clients"
 LIMIT = 0.95
+LENGTHS = {"": 128, "short_": 64}
+"""New tokens of each response, by what the name of a figure says about them."""
 OPTIONS = {"vllm": {"skip_tokenizer_init": False}}
 """vLLM's own client waits for text."""
 MODEL = InitializeSpec(
@@ -58,9 +63,9 @@ class Work:
     concurrency: int
 
     @staticmethod
-    def make(requests: int, seed: int) -> Work:
+    def make(requests: int, new_tokens: int, seed: int) -> Work:
         rng = np.random.default_rng(seed)
-        return Work(rng.integers(1, len(MODEL.words), (requests, 64)).tolist(), new_tokens=64, concurrency=32)
+        return Work(rng.integers(1, len(MODEL.words), (requests, 64)).tolist(), new_tokens, concurrency=32)
 
     @property
     def tokens(self) -> int:
@@ -159,24 +164,27 @@ def pipeline_for(engine: str) -> Pipeline:
     return parse_run(run).spec.pipeline
 
 
-async def measure(engine: str, model: Path, requests: int, rounds: int) -> dict[str, float]:
-    """Tokens per second by way."""
+async def measure(engine: str, model: Path, requests: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Tokens per second by way, for each of LENGTHS."""
     options = {"num_cpus": 0, "max_concurrency": 1000}
     actor: Any = ray.remote(MeasuredActor).options(**options).remote("engine-0")
     await actor.start.remote(pipeline_for(engine), ModelSource(str(model)), 0, 1)
-    seconds: dict[str, list[float]] = {"ours": [], "lean": [], **({"own": []} if engine != "transformers" else {})}
-    await ask_through_client(actor, Work.make(8, 0), "warm-up")
-    for number in range(rounds):
-        work = Work.make(requests, number + 1)
-        seconds["ours"].append(await ask_through_client(actor, work, f"client-{number}"))
-        if engine == "transformers":
-            seconds["lean"].append(await actor.ask_engine.remote(work))
-        else:
-            url = await actor.url.remote()
-            seconds["lean"].append(await ask_by_http(engine, url, work))
-            seconds["own"].append(await asyncio.to_thread(ask_by_own_client, engine, url, work))
+    await ask_through_client(actor, Work.make(8, 64, 0), "warm-up")
+    found = {}
+    for length, new_tokens in LENGTHS.items():
+        seconds: dict[str, list[float]] = {"ours": [], "lean": [], **({"own": []} if engine != "transformers" else {})}
+        for number in range(rounds):
+            work = Work.make(requests, new_tokens, number + 1)
+            seconds["ours"].append(await ask_through_client(actor, work, f"client-{length}{number}"))
+            if engine == "transformers":
+                seconds["lean"].append(await actor.ask_engine.remote(work))
+            else:
+                url = await actor.url.remote()
+                seconds["lean"].append(await ask_by_http(engine, url, work))
+                seconds["own"].append(await asyncio.to_thread(ask_by_own_client, engine, url, work))
+        found[length] = {way: work.tokens / median(times) for way, times in seconds.items()}
     ray.kill(actor)
-    return {way: work.tokens / median(times) for way, times in seconds.items()}
+    return found
 
 
 def main() -> None:
@@ -192,13 +200,15 @@ def main() -> None:
         ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=runtime)
         model = Path(folder) / "model"
         initialize_model(model, MODEL)
-        print(f"{'engine':14}{'ours tok/s':>12}{'own tok/s':>12}{'lean tok/s':>12}{'share':>8}")
+        print(f"{'engine':14}{'tokens':>8}{'ours tok/s':>12}{'own tok/s':>12}{'lean tok/s':>12}{'share':>8}")
         for engine in arguments.engines:
-            found = asyncio.run(measure(engine, model, requests, rounds))
-            share = found["ours"] / max(speed for way, speed in found.items() if way != "ours")
-            own = f"{found['own']:.0f}" if "own" in found else "-"
-            print(f"{engine:14}{found['ours']:12.0f}{own:>12}{found['lean']:12.0f}{share:8.3f}  (at least {LIMIT})", flush=True)
-            figures |= {f"client_share_{engine}": share, **{f"{engine}_{way}_tokens_per_second": speed for way, speed in found.items()}}
+            for length, found in asyncio.run(measure(engine, model, requests, rounds)).items():
+                share = found["ours"] / max(speed for way, speed in found.items() if way != "ours")
+                own = f"{found['own']:.0f}" if "own" in found else "-"
+                limit = "" if length else f"  (at least {LIMIT})"
+                print(f"{engine:14}{LENGTHS[length]:8}{found['ours']:12.0f}{own:>12}{found['lean']:12.0f}{share:8.3f}{limit}", flush=True)
+                figures[f"client_share_{length}{engine}"] = share
+                figures |= {f"{length}{engine}_{way}_tokens_per_second": speed for way, speed in found.items()}
         ray.shutdown()
     if arguments.json:
         write_record(arguments.json, figures)
