@@ -200,7 +200,7 @@ def fail() -> Any:
     [
         (Broken(fail), "RuntimeError: the emulator is gone"),
         (Broken(fail, reset=fail), "RuntimeError: the emulator is gone"),
-        (Broken(lambda: ("P", 1.0)), "step returned tuple, not a StepResult"),
+        (Broken(lambda: ("P", 1.0)), "step returned tuple, neither a StepResult nor a tuple of five"),
         (Broken(lambda: StepResult("P", float("nan"), False)), "step returned the reward nan"),
         (Broken(fail, reset=lambda: None), "reset returned NoneType, not text"),
         (Broken(lambda: StepResult("?", 0.0, False)), "cannot be tokenised"),

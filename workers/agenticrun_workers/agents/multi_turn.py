@@ -10,7 +10,6 @@ from agenticrun_workers.agents.agent import AgentLimits
 from agenticrun_workers.agents.registry import register_agent
 from agenticrun_workers.agents.templates import check_template
 from agenticrun_workers.agents.turn_based import Exchange, Policy, TurnBasedAgent
-from agenticrun_workers.envs.env import Env
 from agenticrun_workers.types import IntArray
 
 TEMPLATE_FIELDS = ("instruction", "observation", "turn", "turns_left", "max_tokens")
@@ -52,9 +51,9 @@ class MultiTurnAgent(TurnBasedAgent):
         for template in (system_template, agent_template):
             check_template(template, TEMPLATE_FIELDS)
 
-    def prompt(self, env: Env, past: Sequence[Exchange], observation: str) -> IntArray:
+    def prompt(self, instruction: str, past: Sequence[Exchange], observation: str) -> IntArray:
         """What the conversation grows by: the end of the last answer where the policy did not sample it, and the next message."""
-        user = self._agent_template.format_map(self.fields(env, observation, len(past) + 1))
+        user = self._agent_template.format_map(self.fields(instruction, observation, len(past) + 1))
         if past:
             return self.chat.next(user, ended=past[-1].ended)
-        return self.chat.first(self._system_template.format_map(self.fields(env, "", 1)), user)
+        return self.chat.first(self._system_template.format_map(self.fields(instruction, "", 1)), user)

@@ -14,7 +14,6 @@ from agenticrun_workers.agents.agent import AgentLimits
 from agenticrun_workers.agents.registry import register_agent
 from agenticrun_workers.agents.templates import check_template
 from agenticrun_workers.agents.turn_based import Exchange, Policy, TurnBasedAgent
-from agenticrun_workers.envs.env import Env
 from agenticrun_workers.types import IntArray
 
 TEMPLATE_FIELDS = ("instruction", "history", "history_length", "step_count", "turn", "turns_left", "observation", "max_tokens")
@@ -71,12 +70,12 @@ class StepWiseAgent(TurnBasedAgent):
             check_template(template, TEMPLATE_FIELDS)
         check_template(history_template, HISTORY_FIELDS)
 
-    def prompt(self, env: Env, past: Sequence[Exchange], observation: str) -> IntArray:
+    def prompt(self, instruction: str, past: Sequence[Exchange], observation: str) -> IntArray:
         """The whole prompt of this turn."""
-        fields = self._fields_of(env, past, observation)
+        fields = self._fields_of(instruction, past, observation)
         return self.chat.first(self._system_template.format_map(fields), self._agent_template.format_map(fields))
 
-    def _fields_of(self, env: Env, past: Sequence[Exchange], observation: str) -> dict[str, Any]:
+    def _fields_of(self, instruction: str, past: Sequence[Exchange], observation: str) -> dict[str, Any]:
         first_shown = max(0, len(past) - self._history_length)
         history = "".join(
             self._history_template.format_map(
@@ -89,4 +88,4 @@ class StepWiseAgent(TurnBasedAgent):
             for number in range(first_shown, len(past))
         )
         shown = {"history": history, "history_length": len(past) - first_shown, "step_count": len(past)}
-        return self.fields(env, observation, len(past) + 1) | shown
+        return self.fields(instruction, observation, len(past) + 1) | shown

@@ -1,31 +1,22 @@
-"""What agents that play turn by turn have in common: observation, prompt, answer, action, and every way in which that ends.
-
-Async environments run on the event loop. Sync ones run in a thread, so that one that blocks or hangs costs its own episode
-only, unless the environment says `blocking = False` (steps of microseconds).
-"""
+"""What agents that play turn by turn have in common: observation, prompt, answer, action, and every way in which that ends."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate
 from agenticrun_workers.agents.chat import ChatFormat
+from agenticrun_workers.agents.episode_metrics import EpisodeMetrics
 from agenticrun_workers.agents.templates import compile_pattern
-from agenticrun_workers.envs.env import Env, StepResult, TakesItem
+from agenticrun_workers.envs import Env, EnvCalls, EnvFault, StepResult
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, IntArray, SamplingParams, StopReason, Trajectory, Turn
-
-MAX_BLOCKING_CALLS = 64
-"""Sync environments that can be inside `reset` or `step` at once."""
 
 Policy = Literal["continue", "stop"]
 
@@ -68,14 +59,14 @@ class TurnBasedAgent(ABC):
         self.limits = limits
         self.stop_on_parse_error = on_parse_error == "stop"
         self.stop_on_cut = on_cut_answer == "stop"
-        self.threads = ThreadPoolExecutor(MAX_BLOCKING_CALLS, thread_name_prefix="env")
+        self.envs = EnvCalls(limits.step_timeout)
         self._pattern = compile_pattern(action_pattern)
         for name, value in (("onParseError", on_parse_error), ("onCutAnswer", on_cut_answer)):
             if value not in ("continue", "stop"):
                 raise ValueError(f"{name} must be continue or stop, not {value!r}")
 
     @abstractmethod
-    def prompt(self, env: Env, past: Sequence[Exchange], observation: str) -> IntArray:
+    def prompt(self, instruction: str, past: Sequence[Exchange], observation: str) -> IntArray:
         """Tokens put before the policy now, after these past turns, int32 [T]; see `stepwise`."""
 
     async def collect_trajectory(self, episode: Episode, env: Env, generate: Generate) -> Trajectory:
@@ -84,7 +75,9 @@ class TurnBasedAgent(ABC):
         try:
             await play.run()
         except _EpisodeEnded as end:
-            return play.trajectory(end.reason, end.error)
+            return play.trajectory(end.reason)
+        except EnvFault as fault:
+            return play.trajectory(fault.reason, str(fault))
         raise AssertionError("an episode ends with a reason")
 
     def action(self, answer: str) -> str | None:
@@ -94,10 +87,10 @@ class TurnBasedAgent(ABC):
             return None
         return (match.group(match.lastindex or 0) or "").strip()
 
-    def fields(self, env: Env, observation: str, turn: int) -> dict[str, Any]:
+    def fields(self, instruction: str, observation: str, turn: int) -> dict[str, Any]:
         """Values of the placeholders that every template may use. `turn` counts from 1."""
         return {
-            "instruction": env.instruction,
+            "instruction": instruction,
             "observation": observation,
             "turn": turn,
             "turns_left": self.limits.max_turns - turn + 1,
@@ -108,10 +101,9 @@ class TurnBasedAgent(ABC):
 class _EpisodeEnded(Exception):
     """Carries a stop reason out of the turn loop."""
 
-    def __init__(self, reason: StopReason, error: str = "") -> None:
-        super().__init__(error)
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(reason)
         self.reason = reason
-        self.error = error
 
 
 @dataclass
@@ -124,18 +116,16 @@ class _Play:
     generate: Generate
     turns: list[Turn] = field(default_factory=list)
     past: list[Exchange] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: EpisodeMetrics = field(default_factory=EpisodeMetrics)
+    instruction: str = ""
     conversation: list[IntArray] = field(default_factory=list)
     """Everything so far, of agents that are not step-wise."""
     ending_T: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     async def run(self) -> None:
         """Turn by turn, until `_EpisodeEnded`."""
-        if self.episode.item is not None:
-            await self._env_call(cast(TakesItem, self.env).set_item, self.episode.item)
-        observation = await self._env_call(self.env.reset, self.episode.env_seed, self.episode.key.stream)
-        if not isinstance(observation, str):
-            raise _EpisodeEnded(StopReason.ENV_ERROR, f"reset returned {type(observation).__name__}, not text")
+        start = await self.agent.envs.reset(self.env, self.episode.env_seed, self.episode.key.stream, self.episode.item)
+        self.instruction, observation = start.instruction, start.observation
         for turn in range(1, self.agent.limits.max_turns + 1):
             prompt_T = self._prompt(observation)
             generation = await self._respond(prompt_T, observation, turn)
@@ -148,9 +138,11 @@ class _Play:
         self.ending_T = self._ending(observation)
         raise _EpisodeEnded(StopReason.MAX_TURNS)
 
-    def trajectory(self, reason: StopReason, error: str) -> Trajectory:
+    def trajectory(self, reason: StopReason, error: str = "") -> Trajectory:
         turns = tuple(self.turns)
-        return Trajectory(self.episode.key, self.episode.tag, turns, reason, self.metrics, error, self.agent.stepwise, self.ending_T)
+        return Trajectory(
+            self.episode.key, self.episode.tag, turns, reason, self.metrics.totals(), error, self.agent.stepwise, self.ending_T
+        )
 
     def _ending(self, observation: str) -> IntArray:
         """The prompt that a cut episode leaves unanswered; nothing if there is no room for it."""
@@ -161,10 +153,10 @@ class _Play:
     def _prompt(self, observation: str) -> IntArray:
         """Tokens of an observation. Text that the tokenizer refuses is the environment's mistake."""
         try:
-            return self.agent.prompt(self.env, self.past, observation)
+            return self.agent.prompt(self.instruction, self.past, observation)
         except Exception as error:  # tokenizers raises plain Exception
             message = f"the observation {observation[:80]!r} cannot be tokenised: {error}"
-            raise _EpisodeEnded(StopReason.ENV_ERROR, message) from error
+            raise EnvFault(StopReason.ENV_ERROR, message) from error
 
     async def _respond(self, prompt_T: IntArray, observation: str, turn: int) -> Generation:
         limits, key = self.agent.limits, self.episode.key
@@ -199,31 +191,16 @@ class _Play:
             self._record(prompt_T, observation, generation, action)
             raise _EpisodeEnded(StopReason.MAX_TOKENS if cut else StopReason.PARSE_ERROR)
         try:
-            result = _checked(await self._env_call(self.env.step, action or ""))
-        except _EpisodeEnded:
+            result = await self.agent.envs.step(self.env, action or "")
+        except EnvFault:
             self._record(prompt_T, observation, generation, action)
             raise
         known = result.metrics.get("action_is_valid", 1.0) != 0
         self._record(prompt_T, observation, generation, action, float(result.reward), known)
-        self._add_metrics(result.metrics)
+        self._add_metrics(result)
         ended = int(generation.tokens_T[-1]) == self.agent.chat.end_of_turn
         self.past.append(Exchange(observation, answer, action, ended))
         return result
-
-    async def _env_call(self, call: Any, *arguments: Any) -> Any:
-        """Call the environment, sync or async. Whatever it raises ends this episode and no other."""
-        try:
-            async with asyncio.timeout(self.agent.limits.step_timeout):
-                if inspect.iscoroutinefunction(call):
-                    return await call(*arguments)
-                if getattr(self.env, "blocking", True):
-                    return await asyncio.get_running_loop().run_in_executor(self.agent.threads, call, *arguments)
-                return call(*arguments)
-        except TimeoutError:
-            message = f"{call.__qualname__} took more than {self.agent.limits.step_timeout} s"
-            raise _EpisodeEnded(StopReason.TIMEOUT, message) from None
-        except Exception as error:  # an environment is a user's code and may raise anything
-            raise _EpisodeEnded(StopReason.ENV_ERROR, f"{type(error).__name__}: {error}") from error
 
     def _record(
         self, prompt_T: IntArray, observation: str, generation: Generation, action: str | None, reward: float = 0.0, known: bool = True
@@ -243,16 +220,6 @@ class _Play:
             )
         )
 
-    def _add_metrics(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self.metrics[name] = float(value) if name == "success" else self.metrics.get(name, 0.0) + float(value)
-
-
-def _checked(result: object) -> StepResult:
-    if not isinstance(result, StepResult):
-        raise _EpisodeEnded(StopReason.ENV_ERROR, f"step returned {type(result).__name__}, not a StepResult")
-    if not isinstance(result.observation, str):
-        raise _EpisodeEnded(StopReason.ENV_ERROR, f"step returned an observation of {type(result.observation).__name__}, not text")
-    if not np.isfinite(result.reward):
-        raise _EpisodeEnded(StopReason.ENV_ERROR, f"step returned the reward {result.reward}")
-    return result
+    def _add_metrics(self, result: StepResult) -> None:
+        for name, value in result.metrics.items():
+            self.metrics.add(name, float(value), result.modes.get(name))

@@ -1,17 +1,22 @@
 """Environments: gym-like, text in and text out."""
 
-from agenticrun_workers.envs.env import Env, HasVocabulary, Renders, StepResult, TakesItem
+from agenticrun_workers.envs.calls import EnvCalls, EnvFault, Start
+from agenticrun_workers.envs.env import Env, HasVocabulary, MetricMode, Renders, StepResult, TakesItem
 from agenticrun_workers.envs.frozen_lake import FrozenLake
 from agenticrun_workers.envs.registry import EnvConfigError, EnvImportError, EnvNotFound, make_env, register_env
 
 __all__ = [
     "Env",
+    "EnvCalls",
     "EnvConfigError",
+    "EnvFault",
     "EnvImportError",
     "EnvNotFound",
     "FrozenLake",
     "HasVocabulary",
+    "MetricMode",
     "Renders",
+    "Start",
     "StepResult",
     "TakesItem",
     "make_env",

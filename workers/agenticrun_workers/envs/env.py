@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_workers.types import Stream
 
+MetricMode = Literal["sum", "mean", "min", "max", "first", "last"]
+"""How the values that the steps of an episode report under one name become one."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one action led to.
 
-    `metrics` are summed over the episode by the agent, except `success`, of which the last value counts.
+    gymnasium's plain tuple (observation, reward, terminated, truncated, info) is taken for the same thing: `info["metrics"]` and
+    `info["metrics_agg_mode"]` are its metrics and their modes, as in ROLL.
     """
 
     observation: str
@@ -24,6 +28,11 @@ class StepResult:
     terminated: bool
     truncated: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was measured. `action_is_valid: 0` says that the answer held no action."""
+    modes: Mapping[str, MetricMode] = field(default_factory=dict)
+    """How metrics are put together over the episode; default: the sum, and of `success` the last value."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Anything else, for agents that know this environment."""
 
 
 class Env(Protocol):
@@ -31,12 +40,16 @@ class Env(Protocol):
 
     `split` is `train` or `validation`: an environment that generates levels must never give the same level in both.
     Sync methods are called in a thread, unless the class has `blocking = False`, which promises that they take microseconds.
+    An instance plays one episode after another, unless the class has `reusable = False`: then each gets a new one.
+
+    Environments written for gymnasium's signatures work as they are: `reset(seed)` without a split (validation then plays other
+    seeds), a pair (observation, info) from `reset`, a tuple of five from `step`. `instruction` and `valid_actions` may be missing.
     """
 
     instruction: str
-    """What the task is and how to answer, for the first prompt."""
+    """What the task is and how to answer, for the first prompt. `info["env_instruction"]` of `reset` is said instead, if there is one."""
 
-    def reset(self, seed: int, split: Stream) -> str | Awaitable[str]:
+    def reset(self, seed: int, split: Stream) -> str | tuple[str, Mapping[str, Any]] | Awaitable[str | tuple[str, Mapping[str, Any]]]:
         """Begin an episode and return its first observation."""
         ...
 
