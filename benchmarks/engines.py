@@ -7,7 +7,7 @@ The other side is the faster of the engine's own benchmark client (run in the en
 with aiohttp and reads no more than it must; for the transformers engine, which is no server, calls of `generate` in its own process.
 
 All responses of a round are equally long, so they end together, and the engine idles while the next ones are on their way: the worst case.
-`client_share_*` is at 128 tokens each, the default of `vllm bench serve` (SGLang's is 1,024); `client_share_short_*` at 64, without a limit.
+`client_share_*` is at 128 tokens each, the default of `vllm bench serve` (SGLang's is 1,024); `client_share_short_*` at 64, no limit.
 `--quick` asks for an eighth of the prompts, once.
 """
 
