@@ -186,6 +186,7 @@ class Learner:
         generate: Generate = random_valid_policy(env, self._chat) if random else self._engine.generate
         agent = self._agents[tag, key.stream]
         trajectory = await agent.collect_trajectory(episode(self._pipeline.seed, key, tag), env, generate)
+        assert isinstance(trajectory, Trajectory)
         assert trajectory.stop_reason.trainable, trajectory.error
         return trajectory
 

@@ -144,14 +144,19 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, order=True)
 class EpisodeKey:
-    """Identity of one episode: `member` of group number `group` of `stream`. Same key, same level, same seeds."""
+    """Identity of one episode: `member` of group number `group` of `stream`. Same key, same level, same seeds.
+
+    An agent may make several trajectories of one episode: `branch` numbers them, and is 0 for the episode itself.
+    """
 
     stream: Stream
     group: int
     member: int
+    branch: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stream}-{self.group}-{self.member}"
+        name = f"{self.stream}-{self.group}-{self.member}"
+        return f"{name}.{self.branch}" if self.branch else name
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def turns(draw: st.DrawFn) -> Turn:
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     return Trajectory(
-        key=EpisodeKey(draw(st.sampled_from(Stream)), draw(st.integers(0, 10**12)), draw(st.integers(0, 4096))),
+        key=EpisodeKey(draw(st.sampled_from(Stream)), draw(st.integers(0, 10**12)), draw(st.integers(0, 4096)), draw(st.integers(0, 9))),
         tag=draw(st.text(max_size=8)),
         turns=tuple(draw(st.lists(turns(), max_size=3))),
         stop_reason=draw(st.sampled_from(StopReason)),
@@ -160,7 +160,7 @@ def _of_another_format(content: bytes) -> bytes:
 
 def _pickled(content: bytes) -> bytes:
     buffer = io.BytesIO()
-    np.savez(buffer, header=np.array([{"format": 1}], object))
+    np.savez(buffer, header=np.array([{"format": 2}], object))
     return buffer.getvalue()
 
 

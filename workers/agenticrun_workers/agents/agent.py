@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,6 +48,9 @@ class AgentLimits:
 class Agent(Protocol):
     """Drives environments turn by turn. One instance serves many episodes at once, so it keeps no state of an episode."""
 
-    async def collect_trajectory(self, episode: Episode, env: Env, generate: Generate) -> Trajectory:
-        """Play one episode. What the environment does wrong ends as a StopReason, not as an exception."""
+    async def collect_trajectory(self, episode: Episode, env: Env, generate: Generate) -> Trajectory | Sequence[Trajectory]:
+        """Play one episode. What the environment does wrong ends as a StopReason, not as an exception.
+
+        Of several trajectories each is a member of the group, with its own score.
+        """
         ...

@@ -29,7 +29,7 @@ class TagResult:
     levels: int
     episodes: int
     success: float | None
-    """Share of successful episodes; None where the environment does not measure it."""
+    """Share of episodes with a successful trajectory; None where the environment does not measure it."""
     pass_at: dict[int, float]
     """pass@k by k: the probability that at least one of k episodes of a level succeeds, mean over the levels."""
     score: float
@@ -61,15 +61,18 @@ def summarize(results: Sequence[EpisodeResult], ks: Sequence[int]) -> dict[str, 
 
 
 def _of_tag(played: list[EpisodeResult], ks: Sequence[int]) -> TagResult:
-    levels: dict[int, list[bool]] = defaultdict(list)
+    won: dict[tuple[int, int], bool] = defaultdict(bool)
     for result in played:
-        levels[result.key.group].append(result.metrics.get("success", 0.0) > 0)
+        won[result.key.group, result.key.member] |= result.metrics.get("success", 0.0) > 0
+    levels: dict[int, list[bool]] = defaultdict(list)
+    for (group, _), succeeded in won.items():
+        levels[group].append(succeeded)
     measured = any("success" in result.metrics for result in played)
     stops = Counter(str(result.stop_reason) for result in played)
     return TagResult(
         levels=len(levels),
-        episodes=len(played),
-        success=float(np.mean([won for level in levels.values() for won in level])) if measured else None,
+        episodes=len(won),
+        success=float(np.mean(list(won.values()))) if measured else None,
         pass_at={k: float(np.mean([pass_at(k, len(level), sum(level)) for level in levels.values()])) for k in ks} if measured else {},
         score=float(np.mean([result.score for result in played])),
         turns=float(np.mean([result.turns for result in played])),

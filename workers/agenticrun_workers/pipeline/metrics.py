@@ -135,8 +135,17 @@ def _ages(results: Sequence[EpisodeResult], version: int) -> Metrics:
 
 def _success(name: str, results: Iterable[EpisodeResult]) -> Metrics:
     """Mean over the episodes whose environments measure success."""
-    measured = [result.metrics["success"] for result in results if "success" in result.metrics]
-    return {name: float(np.mean(measured))} if measured else {}
+    measured = [result for result in results if "success" in result.metrics]
+    if not measured:
+        return {}
+    return {name: float(np.average([result.metrics["success"] for result in measured], weights=_shares(measured)))}
+
+
+def _shares(results: Sequence[EpisodeResult]) -> list[float]:
+    """How much of its episode each trajectory is: an episode counts once, however many trajectories its agent made of it."""
+    episodes = [(result.key.stream, result.key.group, result.key.member) for result in results]
+    trajectories = Counter(episodes)
+    return [1.0 / trajectories[episode] for episode in episodes]
 
 
 def _stop_reasons(results: Iterable[EpisodeResult]) -> Metrics:
@@ -152,18 +161,22 @@ def _judge_failures(untrainable: Iterable[EpisodeResult]) -> Metrics:
 
 
 def _of_envs(prefix: str, results: list[EpisodeResult]) -> Metrics:
-    """Scores, and means of what environments measure: per action for `action_*`, per episode else."""
+    """Scores, and means of what environments measure: per action for `action_*`, per episode else.
+
+    The values of an episode are the means over its trajectories.
+    """
     metrics: Metrics = {}
     for tag, played in _by_tag(results).items():
-        metrics[f"{prefix}/{tag}/score"] = float(np.mean([result.score for result in played]))
+        shares = _shares(played)
+        metrics[f"{prefix}/{tag}/score"] = float(np.average([result.score for result in played], weights=shares))
         sums: dict[str, float] = defaultdict(float)
-        for result in played:
+        for result, share in zip(played, shares, strict=True):
             for name, value in result.metrics.items():
-                sums[name] += value
-        actions = sums.get("num_actions", 0.0)
+                sums[name] += share * value
+        actions, episodes = sums.get("num_actions", 0.0), round(sum(shares))
         for name, value in sums.items():
             per_action = name.startswith("action_") and actions
-            metrics[f"{prefix}/{tag}/{name}"] = value / (actions if per_action else len(played))
+            metrics[f"{prefix}/{tag}/{name}"] = value / (actions if per_action else episodes)
     return metrics
 
 

@@ -85,6 +85,7 @@ def episode_text(result: EpisodeResult) -> str:
         f"tag {result.tag}",
         f"group {result.key.group}",
         f"member {result.key.member}",
+        *([f"branch {result.key.branch}"] if result.key.branch else []),
         f"score {result.score:.4g}",
         f"stop {result.stop_reason}",
         f"turns {result.turns}",

@@ -7,7 +7,7 @@ import asyncio
 from agenticrun_api import Pipeline
 from agenticrun_workers.pipeline.metrics import Metrics, validation_metrics
 from agenticrun_workers.rollout.env_pool import Players
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, tag_cycle
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, every_trajectory, tag_cycle
 from agenticrun_workers.types import Stream
 
 
@@ -33,7 +33,7 @@ class Validator:
         return self.enabled and (step % self._pipeline.eval_steps == 0 or step == self._pipeline.max_steps)
 
     async def run(self) -> list[EpisodeResult]:
-        """The policy's episodes, by group and member."""
+        """The policy's trajectories, by group and member."""
         return await self._play(random_policy=False)
 
     async def random_baseline(self) -> Metrics:
@@ -62,7 +62,7 @@ class Validator:
                 return await self._players.play(task)
 
         groups = range(self._pipeline.val_batch_size // envs.group_size)
-        return [result for played in await asyncio.gather(*map(play, groups)) for result in played]
+        return [result for played in await asyncio.gather(*map(play, groups)) for result in every_trajectory(played)]
 
 
 def warmup_success(validated: Metrics) -> Metrics:

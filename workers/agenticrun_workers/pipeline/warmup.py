@@ -15,7 +15,7 @@ from agenticrun_workers.pipeline.trainer_group import TrainerGroup
 from agenticrun_workers.rollout.controller import Discard
 from agenticrun_workers.rollout.env_pool import Players
 from agenticrun_workers.rollout.errors import InvalidConfig
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, tag_cycle
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, every_trajectory, tag_cycle
 from agenticrun_workers.types import Stream
 
 CHUNK_STEPS = 25
@@ -46,16 +46,16 @@ class Warmup:
             played = await self._play(range(first * size, last * size))
             for start in range(0, len(played), size):
                 yield await self._step(played[start : start + size])
-            await self._discard([result for result in played if result.trainable])
+            await self._discard([result for result in every_trajectory(played) if result.trainable])
 
     async def _step(self, played: list[EpisodeResult]) -> Metrics:
-        good = [result for result in played if result.trainable]
+        good = [result for result in every_trajectory(played) if result.trainable]
         if not good:
             error = played[0].error or played[0].stop_reason
             raise InvalidConfig("spec.pipeline.warmup", f"none of the {len(played)} episodes or items of a step can be trained on: {error}")
         shares = balance(good, self._trainers.parts)
         metrics = await self._trainers.warm_up([[(r.key, r.store) for r in share] for share in shares])
-        return {**metrics, "warmup/discarded": float(len(played) - len(good))}
+        return {**metrics, "warmup/discarded": float(sum(not result.trainable for result in every_trajectory(played)))}
 
     async def _play(self, groups: range) -> list[EpisodeResult]:
         """One result per group, in order."""

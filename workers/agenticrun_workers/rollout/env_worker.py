@@ -52,7 +52,7 @@ class EnvWorker:
         self._limit = asyncio.Semaphore(pipeline.train_envs.max_envs_per_worker)
         self._client = GenerationClient(name, derive(pipeline.seed, "engine-choice", name))
         self._stores: list[Any] = []
-        self._unstored: list[tuple[Trajectory, EpisodeResult]] = []
+        self._unstored: list[tuple[list[Trajectory], EpisodeResult]] = []
         self._unstored_event = asyncio.Event()
         self._outbox: Outbox[EpisodeResult] = Outbox()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -114,14 +114,14 @@ class EnvWorker:
                 await self._player.play(played)
             await self._player.judge(played)
         except asyncio.CancelledError:  # only `abort` cancels it
-            played.trajectory = played.abandoned()
+            played.trajectories = [played.abandoned()]
         finally:
             del self._playing[played.key, task.attempt]
         keeps = task.stream is not Stream.VALIDATION
         result = self._player.result(played, store=played.key.group % len(self._stores) if keeps else -1)
         if keeps and result.trainable:
-            assert played.trajectory is not None
-            self._unstored.append((played.trajectory, result))
+            kept = {each.key for each in result.trajectories if each.trainable}
+            self._unstored.append(([trajectory for trajectory in played.trajectories if trajectory.key in kept], result))
             self._unstored_event.set()
         else:
             self._outbox.put(result)
@@ -134,8 +134,8 @@ class EnvWorker:
             self._unstored_event.clear()
             finished, self._unstored = self._unstored, []
             by_store: dict[int, list[Trajectory]] = defaultdict(list)
-            for trajectory, result in finished:
-                by_store[result.store].append(trajectory)
+            for trajectories, result in finished:
+                by_store[result.store] += trajectories
             await asyncio.gather(*(self._stores[store].put.remote(pack(kept)) for store, kept in by_store.items()))
             for _, result in finished:
                 self._outbox.put(result)

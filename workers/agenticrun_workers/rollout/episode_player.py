@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from agenticrun_api import Pipeline
@@ -15,7 +16,7 @@ from agenticrun_workers.rollout.camera import Filmed, animated_gif
 from agenticrun_workers.rollout.datasets import EpisodeItems
 from agenticrun_workers.rollout.demonstrations import Demonstrations
 from agenticrun_workers.rollout.generation_client import GenerationClient
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, as_episode
 from agenticrun_workers.rollout.judges import JudgePanel, judged_episode
 from agenticrun_workers.rollout.once import Once
 from agenticrun_workers.rollout.seeds import episode
@@ -48,8 +49,8 @@ class Played:
     answers: list[Generation] = field(default_factory=list)
     """What the engines sampled for it so far."""
     film: Filmed | None = None
-    trajectory: Trajectory | None = None
-    """None until it is over."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """At least one when it is over; one, unless its agent makes several."""
 
     @property
     def told(self) -> bool:
@@ -91,45 +92,51 @@ class EpisodePlayer:
         task, key = played.task, played.key
         if task.demonstration:
             assert self._sources.demonstrations is not None
-            played.trajectory = self._sources.demonstrations.trajectory(key, task.tag, self._chat)
+            played.trajectories = [self._sources.demonstrations.trajectory(key, task.tag, self._chat)]
             return
         try:
             env = self._env(task.tag)
             generate = random_valid_policy(env, self._chat) if task.random_policy else self._client.generate
             asked = episode(self._pipeline.seed, key, task.tag, task.attempt, self._item(task))
             agent = self._agents[task.tag, task.stream]
-            trajectory = await agent.collect_trajectory(asked, self._filmed(env, played), _counted(generate, played))
+            made = await agent.collect_trajectory(asked, self._filmed(env, played), _counted(generate, played))
+            trajectories = _numbered(key, made)
         except Exception as error:  # an agent is a user's code and may raise anything: it costs this episode
             message = f"{type(error).__name__}: {error}"
             self._report(f"an agent failed in {task.tag}: {message}")
-            trajectory = Trajectory(key, task.tag, (), StopReason.ENV_ERROR, error=message)
+            trajectories = [Trajectory(key, task.tag, (), StopReason.ENV_ERROR, error=message)]
         else:
-            if trajectory.stop_reason.trainable:
+            if all(trajectory.stop_reason.trainable for trajectory in trajectories):
                 self._idle_envs[task.tag].append(env)
         finally:
             self._client.end_session(str(key))
-        played.trajectory = trajectory
+        played.trajectories = trajectories
 
     async def judge(self, played: Played) -> None:
-        """Add what the judges say. Random play is not judged: nothing reads it."""
-        task, trajectory = played.task, played.trajectory
-        assert trajectory is not None
-        policy_played = not task.random_policy and not task.demonstration
-        if policy_played and trajectory.stop_reason.trainable and self._sources.judges.judges(task.tag):
-            seen = judged_episode(trajectory, self._chat, self._item(task))
-            played.trajectory = await self._sources.judges.apply(trajectory, seen)
+        """Add what the judges say of each trajectory. Random play is not judged: nothing reads it."""
+        task = played.task
+        if not task.random_policy and not task.demonstration and self._sources.judges.judges(task.tag):
+            played.trajectories = list(await asyncio.gather(*(self._judged(task, each) for each in played.trajectories)))
+
+    async def _judged(self, task: GroupTask, trajectory: Trajectory) -> Trajectory:
+        if not trajectory.stop_reason.trainable:
+            return trajectory
+        return await self._sources.judges.apply(trajectory, judged_episode(trajectory, self._chat, self._item(task)))
 
     def result(self, played: Played, store: int) -> EpisodeResult:
         """The scalars, with text and pictures if the task asks for them."""
-        task, trajectory = played.task, played.trajectory
-        assert trajectory is not None
-        return EpisodeResult.of(
-            trajectory,
-            attempt=task.attempt,
-            store=store,
-            transcript=transcript(trajectory, self._chat) if task.transcript and played.told else "",
-            frames=animated_gif(played.film.frames) if played.film else b"",
-        )
+        task = played.task
+        results = [
+            EpisodeResult.of(
+                trajectory,
+                attempt=task.attempt,
+                store=store,
+                transcript=transcript(trajectory, self._chat) if task.transcript and played.told else "",
+            )
+            for trajectory in played.trajectories
+        ]
+        frames = animated_gif(played.film.frames) if played.film else b""
+        return replace(as_episode(results), frames=frames)
 
     def _env(self, tag: str) -> Env:
         if self._idle_envs[tag]:
@@ -145,6 +152,14 @@ class EpisodePlayer:
             return env
         played.film = Filmed(env)
         return cast(Env, played.film)
+
+
+def _numbered(key: EpisodeKey, made: Trajectory | Sequence[Trajectory]) -> list[Trajectory]:
+    """What an agent returned, each trajectory with a key of its own."""
+    trajectories = [made] if isinstance(made, Trajectory) else list(made)
+    if not trajectories:
+        raise ValueError("collect_trajectory returned no trajectory")
+    return [replace(trajectory, key=replace(key, branch=branch)) for branch, trajectory in enumerate(trajectories)]
 
 
 def _counted(generate: Generate, played: Played) -> Generate:

@@ -9,7 +9,7 @@ import numpy as np
 
 from agenticrun_workers.rollout.env_pool import Players
 from agenticrun_workers.rollout.group_plan import GroupPlan
-from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupTask, every_trajectory
 from agenticrun_workers.types import StopReason, Stream
 
 
@@ -18,9 +18,9 @@ class PlayedGroup:
     """What came of a group."""
 
     group: Group | None = None
-    """None: fewer than two (one, for groups of one) members could be trained on."""
+    """None: fewer than two (one, for groups of one) trajectories could be trained on."""
     surplus: list[EpisodeResult] = field(default_factory=list)
-    """Trainable episodes that are not in `group`."""
+    """Trainable trajectories that are not in `group`."""
     untrainable: list[EpisodeResult] = field(default_factory=list)
     rerolled: int = 0
     """Episodes played again."""
@@ -52,19 +52,24 @@ async def play_group(players: Players, plan: GroupPlan, number: int, *, transcri
         too_late = _too_late(results) if len(good) >= plan.group_size else []
         late += too_late
         failed = [result for result in results if not result.trainable and result not in too_late]
-        played.untrainable += failed
+        played.untrainable += every_trajectory(failed)
         members = tuple(result.key.member for result in failed)
         if len(good) >= plan.group_size or attempt == plan.max_rerolls:
             break
         played.rerolled += len(members)
-    kept, played.surplus = good[: plan.group_size], good[plan.group_size :]
+    kept, played.surplus = _trainable(good[: plan.group_size]), _trainable(good[plan.group_size :])
+    played.untrainable += [result for result in every_trajectory(good) if not result.trainable]
     played.aborted_tokens = sum(result.response_tokens for result in late)
     if len(kept) < min(2, plan.group_size):
-        played.surplus = good
+        played.surplus = _trainable(good)
     else:
         in_order = tuple(sorted(kept, key=lambda result: result.key))
         played.group = Group(number, plan.tag(number), in_order, length_bias=_length_bias(kept, [*played.surplus, *late]))
     return played
+
+
+def _trainable(episodes: list[EpisodeResult]) -> list[EpisodeResult]:
+    return [result for result in every_trajectory(episodes) if result.trainable]
 
 
 def _too_late(results: list[EpisodeResult]) -> list[EpisodeResult]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -60,6 +60,8 @@ class EpisodeResult:
     transcript: str = ""
     frames: bytes = b""
     """The episode as an animated GIF; empty where the environment has no pictures or nobody asked."""
+    others: tuple[EpisodeResult, ...] = ()
+    """The other trajectories of the same episode, where its agent made several. This one can be trained on if any can."""
 
     @classmethod
     def of(cls, trajectory: Trajectory, *, attempt: int = 0, store: int = -1, transcript: str = "", frames: bytes = b"") -> EpisodeResult:
@@ -86,6 +88,11 @@ class EpisodeResult:
         )
 
     @property
+    def trajectories(self) -> tuple[EpisodeResult, ...]:
+        """All of the episode."""
+        return (self, *self.others)
+
+    @property
     def turns(self) -> int:
         return len(self.rewards_K)
 
@@ -106,7 +113,7 @@ class EpisodeResult:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trainable members of one group, by member number."""
+    """The trainable trajectories of one group, by member number. Each has its own score and counts once in the group's statistics."""
 
     group: int
     tag: str
@@ -116,12 +123,23 @@ class Group:
 
     @property
     def scores(self) -> list[float]:
-        """By member."""
+        """By trajectory."""
         return [result.score for result in self.results]
 
     @property
     def oldest_version(self) -> int:
         return min(result.oldest_version for result in self.results)
+
+
+def every_trajectory(episodes: Iterable[EpisodeResult]) -> list[EpisodeResult]:
+    """The trajectories of these episodes, in their order."""
+    return [result for episode in episodes for result in episode.trajectories]
+
+
+def as_episode(results: Sequence[EpisodeResult]) -> EpisodeResult:
+    """Several trajectories of one episode, at least one, as its one result: told and counted together."""
+    first, *others = sorted(results, key=lambda result: not result.trainable)
+    return replace(first, others=tuple(others))
 
 
 def tag_cycle(shares: Mapping[str, int]) -> tuple[str, ...]:

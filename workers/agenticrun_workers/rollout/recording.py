@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from agenticrun_workers.storage import Folder
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey, StopReason, Stream, Trajectory, Turn
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})\.npz")
 
 
@@ -127,7 +127,7 @@ def decode(content: bytes) -> RecordedStep:
     turns = _turns(arrays, *said)
     trajectories = tuple(
         Trajectory(
-            key=EpisodeKey(Stream(entry["stream"]), entry["group"], entry["member"]),
+            key=EpisodeKey(Stream(entry["stream"]), entry["group"], entry["member"], entry["branch"]),
             tag=entry["tag"],
             turns=tuple(next(turns) for _ in range(count)),
             stop_reason=StopReason(entry["stop_reason"]),
@@ -146,6 +146,7 @@ def _scalars(trajectory: Trajectory, attempt: int) -> dict[str, Any]:
         "stream": trajectory.key.stream.value,
         "group": trajectory.key.group,
         "member": trajectory.key.member,
+        "branch": trajectory.key.branch,
         "tag": trajectory.tag,
         "stop_reason": trajectory.stop_reason.value,
         "stepwise": trajectory.stepwise,
