@@ -9,15 +9,19 @@ import numpy as np
 
 from agenticrun_workers.agents.agent import Generate
 from agenticrun_workers.agents.chat import ChatFormat
-from agenticrun_workers.envs.env import Env
+from agenticrun_workers.envs import Env, EnvCalls
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 
 
-def random_valid_policy(env: Env, chat: ChatFormat) -> Generate:
-    """A `Generate` for episodes in `env`, deterministic in the request's seed; log-probs and versions are 0."""
+def random_valid_policy(env: Env, chat: ChatFormat, timeout: float | None = None) -> Generate:
+    """A `Generate` for episodes in `env`, deterministic in the request's seed; log-probs and versions are 0.
+
+    It raises `EnvFault` if `valid_actions` fails or takes more than `timeout` seconds.
+    """
+    calls = EnvCalls(timeout)
 
     async def generate(request: GenerationRequest) -> Generation:
-        actions = env.valid_actions()
+        actions = await calls.valid_actions(env)
         choice = int(np.random.default_rng(request.seed).integers(len(actions)))
         tokens_T = chat.answer(actions[choice])
         return Generation(tokens_T, np.zeros(len(tokens_T), np.float32), np.zeros(len(tokens_T), np.int32), FinishReason.STOP)

@@ -1,43 +1,30 @@
 """How environments are called: sync or async, in any of the shapes that users write, and whatever they do wrong is one `EnvFault`.
 
-Async methods run on the event loop. Sync ones run in a thread, so that one that blocks or hangs costs its own episode only, unless
-the environment says `blocking = False` (steps of microseconds).
+Async methods run on the event loop, in a task of their own. Sync ones run in a thread, so that one that blocks or hangs costs its own
+episode only, unless the environment says `blocking = False` (steps of microseconds).
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
-import numpy as np
-
+from agenticrun_workers.envs.answers import Start, checked_actions, checked_start, checked_step
 from agenticrun_workers.envs.env import Env, StepResult, TakesItem
+from agenticrun_workers.envs.faults import EnvFault, raised
+from agenticrun_workers.envs.threads import Outcome, attempt, hanging, in_thread
 from agenticrun_workers.types import StopReason, Stream
 
+__all__ = ["EnvCalls", "EnvFault", "Start"]
+
 MAX_BLOCKING_CALLS = 64
-"""Sync environments that can be inside `reset` or `step` at once."""
+"""Sync environments of one `EnvCalls` that can be inside `reset` or `step` at once. Others wait, and their timeout does not run."""
 
-
-class EnvFault(Exception):
-    """An environment raised, hung, or returned something that is no step. It costs the episode; `reason` is env_error or timeout."""
-
-    def __init__(self, reason: StopReason, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """How an episode begins."""
-
-    observation: str
-    instruction: str
-    """What the task is: the environment's, or this episode's own."""
-    info: Mapping[str, Any] = field(default_factory=dict)
+MAX_HANGING = 1024
+"""Threads of a process that may hang for ever before sync environments are refused: each keeps some memory."""
 
 
 class EnvCalls:
@@ -49,54 +36,79 @@ class EnvCalls:
 
     def __init__(self, timeout: float | None = None) -> None:
         self._timeout = timeout
-        self._threads = ThreadPoolExecutor(MAX_BLOCKING_CALLS, thread_name_prefix="env")
+        self._room = asyncio.Semaphore(MAX_BLOCKING_CALLS)
 
     async def reset(self, env: Env, seed: int, split: Stream, item: Mapping[str, Any] | None = None) -> Start:
         """Begin an episode, about `item` if there is one. Raises `EnvFault`."""
         if item is not None:
             await self._call(env, cast(TakesItem, env).set_item, item)
-        answer = await self._call(env, env.reset, *((seed, split) if _takes_split(env) else (seed,)))
-        observation, info = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
-        if not isinstance(observation, str):
-            raise EnvFault(StopReason.ENV_ERROR, f"reset returned {type(observation).__name__}, not text")
-        instruction = info.get("env_instruction", getattr(env, "instruction", ""))
-        return Start(observation, instruction, info)
+        places, names = reset_arguments(env, seed, split)
+        answer = await self._call(env, env.reset, *places, **names)
+        return checked_start(answer, getattr(env, "instruction", ""))
 
     async def step(self, env: Env, action: str) -> StepResult:
         """Play an answer's text. Raises `EnvFault`."""
-        return _checked(await self._call(env, env.step, action))
+        return checked_step(await self._call(env, env.step, action))
 
-    async def _call(self, env: Env, call: Any, *arguments: Any) -> Any:
+    async def valid_actions(self, env: Env) -> list[str]:
+        """The answers that are valid now, at least one. Raises `EnvFault`."""
+        return checked_actions(await self._call(env, env.valid_actions))
+
+    async def _call(self, env: Env, call: Callable[..., Any], *places: Any, **names: Any) -> Any:
+        calling = partial(attempt, call, *places, **names)
+        if inspect.iscoroutinefunction(call) or not getattr(env, "blocking", True):
+            return await self._in_time(call, calling, threaded=False)
+        async with self._room:
+            if hanging() >= MAX_HANGING:
+                raise EnvFault(StopReason.TIMEOUT, f"{MAX_HANGING} earlier calls hang for ever: set isolated: true")
+            return await self._in_time(call, calling, threaded=True)
+
+    async def _in_time(self, call: Callable[..., Any], calling: Callable[[], Outcome], *, threaded: bool) -> Any:
         try:
             async with asyncio.timeout(self._timeout):
-                if inspect.iscoroutinefunction(call):
-                    return await call(*arguments)
-                if getattr(env, "blocking", True):
-                    return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
-                return call(*arguments)
+                outcome = await in_thread(calling) if threaded else calling()
+                if inspect.isawaitable(outcome.value):
+                    outcome = await _apart(outcome.value)
         except TimeoutError:
             raise EnvFault(StopReason.TIMEOUT, f"{call.__qualname__} took more than {self._timeout} s") from None
-        except Exception as error:  # an environment is a user's code and may raise anything
-            raise EnvFault(StopReason.ENV_ERROR, f"{type(error).__name__}: {error}") from error
+        if outcome.error is not None:
+            raise raised(outcome.error, call)
+        return outcome.value
 
 
-def _takes_split(env: Env) -> bool:
-    parameters = inspect.signature(env.reset).parameters.values()
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) > 1 or any(
-        p.kind is p.VAR_POSITIONAL for p in parameters
-    )
+def reset_arguments(env: Env, seed: int, split: Stream) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `reset` is called with, by place and by name.
+
+    Seed and split, or only the seed where no second argument must be given or is called `split`. As in gymnasium, the seed may be
+    an argument by name only.
+    """
+    try:
+        parameters = list(inspect.signature(env.reset).parameters.values())
+    except (TypeError, ValueError):  # compiled code need not have one
+        return (seed, split), {}
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return (seed, split), {}
+    if not places:
+        named = {"seed": seed, "split": split}
+        return (), {p.name: named[p.name] for p in parameters if p.name in named}
+    takes_split = any(p.name == "split" or p.default is p.empty for p in places[1:2])
+    return ((seed, split) if takes_split else (seed,)), {}
 
 
-def _checked(result: object) -> StepResult:
-    if isinstance(result, tuple) and len(result) == 5:
-        observation, reward, terminated, truncated, info = result
-        result = StepResult(
-            observation, reward, bool(terminated), bool(truncated), info.get("metrics", {}), info.get("metrics_agg_mode", {}), info
-        )
-    if not isinstance(result, StepResult):
-        raise EnvFault(StopReason.ENV_ERROR, f"step returned {type(result).__name__}, neither a StepResult nor a tuple of five")
-    if not isinstance(result.observation, str):
-        raise EnvFault(StopReason.ENV_ERROR, f"step returned an observation of {type(result.observation).__name__}, not text")
-    if not np.isfinite(result.reward):
-        raise EnvFault(StopReason.ENV_ERROR, f"step returned the reward {result.reward}")
-    return result
+async def _apart(awaitable: Awaitable[Any]) -> Outcome:
+    """Await it in a task of its own, so that one that ignores its cancellation is left behind, and SystemExit does not end the loop."""
+    task = asyncio.ensure_future(_awaited(awaitable))
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    return task.result()
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Outcome:
+    try:
+        return Outcome(await awaitable)
+    except BaseException as error:  # a user's code may raise anything, cancellations included
+        return Outcome(error=error)
