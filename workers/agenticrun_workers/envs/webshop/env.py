@@ -1,0 +1,154 @@
+"""The environment: an answer's text in, the next page out, and WebShop's score for the purchase."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from agenticrun_workers.envs.env import StepResult
+from agenticrun_workers.envs.registry import register_env
+from agenticrun_workers.envs.webshop.goals import PRICE_LIMIT, Split
+from agenticrun_workers.envs.webshop.pages import ObservationMode
+from agenticrun_workers.envs.webshop.reward import FUNCTION_WORDS
+from agenticrun_workers.envs.webshop.shop import Files, GoalKind, shared_shop
+from agenticrun_workers.envs.webshop.visit import Visit
+from agenticrun_workers.envs.webshop.vocabulary import shop_words
+from agenticrun_workers.types import Stream
+
+ACTION = re.compile(r"\s*(search|click)\[(.+)\]", re.IGNORECASE | re.DOTALL)
+
+INSTRUCTION = (
+    "You are shopping on a web page. Find the product that the instruction describes, choose its options and buy it. "
+    "Answer with one action: search[words] or click[something on the page]."
+)
+
+FAST_CATALOGUE = 10_000
+"""Products up to which a search takes microseconds, and a step needs no thread."""
+
+LARGEST_VOCABULARY = 2_000
+"""Products up to which a tiny model's vocabulary can be made of them."""
+
+
+@register_env("webshop")
+class WebShop:
+    """One episode at a time; the shop behind it is shared by all instances of a process.
+
+    Args:
+        items, attributes, human_instructions, reviews: paths of WebShop's data files (items_shuffle*.json, items_ins_v2*.json,
+            items_human_ins.json, reviews.json). Without `items` a small made-up catalogue is sold.
+        num_products: only the first ones of the file.
+        goals: `human` (instructions that people wrote) or `synthetic` (attributes and every combination of options).
+        train_goals, validation_goals: [first, end] of the goals in WebShop's order. Default: training from 1500 on and validation
+            on WebShop's test goals, 0 to 499; of fewer goals the first fifth is for validation and the rest for training.
+        observation_mode: `text` ("... [SEP] ...") or `text_rich` (one thing per line, buttons marked).
+        show_attributes: products have a page of their attributes, which makes the task easier.
+        list_actions: end each observation with the available actions.
+        results_per_page: WebShop's is 10.
+        search_results: found by a search at most.
+        instruction: text of the first prompt; the default explains the task.
+    """
+
+    def __init__(
+        self,
+        *,
+        items: str | None = None,
+        attributes: str | None = None,
+        human_instructions: str | None = None,
+        reviews: str | None = None,
+        num_products: int | None = None,
+        goals: GoalKind = "human",
+        train_goals: Sequence[int] | None = None,
+        validation_goals: Sequence[int] | None = None,
+        observation_mode: ObservationMode = "text",
+        show_attributes: bool = False,
+        list_actions: bool = True,
+        results_per_page: int = 10,
+        search_results: int = 50,
+        instruction: str = INSTRUCTION,
+    ) -> None:
+        if items is None and (attributes or human_instructions or reviews):
+            raise ValueError("items is missing: the other files belong to it")
+        if goals not in ("human", "synthetic"):
+            raise ValueError(f"goals must be human or synthetic, not {goals!r}")
+        if observation_mode not in ("text", "text_rich"):
+            raise ValueError(f"observationMode must be text or text_rich, not {observation_mode!r}")
+        for key, number in (("numProducts", num_products), ("resultsPerPage", results_per_page), ("searchResults", search_results)):
+            if number is not None and number < 1:
+                raise ValueError(f"{key} must be at least 1, not {number}")
+        self.instruction = instruction
+        self._shop = shared_shop(Files(items, attributes, human_instructions, reviews, num_products), goals, search_results)
+        self._split = Split.of(len(self._shop.goals), train_goals, validation_goals)
+        self._mode = observation_mode
+        self._show_attributes = show_attributes
+        self._list_actions = list_actions
+        self._per_page = results_per_page
+        self.blocking = len(self._shop.products) > FAST_CATALOGUE
+        self._visit = self._visit_for(self._split.train.start)
+        self._page = self._visit.page()
+
+    def reset(self, seed: int, split: Stream) -> str:
+        """Begin with one of the split's goals, all equally likely. Deterministic in (seed, split, configuration)."""
+        goals = self._split.validation if split is Stream.VALIDATION else self._split.train
+        self._visit = self._visit_for(goals[int(np.random.default_rng(seed).integers(len(goals)))])
+        self._page = self._visit.page()
+        return self._observation()
+
+    def step(self, action: str) -> StepResult:
+        """Search or click; see `StepResult`. What is not on the page changes nothing. Buying ends the episode."""
+        before = self._page
+        valid = self._act(action)
+        self._page = self._visit.page()
+        bought = self._visit.bought
+        return StepResult(
+            self._observation(),
+            bought.total if bought else 0.0,
+            terminated=bought is not None,
+            metrics={
+                "action_is_valid": float(valid),
+                "action_is_effective": float(self._page != before),
+                "num_actions": 1.0,
+                "bought": float(bought is not None),
+                "success": float(bought is not None and bought.total == 1),
+            },
+            info={"reward": bought} if bought else {},
+        )
+
+    def valid_actions(self) -> list[str]:
+        """Every click, or on the search page searches for one or two neighbouring words of the instruction."""
+        if not self._page.has_search_bar:
+            return [f"click[{target}]" for target in self._page.clickables()]
+        wish = self._visit.goal.instruction.lower().partition(PRICE_LIMIT)[0]
+        words = [word for word in re.findall(r"\w+", wish) if word not in FUNCTION_WORDS]
+        return [f"search[{query}]" for query in dict.fromkeys([*words, *map(" ".join, pairwise(words))])]
+
+    def vocabulary(self) -> list[str]:
+        """The words of the shop, if it is small enough for a tiny model."""
+        return shop_words(self._shop, self._mode) if len(self._shop.products) <= LARGEST_VOCABULARY else []
+
+    def _visit_for(self, goal: int) -> Visit:
+        shop = self._shop
+        return Visit(shop.goals[goal], shop.products, shop.engine, self._per_page, self._show_attributes)
+
+    def _act(self, action: str) -> bool:
+        """Whether the page has this action."""
+        match = ACTION.match(action)
+        if match is None or self._visit.bought is not None:
+            return False
+        target = match[2].lower()
+        if match[1].lower() == "search":
+            self._visit.search(target)
+            return True
+        if target not in self._page.clickables():
+            return False
+        self._visit.click(target)
+        return True
+
+    def _observation(self) -> str:
+        text = self._page.write(self._mode)
+        if not self._list_actions or self._visit.bought is not None:
+            return text
+        actions = ["search[words]"] if self._page.has_search_bar else [f"click[{target}]" for target in self._page.clickables()]
+        return f"{text}\nAvailable actions: {', '.join(actions)}"
