@@ -1,4 +1,9 @@
-"""EnvPool: spreads episodes over the env workers, and plays again what a dying worker takes with it."""
+"""EnvPool: spreads episodes over the env workers, and plays again what a dying worker takes with it.
+
+An environment that ends its process (`os._exit`, a crash in C) takes the worker with it, and all groups that it played. A group that was
+under way in two workers that died becomes a suspect: a worker plays at most one of those at a time. The suspect of a third death is given
+up, so one guilty episode costs three workers and no other episode. (`envs[].isolated` makes it cost itself only.)
+"""
 
 from __future__ import annotations
 
@@ -13,11 +18,15 @@ import ray.exceptions
 from agenticrun_workers.rollout.errors import RolloutFailed
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
 from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.types import StopReason, Stream, Trajectory
 
 log = logging.getLogger(__name__)
 
-MAX_DEATHS = 5
-"""Workers that may die in a row without one finished episode."""
+MAX_DEATHS = 10
+"""Workers that may die in a row without one finished episode. A guilty group is played at most five times with its re-rolls."""
+
+SUSPECT_AFTER = 2
+"""Deaths of workers that make a suspect of a group which was under way."""
 
 
 class Players(Protocol):
@@ -40,6 +49,12 @@ class _Open:
     results: dict[int, EpisodeResult] = field(default_factory=dict)
     """By member, in the order of finishing."""
     aborting: bool = False
+    deaths: int = 0
+    """Workers that died while they played it."""
+
+    @property
+    def suspect(self) -> bool:
+        return self.deaths >= SUSPECT_AFTER
 
     @property
     def has_enough(self) -> bool:
@@ -55,6 +70,14 @@ class _Open:
             in_order = sorted(self.results) if self.task.enough is None else self.results
             self.done.set_result([self.results[member] for member in in_order])
 
+    def give_up(self, error: BaseException) -> None:
+        """Its missing members end with env_error."""
+        message = f"{self.deaths + 1} env workers died while they played it: set isolated: true ({_first_line(error)})"
+        for member in self.missing:
+            trajectory = Trajectory(self.task.key(member), self.task.tag, (), StopReason.ENV_ERROR, error=message)
+            self.results[member] = EpisodeResult.of(trajectory, attempt=self.task.attempt)
+        self.finish()
+
 
 @dataclass(slots=True, eq=False)
 class _Worker:
@@ -63,6 +86,10 @@ class _Worker:
     outgoing: list[GroupTask] = field(default_factory=list)
     episodes: int = 0
     """Episodes under way: the load."""
+
+    @property
+    def has_suspect(self) -> bool:
+        return any(opened.suspect for opened in self.open.values())
 
 
 class EnvPool:
@@ -76,6 +103,8 @@ class EnvPool:
         self._flush_planned = False
         self._peers: tuple[Mapping[str, Any], list[Any]] = ({}, [])
         self._deaths = 0
+        self._guilty: set[tuple[Stream, int]] = set()
+        """Groups that were given up: when they are played again, they are suspects from the beginning."""
         self._watchers: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
 
@@ -88,7 +117,8 @@ class EnvPool:
         """See `Players`."""
         if self._failure is not None:
             raise self._failure
-        opened = _Open(task, asyncio.get_running_loop().create_future())
+        guilty = (task.stream, task.group) in self._guilty
+        opened = _Open(task, asyncio.get_running_loop().create_future(), deaths=SUSPECT_AFTER if guilty else 0)
         self._assign(opened)
         try:
             return await opened.done
@@ -96,6 +126,7 @@ class EnvPool:
             for worker in self._workers:
                 if worker.open.get(_name(task)) is opened:
                     del worker.open[_name(task)]
+            self._assign_waiting()
 
     async def set_peers(self, engines: Mapping[str, Any], stores: list[Any]) -> None:
         """Tell every worker, now and later, the engines to ask and the stores to fill."""
@@ -116,15 +147,21 @@ class EnvPool:
         watcher = asyncio.create_task(self._watch(worker), name="env-worker")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
+        self._assign_waiting()
+
+    def _assign_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         for opened in waiting:
-            self._assign(opened)
+            if not opened.done.done():
+                self._assign(opened)
 
     def _assign(self, opened: _Open) -> None:
-        if not self._workers:
+        """Send it to the worker with the least to do; a suspect to one that has no other, or it waits."""
+        able = [worker for worker in self._workers if not (opened.suspect and worker.has_suspect)]
+        if not able:
             self._waiting.append(opened)
             return
-        worker = min(self._workers, key=lambda candidate: candidate.episodes)
+        worker = min(able, key=lambda candidate: candidate.episodes)
         worker.open[_name(opened.task)] = opened
         worker.outgoing.append(replace(opened.task, members=opened.missing))
         worker.episodes += len(opened.missing)
@@ -152,17 +189,25 @@ class EnvPool:
             if self._deaths >= MAX_DEATHS:
                 self._fail(worker, RolloutFailed(f"{self._deaths} env workers died in a row without finishing an episode: {error}"))
                 return
-        for opened in worker.open.values():
-            if opened.has_enough:
-                opened.finish()
-            else:
-                self._assign(opened)
+            self._play_again(worker, error)
         try:
             handle = await self._spawn()
         except Exception as error:  # whatever keeps a new worker from starting ends the attempt
             self._fail(worker, error)
             return
         self._add(handle)
+
+    def _play_again(self, worker: _Worker, error: BaseException) -> None:
+        """What a dead worker had under way goes to others, except its suspect."""
+        for opened in worker.open.values():
+            if opened.has_enough:
+                opened.finish()
+            elif opened.suspect:
+                self._guilty.add((opened.task.stream, opened.task.group))
+                opened.give_up(error)
+            else:
+                opened.deaths += 1
+                self._assign(opened)
 
     def _deliver(self, worker: _Worker, result: EpisodeResult) -> None:
         self._deaths = 0
@@ -182,6 +227,10 @@ class EnvPool:
         for opened in (*worker.open.values(), *self._waiting, *(o for w in self._workers for o in w.open.values())):
             if not opened.done.done():
                 opened.done.set_exception(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]
 
 
 def _name(task: GroupTask) -> tuple[str, int, int]:

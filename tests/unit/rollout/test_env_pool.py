@@ -1,0 +1,134 @@
+"""Workers die, and the pool finds out which group does it: that one is given up, and every other episode is played to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray.exceptions
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
+from agenticrun_workers.rollout.errors import RolloutFailed
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.outbox import Outbox
+from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.types import StopReason, Stream
+from rollout_fakes import Remote, result
+
+Kills = Callable[[GroupTask], bool]
+
+
+class MortalWorker:
+    """Plays each member in some ticks of the loop, and dies of the groups that `kills` says."""
+
+    def __init__(self, kills: Kills) -> None:
+        self._kills = kills
+        self._outbox: Outbox[EpisodeResult] = Outbox(0.0)
+        self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def set_peers(self, engines: Any, stores: Any) -> None: ...
+
+    async def abort(self, episodes: Any) -> None: ...
+
+    async def play(self, tasks: bytes) -> None:
+        for task in unpack(tasks):
+            for member in task.members:
+                asyncio.get_running_loop().create_task(self._play_one(task, member))
+
+    async def collect(self) -> bytes:
+        taking = asyncio.ensure_future(self._outbox.take(5.0))
+        await asyncio.wait({taking, self._death}, return_when=asyncio.FIRST_COMPLETED)
+        if self._death.done():
+            raise ray.exceptions.ActorDiedError
+        return pack(taking.result())
+
+    async def _play_one(self, task: GroupTask, member: int) -> None:
+        for _ in range(3 + (7 * task.group + member) % 5):
+            await asyncio.sleep(0)
+        if self._kills(task) and member == task.members[-1] and not self._death.done():
+            self._death.set_result(None)
+        if not self._death.done():
+            self._outbox.put(result(task.group, member, attempt=task.attempt))
+
+
+class World:
+    def __init__(self, kills: Kills, workers: int) -> None:
+        self.kills = kills
+        self.made = 0
+        self.pool = EnvPool(self._spawn, workers)
+        self._workers = workers
+
+    @property
+    def deaths(self) -> int:
+        return self.made - self._workers
+
+    async def _spawn(self) -> Remote:
+        self.made += 1
+        return Remote(MortalWorker(self.kills))
+
+    async def play(self, *tasks: GroupTask) -> list[list[EpisodeResult]]:
+        await self.pool.start()
+        try:
+            return await asyncio.wait_for(asyncio.gather(*map(self.pool.play, tasks)), 20)
+        finally:
+            await self.pool.stop()
+
+
+def groups(count: int, members: int = 2) -> list[GroupTask]:
+    return [GroupTask(Stream.TRAIN, group, "A", tuple(range(members))) for group in range(count)]
+
+
+def reasons(played: list[list[EpisodeResult]]) -> list[set[StopReason]]:
+    return [{member.stop_reason for member in members} for members in played]
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 3), st.integers(1, 12), st.data())
+def test_guilty_groups_are_given_up_and_all_others_play_to_their_end(workers: int, count: int, data: st.DataObject) -> None:
+    guilty = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
+    world = World(lambda task: task.group in guilty, workers)
+    played = asyncio.run(world.play(*groups(count)))
+    for group, members in enumerate(played):
+        assert [member.key.member for member in members] == [0, 1]
+        if group not in guilty:
+            assert {member.stop_reason for member in members} == {StopReason.COMPLETED}
+        else:
+            assert members[-1].stop_reason is StopReason.ENV_ERROR
+            assert "3 env workers died while they played it: set isolated: true" in members[-1].error
+    assert world.deaths <= 3 * len(guilty)
+
+
+async def test_a_group_that_was_given_up_is_a_suspect_when_it_is_rerolled() -> None:
+    world = World(lambda task: task.group == 1, 1)
+    again = [GroupTask(Stream.TRAIN, 1, "A", (0, 1), attempt) for attempt in (1, 2)]
+    await world.pool.start()
+    first = await asyncio.gather(*map(world.pool.play, groups(3)))
+    assert world.made == 4
+    rerolled = [await world.pool.play(task) for task in again]
+    await asyncio.sleep(0.01)
+    await world.pool.stop()
+    assert world.made == 6
+    assert [r[-1].stop_reason for r in (first[1], *rerolled)] == [StopReason.ENV_ERROR] * 3
+
+
+async def test_a_worker_that_dies_of_something_else_costs_no_episode() -> None:
+    spent: list[int] = []
+
+    def once_each(task: GroupTask) -> bool:
+        """Two deaths, of two groups."""
+        if task.group in (2, 5) and task.group not in spent:
+            spent.append(task.group)
+            return True
+        return False
+
+    assert reasons(await World(once_each, 2).play(*groups(8))) == [{StopReason.COMPLETED}] * 8
+
+
+async def test_workers_that_only_die_end_the_run() -> None:
+    world = World(lambda task: True, 2)
+    with pytest.raises(RolloutFailed, match=f"{MAX_DEATHS} env workers died in a row"):
+        await world.play(*groups(MAX_DEATHS, members=1))
