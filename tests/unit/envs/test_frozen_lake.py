@@ -12,8 +12,8 @@ import pytest
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from agenticrun_workers.envs import EnvConfigError, FrozenLake, Renders, make_env
-from agenticrun_workers.envs.frozen_lake import is_holdout, is_solvable, random_holes
-from agenticrun_workers.envs.frozen_lake_picture import CELL
+from agenticrun_workers.envs.frozen_lake_map import from_array, is_holdout, is_solvable, random_holes, to_array
+from agenticrun_workers.envs.grid_picture import CELL
 from agenticrun_workers.types import Stream
 
 
@@ -26,14 +26,22 @@ def all_maps(size: int) -> list[np.ndarray]:
 
 
 def holes_of(env: FrozenLake) -> np.ndarray:
-    return env._holes.copy()
+    return to_array(env._holes, env.size)
+
+
+def place(env: FrozenLake, row: int, column: int) -> None:
+    env._place = row * (env.size + 1) + column
+
+
+def position(env: FrozenLake) -> tuple[int, int]:
+    return divmod(env._place, env.size + 1)
 
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_every_transition_equals_gymnasiums_on_the_same_map(size: int) -> None:
     rng = np.random.default_rng(5)
     for _ in range(8):
-        holes = random_holes(rng, size, 0.7)
+        holes = to_array(random_holes(rng, size, 0.7), size)
         rows = ["".join("H" if hole else "F" for hole in row) for row in holes]
         rows[0] = "S" + rows[0][1:]
         rows[-1] = rows[-1][:-1] + "G"
@@ -45,9 +53,9 @@ def test_every_transition_equals_gymnasiums_on_the_same_map(size: int) -> None:
                 continue
             [(_, expected_state, expected_reward, expected_end)] = theirs.P[state][action]
             env.start_on(holes)
-            env._position = cell
+            place(env, *cell)
             result = env.step(env.actions[action])
-            assert env._position == divmod(expected_state, size)
+            assert position(env) == divmod(expected_state, size)
             assert (result.reward, result.terminated) == (expected_reward, expected_end)
             assert result.metrics["action_is_effective"] == float(expected_state != state)
 
@@ -57,10 +65,10 @@ def test_a_slippery_step_goes_ahead_or_sideways_with_a_third_each() -> None:
     env.reset(3, Stream.TRAIN)
     ends: Counter[tuple[int, int]] = Counter()
     for _ in range(3000):
-        env._holes = np.zeros((5, 5), np.bool_)
-        env._position = (2, 2)
+        env.start_on(np.zeros((5, 5), np.bool_))
+        place(env, 2, 2)
         env.step("Right")
-        ends[env._position] += 1
+        ends[position(env)] += 1
     assert set(ends) == {(2, 3), (1, 2), (3, 2)}
     assert all(900 < count < 1100 for count in ends.values())
 
@@ -92,7 +100,7 @@ def test_each_cell_is_a_hole_as_often_as_in_gymnasium() -> None:
 
 
 def test_training_and_validation_share_no_map_of_all_that_exist() -> None:
-    holdout = {board.tobytes() for board in all_maps(4) if is_holdout(board, 0.2)}
+    holdout = {board.tobytes() for board in all_maps(4) if is_holdout(from_array(board), 4, 0.2)}
     env = FrozenLake()
     for seed in range(1500):
         env.reset(seed, Stream.VALIDATION)
@@ -103,20 +111,20 @@ def test_training_and_validation_share_no_map_of_all_that_exist() -> None:
 
 
 def test_the_holdout_has_its_share_of_all_maps() -> None:
-    solvable = [board for board in all_maps(4) if is_solvable(board)]
-    assert np.mean([is_holdout(board, 0.2) for board in solvable]) == pytest.approx(0.2, abs=0.02)
+    solvable = [board for board in all_maps(4) if is_solvable(from_array(board), 4)]
+    assert np.mean([is_holdout(from_array(board), 4, 0.2) for board in solvable]) == pytest.approx(0.2, abs=0.02)
 
 
 def test_the_holdout_never_changes() -> None:
     """A fixed sum over all maps: if it changes, checkpoints would be validated on maps that they were trained on."""
-    assert sum(number for number, board in enumerate(all_maps(4)) if is_holdout(board, 0.2)) == 27616903
+    assert sum(number for number, board in enumerate(all_maps(4)) if is_holdout(from_array(board), 4, 0.2)) == 27616903
 
 
 def test_every_level_is_solvable() -> None:
     env = FrozenLake(frozen_probability=0.4)
     for seed in range(200):
         env.reset(seed, Stream.TRAIN)
-        assert is_solvable(holes_of(env))
+        assert is_solvable(env._holes, 4)
 
 
 def test_solvable_means_that_breadth_first_search_finds_the_goal() -> None:
@@ -128,7 +136,7 @@ def test_solvable_means_that_breadth_first_search_finds_the_goal() -> None:
                 if min(cell) >= 0 and max(cell) < 3 and cell not in reached and not board[cell]:
                     reached.add(cell)
                     frontier.append(cell)
-        assert is_solvable(board) == ((2, 2) in reached)
+        assert is_solvable(from_array(board), 3) == ((2, 2) in reached)
 
 
 def test_the_same_seed_and_split_give_the_same_episode() -> None:

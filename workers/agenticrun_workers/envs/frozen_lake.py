@@ -2,7 +2,7 @@
 
 The rules, rewards and level distribution are gymnasium's (start top left, goal bottom right, every other cell frozen with
 a fixed probability, only solvable maps); the rows look like ROLL's. Levels, slips and observations are computed here, on
-small arrays and with random numbers of our own, so that an episode depends on nothing but its seed.
+small integers and with random numbers of our own, so that an episode depends on nothing but its seed.
 
 A hash of the map decides whether it belongs to the validation holdout. Training never sees a map of the holdout and
 validation sees no other, so "maps never trained on" holds by construction.
@@ -10,7 +10,6 @@ validation sees no other, so "maps never trained on" holds by construction.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_workers.envs.env import StepResult
+from agenticrun_workers.envs.frozen_lake_map import from_array, is_holdout, is_solvable, random_holes, to_array
 from agenticrun_workers.envs.frozen_lake_picture import draw_lake
+from agenticrun_workers.envs.grid import MAX_DRAWS, NoLevel, action_numbers, check_holdout_share, check_symbols, step_metrics
 from agenticrun_workers.envs.registry import register_env
 from agenticrun_workers.types import BoolArray, Stream
 
@@ -82,12 +83,9 @@ class FrozenLake:
             raise ValueError(f"size must be at least 2, not {size}")
         if not 0 < frozen_probability <= 1:
             raise ValueError(f"frozenProbability must be in (0, 1], not {frozen_probability}")
-        if not 0 < holdout_share < 1:
-            raise ValueError(f"holdoutShare must be in (0, 1), not {holdout_share}")
-        if len(set(symbols)) != 6:
-            raise ValueError(f"symbols must be six different characters, not {symbols!r}")
-        if len({action.lower() for action in actions}) != 4:
-            raise ValueError(f"actions must be four different words, not {list(actions)}")
+        check_holdout_share(holdout_share)
+        check_symbols(symbols, 6)
+        self._action_ids = action_numbers(actions, 4)
         if words not in ("cells", "rows"):
             raise ValueError(f"words must be cells or rows, not {words!r}")
         if words == "rows" and size > MAX_SIZE_OF_ROWS:
@@ -100,41 +98,51 @@ class FrozenLake:
         self.actions = tuple(actions)
         self.instruction = self._default_instruction() if instruction is None else instruction
         self._words = words
-        self._action_ids = {action.lower(): number for number, action in enumerate(actions)}
-        self._holes = np.zeros((size, size), np.bool_)
-        self._position = (0, 0)
+        self._player_on = {self.symbols.frozen: self.symbols.player, self.symbols.hole: self.symbols.fallen}
+        self._player_on[self.symbols.goal] = self.symbols.arrived
+        self._ends = _ends_of_moves(size)
         self._slips = np.random.default_rng(0)
+        self._holes = 0
+        self._ground = ""
+        """The board without the player, as text."""
+        self._place = 0
+        """Where the player is in that text."""
+        for split in (Stream.TRAIN, Stream.VALIDATION):
+            self.reset(0, split)
 
     def reset(self, seed: int, split: Stream) -> str:
         """Begin on a solvable map of the split. Deterministic in (seed, split, configuration)."""
         rng = np.random.default_rng(seed)
-        self._slips = np.random.default_rng(rng.integers(2**63))
-        wants_holdout = split is Stream.VALIDATION
-        while True:
+        slip_seed = rng.bit_generator.random_raw() >> 1
+        if self.is_slippery:
+            self._slips = np.random.default_rng(slip_seed)
+        wants_holdout = split == Stream.VALIDATION
+        for _ in range(MAX_DRAWS):
             holes = random_holes(rng, self.size, self.frozen_probability)
-            if is_solvable(holes) and is_holdout(holes, self.holdout_share) == wants_holdout:
-                return self.start_on(holes)
+            if is_solvable(holes, self.size) and is_holdout(holes, self.size, self.holdout_share) == wants_holdout:
+                return self._start_on(holes)
+        raise NoLevel(split, "size, frozenProbability")
 
     def start_on(self, holes: BoolArray) -> str:
         """Begin on this map, bool [size, size], True where there is a hole."""
-        self._holes = holes
-        self._position = (0, 0)
-        return self.board()
+        return self._start_on(from_array(holes))
 
     def step(self, action: str) -> StepResult:
         """Play one answer, in any case; see `StepResult`. One that is no action moves nothing."""
         number = self._action_ids.get(action.strip().lower())
         if number is None:
-            return StepResult(self.board(), 0.0, False, metrics=_metrics(valid=False))
-        before = self._position
-        self._position = self._move(number)
-        in_hole = bool(self._holes[self._position])
-        success = self._position == (self.size - 1, self.size - 1)
+            return StepResult(self.board(), 0.0, False, metrics=step_metrics(False, False, False))
+        if self.is_slippery:
+            number = (number + int(self._slips.integers(-1, 2))) % 4
+        before = self._place
+        self._place = after = self._ends[before][number]
+        ground = self._ground[after]
+        success = ground == self.symbols.goal
         return StepResult(
             self.board(),
-            float(success),
-            terminated=success or in_hole,
-            metrics=_metrics(valid=True, effective=before != self._position, success=success),
+            1.0 if success else 0.0,
+            terminated=success or ground == self.symbols.hole,
+            metrics=step_metrics(True, before != after, success),
         )
 
     def valid_actions(self) -> list[str]:
@@ -156,26 +164,20 @@ class FrozenLake:
 
     def render(self) -> NDArray[np.uint8]:
         """See `Renders`."""
-        return draw_lake(self._holes, self._position)
+        return draw_lake(to_array(self._holes, self.size), divmod(self._place, self.size + 1))
 
     def board(self) -> str:
         """The state as rows of symbols."""
-        s = self.symbols
-        rows = np.where(self._holes, s.hole, s.frozen)
-        rows[-1, -1] = s.goal
-        if self._holes[self._position]:
-            rows[self._position] = s.fallen
-        elif self._position == (self.size - 1, self.size - 1):
-            rows[self._position] = s.arrived
-        else:
-            rows[self._position] = s.player
-        return "\n".join("".join(row) for row in rows)
+        ground, place = self._ground, self._place
+        return ground[:place] + self._player_on[ground[place]] + ground[place + 1 :]
 
-    def _move(self, action: int) -> tuple[int, int]:
-        if self.is_slippery:
-            action = (action + int(self._slips.integers(-1, 2))) % 4
-        row, column = self._position[0] + MOVES[action][0], self._position[1] + MOVES[action][1]
-        return min(max(row, 0), self.size - 1), min(max(column, 0), self.size - 1)
+    def _start_on(self, holes: int) -> str:
+        size, s = self.size, self.symbols
+        self._holes = holes
+        self._place = 0
+        cells = f"{holes:0{size * size}b}".translate(str.maketrans("01", s.frozen + s.hole))
+        self._ground = "\n".join([cells[start : start + size] for start in range(0, size * size, size)])[:-1] + s.goal
+        return self.board()
 
     def _default_instruction(self) -> str:
         s = self.symbols
@@ -194,40 +196,11 @@ def _with_player(rows: Iterable[tuple[str, ...]], player: str) -> list[str]:
     return list(texts)
 
 
-def random_holes(rng: np.random.Generator, size: int, frozen_probability: float) -> BoolArray:
-    """A map that may be unsolvable, bool [size, size]; start and goal are never holes."""
-    holes: BoolArray = rng.random((size, size)) >= frozen_probability
-    holes[0, 0] = holes[-1, -1] = False
-    return holes
-
-
-def is_solvable(holes: BoolArray) -> bool:
-    """Whether the goal can be reached from the start."""
-    size = len(holes)
-    frontier, seen = [(0, 0)], {(0, 0)}
-    while frontier:
-        row, column = frontier.pop()
-        for down, right in MOVES:
-            cell = (row + down, column + right)
-            if cell in seen or not (0 <= cell[0] < size and 0 <= cell[1] < size) or holes[cell]:
-                continue
-            if cell == (size - 1, size - 1):
-                return True
-            seen.add(cell)
-            frontier.append(cell)
-    return False
-
-
-def is_holdout(holes: BoolArray, share: float) -> bool:
-    """Whether this map belongs to the validation holdout: the same answer on every machine and in every release."""
-    digest = hashlib.sha256(f"frozen-lake:{len(holes)}:".encode() + np.packbits(holes).tobytes()).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
-
-
-def _metrics(valid: bool, effective: bool = False, success: bool = False) -> dict[str, float]:
-    return {
-        "action_is_valid": float(valid),
-        "action_is_effective": float(effective),
-        "num_actions": 1.0,
-        "success": float(success),
-    }
+def _ends_of_moves(size: int) -> list[tuple[int, ...]]:
+    """Where each move ends, from each place in the board's text (line breaks are places that nobody is at)."""
+    width, last = size + 1, size - 1
+    return [
+        tuple(min(max(row + down, 0), last) * width + min(max(column + right, 0), last) for down, right in MOVES)
+        for row in range(size)
+        for column in range(width)
+    ]

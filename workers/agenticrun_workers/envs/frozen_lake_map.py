@@ -1,0 +1,69 @@
+"""Maps of FrozenLake: random ones with gymnasium's distribution, whether they can be solved, and which are kept for validation.
+
+A map is one integer with a bit per cell, row by row, the top left cell in the highest bit; 1 is a hole. A search over a whole
+board is then a handful of shifts, which costs less than one call of NumPy.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from agenticrun_workers.envs.grid import in_holdout
+from agenticrun_workers.types import BoolArray
+
+
+def random_holes(rng: np.random.Generator, size: int, frozen_probability: float) -> int:
+    """A map that may be unsolvable; start (top left) and goal (bottom right) are never holes."""
+    cells = size * size
+    drawn = rng.random(cells) >= frozen_probability
+    return _from_flat(drawn) & ~(1 << cells - 1 | 1)
+
+
+def from_array(holes: BoolArray) -> int:
+    """The map of bool [size, size], True where there is a hole."""
+    return _from_flat(holes.ravel())
+
+
+def to_array(holes: int, size: int) -> BoolArray:
+    """The map as bool [size, size], True where there is a hole."""
+    packed = np.frombuffer(_packed(holes, size), np.uint8)
+    return np.unpackbits(packed, count=size * size).reshape(size, size).astype(np.bool_)
+
+
+def is_solvable(holes: int, size: int) -> bool:
+    """Whether the goal can be reached from the start."""
+    ice, leaves_right, leaves_left = _masks(size)
+    ice &= ~holes
+    reached, before = 1 << size * size - 1, 0
+    while reached != before:
+        before = reached
+        reached |= reached >> size | reached << size | (reached & leaves_right) >> 1 | (reached & leaves_left) << 1
+        reached &= ice
+        if reached & 1:
+            return True
+    return False
+
+
+def is_holdout(holes: int, size: int, share: float) -> bool:
+    """Whether this map belongs to the validation holdout; see `in_holdout`."""
+    return in_holdout(b"frozen-lake:%d:" % size + _packed(holes, size), share)
+
+
+def _from_flat(holes: BoolArray) -> int:
+    return int.from_bytes(np.packbits(holes).tobytes(), "big") >> -len(holes) % 8
+
+
+def _packed(holes: int, size: int) -> bytes:
+    """As `np.packbits` packs it: zero bits fill up the last byte."""
+    cells = size * size
+    return (holes << -cells % 8).to_bytes((cells + 7) // 8, "big")
+
+
+@functools.cache
+def _masks(size: int) -> tuple[int, int, int]:
+    """All cells; those with a cell to the right; those with a cell to the left."""
+    row = (1 << size) - 1
+    rows = [number * size for number in range(size)]
+    return (1 << size * size) - 1, sum((row & ~1) << shift for shift in rows), sum((row >> 1) << shift for shift in rows)

@@ -1,0 +1,75 @@
+"""Sokoban played backwards: boxes are pulled off their targets, so whatever comes out can be solved by pushing them back.
+
+The search is that of gym-sokoban 0.0.6, state for state, so levels have its difficulty: depth first; in each state the player tries
+to pull up, down, left and right (without a box behind it, it just walks), then to walk away from the boxes in the same order; a
+state is a place of the player and of the boxes, and which boxes were ever pulled. The best state found is the level: the one
+with the largest pulls x displacement, where pulls counts those on the way to it and displacement is the sum of Manhattan
+distances between each box and the target it came from, among states with every target in sight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agenticrun_workers.envs.sokoban_room import Room, cells_of
+
+MAX_STATES = 300_000
+"""States looked at in one room."""
+
+
+def pull_apart(room: Room, depth: int) -> Room | None:
+    """The best level of a solved room, or None if no box can be pulled off its target.
+
+    Args:
+        depth: the search goes back `depth` - 2 steps at most.
+    """
+    width, floor, targets = room.width, room.floor, room.targets
+    directions = (1, -1, width, -width)  # the last one is tried first
+    homes = cells_of(targets)
+    best: Room | None = None
+    best_score = 0
+    seen: set[tuple[int, int, int]] = set()
+    # (player, boxes, boxes that were pulled), place of each box, pulls, displacement, steps left
+    open_states = [((room.player, room.boxes, 0), tuple(homes), 0, 0, depth - 2)]
+    while open_states:
+        state, places, pulls, displacement, left = open_states.pop()
+        if state in seen:
+            continue
+        if len(seen) >= MAX_STATES:
+            break
+        seen.add(state)
+        player, boxes, pulled = state
+        if pulls * displacement > best_score and not (boxes | 1 << player) & targets:
+            best, best_score = replace(room, boxes=boxes, player=player), pulls * displacement
+        if not left:
+            continue
+        free = floor & ~boxes
+        first, later = [], []
+        for direction in directions:
+            to = player + direction
+            if not free >> to & 1:
+                continue
+            walked = (to, boxes, pulled)
+            behind = player - direction
+            if not boxes >> behind & 1:
+                if walked not in seen:
+                    first.append((walked, places, pulls, displacement, left - 1))
+                continue
+            if walked not in seen:
+                later.append((walked, places, pulls, displacement, left - 1))
+            change = 1 << behind | 1 << player
+            dragged = (to, boxes ^ change, pulled & ~(1 << behind) | 1 << player)
+            if dragged not in seen:
+                box = places.index(behind)
+                moved = (*places[:box], player, *places[box + 1 :])
+                home = homes[box]
+                farther = displacement + _distance(home, player, width) - _distance(home, behind, width)
+                first.append((dragged, moved, pulls + 1, farther, left - 1))
+        open_states += later
+        open_states += first
+    return best
+
+
+def _distance(one: int, other: int, width: int) -> int:
+    """Manhattan distance of two cells."""
+    return abs(one // width - other // width) + abs(one % width - other % width)
