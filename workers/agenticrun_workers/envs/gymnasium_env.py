@@ -1,0 +1,147 @@
+"""Any environment of gymnasium with few actions, as text in and text out."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agenticrun_workers.envs.env import StepResult
+from agenticrun_workers.envs.gymnasium_presets import Success, no_fields, preset_of
+from agenticrun_workers.envs.gymnasium_texts import ActionWords, parts, plain, template_names, write
+from agenticrun_workers.envs.registry import register_env
+from agenticrun_workers.types import Stream
+
+SEEDS = 2**62
+"""Training seeds are below this number, validation seeds are above it."""
+
+
+@register_env("gymnasium")
+class GymnasiumEnv:
+    """One episode at a time. Seeds of training and validation never meet; whether their levels do is up to the environment.
+
+    Args:
+        id: as in `gymnasium.make`; `package:Name-v0` imports a package that registers it.
+        kwargs: keyword arguments of `gymnasium.make`, max_episode_steps among them.
+        actions: a word per action of a Discrete space, a list of words per component of a MultiDiscrete one. Default: numbers,
+            or the preset's words.
+        observation: template of observations: {observation} (everything), {0}, {1} ... or {name} (components), {ansi} (the
+            environment's own drawing). Default: the preset's, or {ansi} where it exists, or {observation}.
+        instruction: text of the first prompt; the default lists the actions.
+        success: `reward` (the last reward is positive) or `end` (the episode terminates).
+        decimals: of the numbers of a Box.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        kwargs: Mapping[str, Any] | None = None,
+        actions: Sequence[Any] | None = None,
+        observation: str | None = None,
+        instruction: str | None = None,
+        success: Success | None = None,
+        decimals: int = 2,
+    ) -> None:
+        preset = preset_of(id)
+        self._env = _make(id, kwargs or {})
+        draws = "ansi" in self._env.metadata.get("render_modes", ())
+        self._template = observation or (preset.observation if preset else "{ansi}" if draws else "{observation}")
+        self._uses_ansi = "ansi" in _placeholders(self._template)
+        if self._uses_ansi:
+            if not draws:
+                raise ValueError(f"observation {self._template!r} uses ansi, which {id} cannot draw")
+            self._env.close()
+            self._env = _make(id, {**(kwargs or {}), "render_mode": "ansi"})
+        self._fields = preset.fields if preset else no_fields
+        self._decimals = decimals
+        self._words = ActionWords(self._env.action_space, actions or (preset.actions if preset else None))
+        self._check_template()
+        if success not in (None, "reward", "end"):
+            raise ValueError(f"success must be reward or end, not {success!r}")
+        self._success = success or (preset.success if preset else "reward")
+        task = preset.task if preset else f"You are in {id}."
+        self.instruction = f"{task} {self._words.question()}" if instruction is None else instruction
+        self.blocking = preset is None
+        self._text = ""
+        self._mask: Any = None
+
+    def reset(self, seed: int, split: Stream) -> str:
+        """Begin with gymnasium's episode of a seed of this split."""
+        observation, info = self._env.reset(seed=seed % SEEDS + (SEEDS if split is Stream.VALIDATION else 0))
+        self._mask = info.get("action_mask")
+        self._text = self._write(observation)
+        return self._text
+
+    def step(self, action: str) -> StepResult:
+        """Play one answer; see `StepResult`. One that is no action is not played, and so no step of gymnasium's limit."""
+        number = self._words.action(action)
+        if number is None:
+            return StepResult(self._text, 0.0, False, metrics=_metrics(valid=False))
+        observation, reward, terminated, truncated, info = self._env.step(number)
+        self._mask = info.get("action_mask")
+        before, self._text = self._text, self._write(observation)
+        success = bool(terminated) and (self._success == "end" or reward > 0)
+        metrics = _metrics(valid=True, effective=before != self._text, success=success)
+        return StepResult(self._text, float(reward), bool(terminated), bool(truncated), metrics)
+
+    def valid_actions(self) -> list[str]:
+        """Every action, or those that the environment's `action_mask` has now."""
+        words = self._words.all()
+        if self._mask is None or len(self._mask) != len(words):
+            return words
+        return [word for word, possible in zip(words, self._mask, strict=True) if possible] or words
+
+    def vocabulary(self) -> list[str]:
+        """Printable characters, the words of the actions, and the pieces of a first observation."""
+        pieces = re.findall(r"\s*\S+", self.reset(0, Stream.TRAIN))
+        return [*string.printable, *self._words.all(), *pieces, *map(str.strip, pieces)]
+
+    def _write(self, observation: Any) -> str:
+        space = self._env.observation_space
+        texts = parts(space, observation, self._decimals)
+        more = self._fields(observation)
+        drawing = {"ansi": plain(self._env.render())} if self._uses_ansi else {}
+        whole = {"observation": write(space, observation, self._decimals)}
+        return self._template.format(*(text for _, text in texts), **template_names(texts), **more, **drawing, **whole)
+
+    def _check_template(self) -> None:
+        """Raise `ValueError` if the observation cannot be written, or the template asks for what is not there."""
+        space = self._env.observation_space
+        sample = space.sample()
+        texts = parts(space, sample, self._decimals)
+        more = self._fields(sample)
+        known = {*map(str, range(len(texts))), *template_names(texts), *more, "observation", "ansi"}
+        unknown = _placeholders(self._template) - known
+        if unknown:
+            raise ValueError(f"observation has no placeholder {', '.join(sorted(unknown))} (known: {', '.join(sorted(known))})")
+
+
+def _make(id: str, kwargs: Mapping[str, Any]) -> Any:
+    """The environment. Raises `ValueError`."""
+    import gymnasium  # a third of a second, which only its users should wait for
+
+    try:
+        return gymnasium.make(id, disable_env_checker=True, **kwargs)
+    except (gymnasium.error.Error, ImportError) as error:
+        raise ValueError(f"id: gymnasium cannot make {id!r}: {error}") from error
+    except TypeError as error:
+        raise ValueError(f"kwargs: {error}") from error
+
+
+def _placeholders(template: str) -> set[str]:
+    """The names in braces. Raises `ValueError`."""
+    try:
+        return {re.split(r"[.\[]", name)[0] for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise ValueError(f"observation {template!r} is no template: {error}") from error
+
+
+def _metrics(valid: bool, effective: bool = False, success: bool = False) -> dict[str, float]:
+    return {
+        "action_is_valid": float(valid),
+        "action_is_effective": float(effective),
+        "num_actions": 1.0,
+        "success": float(success),
+    }
