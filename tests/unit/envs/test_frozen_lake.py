@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from agenticrun_workers.envs import EnvConfigError, FrozenLake, Renders, make_env
+from agenticrun_workers.envs import EnvCalls, EnvConfigError, FrozenLake, Renders, make_env
 from agenticrun_workers.envs.frozen_lake_map import from_array, is_holdout, is_solvable, random_holes, to_array
+from agenticrun_workers.envs.grid import NoLevel
 from agenticrun_workers.envs.grid_picture import CELL
 from agenticrun_workers.types import Stream
 
@@ -127,16 +132,27 @@ def test_every_level_is_solvable() -> None:
         assert is_solvable(env._holes, 4)
 
 
-def test_solvable_means_that_breadth_first_search_finds_the_goal() -> None:
-    for board in all_maps(3):
-        reached, frontier = {(0, 0)}, [(0, 0)]
-        while frontier:
-            row, column = frontier.pop(0)
-            for cell in ((row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)):
-                if min(cell) >= 0 and max(cell) < 3 and cell not in reached and not board[cell]:
-                    reached.add(cell)
-                    frontier.append(cell)
-        assert is_solvable(from_array(board), 3) == ((2, 2) in reached)
+@settings(max_examples=200, deadline=None)
+@given(size=st.integers(2, 9), share=st.floats(0.0, 0.7), seed=st.integers(0, 2**32))
+def test_solvable_means_that_breadth_first_search_finds_the_goal(size: int, share: float, seed: int) -> None:
+    board = np.random.default_rng(seed).random((size, size)) < share
+    board[0, 0] = board[-1, -1] = False
+    reached, frontier = {(0, 0)}, [(0, 0)]
+    while frontier:
+        row, column = frontier.pop(0)
+        for cell in ((row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)):
+            if min(cell) >= 0 and max(cell) < size and cell not in reached and not board[cell]:
+                reached.add(cell)
+                frontier.append(cell)
+    assert is_solvable(from_array(board), size) == ((size - 1, size - 1) in reached)
+    assert (to_array(from_array(board), size) == board).all()
+
+
+@pytest.mark.parametrize("config", [{"frozen_probability": 1.0}, {"size": 30, "frozen_probability": 0.3}])
+def test_a_configuration_without_levels_is_refused_and_does_not_hang(config: dict[str, Any]) -> None:
+    """gymnasium would look for ever."""
+    with pytest.raises(NoLevel, match="in 10000 random ones: choose another size, frozenProbability or holdoutShare"):
+        FrozenLake(**config)
 
 
 def test_the_same_seed_and_split_give_the_same_episode() -> None:
@@ -230,17 +246,33 @@ def test_a_wrong_config_is_refused_by_name(config: dict[str, object], message: s
         make_env("frozen_lake", config)
 
 
+ACTIONS = ("Down", "Right", "Down")
+
+
+def episodes(first: int) -> list[str]:
+    env, boards = FrozenLake(is_slippery=True), []
+    for seed in range(first, first + 40):
+        boards += [env.reset(seed, Stream.TRAIN), *(env.step(action).observation for action in ACTIONS)]
+    return boards
+
+
 def test_eight_threads_make_the_levels_that_one_makes() -> None:
     """ROLL's environments share global random numbers (C10)."""
-
-    def levels(first: int) -> list[str]:
-        env = FrozenLake(is_slippery=True)
-        episodes = []
-        for seed in range(first, first + 40):
-            boards = [env.reset(seed, Stream.TRAIN), *(env.step(action).observation for action in ("Down", "Right", "Down"))]
-            episodes.append("\n\n".join(boards))
-        return episodes
-
-    alone = [levels(100 * worker) for worker in range(8)]
+    alone = [episodes(100 * worker) for worker in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(levels, [100 * worker for worker in range(8)])) == alone
+        assert list(pool.map(episodes, [100 * worker for worker in range(8)])) == alone
+
+
+async def test_eight_tasks_that_take_turns_make_the_levels_that_one_makes() -> None:
+    calls = EnvCalls()
+
+    async def played(first: int) -> list[str]:
+        env, boards = FrozenLake(is_slippery=True), []
+        for seed in range(first, first + 40):
+            boards.append((await calls.reset(env, seed, Stream.TRAIN)).observation)
+            for action in ACTIONS:
+                await asyncio.sleep(0)
+                boards.append((await calls.step(env, action)).observation)
+        return boards
+
+    assert await asyncio.gather(*(played(100 * worker) for worker in range(8))) == [episodes(100 * worker) for worker in range(8)]
