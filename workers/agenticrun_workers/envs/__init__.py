@@ -3,8 +3,12 @@
 from agenticrun_workers.envs.calls import EnvCalls, EnvFault, Start
 from agenticrun_workers.envs.env import Env, HasVocabulary, MetricMode, Renders, StepResult, TakesItem
 from agenticrun_workers.envs.frozen_lake import FrozenLake
+from agenticrun_workers.envs.gymnasium_env import GymnasiumEnv
+from agenticrun_workers.envs.math_env import MathEnv, MathSingleStep
 from agenticrun_workers.envs.registry import EnvConfigError, EnvImportError, EnvNotFound, make_env, register_env
+from agenticrun_workers.envs.service import EnvironmentService
 from agenticrun_workers.envs.sokoban import Sokoban
+from agenticrun_workers.envs.webshop import WebShop
 
 __all__ = [
     "Env",
@@ -13,14 +17,19 @@ __all__ = [
     "EnvFault",
     "EnvImportError",
     "EnvNotFound",
+    "EnvironmentService",
     "FrozenLake",
+    "GymnasiumEnv",
     "HasVocabulary",
+    "MathEnv",
+    "MathSingleStep",
     "MetricMode",
     "Renders",
     "Sokoban",
     "Start",
     "StepResult",
     "TakesItem",
+    "WebShop",
     "make_env",
     "register_env",
 ]
