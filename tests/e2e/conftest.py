@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from installation import RELEASE, RUNS, SYSTEM, Images, Operator, others_paused
+from installation import ENGINES, RELEASE, RUNS, SYSTEM, Images, Operator, others_paused
 from testcluster import ROOT, Cluster, devcluster, eventually
 
 FAILED = pytest.StashKey[bool]()
@@ -16,10 +16,10 @@ FAILED = pytest.StashKey[bool]()
 @pytest.fixture(scope="session")
 def images(cluster: Cluster) -> Images:
     """Build what changed and make it available to the cluster."""
-    done = devcluster("images")
+    done = devcluster("images", *(["--engines", ",".join(ENGINES)] if ENGINES else []))
     assert done.returncode == 0, "tools/devcluster images failed, see its output above"
     built = json.loads(done.stdout)
-    return Images(built["operator"], built["worker"])
+    return Images(built["operator"], built["worker"], {engine: built[f"worker-{engine}"] for engine in ENGINES})
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def operator(cluster: Cluster, images: Images) -> Iterator[Operator]:
     repository, tag = images.operator.rsplit(":", 1)
     values = {
         "image": {"repository": repository, "tag": tag},
-        "images": {"worker": images.worker},
+        "images": {"worker": images.worker, "workers": images.workers},
         "watchNamespaces": [RUNS],
         "logLevel": "debug",
     }

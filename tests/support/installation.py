@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ SYSTEM = "agenticrun-e2e-system"
 RUNS = "agenticrun-e2e"
 """Namespace of the runs that it serves."""
 RELEASE = "agenticrun-e2e"
+ENGINES = [name for name in os.environ.get("AGENTICRUN_E2E_ENGINES", "").split(",") if name]
+"""Engines whose worker images are built and tried in pods. A drill sets sglang,vllm: their images take 17 and 12 GB of disk."""
 _OPERATORS = "app.kubernetes.io/name=agenticrun"
 
 
@@ -51,6 +54,8 @@ class Images:
 
     operator: str
     worker: str
+    workers: dict[str, str]
+    """Of workers with an engine in them, by its name: those that `ENGINES` names."""
 
 
 @contextmanager

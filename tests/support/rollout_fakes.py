@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from agenticrun_workers.rollout.generation_client import Answer
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.rollout.outbox import Outbox
-from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.rollout.request_port import Address, Answer, RequestPort
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey, FinishReason, Generation, GenerationRequest, IntArray, StopReason, Stream
 
 Fate = Callable[[GroupTask, int], StopReason]
@@ -109,18 +108,29 @@ class FakeEngine:
         self.ignores = ignores
         self.requests: list[GenerationRequest] = []
         self.aborted: list[str] = []
-        self._outbox: Outbox[Answer] = Outbox()
+        self._ignored: dict[str, asyncio.Event] = {}
+        self._port = RequestPort(self._answer, self._abort)
 
-    async def submit(self, client: str, requests: bytes) -> None:
-        for request in unpack(requests):
-            self.requests.append(request)
-            if not self.ignores(request):
-                size = len(self.answer_T)
-                generation = Generation(self.answer_T, np.full(size, -1.0, np.float32), np.zeros(size, np.int32), FinishReason.STOP)
-                self._outbox.put(Answer(request.request_id, generation))
+    async def requests_address(self) -> Address:
+        return await self._port.address()
 
-    async def collect(self, client: str) -> bytes:
-        return pack((await self._outbox.take(0.2), 0))
+    async def _answer(self, request: GenerationRequest) -> Answer:
+        request = replace(request, request_id=_own_id(request.request_id))
+        self.requests.append(request)
+        if self.ignores(request):
+            self._ignored[request.request_id] = asyncio.Event()
+            await self._ignored[request.request_id].wait()
+        size = len(self.answer_T)
+        generation = Generation(self.answer_T, np.full(size, -1.0, np.float32), np.zeros(size, np.int32), FinishReason.STOP)
+        return Answer(request.request_id, generation)
 
-    async def abort(self, client: str, request_ids: list[str]) -> None:
-        self.aborted += request_ids
+    async def _abort(self, request_ids: list[str]) -> None:
+        own = [_own_id(request_id) for request_id in request_ids]
+        self.aborted += own
+        for request_id in own:
+            self._ignored[request_id].set()
+
+
+def _own_id(request_id: str) -> str:
+    """A request's id as its client knows it."""
+    return request_id.rpartition("/")[2]

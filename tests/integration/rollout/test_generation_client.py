@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
 
-from agenticrun_workers.rollout.generation_client import Answer, GenerationClient, RequestRefused
-from agenticrun_workers.rollout.outbox import Outbox
-from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.rollout.generation_client import GenerationClient, RequestRefused
+from agenticrun_workers.rollout.request_port import LENGTH_BYTES, SECRET_BYTES, Address, Answer, Frames, RequestPort
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("ray_node")
@@ -24,44 +26,79 @@ class EchoEngine:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._outbox: Outbox[Answer] = Outbox()
+        self._port = RequestPort(self._answer, self._abort)
         self._sessions: list[str] = []
-        self._submits = 0
         self._aborted: list[str] = []
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def submit(self, client: str, requests: bytes) -> None:
-        self._submits += 1
-        for request in unpack(requests):
-            self._sessions.append(request.session)
-            task = asyncio.create_task(self._answer(request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    async def requests_address(self) -> Address:
+        return await self._port.address()
 
-    async def collect(self, client: str) -> bytes:
-        return pack((await self._outbox.take(), len(self._tasks)))
-
-    async def abort(self, client: str, request_ids: list[str]) -> None:
-        self._aborted += request_ids
-
-    async def seen(self) -> tuple[int, list[str], int]:
-        return self._submits, self._sessions, os.getpid()
+    async def seen(self) -> tuple[list[str], int]:
+        return self._sessions, os.getpid()
 
     async def aborted(self) -> list[str]:
         return self._aborted
 
-    async def _answer(self, request: GenerationRequest) -> None:
+    async def load(self) -> int:
+        return self._port.load
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        self._aborted += request_ids
+
+    async def _answer(self, request: GenerationRequest) -> Answer:
+        self._sessions.append(request.session)
         await asyncio.sleep(self._seconds)
         if len(request.prompt_tokens) == 0:
-            self._outbox.put(Answer(request.request_id, None, "InvalidRequest: the prompt is empty"))
-            return
+            return Answer(request.request_id, None, "InvalidRequest: the prompt is empty")
         token = np.array([request.prompt_tokens[-1] + 1], np.int32)
         generation = Generation(token, np.zeros(1, np.float32), np.zeros(1, np.int32), FinishReason.STOP)
-        self._outbox.put(Answer(request.request_id, generation))
+        return Answer(request.request_id, generation)
 
 
 def engine(seconds: float = 0.05) -> Any:
     return ray.remote(EchoEngine).options(num_cpus=0, max_concurrency=1000).remote(seconds)
+
+
+class Relay:
+    """A TCP relay whose connections can be cut, as a network does."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def to(self, target: Address) -> Address:
+        """Where to connect instead."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.connections += 1
+            other_reader, other_writer = await asyncio.open_connection(target.host, target.port)
+            self._writers += [writer, other_writer]
+            await asyncio.gather(pump(reader, other_writer), pump(other_reader, writer))
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        return replace(target, port=server.sockets[0].getsockname()[1])
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
+
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(65536):
+            writer.write(data)
+
+
+class RelayedEngine:
+    """An engine that is only reached through a relay."""
+
+    def __init__(self, handle: Any, relay: Relay) -> None:
+        self._handle = handle
+        self._relay = relay
+        self.requests_address = SimpleNamespace(remote=self._address)
+
+    async def _address(self) -> Address:
+        return await self._relay.to(await self._handle.requests_address.remote())
 
 
 def request(number: int, turn: int = 1, tokens: int = 1) -> GenerationRequest:
@@ -73,14 +110,18 @@ async def ask(client: GenerationClient, number: int, turn: int = 1) -> int:
     return int(generation.tokens_T[0])
 
 
-async def test_requests_of_one_tick_travel_in_one_call() -> None:
+async def until_asked(engine: Any) -> None:
+    while not await engine.load.remote():
+        await asyncio.sleep(0.02)
+
+
+async def test_every_request_gets_its_own_answer() -> None:
     only = engine()
     client = GenerationClient("c")
     client.set_engines({"a": only})
     assert await asyncio.gather(*(ask(client, number) for number in range(100))) == list(range(1, 101))
-    submits, sessions, _ = await only.seen.remote()
-    assert submits == 1
-    assert len(sessions) == 100
+    sessions, _ = await only.seen.remote()
+    assert sorted(sessions) == sorted(f"c/{number}" for number in range(100))
 
 
 async def test_sessions_stay_on_their_engine_and_are_spread() -> None:
@@ -89,7 +130,7 @@ async def test_sessions_stay_on_their_engine_and_are_spread() -> None:
     client.set_engines(engines)
     for turn in (1, 2, 3):
         await asyncio.gather(*(ask(client, number, turn) for number in range(40)))
-    seen = [set((await handle.seen.remote())[1]) for handle in engines.values()]
+    seen = [set((await handle.seen.remote())[0]) for handle in engines.values()]
     assert seen[0] & seen[1] == set()
     assert min(len(sessions) for sessions in seen) >= 15
 
@@ -99,8 +140,8 @@ async def test_requests_of_a_dead_engine_go_on_at_another_one() -> None:
     client = GenerationClient("c")
     client.set_engines(engines)
     asking = asyncio.gather(*(ask(client, number) for number in range(20)))
-    await asyncio.sleep(0.3)
-    os.kill((await engines["a"].seen.remote())[2], signal.SIGKILL)
+    await until_asked(engines["a"])
+    os.kill((await engines["a"].seen.remote())[1], signal.SIGKILL)
     assert await asking == list(range(1, 21))
 
 
@@ -109,8 +150,8 @@ async def test_requests_wait_for_the_replacement_of_the_last_engine() -> None:
     client = GenerationClient("c")
     client.set_engines({"a": first})
     asking = asyncio.gather(*(ask(client, number) for number in range(5)))
-    await asyncio.sleep(0.3)
-    os.kill((await first.seen.remote())[2], signal.SIGKILL)
+    await until_asked(first)
+    os.kill((await first.seen.remote())[1], signal.SIGKILL)
     client.set_engines({})
     await asyncio.sleep(0.1)
     client.set_engines({"b": engine(0.01)})
@@ -131,23 +172,49 @@ async def test_a_caller_that_gives_up_stops_the_sampling_of_its_request_only() -
     client = GenerationClient("c")
     client.set_engines({"a": slow})
     asking = [asyncio.create_task(ask(client, number)) for number in range(3)]
-    await asyncio.sleep(0.1)
+    await until_asked(slow)
     asking[1].cancel()
     assert (await asking[0], await asking[2]) == (1, 3)
-    assert await slow.aborted.remote() == ["1-1"]
+    assert [name.rpartition("/")[2] for name in await slow.aborted.remote()] == ["1-1"]
 
 
-async def test_a_step_of_rollout_takes_few_calls() -> None:
-    """128 episodes of 8 turns on a fast engine: 1024 requests travel together, however they come apart."""
-    fast = engine(0.01)
+async def test_a_connection_that_breaks_is_made_again_and_asks_again() -> None:
+    """The engine drops what came on the broken one: nobody would hear the answer."""
+    slow = engine(1.0)
+    relay = Relay()
     client = GenerationClient("c")
-    client.set_engines({"a": fast})
+    client.set_engines({"a": RelayedEngine(slow, relay)})
+    asking = asyncio.gather(*(ask(client, number) for number in range(3)))
+    await until_asked(slow)
+    relay.cut()
+    assert await asking == [1, 2, 3]
+    assert relay.connections == 2
+    assert len(await slow.aborted.remote()) == 3
 
-    async def episode(number: int) -> None:
-        for turn in range(1, 9):
-            await ask(client, number, turn)
 
-    await asyncio.gather(*(episode(number) for number in range(128)))
-    submits, sessions, _ = await fast.seen.remote()
-    assert len(sessions) == 1024
-    assert submits < 100
+async def test_what_a_client_leaves_behind_is_aborted() -> None:
+    slow = engine(1.0)
+    client = GenerationClient("c")
+    client.set_engines({"a": slow})
+    asking = asyncio.create_task(ask(client, 1))
+    await until_asked(slow)
+    client.set_engines({})
+    for _ in range(50):
+        if await slow.aborted.remote():
+            break
+        await asyncio.sleep(0.1)
+    assert [name.rpartition("/")[2] for name in await slow.aborted.remote()] == ["1-1"]
+    asking.cancel()
+
+
+async def test_a_stranger_is_heard_by_nobody() -> None:
+    """Nothing that it sends is unpickled."""
+    only = engine()
+    address = await only.requests_address.remote()
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(bytes(SECRET_BYTES) + (3).to_bytes(LENGTH_BYTES, "big") + b"eve")
+    Frames(reader, writer).write([request(1)])
+    with suppress(ConnectionResetError):
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+    sessions, _ = await only.seen.remote()
+    assert sessions == []

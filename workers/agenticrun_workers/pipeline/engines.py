@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import ray
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_workers.pipeline.incoming_weights import IncomingWeights
 from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.rollout.errors import InvalidConfig
-from agenticrun_workers.rollout.generation_client import Answer
-from agenticrun_workers.rollout.outbox import Outbox
 from agenticrun_workers.rollout.placement import Placement, here
-from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.rollout.request_port import Address, Answer, RequestPort
 from agenticrun_workers.types import GenerationRequest
 from agenticrun_workers.weight_sync.layout import TORCH_NAMES, Shape
 from agenticrun_workers.weight_sync.mapping import Verifier
@@ -33,8 +31,8 @@ class EngineActor:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._outboxes: dict[str, Outbox[Answer]] = defaultdict(Outbox)
-        self._tasks: set[asyncio.Task[None]] = set()
+        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        self._port = RequestPort(self._answer, self._abort, host)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._verifier = Verifier()
         self._awake = asyncio.Event()
@@ -108,28 +106,14 @@ class EngineActor:
         sizes = [list(shape.shape) for shape in shapes]
         await self._broadcasts().update_from_broadcast([shape.name for shape in shapes], dtypes, sizes, version)
 
-    async def submit(self, client: str, requests: bytes) -> None:
-        """Begin a packed `list[GenerationRequest]`; the answers wait for `collect`."""
-        for request in unpack(requests):
-            task = asyncio.create_task(self._answer(client, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def abort(self, client: str, request_ids: list[str]) -> None:
-        """Stop sampling for these requests of a client, which has given them up."""
-        await self._engine.abort([f"{client}/{request_id}" for request_id in request_ids])
-
-    async def collect(self, client: str) -> bytes:
-        """Packed (answers to this client, requests of all clients under way here)."""
-        answers = await self._outboxes[client].take()
-        return pack((answers, len(self._tasks)))
+    async def requests_address(self) -> Address:
+        """Where clients send their requests."""
+        return await self._port.address()
 
     async def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    async def _answer(self, client: str, request: GenerationRequest) -> None:
-        """Ids get the client's name: a replaced env worker plays episodes again that may still be in flight."""
-        mine = replace(request, request_id=f"{client}/{request.request_id}", session=f"{client}/{request.session}")
+    async def _answer(self, request: GenerationRequest) -> Answer:
         while not self._awake.is_set():
             await self._awake.wait()
         task = asyncio.current_task()
@@ -137,11 +121,13 @@ class EngineActor:
         self._sampling.add(task)
         task.add_done_callback(self._sampling.discard)
         try:
-            answer = Answer(request.request_id, await self._engine.generate(mine))
+            return Answer(request.request_id, await self._engine.generate(request))
         except Exception as error:  # told to the client, whose episode it costs; the engine goes on
-            answer = Answer(request.request_id, None, f"{type(error).__name__}: {error}")
             self._notice(error)
-        self._outboxes[client].put(answer)
+            return Answer(request.request_id, None, f"{type(error).__name__}: {error}")
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        await self._engine.abort(request_ids)
 
     def _broadcasts(self) -> TakesBroadcast:
         from agenticrun_workers.inference import TakesBroadcast

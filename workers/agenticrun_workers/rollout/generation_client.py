@@ -1,9 +1,8 @@
-"""GenerationClient: sends requests of many episodes to the engines, with as few remote calls as possible.
+"""GenerationClient: sends requests of many episodes to the engines, and wakes each episode when its answer is there.
 
-Requests made in one tick of the event loop travel in one call, and one long poll per engine brings back whatever has
-finished. A session stays on its engine, where its prefix is cached; a new one goes to the less loaded of two random engines.
-When an engine dies, its requests go to another one or wait for its replacement: the prompt holds all tokens so far, so
-nothing but the response under way is lost.
+Requests made in one tick of the event loop travel together (`request_port`). A session stays on its engine, where its prefix is
+cached; a new one goes to the less loaded of two random engines. When an engine dies, its requests go to another one or wait for
+its replacement: the prompt holds all tokens so far, so nothing but the response under way is lost.
 """
 
 from __future__ import annotations
@@ -17,23 +16,16 @@ from typing import Any
 
 import ray.exceptions
 
-from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.rollout.request_port import Abort, Answer, Frames, connect
 from agenticrun_workers.types import Generation, GenerationRequest
 
 log = logging.getLogger(__name__)
 
+RECONNECT_SECONDS = 0.5
+
 
 class RequestRefused(Exception):
     """An engine will never serve this request; the message is the engine's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What an engine actor sends back for one request: a generation, or why there is none."""
-
-    request_id: str
-    generation: Generation | None
-    error: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +43,9 @@ class _EngineLink:
         self.in_flight: dict[str, _Waiting] = {}
         self.outgoing: list[GenerationRequest] = []
         self.reported_load = 0
-        self.collector: asyncio.Task[None] | None = None
+        self.frames: Frames | None = None
+        """The connection, while there is one: requests wait in `in_flight` until then."""
+        self.listener: asyncio.Task[None] | None = None
 
     @property
     def load(self) -> int:
@@ -75,7 +69,8 @@ class GenerationClient:
             self._drop(self._links[engine_id])
         for engine_id, handle in engines.items():
             if engine_id not in self._links:
-                self._links[engine_id] = _EngineLink(engine_id, handle)
+                link = self._links[engine_id] = _EngineLink(engine_id, handle)
+                link.listener = asyncio.create_task(self._listen(link), name=f"listen-{engine_id}")
         self._plan_flush()
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -99,7 +94,8 @@ class GenerationClient:
         for link in self._links.values():
             if link.in_flight.get(waiting.request.request_id) is waiting:
                 del link.in_flight[waiting.request.request_id]
-                link.handle.abort.remote(self._name, [waiting.request.request_id])
+                if link.frames is not None:
+                    link.frames.write(Abort([waiting.request.request_id]))
 
     def _plan_flush(self) -> None:
         if not self._flush_planned:
@@ -115,12 +111,10 @@ class GenerationClient:
             link = self._choose(waiting.request.session)
             link.in_flight[waiting.request.request_id] = waiting
             link.outgoing.append(waiting.request)
-        for link in list(self._links.values()):
-            if link.outgoing:
-                requests, link.outgoing = link.outgoing, []
-                link.handle.submit.remote(self._name, pack(requests))
-                if link.collector is None:
-                    link.collector = asyncio.create_task(self._collect(link), name=f"collect-{link.engine_id}")
+        for link in self._links.values():
+            requests, link.outgoing = link.outgoing, []
+            if requests and link.frames is not None:
+                link.frames.write(requests)
 
     def _choose(self, session: str) -> _EngineLink:
         held = self._sessions.get(session)
@@ -131,22 +125,43 @@ class GenerationClient:
         self._sessions[session] = link.engine_id
         return link
 
-    async def _collect(self, link: _EngineLink) -> None:
+    async def _listen(self, link: _EngineLink) -> None:
+        """Keep a connection to a living engine, and deliver what comes."""
         try:
-            while link.in_flight:
-                answers, link.reported_load = unpack(await link.handle.collect.remote(self._name))
-                for answer in answers:
-                    self._deliver(link, answer)
-            link.collector = None
-        except ray.exceptions.RayActorError as error:
+            while True:
+                address = await link.handle.requests_address.remote()
+                try:
+                    frames = await connect(address, self._name)
+                except OSError as error:
+                    log.warning("engine %s cannot be reached at %s:%d (%s)", link.engine_id, address.host, address.port, error)
+                else:
+                    await self._listen_to(link, frames)
+                await asyncio.sleep(RECONNECT_SECONDS)
+        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
             log.warning("engine %s is gone (%s): its %d requests go on elsewhere", link.engine_id, error, len(link.in_flight))
             if self._links.get(link.engine_id) is link:
                 self._drop(link)
 
+    async def _listen_to(self, link: _EngineLink, frames: Frames) -> None:
+        """Until the connection breaks. What had been asked on an earlier one is asked again: the engine has dropped it."""
+        if link.in_flight:
+            frames.write([waiting.request for waiting in link.in_flight.values()])
+        link.outgoing, link.frames = [], frames
+        try:
+            while True:
+                answers, link.reported_load = await frames.read()
+                for answer in answers:
+                    self._deliver(link, answer)
+        except (OSError, EOFError):
+            pass
+        finally:
+            link.frames = None
+            frames.close()
+
     def _drop(self, link: _EngineLink) -> None:
         del self._links[link.engine_id]
-        if link.collector is not None and link.collector is not asyncio.current_task():
-            link.collector.cancel()
+        if link.listener is not None and link.listener is not asyncio.current_task():
+            link.listener.cancel()
         self._unsent += link.in_flight.values()
         link.in_flight = {}
         self._plan_flush()
