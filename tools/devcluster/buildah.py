@@ -72,10 +72,12 @@ class Buildah:
         if _CERTIFICATES.exists():  # the package indexes may be behind a certificate that only this machine knows
             argv += ["--volume", f"{_CERTIFICATES}:{_CERTIFICATES_IN_BUILD}:ro"]
             argv += [f"--build-arg={name}={_CERTIFICATES_IN_BUILD}" for name in ("SSL_CERT_FILE", "PIP_CERT")]
-        self._run("rm", "--all")  # a failed build leaves its working container
-        with progress(f"building the {recipe.name} image"):
-            log = self._settings.cache / "log" / f"image-{recipe.name}.log"
-            run([*self._argv, *argv, "."], cwd=root, env=self._environment, log=log)
+        try:
+            with progress(f"building the {recipe.name} image"):
+                log = self._settings.cache / "log" / f"image-{recipe.name}.log"
+                run([*self._argv, *argv, "."], cwd=root, env=self._environment, log=log)
+        finally:
+            self._run("rm", "--all")  # a failed build leaves its working container, which holds gigabytes
 
     def push(self, image: str, target: str) -> None:
         """Pushes to our registry. The fastest zstd: the layers cross a local link, so the processor is what counts."""

@@ -14,7 +14,7 @@ from devcluster.recipes import Recipe
 from devcluster.settings import Settings
 from devcluster.shell import write_if_changed
 
-_KEPT_VERSIONS = 8
+_KEPT_VERSIONS = 4
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the registry is on this machine: never by a proxy
 _MANIFEST_TYPES = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
 
