@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvCalls, EnvFault, StepResult
+from agenticrun_workers.envs import calls as env_calls
 from agenticrun_workers.envs.answers import MAX_TEXT
 from agenticrun_workers.envs.calls import MAX_BLOCKING_CALLS
 from agenticrun_workers.envs.faults import MAX_MESSAGE
@@ -298,12 +299,14 @@ def nobody_hangs() -> bool:
     return not hanging()
 
 
-def test_waiting_for_a_free_thread_is_not_the_environments_fault() -> None:
-    async def play() -> list[StepResult]:
-        calls = EnvCalls(0.6)
-        return await asyncio.gather(*(calls.step(Does(lambda: time.sleep(0.25) or GOOD), "go") for _ in range(4 * MAX_BLOCKING_CALLS)))
+def test_waiting_for_a_free_thread_is_not_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_calls, "MAX_BLOCKING_CALLS", 2)
 
-    assert asyncio.run(play()) == [GOOD] * 4 * MAX_BLOCKING_CALLS
+    async def play() -> list[StepResult]:
+        calls = EnvCalls(1.0)
+        return await asyncio.gather(*(calls.step(Does(lambda: time.sleep(0.2) or GOOD), "go") for _ in range(14)))
+
+    assert asyncio.run(play()) == [GOOD] * 14
 
 
 def test_an_endless_loop_is_stopped() -> None:

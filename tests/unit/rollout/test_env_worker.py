@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.agents import ChatFormat
+from agenticrun_workers.agents import ChatFormat, Episode
 from agenticrun_workers.envs import FrozenLake, StepResult
 from agenticrun_workers.models import build_task_tokenizer, words_of
 from agenticrun_workers.rollout.env_pool import EnvPool
@@ -20,7 +20,7 @@ from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
 from agenticrun_workers.rollout.store import TrajectoryStore
 from agenticrun_workers.rollout.tokenizer import TokenizerSource
-from agenticrun_workers.types import Stream
+from agenticrun_workers.types import StopReason, Stream, Trajectory, Turn
 from rollout_fakes import FakeEngine, Remote
 
 TOKENIZER = build_task_tokenizer([*FrozenLake().vocabulary(), *words_of(FrozenLake().instruction), "word", *map(str, range(10))], 512)
@@ -215,3 +215,52 @@ def test_the_vocabulary_holds_what_the_agent_s_templates_write() -> None:
     assert {"0", "9"} <= set(texts)
     with pytest.raises(InvalidConfig, match=r"envs\[0\].agent.type"):
         describe_envs(pipeline({"agent": {"type": "nobody"}}))
+
+
+class OddAgent:
+    """Returns, or raises, what no agent should."""
+
+    def __init__(self, tokenizer: object, limits: object, does: str) -> None:
+        self.does = does
+
+    async def collect_trajectory(self, episode: Episode, env: object, generate: object) -> Any:
+        match self.does:
+            case "exit":
+                raise SystemExit(1)
+            case "nothing":
+                return None
+            case "no arrays":
+                return Trajectory(episode.key, episode.tag, (Turn(None, None, None, None, "1"),), StopReason.COMPLETED)  # type: ignore[arg-type]
+        raise AssertionError
+
+
+@pytest.mark.parametrize("does", ["exit", "nothing", "no arrays"])
+async def test_an_agent_that_returns_no_trajectory_costs_its_episode(tmp_path: Path, does: str) -> None:
+    world = World(pipeline({"agent": {"type": f"{__name__}:OddAgent", "config": {"does": does}}}), tmp_path)
+    assert {r.stop_reason for r in await world.play(task(members=3))} == {StopReason.ENV_ERROR}
+
+
+class SingleUse(Recall):
+    reusable = False
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.word = "word"
+
+
+async def test_an_environment_that_is_not_reusable_is_made_for_each_episode(tmp_path: Path) -> None:
+    world = World(pipeline({"type": f"{__name__}:SingleUse"}), tmp_path)
+    await world.play(task(members=5))
+    assert SingleUse.made == 6  # one to read its texts
+
+
+async def test_isolated_environments_play_and_are_filmed_like_others(tmp_path: Path) -> None:
+    results = {}
+    for isolated in (False, True):
+        world = World(pipeline({"isolated": isolated}), tmp_path / str(isolated), "Down")
+        results[isolated] = await world.play(task(members=3, random_policy=True, transcript=True, frames=True))
+    assert [(r.stop_reason, r.transcript, r.frames) for r in results[True]] == [
+        (r.stop_reason, r.transcript, r.frames) for r in results[False]
+    ]
+    assert results[True][0].frames

@@ -57,7 +57,7 @@ class Env(Protocol):
         """Play the text of an answer. An invalid action is a normal step with `action_is_valid: 0`, never an exception."""
         ...
 
-    def valid_actions(self) -> list[str]:
+    def valid_actions(self) -> list[str] | Awaitable[list[str]]:
         """The answers that are valid now, if they can be listed (warm-up and the random policy need them)."""
         ...
 

@@ -26,17 +26,18 @@ def raised(error: BaseException, call: Callable[..., Any]) -> EnvFault:
     """What `call` raised, and in which line of the environment's own file. An `EnvFault` stays as it is."""
     if isinstance(error, EnvFault):
         return error
-    fault = EnvFault(StopReason.ENV_ERROR, f"{type(error).__name__}: {_text_of(error)}{_place(error, call)}")
+    fault = EnvFault(StopReason.ENV_ERROR, f"{one_line(error)}{_place(error, call)}")
     fault.__cause__ = error
     return fault
 
 
-def _text_of(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Its type and text, at most `MAX_MESSAGE` characters of it."""
     try:
         text = " ".join(str(error).split())
     except Exception:  # a user's __str__ may raise anything
-        return "(it has no text)"
-    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} ..."
+        text = "(it has no text)"
+    return f"{type(error).__name__}: {text if len(text) <= MAX_MESSAGE else f'{text[:MAX_MESSAGE]} ...'}"
 
 
 def _place(error: BaseException, call: Callable[..., Any]) -> str:

@@ -24,6 +24,7 @@ class EnvConfigError(PluginConfigError):
 _registry: Registry[Env] = Registry("env", "agenticrun.envs", ErrorTypes(EnvNotFound, EnvImportError, EnvConfigError))
 
 register_env = _registry.register
+find_env = _registry.find
 
 
 def make_env(type: str, config: Mapping[str, Any]) -> Env:

@@ -15,6 +15,7 @@ from agenticrun_api.environments import EnvSpec
 from agenticrun_workers.agents import Agent, AgentLimits, ChatFormat, agent_texts, make_agent
 from agenticrun_workers.envs import HasVocabulary, TakesItem, make_env
 from agenticrun_workers.plugins import PluginConfigError, PluginError
+from agenticrun_workers.rollout.env_supply import step_timeout
 from agenticrun_workers.rollout.episode_player import EpisodePlayer, Played, Sources
 from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.generation_client import GenerationClient
@@ -25,9 +26,6 @@ from agenticrun_workers.rollout.seeds import derive
 from agenticrun_workers.rollout.tokenizer import TokenizerSource, load_tokenizer
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
-
-STEP_TIMEOUT_SECONDS = 60.0
-"""Default of `envs[].stepTimeoutSeconds`, in runs that are not deterministic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +175,11 @@ def build_agents(pipeline: Pipeline, tokenizer: PreTrainedTokenizerBase) -> dict
 
 def agent_limits(pipeline: Pipeline, spec: EnvSpec, stream: Stream) -> AgentLimits:
     """What bounds this environment's episodes, and how their answers are sampled."""
-    default_timeout = None if pipeline.deterministic else STEP_TIMEOUT_SECONDS
     limits = AgentLimits(
         max_turns=spec.max_steps,
         max_tokens_per_step=spec.max_tokens_per_step,
         sequence_length=pipeline.sequence_length,
-        step_timeout=spec.step_timeout_seconds or default_timeout,
+        step_timeout=step_timeout(pipeline, spec),
     )
     if stream is Stream.VALIDATION:
         asked = spec.validation_generating or pipeline.actor_infer.validation_generating

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import Agent, ChatFormat, Generate, random_valid_policy
-from agenticrun_workers.envs import Env, Renders, make_env
+from agenticrun_workers.envs import Env, EnvFault, Renders
+from agenticrun_workers.envs.faults import one_line
+from agenticrun_workers.envs.isolated import IsolatedEnv
 from agenticrun_workers.rollout.camera import Filmed, animated_gif
 from agenticrun_workers.rollout.datasets import EpisodeItems
 from agenticrun_workers.rollout.demonstrations import Demonstrations
+from agenticrun_workers.rollout.env_supply import EnvSupply, step_timeout
 from agenticrun_workers.rollout.generation_client import GenerationClient
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, as_episode
 from agenticrun_workers.rollout.judges import JudgePanel, judged_episode
@@ -84,7 +86,7 @@ class EpisodePlayer:
         self._agents = agents
         self._sources = sources
         self._client = client
-        self._idle_envs: dict[str, list[Env]] = defaultdict(list)
+        self._envs = EnvSupply(pipeline)
         self._report = Once(log.exception)
 
     async def play(self, played: Played) -> None:
@@ -95,22 +97,35 @@ class EpisodePlayer:
             played.trajectories = [self._sources.demonstrations.trajectory(key, task.tag, self._chat)]
             return
         try:
-            env = self._env(task.tag)
-            generate = random_valid_policy(env, self._chat) if task.random_policy else self._client.generate
+            played.trajectories = await self._collected(played)
+        except asyncio.CancelledError:
+            raise
+        except EnvFault as fault:
+            played.trajectories = [_nothing(played, fault.reason, str(fault))]
+        except BaseException as error:  # an agent is a user's code and may raise anything: it costs this episode
+            message = one_line(error)
+            self._report(f"an agent failed in {task.tag}: {message}")
+            played.trajectories = [_nothing(played, StopReason.ENV_ERROR, message)]
+        finally:
+            self._client.end_session(str(key))
+
+    async def _collected(self, played: Played) -> list[Trajectory]:
+        task, key = played.task, played.key
+        env, whole = await self._envs.take(task.tag), False
+        try:
+            timeout = step_timeout(self._pipeline, self._pipeline.env(task.tag))
+            generate = random_valid_policy(env, self._chat, timeout) if task.random_policy else self._client.generate
             asked = episode(self._pipeline.seed, key, task.tag, task.attempt, self._item(task))
             agent = self._agents[task.tag, task.stream]
             made = await agent.collect_trajectory(asked, self._filmed(env, played), _counted(generate, played))
             trajectories = _numbered(key, made)
-        except Exception as error:  # an agent is a user's code and may raise anything: it costs this episode
-            message = f"{type(error).__name__}: {error}"
-            self._report(f"an agent failed in {task.tag}: {message}")
-            trajectories = [Trajectory(key, task.tag, (), StopReason.ENV_ERROR, error=message)]
-        else:
-            if all(trajectory.stop_reason.trainable for trajectory in trajectories):
-                self._idle_envs[task.tag].append(env)
+            whole = all(trajectory.stop_reason.trainable for trajectory in trajectories)
+            return trajectories
         finally:
-            self._client.end_session(str(key))
-        played.trajectories = trajectories
+            if whole:
+                self._envs.give_back(task.tag, env)
+            else:
+                self._envs.give_up(env)
 
     async def judge(self, played: Played) -> None:
         """Add what the judges say of each trajectory. Random play is not judged: nothing reads it."""
@@ -124,7 +139,15 @@ class EpisodePlayer:
         return await self._sources.judges.apply(trajectory, judged_episode(trajectory, self._chat, self._item(task)))
 
     def result(self, played: Played, store: int) -> EpisodeResult:
-        """The scalars, with text and pictures if the task asks for them."""
+        """The scalars, with text and pictures if the task asks for them. Trajectories that have none end with env_error."""
+        try:
+            return self._result(played, store)
+        except Exception as error:  # an agent is a user's code and may return anything
+            self._report(f"an agent of {played.task.tag} returned no good trajectory: {one_line(error)}")
+            played.trajectories = [_nothing(played, StopReason.ENV_ERROR, one_line(error))]
+            return self._result(played, store)
+
+    def _result(self, played: Played, store: int) -> EpisodeResult:
         task = played.task
         results = [
             EpisodeResult.of(
@@ -138,17 +161,14 @@ class EpisodePlayer:
         frames = animated_gif(played.film.frames) if played.film else b""
         return replace(as_episode(results), frames=frames)
 
-    def _env(self, tag: str) -> Env:
-        if self._idle_envs[tag]:
-            return self._idle_envs[tag].pop()
-        spec = self._pipeline.env(tag)
-        return make_env(spec.type, spec.config)
-
     def _item(self, task: GroupTask) -> Mapping[str, Any] | None:
         return self._sources.items.of(task.tag, task.stream, task.group)
 
     def _filmed(self, env: Env, played: Played) -> Env:
-        if not (played.task.frames and played.told and isinstance(env, Renders)):
+        wanted = played.task.frames and played.told
+        if isinstance(env, IsolatedEnv):
+            env.film = wanted
+        if not (wanted and isinstance(env, Renders)):
             return env
         played.film = Filmed(env)
         return cast(Env, played.film)
@@ -160,6 +180,10 @@ def _numbered(key: EpisodeKey, made: Trajectory | Sequence[Trajectory]) -> list[
     if not trajectories:
         raise ValueError("collect_trajectory returned no trajectory")
     return [replace(trajectory, key=replace(key, branch=branch)) for branch, trajectory in enumerate(trajectories)]
+
+
+def _nothing(played: Played, reason: StopReason, error: str) -> Trajectory:
+    return Trajectory(played.key, played.task.tag, (), reason, error=error)
 
 
 def _counted(generate: Generate, played: Played) -> Generate:

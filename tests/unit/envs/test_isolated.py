@@ -1,0 +1,230 @@
+"""Environments in processes of their own: what they do to themselves costs one episode, and none of them outlives its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agenticrun_workers.envs import EnvCalls, EnvFault, FrozenLake, Renders, StepResult
+from agenticrun_workers.envs.isolated import MAX_GROWTH, IsolatedEnv, Isolation
+from agenticrun_workers.types import StopReason, Stream
+
+HERE = Path(__file__)
+SUICIDAL = f"{HERE.stem}:Suicidal"
+
+
+class Suicidal:
+    """Does what its answer says."""
+
+    def __init__(self, start: str = "") -> None:
+        self.grown = b""
+        if start:
+            self.step(start)
+
+    def reset(self, seed: int, split: Stream) -> Any:
+        self.instruction = f"play {seed}"
+        return f"{split} {os.getpid()}", {"pid": os.getpid()}
+
+    def step(self, action: str) -> Any:
+        match action:
+            case "exit":
+                os._exit(3)
+            case "segfault":
+                ctypes.string_at(0)
+            case "hang":
+                ctypes.PyDLL(None).sleep(100)  # holds the GIL
+            case "sys.exit":
+                sys.exit(4)
+            case "raise":
+                raise ValueError("no such door")
+            case "lambda":
+                return StepResult("seen", 0.0, False, info={"f": lambda: None})
+            case "huge":
+                return StepResult("x" * 100_000_000, 0.0, False)
+            case "leak":
+                self.grown = b"x" * (MAX_GROWTH + 100_000_000)
+            case "child":
+                subprocess.Popen(["sleep", "100"])
+        return "seen", 1, False, False, {"pid": os.getpid()}
+
+    def valid_actions(self) -> list[str]:
+        return ["exit"]
+
+
+class Polite:
+    """Async, of gymnasium's shape, with items."""
+
+    def set_item(self, item: dict[str, Any]) -> None:
+        self.item = item
+
+    async def reset(self, *, seed: int | None = None) -> Any:
+        await asyncio.sleep(0)
+        return f"{self.item['word']} {seed}", {}
+
+    async def step(self, action: str) -> StepResult:
+        await asyncio.sleep(0)
+        return StepResult(action, 0.0, True)
+
+
+@contextmanager
+def isolated(type: str, timeout: float | None = 20.0, **config: Any) -> Iterator[Isolation]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE.parent))
+        isolation = Isolation(type, config, timeout)
+        yield isolation
+        isolation.stop()
+
+
+@pytest.fixture(scope="module")
+def suicidal() -> Iterator[Isolation]:
+    with isolated(SUICIDAL) as isolation:
+        yield isolation
+
+
+async def fault_of(isolation: Isolation, action: str, timeout: float = 20.0) -> EnvFault:
+    calls, env = EnvCalls(timeout), await isolation.start()
+    await calls.reset(env, 0, Stream.TRAIN)
+    with pytest.raises(EnvFault) as caught:
+        await calls.step(env, action)
+    return caught.value
+
+
+async def test_an_isolated_environment_plays_like_any_other() -> None:
+    with isolated("frozen_lake", size=5, isSlippery=True) as isolation:
+        calls, ours, theirs = EnvCalls(20.0), FrozenLake(size=5, is_slippery=True), await isolation.start()
+        for seed in range(5):
+            assert await calls.reset(theirs, seed, Stream.VALIDATION) == await calls.reset(ours, seed, Stream.VALIDATION)
+            for action in ("Down", "Right", "Nowhere", "Down"):
+                assert await calls.step(theirs, action) == await calls.step(ours, action)
+        assert await calls.valid_actions(theirs) == ours.valid_actions()
+        theirs.film = True
+        await calls.reset(theirs, 3, Stream.TRAIN)
+        ours.reset(3, Stream.TRAIN)
+        assert isinstance(theirs, Renders)
+        np.testing.assert_array_equal(theirs.render(), ours.render())
+
+
+async def test_every_shape_and_items_work() -> None:
+    with isolated(f"{HERE.stem}:Polite") as isolation:
+        calls, env = EnvCalls(20.0), await isolation.start()
+        start = await calls.reset(env, 7, Stream.TRAIN, {"word": "hot"})
+        assert (start.observation, start.instruction) == ("hot 7", "")
+        assert (await calls.step(env, "cold")).observation == "cold"
+        assert not isinstance(env, Renders)
+
+
+@pytest.mark.parametrize(
+    ("action", "reason", "message"),
+    [
+        ("exit", StopReason.ENV_ERROR, "the environment's process ended itself with exit code 3"),
+        ("segfault", StopReason.ENV_ERROR, "the environment's process was ended by SIGSEGV"),
+        ("hang", StopReason.TIMEOUT, "step took more than 0.2 s"),
+        ("sys.exit", StopReason.ENV_ERROR, "SystemExit: 4"),
+        ("raise", StopReason.ENV_ERROR, f"ValueError: no such door ({HERE.name}:"),
+        ("lambda", StopReason.ENV_ERROR, "step returned something that cannot leave the environment's process"),
+        ("huge", StopReason.ENV_ERROR, "sent no answer: TooLong: 100,0"),
+    ],
+)
+async def test_what_it_does_to_itself_is_a_fault_and_others_play_on(
+    suicidal: Isolation, action: str, reason: StopReason, message: str
+) -> None:
+    calls, other = EnvCalls(20.0), await suicidal.start()
+    await calls.reset(other, 0, Stream.TRAIN)
+    fault = await fault_of(suicidal, action, 0.2 if action == "hang" else 20.0)
+    assert (fault.reason, message in str(fault)) == (reason, True), str(fault)
+    assert (await calls.step(other, "go")).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("type", "start", "message"),
+    [
+        (SUICIDAL, "exit", "the environment's process ended itself with exit code 3"),
+        (SUICIDAL, "raise", "it could not be built: EnvConfigError: env 'test_isolated:Suicidal' refuses its config: no such door"),
+        (SUICIDAL, "hang", "took more than 0.5 s to be built"),
+        (f"{HERE.stem}:Nobody", "", "test_isolated has no Nobody"),
+    ],
+)
+async def test_what_cannot_be_built_says_so(type: str, start: str, message: str) -> None:
+    with isolated(type, 0.5 if start == "hang" else 20.0, start=start) as isolation:
+        with pytest.raises(EnvFault) as caught:
+            await isolation.start()
+        assert message in str(caught.value)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+async def all_end(*pids: int) -> bool:
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    return not any(map(alive, pids))
+
+
+async def pid_of(env: IsolatedEnv) -> int:
+    return int((await EnvCalls(20.0).reset(env, 0, Stream.TRAIN)).info["pid"])
+
+
+async def test_end_ends_the_process_also_one_that_hangs_in_c_with_what_it_started(suicidal: Isolation) -> None:
+    env = await suicidal.start()
+    pid = await pid_of(env)
+    await EnvCalls(20.0).step(env, "child")
+    (child,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    with pytest.raises(EnvFault):
+        await EnvCalls(0.2).step(env, "hang")
+    assert await all_end(pid, child)
+
+
+async def test_a_process_that_has_grown_is_worn_out(suicidal: Isolation) -> None:
+    env = await suicidal.start()
+    await EnvCalls(20.0).reset(env, 0, Stream.TRAIN)
+    assert not env.worn_out
+    await EnvCalls(20.0).step(env, "leak")
+    assert env.worn_out
+
+
+WORKER = f"""
+import asyncio, sys
+sys.path.insert(0, {str(HERE.parent)!r})
+from agenticrun_workers.envs import EnvCalls
+from agenticrun_workers.envs.isolated import Isolation
+
+async def work():
+    isolation = Isolation("{HERE.stem}:Suicidal", {{}}, 20.0)
+    envs = [await isolation.start() for _ in range(3)]
+    pids = [(await EnvCalls().reset(env, 0, "train")).info["pid"] for env in envs]
+    print(isolation._server[1].pid, *pids, flush=True)
+    await EnvCalls().step(envs[0], "hang")
+
+asyncio.run(work())
+"""
+
+
+async def test_a_worker_that_is_killed_leaves_no_process_behind() -> None:
+    worker = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
+    assert isinstance(worker.stdout, io.TextIOWrapper)
+    pids = list(map(int, worker.stdout.readline().split()))
+    assert len(pids) == 4
+    assert all(map(alive, pids))
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    worker.stdout.close()
+    assert await all_end(*pids)

@@ -1,0 +1,189 @@
+"""Environments in processes of their own, for those that crash, hang in C code, leak, or cannot share a process with others.
+
+`envs[].isolated: true`. A process that crashes or hangs is ended and costs the episode that it played. Processes are forked from one that
+has imported the environment's module (`isolated_server`): FrozenLake's take 15 ms to start and 7 MB each, and a call takes 0.1 ms longer
+than one in the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from itertools import count
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agenticrun_workers.envs.env import StepResult
+from agenticrun_workers.envs.faults import EnvFault
+from agenticrun_workers.envs.isolated_wire import NUMBER, STATUS, encoded, receive_async
+from agenticrun_workers.types import StopReason, Stream
+
+MAX_GROWTH = 512 * 1024 * 1024
+"""Bytes that a process may grow by before a new one takes its place, between two episodes."""
+
+
+class IsolatedEnv:
+    """An environment in another process; see `Env`. Made by `Isolation.start`; `end` it when it is not needed any more."""
+
+    def __init__(self, pipe: _Pipe, facts: Mapping[str, Any]) -> None:
+        self._pipe = pipe
+        self._bytes_at_first: int = facts["bytes"]
+        self._latest = facts
+        self.instruction: str = facts["instruction"]
+        self.reusable: bool = facts["reusable"]
+        self.film = False
+        """Take a picture of each state."""
+
+    @property
+    def worn_out(self) -> bool:
+        """Whether its process has grown so much that a new one should play the next episode."""
+        return bool(self._latest["bytes"] - self._bytes_at_first > MAX_GROWTH)
+
+    async def set_item(self, item: Mapping[str, Any]) -> None:
+        """See `TakesItem`."""
+        await self._call("set_item", dict(item))
+
+    async def reset(self, seed: int, split: Stream) -> str | tuple[str, Mapping[str, Any]]:
+        """See `Env`."""
+        return cast("str | tuple[str, Mapping[str, Any]]", await self._call("reset", seed, split))
+
+    async def step(self, action: str) -> StepResult:
+        """See `Env`."""
+        return cast(StepResult, await self._call("step", action))
+
+    async def valid_actions(self) -> list[str]:
+        """See `Env`."""
+        return cast(list[str], await self._call("valid_actions"))
+
+    def end(self) -> None:
+        """End its process, whatever that is doing. Safe to call twice."""
+        self._pipe.end()
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        self._pipe.send((name, arguments, self.film and name in ("reset", "step")))
+        self._latest = await self._pipe.receive()
+        self.instruction = self._latest["instruction"]
+        return self._latest["value"]
+
+
+class DrawingIsolatedEnv(IsolatedEnv):
+    """One that can draw; see `Renders`."""
+
+    def render(self) -> NDArray[np.uint8]:
+        """The picture that came with the last answer, if `film` was set."""
+        if self._latest["picture_error"]:
+            raise RuntimeError(self._latest["picture_error"])
+        return cast(NDArray[np.uint8], self._latest["picture"])
+
+
+class _Pipe:
+    """The worker's end of the way to one process."""
+
+    def __init__(self, isolation: Isolation, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._isolation = isolation
+        self._number = number
+        self._reader = reader
+        self._writer = writer
+
+    def send(self, value: Any) -> None:
+        self._writer.write(encoded(value))
+
+    async def receive(self) -> Any:
+        """The value of the next frame. Raises `EnvFault`. A process that died, or whose answer is not waited for any more, is ended."""
+        try:
+            good, said = await receive_async(self._reader)
+        except (EOFError, ConnectionError):
+            self.end()
+            raise EnvFault(StopReason.ENV_ERROR, f"the environment's process {self._isolation.how_it_ended(self._number)}") from None
+        except asyncio.CancelledError:  # its answer would be taken for that of the next call
+            self.end()
+            raise
+        except Exception as error:  # a frame may hold anything
+            self.end()
+            raise EnvFault(StopReason.ENV_ERROR, f"the environment's process sent no answer: {type(error).__name__}: {error}") from error
+        if not good:
+            raise EnvFault(StopReason.ENV_ERROR, said)
+        return said
+
+    def end(self) -> None:
+        self._writer.transport.abort()
+
+
+class Isolation:
+    """Starts the processes of one kind of environment. They all end with this process, however it ends.
+
+    Args:
+        timeout: seconds that an environment may take to be built (None: any).
+    """
+
+    def __init__(self, type: str, config: Mapping[str, Any], timeout: float | None = None) -> None:
+        self._type = type
+        self._config = dict(config)
+        self._timeout = timeout
+        self._numbers = count()
+        self._server: tuple[socket.socket, subprocess.Popen[bytes]] | None = None
+        self._statuses: dict[int, int] = {}
+
+    async def start(self) -> IsolatedEnv:
+        """A new environment. Raises `EnvFault` if it cannot be built."""
+        ours, theirs = socket.socketpair()
+        number = next(self._numbers)
+        with theirs:
+            try:
+                socket.send_fds(self._running_server(), [NUMBER.pack(number)], [theirs.fileno()])
+            except OSError:  # it died, for example while it imported the environment's module
+                self.stop()
+                ours.close()
+                raise EnvFault(StopReason.ENV_ERROR, f"the process that imports {self._type} ended") from None
+        pipe = _Pipe(self, number, *await asyncio.open_connection(sock=ours))
+        try:
+            async with asyncio.timeout(self._timeout):
+                facts = await pipe.receive()
+        except TimeoutError:
+            raise EnvFault(StopReason.TIMEOUT, f"{self._type} took more than {self._timeout} s to be built") from None
+        return (DrawingIsolatedEnv if facts["draws"] else IsolatedEnv)(pipe, facts)
+
+    def stop(self) -> None:
+        """End all of them. The next `start` begins anew."""
+        if self._server is not None:
+            end, process = self._server
+            end.close()
+            process.wait()
+            self._server = None
+
+    def how_it_ended(self, number: int) -> str:
+        """What became of a process, in words. The server tells it before the process's own socket closes."""
+        while self._server is not None:
+            try:
+                message = self._server[0].recv(STATUS.size, socket.MSG_DONTWAIT)
+            except OSError:
+                break
+            if len(message) < STATUS.size:
+                break
+            which, code = STATUS.unpack(message)
+            self._statuses[which] = code
+        code = self._statuses.pop(number, None)
+        if code is None:
+            return "ended"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended itself with exit code {code}"
+
+    def _running_server(self) -> socket.socket:
+        if self._server is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "agenticrun_workers.envs.isolated_server", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                )
+            ours.sendall(encoded((sys.path, self._type, self._config)))
+            self._server = ours, process
+        return self._server[0]

@@ -1,0 +1,138 @@
+"""The process from which those of isolated environments are forked: it has imported the environment's module, so a new one takes
+milliseconds and shares its memory.
+
+    python -m agenticrun_workers.envs.isolated_server FD
+
+FD is a socket to the env worker. It brings one frame (the worker's module path, type and config of the environment), and then for each
+environment a number and the end of a socket of its own. Whoever closes a socket ends the environment behind it, hung or not; the server
+tells on FD with which exit status. It ends with its worker, however that ends, and so do all environments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from agenticrun_workers.envs.isolated_process import serve
+from agenticrun_workers.envs.isolated_wire import NUMBER, STATUS, receive
+from agenticrun_workers.envs.registry import find_env
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class _Process:
+    number: int
+    pid: int
+    end: socket.socket
+    """The end that the process has too: its other side is the worker's."""
+
+
+class _Server:
+    def __init__(self, worker: socket.socket) -> None:
+        self._worker = worker
+        path, self._type, self._config = receive(worker)
+        sys.path[:] = path
+        with suppress(Exception):  # the first environment says it in its own words
+            find_env(self._type)
+        self._processes: dict[int, _Process] = {}
+        self._wakeup, waking = socket.socketpair()
+        self._waking = waking
+        for each in (self._wakeup, waking):
+            each.setblocking(False)
+        signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def run(self) -> None:
+        """Until the worker is gone."""
+        while True:
+            poll = select.poll()
+            poll.register(self._worker, select.POLLIN)
+            poll.register(self._wakeup, select.POLLIN)
+            for process in self._processes.values():
+                poll.register(process.end, 0)  # hang-ups are told always
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            for process in [each for each in self._processes.values() if each.end.fileno() in ready]:
+                _kill(process.pid)
+            with suppress(BlockingIOError):
+                self._wakeup.recv(4096)
+            self._reap()
+            if self._worker.fileno() in ready and not self._start():
+                for process in self._processes.values():
+                    _kill(process.pid)
+                return
+
+    def _start(self) -> bool:
+        """Fork one environment; False: the worker is gone."""
+        message, descriptors, _, _ = socket.recv_fds(self._worker, NUMBER.size, 1)
+        if len(message) < NUMBER.size or not descriptors:
+            return False
+        end = socket.socket(fileno=descriptors[0])
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_environment(parent, end)
+        (number,) = NUMBER.unpack(message)
+        self._processes[pid] = _Process(number, pid, end)
+        return True
+
+    def _become_environment(self, parent: int, end: socket.socket) -> NoReturn:
+        """In the new process: keep nothing but its own end."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            _die_with_parent(parent)
+            for other in (self._worker, self._wakeup, self._waking, *(process.end for process in self._processes.values())):
+                other.close()
+            serve(end, self._type, self._config)
+            status = 0
+        except ConnectionError:  # the worker is not interested any more
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        """Tell the status of each process that ended, and then close the last copy of its end."""
+        while self._processes:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            process = self._processes.pop(pid)
+            _kill(pid)  # whatever it has started itself
+            with suppress(OSError):
+                self._worker.send(STATUS.pack(process.number, os.waitstatus_to_exitcode(status)))
+            process.end.close()
+
+
+def _kill(pid: int) -> None:
+    """The process and its group."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        libc: Any = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    _Server(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()
