@@ -1,20 +1,30 @@
-"""Agents by name: `@register_agent("mine")`, an entry point in the group `agenticrun.agents`, or `module:Class`."""
+"""Agents by name: `@register_agent("mine")`, an entry point in the group `agenticrun.agents`, or `module:Class`.
+
+A class may be an `Agent`, or an agent with queues (`agents/queued.py`): its `collect_trajectory` tells which.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast, overload
 
 from transformers import PreTrainedTokenizerBase
 
 from agenticrun_workers.agents.agent import Agent, AgentLimits
+from agenticrun_workers.agents.generation_config import GenerationConfig
+from agenticrun_workers.agents.queued import QueuedAgent
 from agenticrun_workers.agents.templates import fixed_text
 from agenticrun_workers.plugins import ErrorTypes, PluginConfigError, PluginImportError, PluginNotFound, Registry, snake_case
 
+Factory = Callable[..., Any]
+
+OWN_ARGUMENTS = ("episode", "env", "generate")
+QUEUE_ARGUMENTS = ("prompt", "env", "obs_queue", "act_queue")
+
 
 class AgentNotFound(PluginNotFound):
-    """No agent of that name."""
+    """No agent of that name, or what has that name is no agent."""
 
 
 class AgentImportError(PluginImportError):
@@ -25,14 +35,66 @@ class AgentConfigError(PluginConfigError):
     """The agent does not know a config key, or refuses a value."""
 
 
-_registry: Registry[Agent] = Registry("agent", "agenticrun.agents", ErrorTypes(AgentNotFound, AgentImportError, AgentConfigError))
+_registry: Registry[Any] = Registry("agent", "agenticrun.agents", ErrorTypes(AgentNotFound, AgentImportError, AgentConfigError))
 
-register_agent = _registry.register
+
+@overload
+def register_agent(name: str) -> Callable[[Factory], Factory]: ...
+
+
+@overload
+def register_agent(name: str, factory: Factory) -> Factory: ...
+
+
+def register_agent(name: str, factory: Factory | None = None) -> Any:
+    """Make a class or a factory known as `name`: `@register_agent("mine")`, or `register_agent("mine", Mine)`."""
+    return _registry.register(name) if factory is None else _registry.register(name)(factory)
 
 
 def make_agent(type: str, config: Mapping[str, Any], *, tokenizer: PreTrainedTokenizerBase, limits: AgentLimits) -> Agent:
-    """Build an agent. Raises `AgentNotFound`, `AgentImportError` or `AgentConfigError`, each saying what to do."""
-    return _registry.make(type, config, tokenizer=tokenizer, limits=limits)
+    """Build an agent. Raises `AgentNotFound`, `AgentImportError` or `AgentConfigError`, each saying what to do.
+
+    Of `tokenizer`, `limits` and `gconfig` a class gets what its constructor names; `gconfig` is made of the config's.
+    """
+    parameters = inspect.signature(_registry.find(type)).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    given: dict[str, Any] = {"tokenizer": tokenizer, "limits": limits}
+    if "gconfig" in parameters:
+        config, given["gconfig"] = _gconfig(type, config, limits)
+    made = _registry.make(type, config, **{name: value for name, value in given.items() if takes_any or name in parameters})
+    return QueuedAgent(made, tokenizer=tokenizer, limits=limits) if _has_queues(type, made) else cast(Agent, made)
+
+
+def _gconfig(type: str, config: Mapping[str, Any], limits: AgentLimits) -> tuple[dict[str, Any], GenerationConfig]:
+    """The rest of the config, and what its `gconfig` says."""
+    asked = config.get("gconfig", {})
+    try:
+        if not isinstance(asked, Mapping):
+            raise ValueError(f"gconfig must be a mapping, not {asked!r}")
+        return {key: value for key, value in config.items() if key != "gconfig"}, GenerationConfig.of(asked, limits)
+    except ValueError as error:
+        raise AgentConfigError(f"agent {type!r} refuses its config: {error}") from error
+
+
+def _has_queues(type: str, made: Any) -> bool:
+    """Which of the two kinds of agent this is. Raises `AgentNotFound` for neither."""
+    collect = getattr(made, "collect_trajectory", None)
+    expected = f"async def collect_trajectory(self, {', '.join(OWN_ARGUMENTS)}) or (self, {', '.join(QUEUE_ARGUMENTS)})"
+    if not inspect.iscoroutinefunction(collect):
+        raise AgentNotFound(f"agent {type!r} has no {expected}")
+    try:
+        inspect.signature(collect).bind(*QUEUE_ARGUMENTS)
+    except TypeError:
+        queues = False
+    else:
+        queues = True
+    try:
+        inspect.signature(collect).bind(*OWN_ARGUMENTS)
+    except TypeError as error:
+        if queues:
+            return True
+        raise AgentNotFound(f"agent {type!r}: collect_trajectory{inspect.signature(collect)} is not {expected}") from error
+    return False
 
 
 def agent_texts(type: str, config: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,152 @@
+"""Where answers stand, which are equal, and what a comparison that hangs or bursts costs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agenticrun_workers.envs.math_answers import Verdict, boxed, plain_verdict, reference_answer
+from agenticrun_workers.envs.math_verifier import MathVerifier
+
+RIGHT, WRONG, TIMEOUT = Verdict(True), Verdict(False), Verdict(False, timeout=True)
+UNREADABLE = Verdict(False, readable=False)
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[MathVerifier]:
+    made = MathVerifier(seconds=1.0)
+    yield made
+    made.close()
+
+
+def ask(verifier: MathVerifier, gold: str, answer: str) -> Verdict:
+    return asyncio.run(verifier.verify(gold, answer))
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("He has 3 + 4 = 7 apples.\n#### 7", "7"),
+        ("#### 1,000", "1,000"),
+        ("so #### 3, no, #### 4", "4"),
+        (r"Thus $x = \boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"\boxed{1} or rather \boxed{ 2 }", "2"),
+        (r"\boxed{\text{if } x \in \{1, 2\}}", r"\text{if } x \in \{1, 2\}"),
+        (r"\boxed{3} #### 4", "3"),
+        (" 42 ", "42"),
+        (r"\boxed{4", r"\boxed{4"),
+    ],
+)
+def test_the_answer_of_a_solution(solution: str, answer: str) -> None:
+    assert reference_answer(solution) == answer
+
+
+@given(st.recursive(st.text("ab1 ", max_size=3), lambda inner: st.builds("{{{}}}{}".format, inner, inner), max_leaves=6), st.text("ab$. "))
+def test_a_box_holds_what_was_put_into_it(inside: str, after: str) -> None:
+    assert boxed(f"so \\boxed{{{inside}}}{after}") == inside.strip()
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
+def test_whole_numbers_need_no_process(gold: int, said: int) -> None:
+    for text in (f"\\boxed{{{said}}}", f"so\n#### {said:,}", f" {said} "):
+        assert plain_verdict(str(gold), text) == Verdict(gold == said)
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        ("42", "42", RIGHT),
+        ("42", r"I think \boxed{42}.", RIGHT),
+        ("42", "The answer is 42.", RIGHT),
+        ("42", "The answer is $43$.", WRONG),
+        (r"\frac{1}{2}", "0.5", RIGHT),
+        ("1/2", r"\boxed{\frac{2}{4}}", RIGHT),
+        ("0.5", r"\boxed{\frac12}", RIGHT),
+        ("x^2+1", r"\boxed{1 + x^2}", RIGHT),
+        ("x^2+1", r"\boxed{1 + x^3}", WRONG),
+        ("(1,2)", r"\boxed{(1, 2)}", RIGHT),
+        (r"\sqrt{8}", r"\boxed{2\sqrt{2}}", RIGHT),
+        (r"\{1,2\}", r"\boxed{\{2,1\}}", RIGHT),
+        ("1,234", r"\boxed{1234}", RIGHT),
+        ("10", r"\boxed{10\%}", WRONG),
+        ("42", "", UNREADABLE),
+        ("42", "no idea", UNREADABLE),
+        (r"\frac{1}{2}", "\\boxed{\\frac{", UNREADABLE),
+        ("42", "\x00\u2028\ud7ff", UNREADABLE),
+        ("42", "1" * 100_000 + r" \boxed{42}", RIGHT),
+    ],
+)
+def test_answers_are_compared_by_mathematics(verifier: MathVerifier, gold: str, answer: str, verdict: Verdict) -> None:
+    assert ask(verifier, gold, answer) == verdict
+
+
+HANGS = r"\boxed{9^{9^{9^{9}}}}"
+
+
+def test_a_comparison_that_hangs_is_ended_and_others_go_on(verifier: MathVerifier) -> None:
+    async def both() -> tuple[list[Verdict], float]:
+        begin = time.monotonic()
+        hung = [asyncio.create_task(verifier.verify("1/2", HANGS)) for _ in range(2)]
+        quick = [await verifier.verify(str(n), str(n)) for n in range(100)]  # the event loop is free
+        taken = time.monotonic() - begin
+        assert quick == [RIGHT] * 100
+        return await asyncio.gather(*hung), taken
+
+    hung, quick_seconds = asyncio.run(both())
+    assert all(not verdict.right for verdict in hung)
+    assert quick_seconds < 1
+    assert ask(verifier, "1/2", r"\boxed{\frac{2}{4}}") == RIGHT
+
+
+def test_a_process_that_is_killed_is_replaced(verifier: MathVerifier) -> None:
+    assert ask(verifier, "1/2", "0.5") == RIGHT
+    for checker in list(verifier._checkers):
+        os.kill(checker._process.pid, signal.SIGKILL)
+        checker._process.wait()
+    assert [ask(verifier, "1/2", "0.5") for _ in range(3)] == [RIGHT] * 3
+
+
+PARENT = r"""
+import asyncio, os, sys, time
+from agenticrun_workers.envs.math_verifier import MathVerifier
+
+async def main():
+    verifier = MathVerifier(seconds=3.0)
+    await verifier.verify("1/2", "0.5")
+    asyncio.create_task(verifier.verify("1/2", sys.argv[1]))
+    await asyncio.sleep(0.3)
+    print([checker._process.pid for checker in verifier._checkers], flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_left_behind_by_a_killed_parent_even_in_the_middle_of_a_comparison() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(PARENT), HANGS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        children = [int(pid) for pid in parent.stdout.readline().strip("[]\n").split(",")]
+        parent.kill()
+    assert children
+    deadline = time.monotonic() + 20
+    while any(_lives(pid) for pid in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_lives(pid) for pid in children)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "Z" not in open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,101 @@
+"""The multi-turn math agent of AReaL's guide: the policy answers, is told whether that was right, and tries again.
+
+Each turn is a trajectory of its own: its answer is trained on, with all before it as the prompt. Its reward is
+
+    r_k = (1 - rewardBias) * rewardScaling if answer k was right, else (-1 - rewardBias) * rewardScaling
+    R_k = r_k + turnLevelDiscount * R_(k+1)
+
+which is AReaL's. An episode ends with the first right answer, or after `numTurns` answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from agenticrun_workers.agents.bundles import BundledGenerationOutputs, EpisodeEnded, Prompt, ScoredSequence
+from agenticrun_workers.agents.chat import ChatFormat
+from agenticrun_workers.agents.generation_config import GenerationConfig
+from agenticrun_workers.agents.queued import Request
+from agenticrun_workers.agents.registry import register_agent
+from agenticrun_workers.envs.service import EnvironmentService
+
+
+class MathMultiTurnAgent:
+    """For the environment `math_single_step`, or any service whose `step((qid, answers))` returns one success per answer.
+
+    Args:
+        gconfig: max_new_tokens of each answer; one answer is asked for at a time, whatever its n.
+        num_turns: answers of an episode, at most `envs[].maxSteps`.
+        reward_scaling, reward_bias, turn_level_discount: see the module's docstring.
+        wrong_template: what the policy is told before it tries again.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        gconfig: GenerationConfig,
+        num_turns: int = 5,
+        reward_scaling: float = 1.0,
+        reward_bias: float = 0.0,
+        turn_level_discount: float = 1.0,
+        wrong_template: str = "Unfortunately your answer is wrong. Let's try again.",
+    ) -> None:
+        if num_turns < 1:
+            raise ValueError(f"numTurns must be at least 1, not {num_turns}")
+        if not 0 <= turn_level_discount <= 1:
+            raise ValueError(f"turnLevelDiscount must be in [0, 1], not {turn_level_discount}")
+        self.chat = ChatFormat(tokenizer)
+        self.gconfig = gconfig.new(n=1)
+        self.num_turns = num_turns
+        self.reward_scaling = reward_scaling
+        self.reward_bias = reward_bias
+        self.turn_level_discount = turn_level_discount
+        self.feedback = wrong_template
+
+    async def collect_trajectory(
+        self,
+        prompt: Prompt,
+        env: EnvironmentService,
+        obs_queue: asyncio.Queue[Request],
+        act_queue: asyncio.Queue[BundledGenerationOutputs],
+    ) -> list[ScoredSequence]:
+        """One episode: a trajectory for each answer."""
+        await env.reset()
+        acts: list[BundledGenerationOutputs] = []
+        rewards: list[float] = []
+        token_ids, success = prompt.token_ids, False
+        for _ in range(self.num_turns):
+            await obs_queue.put((prompt.qid, token_ids, self.gconfig))
+            try:
+                acts.append(await act_queue.get())
+            except EpisodeEnded:  # no room for another answer
+                if not acts:
+                    raise
+                break
+            _, (right,), *_ = await env.step((prompt.qid, self.answers(acts[-1])))
+            success = bool(right)
+            rewards.append(((success - 0.5) * 2 - self.reward_bias) * self.reward_scaling)
+            if success:
+                break
+            token_ids = acts[-1].seqs[0] + self.chat.next(self.feedback, ended=not acts[-1].no_eos[0]).tolist()
+        metrics = {"success": float(success), "num_answers": float(len(acts))}
+        returns = self.returns(rewards)
+        return [ScoredSequence(act.seqs[0], reward, trained="last", metrics=metrics) for act, reward in zip(acts, returns, strict=True)]
+
+    def answers(self, act: BundledGenerationOutputs) -> list[str]:
+        """The text of each sample."""
+        return [self.chat.text(np.asarray(output, np.int32)) for output in act.output_ids]
+
+    def returns(self, rewards: Sequence[float]) -> list[float]:
+        """R_k of each turn."""
+        backwards = accumulate(reversed(rewards), lambda later, reward: reward + self.turn_level_discount * later)
+        return list(backwards)[::-1]
+
+
+register_agent("math_multi_turn", MathMultiTurnAgent)

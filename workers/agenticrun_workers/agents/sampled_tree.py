@@ -1,0 +1,76 @@
+"""Everything that was sampled in one episode, as a tree: which response goes on from which, by their tokens.
+
+A prompt goes on from the longest sampled sequence that it begins with; a prompt that begins with none is a root, a new branch.
+So log-probs, versions and masks always are those of the generation itself, whatever an agent does between two of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agenticrun_workers.types import Generation, IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """One response, with the prompt that it answers and the response before it."""
+
+    prompt_T: IntArray
+    """The whole prompt."""
+    generation: Generation
+    parent: Sampled | None
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_T) + len(self.generation.tokens_T)
+
+    @property
+    def added_T(self) -> IntArray:
+        """What the prompt adds to the sequence that it goes on from."""
+        return self.prompt_T[self.parent.length if self.parent else 0 :]
+
+    def begins(self, prompt_T: IntArray) -> bool:
+        """Whether a prompt begins with this prompt and response."""
+        size = len(self.prompt_T)
+        return (
+            self.length <= len(prompt_T)
+            and np.array_equal(self.prompt_T, prompt_T[:size])
+            and np.array_equal(self.generation.tokens_T, prompt_T[size : self.length])
+        )
+
+    def path(self) -> list[Sampled]:
+        """From the root to this one."""
+        return [*(self.parent.path() if self.parent else []), self]
+
+
+class SampledTree:
+    """The responses of one episode."""
+
+    def __init__(self) -> None:
+        self._sampled: list[Sampled] = []
+        self._by_tokens: dict[bytes, list[Sampled]] = defaultdict(list)
+        self._returned: dict[bytes, int] = defaultdict(int)
+
+    def add(self, prompt_T: IntArray, generation: Generation) -> None:
+        """Remember a response to this prompt, int32 [T]."""
+        parent = max((one for one in self._sampled if one.begins(prompt_T)), key=lambda one: one.length, default=None)
+        sampled = Sampled(prompt_T, generation, parent)
+        self._sampled.append(sampled)
+        self._by_tokens[np.concatenate([prompt_T, generation.tokens_T]).tobytes()].append(sampled)
+
+    def find(self, tokens: Sequence[int]) -> Sampled | None:
+        """The response that ends with exactly these tokens, or None.
+
+        Samples that happen to be equal are told apart by order: the k-th question about the same tokens gets the k-th of them.
+        """
+        key = np.asarray(tokens, np.int32).tobytes()
+        equal = self._by_tokens.get(key)
+        if equal is None:
+            return None
+        place = self._returned[key]
+        self._returned[key] += 1
+        return equal[place % len(equal)]

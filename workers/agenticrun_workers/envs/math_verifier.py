@@ -1,0 +1,136 @@
+"""Verification of answers beside the event loop: a few processes that compare by mathematics, shared by all environments.
+
+math-verify limits its own time by signals, which work in the main thread only. Here each comparison runs in a process that a signal
+ends when it has computed for too long, and a new one takes its place. The limit is on computing time, so that the verdict is the same
+on a busy machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import selectors
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+from agenticrun_workers.envs.math_answers import Verdict, plain_verdict
+
+CHECKER = Path(__file__).with_name("math_checker.py")
+
+PROCESSES = 2
+"""Of one env worker. Most answers need none: equal texts and whole numbers are compared here."""
+
+MEMORY = 4 * 2**30
+"""Bytes of address space of one process: 9^(9^9) is a wrong answer and not the end of the pod."""
+
+MAX_ANSWER = 4096
+"""Characters of a response that are searched for an answer, from its end: the answer of a long one stands there."""
+
+WALL_SECONDS_EACH = 20.0
+"""Real time for each second of computing time, before a process is taken for stuck."""
+
+START_SECONDS = 120.0
+"""Real time for a process to begin."""
+
+
+class MathVerifier:
+    """Compares answers with `processes` processes, which begin when they are first needed.
+
+    Args:
+        seconds: computing time of one comparison.
+    """
+
+    def __init__(self, seconds: float, processes: int = PROCESSES) -> None:
+        self.seconds = seconds
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="math-verifier")
+        self._mine = threading.local()
+        self._checkers: set[_Checker] = set()
+        self._lock = threading.Lock()
+
+    async def verify(self, gold: str, answer: str) -> Verdict:
+        """Whether a response answers as the reference answer `gold` does. Never raises for what it says."""
+        answer = answer[-MAX_ANSWER:]
+        plain = plain_verdict(gold, answer)
+        if plain is not None:
+            return plain
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._compare, gold, answer)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._threads.shutdown()
+        for checker in self._checkers:
+            checker.close()
+
+    def _compare(self, gold: str, answer: str) -> Verdict:
+        """In one of the threads, each of which has a process of its own."""
+        checker: _Checker | None = getattr(self._mine, "checker", None)
+        if checker is None or not checker.lives:
+            checker = self._mine.checker = self._replaced(checker)
+        verdict = checker.compare(gold, answer)
+        return Verdict(right=False, timeout=True) if verdict is None else verdict
+
+    def _replaced(self, old: _Checker | None) -> _Checker:
+        new = _Checker(self.seconds)
+        with self._lock:
+            self._checkers = (self._checkers - {old}) | {new}
+        return new
+
+
+class _Checker:
+    """One process of `math_checker.py`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._wall_seconds = seconds * WALL_SECONDS_EACH
+        command = [sys.executable, "-P", str(CHECKER), str(seconds), str(MEMORY)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        if self._line(START_SECONDS) is None:
+            self.close()
+            raise RuntimeError(f"{' '.join(command)} does not begin: is math-verify installed?")
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def compare(self, gold: str, answer: str) -> Verdict | None:
+        """None if the process ended over it, or had to be ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps([gold, answer]) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            line = None
+        else:
+            line = self._line(self._wall_seconds)
+        if line is None:
+            self.close()
+            return None
+        right, readable = json.loads(line)
+        return Verdict(right, readable)
+
+    def close(self) -> None:
+        """End the process and wait for it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.kill()
+        with contextlib.suppress(BrokenPipeError):  # what was not written yet
+            self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+    def _line(self, seconds: float) -> str | None:
+        """What it writes next; None if it ends or takes longer."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            return (self._process.stdout.readline() or None) if selector.select(seconds) else None
+
+
+@cache
+def shared_verifier(seconds: float) -> MathVerifier:
+    """The verifier of this process for this limit."""
+    return MathVerifier(seconds)

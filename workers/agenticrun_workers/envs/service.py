@@ -1,0 +1,76 @@
+"""Environments as services: asynchronous, any action, and perhaps no state at all, as agents with queues call them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, cast
+
+from agenticrun_workers.envs.calls import EnvCalls
+from agenticrun_workers.envs.faults import EnvFault
+from agenticrun_workers.types import StopReason, Stream
+
+ServiceStep = tuple[Any, Any, bool, bool, Mapping[str, Any]]
+"""Observation, reward, terminated, truncated, info."""
+
+
+class EnvironmentService(ABC):
+    """An environment for agents with queues (`agents/queued.py`). One instance serves one episode at a time.
+
+    Actions, observations and rewards are what agent and service agree on: a batch of answers and a list of rewards, for example.
+    Both methods are coroutines, so that none blocks another one's episode; slow work belongs into a thread or a process.
+    """
+
+    is_service: ClassVar[bool] = True
+
+    instruction: str = ""
+    """The system message of the first prompt; empty = none."""
+    item: Mapping[str, Any] = MappingProxyType({})
+    """What the episode is about, of `envs[].dataset`."""
+
+    def set_item(self, item: Mapping[str, Any]) -> None:
+        """Called before `reset`, if the environment has a data set."""
+        self.item = item
+
+    async def reset(self, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:  # noqa: B027
+        """Begin an episode. A text that is returned is the first user message; else that is the item's column `prompt`.
+
+        Args:
+            seed: equal for all members of a group.
+            options: `split` is train, validation or warmup.
+        """
+
+    @abstractmethod
+    async def step(self, action: Any) -> ServiceStep:
+        """Play an action."""
+
+
+class ServiceCalls(EnvCalls):
+    """Calls services like any environment: what they do wrong is an `EnvFault`."""
+
+    async def begin(self, service: EnvironmentService, seed: int, split: Stream, item: Mapping[str, Any] | None) -> str:
+        """Begin an episode and return its first user message. Raises `EnvFault`."""
+        if item is not None:
+            await self._call(cast(Any, service), service.set_item, item)
+        said = await self._call(cast(Any, service), service.reset, seed=seed, options={"split": split.value})
+        text = said[0] if isinstance(said, tuple) and len(said) == 2 else said
+        if text is None:
+            text = (item or {}).get("prompt")
+        if not isinstance(text, str):
+            raise EnvFault(
+                StopReason.ENV_ERROR,
+                f"there is no prompt: {type(service).__name__}.reset returned {type(said).__name__} and the item has no text in a "
+                "column 'prompt' (rename one with dataset.columns)",
+            )
+        return text
+
+    async def act(self, service: EnvironmentService, action: Any) -> ServiceStep:
+        """Play an action. Raises `EnvFault`."""
+        result = await self._call(cast(Any, service), service.step, action)
+        if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], Mapping):
+            raise EnvFault(
+                StopReason.ENV_ERROR,
+                f"{type(service).__name__}.step returned {type(result).__name__}, not (observation, reward, terminated, truncated, info)",
+            )
+        return result
