@@ -103,9 +103,9 @@ def eventually(probe: Callable[[], T | None], seconds: float, what: str, interva
         time.sleep(interval)
 
 
-def devcluster(command: str) -> subprocess.CompletedProcess[str]:
+def devcluster(*command: str) -> subprocess.CompletedProcess[str]:
     """Run one command of tools/devcluster; its progress goes to the test's stderr."""
-    return subprocess.run([*DEVCLUSTER, command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    return subprocess.run([*DEVCLUSTER, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
 
 
 def cluster_environment() -> dict[str, str]:
