@@ -132,19 +132,29 @@ def test_every_level_is_solvable() -> None:
         assert is_solvable(env._holes, 4)
 
 
-@settings(max_examples=200, deadline=None)
-@given(size=st.integers(2, 9), share=st.floats(0.0, 0.7), seed=st.integers(0, 2**32))
-def test_solvable_means_that_breadth_first_search_finds_the_goal(size: int, share: float, seed: int) -> None:
-    board = np.random.default_rng(seed).random((size, size)) < share
-    board[0, 0] = board[-1, -1] = False
+def breadth_first(board: np.ndarray) -> bool:
+    last = len(board) - 1
     reached, frontier = {(0, 0)}, [(0, 0)]
-    while frontier:
-        row, column = frontier.pop(0)
+    for row, column in frontier:
         for cell in ((row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)):
-            if min(cell) >= 0 and max(cell) < size and cell not in reached and not board[cell]:
+            if min(cell) >= 0 and max(cell) <= last and cell not in reached and not board[cell]:
                 reached.add(cell)
                 frontier.append(cell)
-    assert is_solvable(from_array(board), size) == ((size - 1, size - 1) in reached)
+    return (last, last) in reached
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_solvable_means_that_breadth_first_search_finds_the_goal(size: int) -> None:
+    for board in all_maps(size):
+        assert is_solvable(from_array(board), size) == breadth_first(board)
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(5, 11), share=st.floats(0.2, 0.6), seed=st.integers(0, 2**32))
+def test_large_boards_are_integers_too(size: int, share: float, seed: int) -> None:
+    board = np.random.default_rng(seed).random((size, size)) < share
+    board[0, 0] = board[-1, -1] = False
+    assert is_solvable(from_array(board), size) == breadth_first(board)
     assert (to_array(from_array(board), size) == board).all()
 
 

@@ -100,6 +100,8 @@ class FrozenLake:
         self._words = words
         self._player_on = {self.symbols.frozen: self.symbols.player, self.symbols.hole: self.symbols.fallen}
         self._player_on[self.symbols.goal] = self.symbols.arrived
+        self._symbol_of_bit = str.maketrans("01", self.symbols.frozen + self.symbols.hole)
+        self._row_slices = [slice(start, start + size) for start in range(0, size * size, size)]
         self._ends = _ends_of_moves(size)
         self._slips = np.random.default_rng(0)
         self._holes = 0
@@ -141,7 +143,7 @@ class FrozenLake:
         return StepResult(
             self.board(),
             1.0 if success else 0.0,
-            terminated=success or ground == self.symbols.hole,
+            success or ground == self.symbols.hole,
             metrics=step_metrics(True, before != after, success),
         )
 
@@ -172,11 +174,10 @@ class FrozenLake:
         return ground[:place] + self._player_on[ground[place]] + ground[place + 1 :]
 
     def _start_on(self, holes: int) -> str:
-        size, s = self.size, self.symbols
         self._holes = holes
         self._place = 0
-        cells = f"{holes:0{size * size}b}".translate(str.maketrans("01", s.frozen + s.hole))
-        self._ground = "\n".join([cells[start : start + size] for start in range(0, size * size, size)])[:-1] + s.goal
+        cells = f"{holes:0{self.size**2}b}".translate(self._symbol_of_bit)
+        self._ground = "\n".join([cells[row] for row in self._row_slices])[:-1] + self.symbols.goal
         return self.board()
 
     def _default_instruction(self) -> str:

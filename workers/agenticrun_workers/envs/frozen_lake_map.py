@@ -13,6 +13,8 @@ import numpy as np
 from agenticrun_workers.envs.grid import in_holdout
 from agenticrun_workers.types import BoolArray
 
+_DIGITS = bytes.maketrans(b"\0\1", b"01")
+
 
 def random_holes(rng: np.random.Generator, size: int, frozen_probability: float) -> int:
     """A map that may be unsolvable; start (top left) and goal (bottom right) are never holes."""
@@ -39,8 +41,8 @@ def is_solvable(holes: int, size: int) -> bool:
     reached, before = 1 << size * size - 1, 0
     while reached != before:
         before = reached
-        reached |= reached >> size | reached << size | (reached & leaves_right) >> 1 | (reached & leaves_left) << 1
-        reached &= ice
+        reached |= (reached >> size | (reached & leaves_right) >> 1) & ice  # down and right
+        reached |= (reached << size | (reached & leaves_left) << 1) & ice  # up and left
         if reached & 1:
             return True
     return False
@@ -52,7 +54,7 @@ def is_holdout(holes: int, size: int, share: float) -> bool:
 
 
 def _from_flat(holes: BoolArray) -> int:
-    return int.from_bytes(np.packbits(holes).tobytes(), "big") >> -len(holes) % 8
+    return int(holes.tobytes().translate(_DIGITS), 2)
 
 
 def _packed(holes: int, size: int) -> bytes:
