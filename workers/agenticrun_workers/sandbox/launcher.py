@@ -1,0 +1,207 @@
+"""Runs inside the sandbox's process: gives up every right that the kernel lets it give up, then runs the code.
+
+Started by path with `python -s -P -S`, so it imports nothing of ours. Reads a line of JSON (`Order`) and then the code from
+standard input, says on the pipe `report` which layers hold, and closes it before the code runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import builtins
+import ctypes
+import json
+import linecache
+import os
+import resource
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import TypedDict
+
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 22, 38
+CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
+SIGKILL = 9
+
+READ_FILE, READ_DIR, WRITE_FILE, REMOVE_FILE, MAKE_REG, TRUNCATE = 1 << 2, 1 << 3, 1 << 1, 1 << 5, 1 << 8, 1 << 14
+FILE_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+"""How many of Landlock's rights over files a version of its ABI knows."""
+
+
+class Order(TypedDict):
+    """What the sandbox is told."""
+
+    limits: dict[str, int]
+    """Of `resource.RLIMIT_*`, by name."""
+    readable: list[str]
+    scratch: str
+    packages: list[str]
+    seccomp: str
+    """The filter's program in base64; empty where there is none for this machine."""
+    required: list[str]
+    """Layers without which nothing runs."""
+    report: int
+    """File descriptor."""
+
+
+class Refused(OSError):
+    """The kernel does not give this layer."""
+
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    order: Order = json.loads(sys.stdin.buffer.readline())
+    code = sys.stdin.buffer.read().decode()
+    prctl(PR_SET_PDEATHSIG, SIGKILL)
+    layers = {
+        name: attempt(layer, order)
+        for name, layer in (
+            ("limits", set_limits),
+            ("namespaces", unshare),
+            ("capabilities", drop_capabilities),
+            ("no_new_privileges", forbid_privileges),
+            ("landlock", restrict_files),
+            ("seccomp", filter_calls),
+        )
+    }
+    missing = [name for name in order["required"] if layers[name].startswith("no: ")]
+    os.write(order["report"], json.dumps(layers).encode())
+    os.close(order["report"])
+    if missing:
+        os._exit(0)
+    sys.path += order["packages"]
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    run(code)
+
+
+def run(code: str) -> None:
+    """Run the code as a module of its own; print the value of a last expression, as an interactive Python does."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    names = module.__dict__
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # python -S has none
+    linecache.cache["<code>"] = (len(code), None, [line + "\n" for line in code.splitlines()], "<code>")
+    try:
+        tree = ast.parse(code, "<code>")
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "<code>", "exec"), names)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), "<code>", "eval"), names)
+            if value is not None:
+                print(repr(value))
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = frames[next((number for number, frame in enumerate(frames) if frame.filename == "<code>"), len(frames)) :]
+        sys.stderr.write("".join(traceback.format_list(own[:1] + own[1:][-2:]) + traceback.format_exception_only(error)))
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            status = 1
+    os._exit(status & 255)
+
+
+def attempt(layer: Callable[[Order], str], order: Order) -> str:
+    """What the layer says of itself, or `no: ` and why not."""
+    try:
+        return layer(order)
+    except OSError as error:
+        return f"no: {error}"
+
+
+def set_limits(order: Order) -> str:
+    for name, limit in order["limits"].items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        _, hard = resource.getrlimit(kind)
+        value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (value, value))
+    return ", ".join(f"{name} {limit}" for name, limit in order["limits"].items())
+
+
+def unshare(_: Order) -> str:
+    """No network but an empty one of its own, and no shared memory of others."""
+    check("unshare", libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC))
+    return "user, net, ipc"
+
+
+def drop_capabilities(_: Order) -> str:
+    for capability in range(64):
+        if prctl(PR_CAPBSET_DROP, capability) != 0:
+            break
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    check("capset", libc.capset(header, nothing))
+    return "none left"
+
+
+def forbid_privileges(_: Order) -> str:
+    check("prctl", prctl(PR_SET_NO_NEW_PRIVS, 1))
+    check("prctl", prctl(PR_SET_DUMPABLE, 0))
+    return "on"
+
+
+def restrict_files(order: Order) -> str:
+    """Only `readable` can be read, only `scratch` can be written, and nothing but plain files can be made there."""
+    abi = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
+    check("landlock", abi)
+    rights = (1 << FILE_RIGHTS_BY_ABI.get(abi, 16)) - 1
+    ruleset = (ctypes.c_uint64 * 3)(rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    ruleset_fd = libc.syscall(LANDLOCK_CREATE, ruleset, ctypes.c_size_t(24 if abi >= 6 else 16 if abi >= 4 else 8), 0)
+    check("landlock", ruleset_fd)
+    for path in order["readable"]:
+        allow_beneath(ruleset_fd, path, READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE)
+    writing = WRITE_FILE | REMOVE_FILE | MAKE_REG | TRUNCATE
+    allow_beneath(ruleset_fd, order["scratch"], (READ_FILE | READ_DIR | writing) & rights)
+    for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
+        allow_beneath(ruleset_fd, device, READ_FILE | WRITE_FILE)
+    check("landlock", libc.syscall(LANDLOCK_RESTRICT, ruleset_fd, 0))
+    os.close(ruleset_fd)
+    return f"ABI {abi}"
+
+
+def allow_beneath(ruleset_fd: int, path: str, rights: int) -> None:
+    """A path that does not exist needs no rule."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return
+    rule = rights.to_bytes(8, sys.byteorder) + fd.to_bytes(4, sys.byteorder)
+    check("landlock", libc.syscall(LANDLOCK_ADD, ruleset_fd, 1, rule, 0))
+    os.close(fd)
+
+
+def filter_calls(order: Order) -> str:
+    program = base64.b64decode(order["seccomp"])
+    if not program:
+        raise Refused("there is no filter for this machine")
+    content = ctypes.create_string_buffer(program, len(program))
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+    filled = Program(len(program) // 8, ctypes.addressof(content))
+    check("seccomp", prctl(PR_SET_SECCOMP, 2, ctypes.addressof(filled)))
+    return f"{len(program) // 8} instructions"
+
+
+def prctl(option: int, value: int, address: int = 0) -> int:
+    answer: int = libc.prctl(option, *(ctypes.c_ulong(number) for number in (value, address, 0, 0)))
+    return answer
+
+
+def check(what: str, answer: int) -> None:
+    """Raise `Refused` for the answer of a failed call."""
+    if answer < 0:
+        raise Refused(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+if __name__ == "__main__":
+    main()

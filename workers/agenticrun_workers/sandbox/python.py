@@ -1,0 +1,252 @@
+"""Starts the sandbox's process, watches it, and takes what it wrote.
+
+The code runs in one process that cannot start another, so killing that one ends everything. Layers, each of which works
+without privileges, as root and as any other user:
+
+    limits             memory, processor time, size and number of open files, no core dumps
+    no_new_privileges  no program can give it rights; no process of the same user can look into it
+    landlock           reads Python's own files only, writes plain files in its scratch folder only
+    seccomp            a list of system calls; no processes, no programs, no sockets, no signals (see `seccomp`)
+    capabilities       none left (they matter only as root)
+    namespaces         a network of its own without any device (where users may make namespaces)
+
+The environment is empty but for a few constants, and no file descriptor is inherited.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import platform
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from agenticrun_workers.sandbox import seccomp
+
+SandboxMode = Literal["required", "best-effort"]
+"""Whether code runs only where all of `REQUIRED` hold, or with whatever the machine has."""
+
+End = Literal["finished", "failed", "time", "output", "files", "killed"]
+"""How code ended: well, by an exception or exit status, at the limit of time, output or files, or by a signal."""
+
+REQUIRED = ("limits", "no_new_privileges", "landlock", "seccomp")
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+START_SECONDS = 10.0
+"""Until the process has to say which layers hold."""
+TICK_SECONDS = 0.05
+"""How often its files are counted."""
+MOST_FILES = 32
+"""In the scratch folder, and open at once."""
+
+
+class SandboxUnavailable(Exception):
+    """This machine does not give the containment asked for; the message says what is missing and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the code may use."""
+
+    seconds: float = 5.0
+    memory_mb: int = 512
+    """Address space: what libraries map counts as well."""
+    output_bytes: int = 64 * 1024
+    """Of standard output and standard error together."""
+    scratch_mb: int = 16
+    """Of all its files."""
+
+    def __post_init__(self) -> None:
+        for key, value in (("seconds", self.seconds), ("memoryMb", self.memory_mb), ("outputBytes", self.output_bytes)):
+            if not value > 0:
+                raise ValueError(f"{key} must be above 0, not {value}")
+        if self.scratch_mb < 0:
+            raise ValueError(f"scratchMb must be 0 or more, not {self.scratch_mb}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came out of it."""
+
+    stdout: str
+    stderr: str
+    end: End
+    seconds: float
+    layers: Mapping[str, str]
+    """What held it; see `describe`."""
+
+
+def run_python(code: str, limits: Limits | None = None, mode: SandboxMode = "required") -> Outcome:
+    """Run `code` in a process and a scratch folder of its own, which end with this call. Blocks; safe from many threads.
+
+    Raises `SandboxUnavailable`. Whatever the code does is an `Outcome`.
+    """
+    if sys.platform != "linux":
+        raise SandboxUnavailable(f"code can be contained on Linux only, not on {sys.platform}")
+    limits = limits or Limits()
+    scratch = tempfile.mkdtemp(prefix="sandbox-")
+    report, report_end = os.pipe()
+    try:
+        order = _order(limits, mode, scratch, report_end)
+        with tempfile.TemporaryFile() as source:  # no pipe that could fill up
+            source.write(json.dumps(order).encode() + b"\n" + code.encode(errors="replace"))
+            source.seek(0)
+            process = subprocess.Popen(
+                [sys.executable, "-s", "-P", "-S", str(LAUNCHER)],
+                stdin=source,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=scratch,
+                env=_environment(scratch),
+                pass_fds=[report_end],
+                start_new_session=True,
+            )
+        os.close(report_end)
+        report_end = -1
+        with process:
+            try:
+                layers = _layers(report, process)
+                _check(layers, mode)
+                return _watch(process, limits, scratch, layers)
+            finally:
+                process.kill()
+    finally:
+        os.close(report)
+        if report_end >= 0:
+            os.close(report_end)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@cache
+def describe() -> Mapping[str, str]:
+    """The layers of this machine's sandbox: what each does here, or `no: ` and why it does not hold."""
+    return run_python("", mode="best-effort").layers
+
+
+def _order(limits: Limits, mode: SandboxMode, scratch: str, report: int) -> dict[str, object]:
+    """See `launcher.Order`."""
+    machine = platform.machine()
+    filter_program = seccomp.program(machine) if machine in seccomp.ARCHITECTURES else b""
+    return {
+        "limits": {
+            "AS": limits.memory_mb * 2**20,
+            "CPU": int(limits.seconds) + 2,
+            "FSIZE": limits.scratch_mb * 2**20,
+            "NOFILE": MOST_FILES,
+            "CORE": 0,
+        },
+        "readable": _readable(),
+        "scratch": scratch,
+        "packages": _packages(),
+        "seccomp": base64.b64encode(filter_program).decode(),
+        "required": list(REQUIRED) if mode == "required" else [],
+        "report": report,
+    }
+
+
+@cache
+def _readable() -> list[str]:
+    """Folders and files of Python, its packages and their libraries."""
+    own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    libraries = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", os.path.join(sys.base_prefix, "lib")]
+    return [*own, *_packages(), *libraries, "/etc/ld.so.cache", "/usr/share/zoneinfo", "/etc/localtime", str(LAUNCHER)]
+
+
+@cache
+def _packages() -> list[str]:
+    return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
+
+
+def _environment(scratch: str) -> dict[str, str]:
+    """One thread per library: each costs address space. A fixed hash seed: the same code says the same twice."""
+    threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {"HOME": scratch, "TMPDIR": scratch, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **threads}
+
+
+def _layers(report: int, process: subprocess.Popen[bytes]) -> dict[str, str]:
+    """What the launcher says. Raises `SandboxUnavailable` if it says nothing."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(report, selectors.EVENT_READ)
+        said = os.read(report, 65536) if selector.select(START_SECONDS) else b""
+    if not said:
+        process.kill()
+        _, errors = process.communicate()
+        raise SandboxUnavailable(f"the sandbox's process did not start: {errors.decode(errors='replace')[-500:]}")
+    layers: dict[str, str] = json.loads(said)
+    return layers
+
+
+def _check(layers: Mapping[str, str], mode: SandboxMode) -> None:
+    missing = {name: layers[name] for name in REQUIRED if layers[name].startswith("no: ")}
+    if mode == "required" and missing:
+        raise SandboxUnavailable(
+            f"this machine cannot contain code: {'; '.join(f'{name}: {why[4:]}' for name, why in missing.items())}. Landlock needs "
+            "Linux 5.13 and an x86-64 or aarch64 machine; sandbox: best-effort runs code with the layers that there are"
+        )
+
+
+def _watch(process: subprocess.Popen[bytes], limits: Limits, scratch: str, layers: Mapping[str, str]) -> Outcome:
+    """Read what the code writes until it ends, or kill it at a limit."""
+    start = time.monotonic()
+    assert process.stdout is not None
+    assert process.stderr is not None
+    output, errors = process.stdout.fileno(), process.stderr.fileno()
+    written = {output: bytearray(), errors: bytearray()}
+    end: End | None = None
+    with selectors.DefaultSelector() as selector:
+        for fd in written:
+            selector.register(fd, selectors.EVENT_READ)
+        while end is None:
+            for key, _ in selector.select(TICK_SECONDS):
+                chunk = os.read(key.fd, 65536)
+                written[key.fd] += chunk
+                if not chunk:
+                    selector.unregister(key.fd)
+            end = _limit_met(limits, scratch, time.monotonic() - start, sum(map(len, written.values())))
+            if end is None and not selector.get_map():
+                end = _end(process)
+    texts = [written[fd][: limits.output_bytes].decode(errors="replace") for fd in (output, errors)]
+    return Outcome(texts[0], texts[1], end, time.monotonic() - start, layers)
+
+
+def _end(process: subprocess.Popen[bytes]) -> End | None:
+    """How a process ended that has closed its output; None if it goes on all the same."""
+    try:
+        status = process.wait(TICK_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    if status == -signal.SIGXCPU:
+        return "time"
+    return "killed" if status < 0 else "failed" if status else "finished"
+
+
+def _limit_met(limits: Limits, scratch: str, seconds: float, output: int) -> End | None:
+    if output > limits.output_bytes:
+        return "output"
+    if seconds > limits.seconds:
+        return "time"
+    count, size = _usage(scratch)
+    return "files" if count > MOST_FILES or size > limits.scratch_mb * 2**20 else None
+
+
+def _usage(scratch: str) -> tuple[int, int]:
+    """Number and bytes of the files, of which some may vanish meanwhile."""
+    count, size = 0, 0
+    with os.scandir(scratch) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                count, size = count + 1, size + entry.stat(follow_symlinks=False).st_size
+    return count, size
