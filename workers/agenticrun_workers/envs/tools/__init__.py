@@ -1,0 +1,5 @@
+"""Environments in which the policy uses tools."""
+
+from agenticrun_workers.envs.tools.python_tool import PythonTool
+
+__all__ = ["PythonTool"]

@@ -1,0 +1,151 @@
+"""Problems that the policy may solve with Python: it calls, reads the result, and answers.
+
+An episode is a question, any number of calls whose results are the next observations, and a final answer. Results are
+observations like any other, so none of their tokens is ever trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import string
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from agenticrun_workers.envs.env import StepResult
+from agenticrun_workers.envs.registry import register_env
+from agenticrun_workers.envs.tools.calls import Answer, BadCall, Call, CallParser, same_answer, shortened
+from agenticrun_workers.envs.tools.sums import OPERATIONS, problem
+from agenticrun_workers.sandbox import Limits, Outcome, SandboxMode, SandboxUnavailable, describe, run_python
+from agenticrun_workers.types import Stream
+
+INSTRUCTION = (
+    "Solve the problem. You may run Python: write a block that begins with ```python and ends with ```, and you are told what it "
+    "prints. When you know the answer, write <answer>...</answer>."
+)
+ANSWER_PATTERN = r"<answer>(.*?)</answer>"
+NEITHER = "Write a ```python block to run code, or <answer>...</answer> to answer."
+
+LARGEST_WORD = 999
+"""Numbers above are several words for a tiny model."""
+
+ENDS = {"time": "it took more than {seconds} s", "output": "it wrote too much", "files": "it wrote too many files", "killed": "it crashed"}
+"""What is said of code that did not end by itself."""
+
+
+@register_env("python_tool")
+class PythonTool:
+    """One episode at a time. With a data set each is about an item, without one about a sum of the environment's own.
+
+    Args:
+        question, answer: the item's columns.
+        highest: largest number of the environment's own sums.
+        call_pattern, answer_pattern: see `CallParser`.
+        seconds, memory_mb, output_bytes, scratch_mb: limits of one call; see `Limits`.
+        result_characters: shown of what a call wrote; the middle of more is left out.
+        sandbox: `required` (no run on machines that cannot contain code) or `best-effort`; see `agenticrun_workers.sandbox`.
+        instruction: text of the first prompt; the default explains the task.
+
+    Metrics: success, tool_calls, tool_errors (calls that failed or were no calls), and the usual ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        question: str = "question",
+        answer: str = "answer",
+        highest: int = 20,
+        call_pattern: str | None = None,
+        answer_pattern: str = ANSWER_PATTERN,
+        seconds: float = 5.0,
+        memory_mb: int = 512,
+        output_bytes: int = 64 * 1024,
+        scratch_mb: int = 16,
+        result_characters: int = 2000,
+        sandbox: SandboxMode = "required",
+        instruction: str = INSTRUCTION,
+    ) -> None:
+        if sandbox not in ("required", "best-effort"):
+            raise ValueError(f"sandbox must be required or best-effort, not {sandbox!r}")
+        for key, number in (("highest", highest), ("resultCharacters", result_characters)):
+            if number < 1:
+                raise ValueError(f"{key} must be at least 1, not {number}")
+        self._limits = Limits(seconds, memory_mb, output_bytes, scratch_mb)
+        self._parser = CallParser(call_pattern, answer_pattern)
+        self._columns = question, answer
+        self._highest = highest
+        self._result_characters = result_characters
+        self._mode: SandboxMode = sandbox
+        if sandbox == "required":
+            _check_sandbox()
+        self.instruction = instruction
+        self._item: tuple[str, str] | None = None
+        self._question = self._answer = ""
+        self._result = ""
+
+    def set_item(self, item: Mapping[str, Any]) -> None:
+        """The problem of the next episode."""
+        missing = [column for column in self._columns if column not in item]
+        if missing:
+            raise ValueError(f"the data set has no column {' and no '.join(missing)} (it has: {', '.join(item)})")
+        self._item = str(item[self._columns[0]]), str(item[self._columns[1]])
+
+    def reset(self, seed: int, split: Stream) -> str:
+        """Begin with the item, or with a sum of this seed."""
+        self._question, self._answer = self._item or problem(seed, split, self._highest)
+        self._result = ""
+        return self._question
+
+    def step(self, action: str) -> StepResult:
+        """Run a call, or judge the answer; see `StepResult`. An answer ends the episode, anything else never does."""
+        asked = self._parser.parse(action)
+        if isinstance(asked, Answer):
+            right = same_answer(asked.text, self._answer)
+            return StepResult("", float(right), True, metrics=_metrics(success=right))
+        if isinstance(asked, Call):
+            outcome = run_python(asked.code, self._limits, self._mode)
+            self._result = shortened(self._told(outcome), self._result_characters)
+            metrics = _metrics(calls=1, errors=outcome.end != "finished")
+            return StepResult(self._result, 0.0, False, metrics=metrics, info={"outcome": outcome})
+        bad = isinstance(asked, BadCall)
+        message = asked.message if isinstance(asked, BadCall) else NEITHER
+        return StepResult(message, 0.0, False, metrics=_metrics(valid=False, errors=bad))
+
+    def valid_actions(self) -> list[str]:
+        """Of all there are: calls that calculate with two of the numbers at hand, and answers that are one of them."""
+        numbers = list(dict.fromkeys(re.findall(r"\d+", self._question)))
+        results = re.findall(r"-?\d+", self._result)
+        pairs = itertools.permutations(numbers, 2) if len(numbers) > 1 else [(numbers[0],) * 2] if numbers else []
+        calls = [f"```python\n{left} {sign} {right}\n```" for left, right in pairs for sign in OPERATIONS]
+        return [*calls, *(f"<answer>{number}</answer>" for number in dict.fromkeys([*numbers, *results] or ["0"]))]
+
+    def vocabulary(self) -> list[str]:
+        """Printable characters, the pieces of calls and answers, and the numbers of the environment's own sums."""
+        numbers = map(str, range(min(self._highest**2, LARGEST_WORD) + 1))
+        return [*string.printable, "```python\n", "\n```", "<answer>", "</answer>", *(f" {sign} " for sign in OPERATIONS), *numbers]
+
+    def _told(self, outcome: Outcome) -> str:
+        texts = [outcome.stdout.rstrip(), outcome.stderr.rstrip()]
+        if outcome.end in ENDS:
+            texts.append(f"The code was stopped: {ENDS[outcome.end].format(seconds=self._limits.seconds)}.")
+        return "\n".join(filter(None, texts)) or "(no output)"
+
+
+@cache
+def _check_sandbox() -> None:
+    """Raise `ValueError` where code cannot be contained: better before a run than in each of its episodes."""
+    try:
+        run_python("")
+    except SandboxUnavailable as error:
+        raise ValueError(f"sandbox: {error}; here are: {dict(describe())}") from error
+
+
+def _metrics(valid: bool = True, success: bool = False, calls: int = 0, errors: bool = False) -> dict[str, float]:
+    return {
+        "action_is_valid": float(valid),
+        "num_actions": 1.0,
+        "tool_calls": float(calls),
+        "tool_errors": float(errors),
+        "success": float(success),
+    }
