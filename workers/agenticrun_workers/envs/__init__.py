@@ -8,6 +8,7 @@ from agenticrun_workers.envs.math_env import MathEnv, MathSingleStep
 from agenticrun_workers.envs.registry import EnvConfigError, EnvImportError, EnvNotFound, make_env, register_env
 from agenticrun_workers.envs.service import EnvironmentService
 from agenticrun_workers.envs.sokoban import Sokoban
+from agenticrun_workers.envs.tools import PythonTool
 from agenticrun_workers.envs.webshop import WebShop
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "MathEnv",
     "MathSingleStep",
     "MetricMode",
+    "PythonTool",
     "Renders",
     "Sokoban",
     "Start",
