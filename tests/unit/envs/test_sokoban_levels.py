@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -10,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agenticrun_workers.envs import Sokoban
+from agenticrun_workers.envs import Sokoban, sokoban_search
 from agenticrun_workers.envs.grid import NoLevel
 from agenticrun_workers.envs.sokoban_room import Room, cells_of, is_holdout, random_floor, random_room
-from agenticrun_workers.envs.sokoban_search import pull_apart
+from agenticrun_workers.envs.sokoban_search import pull_apart, search, search_compiled
 from agenticrun_workers.types import Stream
 from sokoban_reference import ReferenceSokoban, box_distance, ks_p_value, room_utils, solution_length, walk_steps
 
@@ -59,6 +61,35 @@ def test_a_room_is_pulled_apart_into_the_level_of_gym_sokoban(rows: int, columns
         levels.append(pull_apart(room, depth))
         assert levels[-1] == pulled_apart_by_gym_sokoban(room, depth)
     assert any(levels)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "boxes", "depth", "states", "rooms"),
+    [(6, 6, 1, 300, 10**6, 40), (6, 7, 3, 300, 300, 40), (10, 10, 4, 40, 1000, 10), (9, 9, 2, 5, 10**6, 20), (10, 10, 4, 300, 8000, 3)],
+)
+def test_the_compiled_search_looks_at_the_same_states(rows: int, columns: int, boxes: int, depth: int, states: int, rooms: int) -> None:
+    """Searches that are cut after some number of states included: any other order would show."""
+    rng = random.Random(rows + columns + boxes + depth)
+    for _ in range(rooms):
+        room = solved_room(rng, rows, columns, boxes)
+        assert search_compiled(room, depth, states) == search(room, depth, states)[0]
+
+
+def test_a_large_search_goes_on_compiled_and_a_room_too_large_for_that_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(5)
+    rooms = [solved_room(rng, 7, 7, 2) for _ in range(20)]
+    whole = [search(room, 300, sokoban_search.MAX_STATES)[0] for room in rooms]
+    monkeypatch.setattr(sokoban_search, "SMALL", 3)
+    assert [pull_apart(room, 300) for room in rooms] == whole
+    monkeypatch.setattr(sokoban_search, "MAX_COMPILED_FLOOR", 2)
+    monkeypatch.setattr(sokoban_search, "search_compiled", None)
+    assert [pull_apart(room, 300) for room in rooms] == whole
+
+
+def test_a_small_board_loads_no_compiler() -> None:
+    """Which would cost every env worker a second."""
+    code = "import sys; from agenticrun_workers.envs import Sokoban; Sokoban().reset(0, 'train'); print('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
 
 
 def test_the_floor_is_that_of_gym_sokobans_random_walk() -> None:

@@ -9,12 +9,24 @@ distances between each box and the target it came from, among states with every 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+
+import numpy as np
 
 from agenticrun_workers.envs.sokoban_room import Room, cells_of
 
 MAX_STATES = 300_000
 """States looked at in one room."""
+
+SMALL = 5_000
+"""Up to so many states are searched in Python: small boards never load a compiler. Larger searches begin anew, compiled."""
+
+MAX_COMPILED_FLOOR = 64
+"""Floor cells of a room that the compiled search can take."""
+
+_compiled_search = threading.Lock()
+"""One at a time in a process, because of its memory."""
 
 
 def pull_apart(room: Room, depth: int) -> Room | None:
@@ -23,6 +35,33 @@ def pull_apart(room: Room, depth: int) -> Room | None:
     Args:
         depth: the search goes back `depth` - 2 steps at most.
     """
+    level, is_whole = search(room, depth, SMALL)
+    if is_whole:
+        return level
+    if room.floor.bit_count() > MAX_COMPILED_FLOOR:
+        return search(room, depth, MAX_STATES)[0]
+    with _compiled_search:
+        return search_compiled(room, depth, MAX_STATES)
+
+
+def search_compiled(room: Room, depth: int, max_states: int) -> Room | None:
+    """As `search`, of a room with at most `MAX_COMPILED_FLOOR` floor cells. The first call of a process may compile for seconds."""
+    from agenticrun_workers.envs import sokoban_kernel
+
+    cells = cells_of(room.floor)
+    number = {cell: index for index, cell in enumerate(cells)}
+    width = room.width
+    after = np.array([[number.get(cell + move, -1) for move in (-width, width, -1, 1)] for cell in cells])
+    rows, columns = np.divmod(np.array(cells), width)
+    homes = np.array([number[cell] for cell in cells_of(room.targets)])
+    score, boxes, player = sokoban_kernel.search(after, rows, columns, homes, number[room.player], depth, max_states)
+    if not score:
+        return None
+    return replace(room, boxes=sum(1 << cells[index] for index in cells_of(int(boxes))), player=cells[player])
+
+
+def search(room: Room, depth: int, max_states: int) -> tuple[Room | None, bool]:
+    """The best level among the first `max_states` states, and whether these were all."""
     width, floor, targets = room.width, room.floor, room.targets
     directions = (1, -1, width, -width)  # the last one is tried first
     homes = cells_of(targets)
@@ -35,8 +74,8 @@ def pull_apart(room: Room, depth: int) -> Room | None:
         state, places, pulls, displacement, left = open_states.pop()
         if state in seen:
             continue
-        if len(seen) >= MAX_STATES:
-            break
+        if len(seen) >= max_states:
+            return best, False
         seen.add(state)
         player, boxes, pulled = state
         if pulls * displacement > best_score and not (boxes | 1 << player) & targets:
@@ -67,7 +106,7 @@ def pull_apart(room: Room, depth: int) -> Room | None:
                 first.append((dragged, moved, pulls + 1, farther, left - 1))
         open_states += later
         open_states += first
-    return best
+    return best, True
 
 
 def _distance(one: int, other: int, width: int) -> int:
