@@ -66,13 +66,17 @@ class _Server:
                 self._wakeup.recv(4096)
             self._reap()
             if self._worker.fileno() in ready and not self._start():
+                signal.set_wakeup_fd(-1)
                 for process in self._processes.values():
                     _kill(process.pid)
                 return
 
     def _start(self) -> bool:
         """Fork one environment; False: the worker is gone."""
-        message, descriptors, _, _ = socket.recv_fds(self._worker, NUMBER.size, 1)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._worker, NUMBER.size, 1)
+        except ConnectionError:
+            return False
         if len(message) < NUMBER.size or not descriptors:
             return False
         end = socket.socket(fileno=descriptors[0])

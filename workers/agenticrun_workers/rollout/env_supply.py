@@ -12,6 +12,9 @@ from agenticrun_workers.envs.isolated import IsolatedEnv, Isolation
 STEP_TIMEOUT_SECONDS = 60.0
 """Default of `envs[].stepTimeoutSeconds`, in runs that are not deterministic."""
 
+BUILD_TIMEOUT_SECONDS = 300.0
+"""An isolated environment may read its data first."""
+
 
 def step_timeout(pipeline: Pipeline, spec: EnvSpec) -> float | None:
     """Seconds that a reset or step of this environment may take; None: any."""
@@ -24,9 +27,8 @@ class EnvSupply:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._idle: dict[str, list[Env]] = defaultdict(list)
-        self._isolations = {
-            spec.tag: Isolation(spec.type, spec.config, step_timeout(pipeline, spec)) for spec in pipeline.envs if spec.isolated
-        }
+        timeout = None if pipeline.deterministic else BUILD_TIMEOUT_SECONDS
+        self._isolations = {spec.tag: Isolation(spec.type, spec.config, timeout) for spec in pipeline.envs if spec.isolated}
 
     async def take(self, tag: str) -> Env:
         """One that plays no other episode. Raises what building it raises; `EnvFault` if it is isolated."""

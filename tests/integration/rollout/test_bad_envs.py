@@ -1,0 +1,173 @@
+"""What bad environments cost, in env workers that are real Ray actors: one trajectory each, told once, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import bad_envs
+from agenticrun_api import Pipeline
+from agenticrun_workers.agents import ChatFormat
+from agenticrun_workers.models import build_task_tokenizer
+from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
+from agenticrun_workers.rollout.env_pool import EnvPool
+from agenticrun_workers.rollout.env_worker import EnvWorker
+from agenticrun_workers.rollout.gate import StalenessGate
+from agenticrun_workers.rollout.group_plan import GroupPlan
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.seeds import env_seed
+from agenticrun_workers.rollout.store import TrajectoryStore
+from agenticrun_workers.rollout.tokenizer import TokenizerSource
+from agenticrun_workers.types import StopReason, Stream
+from rollout_fakes import FakeEngine
+
+pytestmark = pytest.mark.usefixtures("ray_node")
+
+TOKENIZER = build_task_tokenizer(["word"], 512)
+SEED = 11
+
+COSTS = [
+    ("raise", False, StopReason.ENV_ERROR, "ValueError: bad cell"),
+    ("sys.exit", False, StopReason.ENV_ERROR, "SystemExit: 3 (bad_envs.py:"),
+    ("nan", False, StopReason.ENV_ERROR, "step returned the reward nan"),
+    ("bytes", False, StopReason.ENV_ERROR, "step returned an observation of bytes, not text"),
+    ("10 MB", False, StopReason.ENV_ERROR, "step returned an observation of 10,000,000 characters; 1,048,576 are allowed"),
+    ("sleep", False, StopReason.TIMEOUT, "Bad.step took more than 3.0 s"),
+    ("async sleep", False, StopReason.TIMEOUT, "Bad.step took more than 3.0 s"),
+    ("hang in C", True, StopReason.TIMEOUT, "step took more than 3.0 s"),
+    ("exit", True, StopReason.ENV_ERROR, "the environment's process ended itself with exit code 3"),
+    ("segfault", True, StopReason.ENV_ERROR, "the environment's process was ended by SIGSEGV"),
+]
+
+
+def env(tag: str, *, isolated: bool = False, **config: Any) -> dict[str, Any]:
+    return {
+        "tag": tag.replace(" ", "-"),
+        "type": "bad_envs:Bad",
+        "config": config,
+        "isolated": isolated,
+        "stepTimeoutSeconds": 3.0,
+        "maxSteps": 2,
+        "maxTokensPerStep": 2,
+    }
+
+
+def actor(cls: type, *arguments: Any) -> Any:
+    """One that finds the modules of tests/support."""
+    found = {"env_vars": {"PYTHONPATH": str(Path(bad_envs.__file__).parent)}}
+    return ray.remote(cls).options(num_cpus=0, max_concurrency=1000, runtime_env=found).remote(*arguments)
+
+
+class World:
+    """Env workers with an engine that always says the same, and a store."""
+
+    def __init__(self, folder: Path, workers: int, *envs: dict[str, Any]) -> None:
+        TOKENIZER.save_pretrained(folder)
+        tags = [each["tag"] for each in envs]
+        document: dict[str, Any] = {
+            "seed": SEED,
+            "maxSteps": 1,
+            "rolloutBatchSize": 8 * len(tags),
+            "evalSteps": 0,
+            "sequenceLength": 256,
+            "envs": list(envs),
+            "trainEnvs": {"groups": len(tags), "groupSize": 8, "tags": tags},
+        }
+        self.pipeline = Pipeline.model_validate(document)
+        self.pool = EnvPool(self._spawn, workers)
+        self.made = 0
+        self._folder = folder
+        self._actors: list[Any] = []
+
+    async def start(self) -> None:
+        answer_T = ChatFormat(TOKENIZER).answer("word")
+        engine = actor(FakeEngine, answer_T)
+        store = actor(TrajectoryStore)
+        self._actors += [engine, store]
+        await self.pool.start()
+        await self.pool.set_peers({"engine-0": engine}, [store])
+
+    async def stop(self) -> None:
+        await self.pool.stop()
+        for actor in self._actors:
+            ray.kill(actor)
+
+    async def play(self, *groups: GroupTask) -> list[list[EpisodeResult]]:
+        return await asyncio.wait_for(asyncio.gather(*map(self.pool.play, groups)), 120)
+
+    async def _spawn(self) -> Any:
+        worker = actor(EnvWorker, f"env-worker-{self.made}", self.pipeline)
+        self.made += 1
+        self._actors.append(worker)
+        await worker.describe.remote()
+        await worker.setup.remote(TokenizerSource(str(self._folder)))
+        return worker
+
+
+@asynccontextmanager
+async def running(folder: Path, workers: int, *envs: dict[str, Any]) -> AsyncIterator[World]:
+    world = World(folder, workers, *envs)
+    try:
+        await world.start()
+        yield world
+    finally:
+        await world.stop()
+
+
+def tasks(count: int, tag: str, members: int = 4) -> list[GroupTask]:
+    return [GroupTask(Stream.TRAIN, group, tag, tuple(range(members))) for group in range(count)]
+
+
+async def test_each_way_to_misbehave_costs_one_trajectory_with_its_reason(tmp_path: Path) -> None:
+    envs = [env(does, isolated=isolated, does=does, marker=str(tmp_path / does)) for does, isolated, _, _ in COSTS]
+    async with running(tmp_path, 1, *envs) as world:
+        played = await world.play(*(GroupTask(Stream.TRAIN, group, each["tag"], tuple(range(8))) for group, each in enumerate(envs)))
+        assert world.made == 1
+    for (does, _, reason, message), results in zip(COSTS, played, strict=True):
+        (bad,) = [result for result in results if result.stop_reason is not StopReason.COMPLETED]
+        assert (bad.stop_reason, message in bad.error) == (reason, True), (does, bad.error)
+
+
+async def test_one_that_ends_its_worker_once_costs_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path, 1, env("exit", does="exit", marker=str(tmp_path / "exit"))) as world:
+        played = await world.play(*tasks(8, "exit"))
+        assert world.made == 2
+    assert {result.stop_reason for results in played for result in results} == {StopReason.COMPLETED}
+
+
+async def test_a_level_that_always_ends_its_worker_is_given_up_and_all_others_play_on(tmp_path: Path) -> None:
+    guilty = 2
+    async with running(tmp_path, 2, env("exit", does="exit", seed=env_seed(SEED, Stream.TRAIN, guilty))) as world:
+        played = await world.play(*tasks(6, "exit"))
+        more = await world.play(GroupTask(Stream.TRAIN, 7, "exit", (0,)))
+        assert world.made <= 2 + 3
+    for group, results in enumerate([*played, *more]):
+        expected = StopReason.ENV_ERROR if group == guilty else StopReason.COMPLETED
+        assert {result.stop_reason for result in results} == {expected}
+    assert "3 env workers died while they played it: set isolated: true" in played[guilty][0].error
+
+
+async def test_a_thousand_failures_are_counted_and_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seed = env_seed(SEED, Stream.TRAIN, 1)
+    async with running(tmp_path, 1, env("raise", does="raise", seed=seed), env("good")) as world:
+        plan = GroupPlan(("raise",), 250, max_rerolls=3)
+        controller = RolloutController(world.pool, StalenessGate(3, 16, 0), plan, discard=nothing, position=RolloutPosition())
+        with caplog.at_level(logging.WARNING):
+            controller.advance(0)
+            batch = await asyncio.wait_for(controller.batch(), 120)
+    assert [group.group for group in batch.groups] == [0, 2, 3]
+    assert len(batch.counts.untrainable) == 1000
+    assert {result.stop_reason for result in batch.counts.untrainable} == {StopReason.ENV_ERROR}
+    assert len({result.error for result in batch.counts.untrainable}) > 900
+    (told,) = [record.getMessage() for record in caplog.records if "bad cell" in record.getMessage()]
+    assert told.startswith("episodes of 'raise' end with env_error: ValueError: bad cell")
+
+
+async def nothing(results: list[EpisodeResult]) -> None: ...
