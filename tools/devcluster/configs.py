@@ -113,7 +113,7 @@ resolvConf: {settings.etc}/resolv.conf
 podLogsDir: {settings.state}/pod-logs
 volumePluginDir: {settings.state}/kubelet/volume-plugins
 imageGCHighThresholdPercent: 100
-evictionHard: {{memory.available: 100Mi, nodefs.available: 1%, nodefs.inodesFree: 1%, imagefs.available: 1%}}
+evictionHard: {{memory.available: 100Mi}}
 nodeStatusUpdateFrequency: 5s
 maxPods: 250
 serializeImagePulls: false

@@ -178,7 +178,7 @@ class Node:
         for reference, (name, program) in static.items():
             # The tag alone does not tell whether the image holds this build of the program.
             mark = f"{reference}-{program.parent.name}"
-            if mark in present:
+            if {reference, mark} <= present:
                 continue
             image = self._settings.cache / "images" / f"{program.parent.name}.tar"
             if not image.exists():
