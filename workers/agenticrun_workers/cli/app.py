@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from agenticrun_api.version import __version__
+from agenticrun_workers.cli.check_env import check_env
 from agenticrun_workers.cli.convert import convert
 from agenticrun_workers.cli.evaluate import evaluate
 from agenticrun_workers.cli.export import export
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(validate)
+app.command("check-env")(check_env)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(convert)

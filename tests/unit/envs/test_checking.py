@@ -1,0 +1,246 @@
+"""`check_env` finds each broken promise by its name, and finds nothing in the environments that we ship."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agenticrun_workers.envs import StepResult, checking
+from agenticrun_workers.envs.check_list import CHECKS, FIRST
+from agenticrun_workers.envs.checking import Report, Verdict, check_env
+from agenticrun_workers.types import Stream
+
+SEEDS = 4
+
+
+class Count:
+    """Says how far it is to a number: a good environment, which the others below spoil."""
+
+    instruction = "Count down ."
+    limit = 5
+
+    def reset(self, seed: int, split: Stream) -> Any:
+        self.left = random.Random(f"{split}{seed}").randint(1, 10_000) % 5000 + 5000 * (split == "validation")
+        self.turns = 0
+        return str(self.left)
+
+    def step(self, action: str) -> Any:
+        self.turns += 1
+        valid = action in ("1", "2")
+        self.left -= int(action) if valid else 0
+        return StepResult(str(self.left), 0.1, self.turns == self.limit, metrics={"action_is_valid": float(valid)})
+
+    def valid_actions(self) -> list[str]:
+        return ["1", "2"]
+
+    def vocabulary(self) -> list[str]:
+        return list("-0123456789")
+
+
+class Raises(Count):
+    def step(self, action: str) -> Any:
+        raise KeyError("no such cell")
+
+
+class Exits(Count):
+    def step(self, action: str) -> Any:
+        os._exit(3)
+
+
+class Hangs(Count):
+    def step(self, action: str) -> Any:
+        time.sleep(1000)
+
+
+class Unseeded(Count):
+    def reset(self, seed: int, split: Stream) -> Any:
+        return super().reset(int(time.perf_counter_ns()), split)
+
+
+class Hashes(Count):
+    def reset(self, seed: int, split: Stream) -> Any:
+        return super().reset(hash(f"level {seed}"), split)
+
+
+class Remembers(Count):
+    past = 0
+
+    def reset(self, seed: int, split: Stream) -> Any:
+        self.past += 1
+        return super().reset(seed + self.past, split)
+
+
+class Shares(Count):
+    common = random.Random(0)
+
+    def reset(self, seed: int, split: Stream) -> Any:
+        Shares.common.seed(seed)
+        return super().reset(seed, split)
+
+    def step(self, action: str) -> Any:
+        return super().step(action if Shares.common.random() < 0.5 else "0")
+
+
+class SeedsTheProcess(Count):
+    def reset(self, seed: int, split: Stream) -> Any:
+        np.random.seed(seed)
+        return super().reset(seed, split)
+
+
+class OneLevel(Count):
+    def reset(self, seed: int, split: Stream) -> Any:
+        return super().reset(0, split)
+
+    def valid_actions(self) -> list[str]:
+        return ["1"]
+
+
+class NoSplit(Count):
+    def reset(self, seed: int) -> Any:  # type: ignore[override]
+        return super().reset(seed, Stream.TRAIN)
+
+
+class Picky(Count):
+    def step(self, action: str) -> Any:
+        return super().step(str(int(action)))
+
+
+class NeverInvalid(Count):
+    def step(self, action: str) -> Any:
+        result = super().step(action)
+        return result.observation, result.reward, result.terminated, False, {}
+
+
+class Lists(Count):
+    def valid_actions(self) -> list[str]:
+        return ["1", "2", "3"]
+
+
+class Stuck(Count):
+    def step(self, action: str) -> Any:
+        if self.turns == self.limit:
+            time.sleep(1000)
+        return super().step(action)
+
+
+class Speechless(Count):
+    def vocabulary(self) -> list[str]:
+        return list("012345678")
+
+
+class Blurred(Count):
+    def render(self) -> Any:
+        return np.zeros((2, 2), np.uint8)
+
+
+class Blocks(Count):
+    blocking = False
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.012)
+        return super().step(action)
+
+
+class Silent(Count):
+    instruction = ""
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setitem(sys.modules, "test_checking", sys.modules[__name__])
+
+
+def check(cls: type, **options: Any) -> Report:
+    return check_env(f"test_checking:{cls.__name__}", seeds=SEEDS, timeout=0.5, **options)
+
+
+def test_a_good_environment_passes_all_checks() -> None:
+    report = check(Count)
+    report.assert_ok(warnings=False)
+    assert list(report.findings) == [*FIRST, *CHECKS]
+    assert list(report.of(Verdict.NOT_CHECKED)) == ["render"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "found"),
+    [
+        (Raises, "other process", "KeyError: 'no such cell' (test_checking.py:"),
+        (Exits, "other process", "ends itself: exit code 3"),
+        (Hangs, "other process", "step took more than 0.5 s"),
+        (Unseeded, "same seed", "two new environments with the same seed differ in episode 0, turn 0"),
+        (Hashes, "other process", "another PYTHONHASHSEED, differ in episode 0"),
+        (Remembers, "reuse", "one that has played others before differ in episode 1"),
+        (Shares, "interleaved", "one beside others differ in episode"),
+        (SeedsTheProcess, "global random", "changes the state of the process's numpy.random"),
+        (Picky, "odd answers", "the answer '': ValueError"),
+        (Lists, "valid actions", "'3' is listed by valid_actions, but step calls it invalid"),
+        (Stuck, "after the end", "a step after the end: "),
+        (Speechless, "vocabulary", "vocabulary() does not cover '9"),
+        (Blurred, "render", "render returned uint8 [2, 2]"),
+    ],
+)
+def test_a_broken_promise_fails_its_check(cls: type, name: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name != "other process":
+        monkeypatch.setattr(checking, "FIRST", {})  # a process takes half a second
+        monkeypatch.setattr(checking, "CHECKS", {name: CHECKS[name]})
+    report = check(cls)
+    assert found in report.findings[name].found
+    assert report.findings[name].verdict is Verdict.FAILED
+    assert report.findings[name].advice
+    with pytest.raises(AssertionError, match=name):
+        report.assert_ok()
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "found"),
+    [
+        (OneLevel, "other seeds", "all 4 seeds give the same episode"),
+        (NoSplit, "splits", "training and validation give the same episodes for the same seeds"),
+        (NeverInvalid, "odd answers", "no odd answer has the metric action_is_valid: 0"),
+        (Blocks, "speed", "steps per second, on the event loop"),
+        (Silent, "types", "there is no instruction"),
+    ],
+)
+def test_what_is_not_as_good_as_it_could_be_is_a_warning(cls: type, name: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "FIRST", {"types": FIRST["types"]})
+    report = check(cls)
+    assert list(report.of(Verdict.WARNING)) == [name]
+    assert found in report.findings[name].found
+    report.assert_ok()
+    with pytest.raises(AssertionError):
+        report.assert_ok(warnings=False)
+
+
+def test_after_a_crash_nothing_is_played_in_this_process() -> None:
+    verdicts = [finding.verdict for finding in check(Exits).findings.values()]
+    assert verdicts == [Verdict.FAILED, *[Verdict.NOT_CHECKED] * len(CHECKS), Verdict.NOT_CHECKED]
+
+
+def test_a_class_can_be_given_and_one_of_a_function_too() -> None:
+    class Local(Count): ...
+
+    report = check_env(Local, seeds=2)
+    report.assert_ok(warnings=False)
+    assert "cannot be imported by another process" in report.findings["other process"].found
+
+
+BUILT_IN: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+    ("frozen_lake", {}, []),
+    ("frozen_lake", {"size": 6, "isSlippery": True, "words": "rows"}, []),
+    ("sokoban", {}, []),
+    ("webshop", {}, []),
+    ("gymnasium", {"id": "Taxi-v4"}, []),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "items"), BUILT_IN, ids=[f"{name}{config or ''}" for name, config, _ in BUILT_IN])
+def test_the_environments_that_we_ship_keep_their_promises(name: str, config: dict[str, Any], items: list[dict[str, Any]]) -> None:
+    check_env(name, config, items=items, seeds=SEEDS, turns=8).assert_ok()

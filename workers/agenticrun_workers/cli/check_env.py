@@ -1,0 +1,94 @@
+"""`agenticrun check-env`: does an environment keep the promises of the protocol?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from agenticrun_workers.cli.common import Changes, give_up, load
+
+if TYPE_CHECKING:
+    from agenticrun_workers.envs.checking import Report
+
+COLOURS = {"ok": "green", "warning": "yellow", "FAILED": "bold red", "-": "dim"}
+
+
+def check_env(
+    env: Annotated[str | None, typer.Argument(help="A registered environment, or module:Class of your own.")] = None,
+    config: Annotated[
+        list[str] | None,
+        typer.Option("--config", "-c", metavar="KEY=VALUE", help="Config of the environment; values are YAML. Repeatable."),
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Check the environment of this run instead.", exists=True)] = None,
+    tag: Annotated[str | None, typer.Option(help="Which environment of the run; default: the first one.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="Episodes to play in each check.")] = 20,
+    turns: Annotated[int, typer.Option(min=1, max=10_000, help="Turns of an episode that are played at most.")] = 20,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one reset or step may take.")] = 10.0,
+    changes: Changes = None,
+) -> None:
+    """Check an environment: seeds, processes, threads, types, odd answers, hangs, pictures, speed. Exit code 1 if a check fails."""
+    if (env is None) == (file is None):
+        raise typer.BadParameter("name an environment, or a run with --file")
+    sys.path.insert(0, str((file.parent if file else Path()).resolve()))
+    import yaml
+
+    from agenticrun_workers.envs.checking import check_env as checked
+    from agenticrun_workers.plugins import PluginError
+
+    items: list[Any] = []
+    chosen: dict[str, Any] = {}
+    if file is not None:
+        name, chosen, items = _of_run(file, tag, changes, seeds)
+    else:
+        name = str(env)
+    for pair in config or ():
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"--config takes KEY=VALUE, not {pair!r}")
+        chosen[key] = yaml.safe_load(value)
+    try:
+        report = checked(name, chosen, seeds=seeds, items=items, turns=turns, timeout=timeout)
+    except PluginError as error:
+        give_up(str(error))
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table(report, name))
+    raise typer.Exit(int(report.failed))
+
+
+def table(report: Report, name: str) -> Table:
+    """One row per check; what to do stands below what was found."""
+    shown = Table(title=Text(name), title_justify="left")
+    for column in ("check", "", "found"):
+        shown.add_column(column)
+    for check, finding in report.findings.items():
+        found = Text(finding.found)
+        if finding.advice:
+            found.append(f"\n{finding.advice}", style="italic")
+        shown.add_row(check, Text(finding.verdict, style=COLOURS[finding.verdict]), found)
+    return shown
+
+
+def _of_run(file: Path, tag: str | None, changes: list[str] | None, count: int) -> tuple[str, dict[str, Any], list[Any]]:
+    """Type, config and items of an environment of a run."""
+    pipeline = load(file, changes).spec.pipeline
+    tags = [spec.tag for spec in pipeline.envs]
+    if tag is not None and tag not in tags:
+        give_up(f"{file} has no environment {tag!r}; it has {', '.join(tags)}")
+    spec = pipeline.env(tag or tags[0])
+    if spec.dataset is None:
+        return spec.type, dict(spec.config), []
+    from agenticrun_workers.rollout.datasets import EpisodeItems
+    from agenticrun_workers.rollout.errors import InvalidConfig
+    from agenticrun_workers.types import Stream
+
+    try:
+        items = EpisodeItems(pipeline)
+    except InvalidConfig as error:
+        give_up(str(error))
+    return spec.type, dict(spec.config), [items.of(spec.tag, Stream.TRAIN, group) for group in range(count)]

@@ -1,0 +1,143 @@
+"""Episodes that `check_env` plays, written down so that two can be compared; also in another process.
+
+python -m agenticrun_workers.envs.check_episodes < subject.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from agenticrun_workers.envs.calls import EnvCalls
+from agenticrun_workers.envs.env import Env, StepResult
+from agenticrun_workers.envs.faults import EnvFault
+from agenticrun_workers.envs.registry import make_env
+from agenticrun_workers.types import StopReason, Stream
+
+Event = list[Any]
+"""What happened in one call, as JSON can hold it."""
+
+ANSWERS = ("1", "a", "yes", "Up", "look", "42")
+"""Played where the environment does not list its valid actions."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The environment to check.
+
+    Args:
+        make: builds a new one.
+        type, config: the same for another process; `type` is empty if it cannot be named there.
+        seeds: episodes to play.
+        items: what they are about, for environments with `set_item`; used in turn.
+        turns: at most so many of each episode.
+        timeout: seconds for one call.
+    """
+
+    make: Callable[[], Env]
+    type: str
+    config: Mapping[str, Any]
+    seeds: Sequence[int]
+    items: Sequence[Mapping[str, Any]] = ()
+    turns: int = 20
+    timeout: float = 10.0
+    calls: EnvCalls = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calls", EnvCalls(self.timeout))
+
+    def item(self, seed: int) -> Mapping[str, Any] | None:
+        return self.items[seed % len(self.items)] if self.items else None
+
+
+async def actions_of(subject: Subject, env: Env) -> list[str]:
+    """What may be answered now."""
+    return await subject.calls.valid_actions(env) if hasattr(env, "valid_actions") else list(ANSWERS)
+
+
+async def events(subject: Subject, env: Env, seed: int, split: Stream = Stream.TRAIN) -> AsyncIterator[Event]:
+    """An episode with random valid answers, call by call. Raises `EnvFault`."""
+    draw = np.random.default_rng(seed)
+    start = await subject.calls.reset(env, seed, split, subject.item(seed))
+    yield ["reset", start.observation, start.instruction]
+    for _ in range(subject.turns):
+        actions = await actions_of(subject, env)
+        action = actions[int(draw.integers(len(actions)))]
+        result = await subject.calls.step(env, action)
+        yield [action, result.observation, result.reward, result.terminated, result.truncated, _numbers(result)]
+        if result.terminated or result.truncated:
+            return
+
+
+async def episode(subject: Subject, env: Env, seed: int, split: Stream = Stream.TRAIN) -> list[Event]:
+    """All of it. Raises `EnvFault`."""
+    return [event async for event in events(subject, env, seed, split)]
+
+
+async def episodes(subject: Subject, split: Stream = Stream.TRAIN) -> list[list[Event]]:
+    """One of each seed, each in a new environment. Raises `EnvFault`."""
+    return [await episode(subject, subject.make(), seed, split) for seed in subject.seeds]
+
+
+def episodes_of_another_process(subject: Subject) -> list[list[Event]]:
+    """The same, in a process whose hashes of strings are others. Raises `EnvFault`, also if that process dies or hangs."""
+    asked = {
+        "path": sys.path,
+        "type": subject.type,
+        "config": dict(subject.config),
+        "seeds": list(subject.seeds),
+        "items": list(map(dict, subject.items)),
+        "turns": subject.turns,
+        "timeout": subject.timeout,
+    }
+    environment = {**os.environ, "PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    limit = 60.0 + subject.timeout * (2 + len(subject.seeds))
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "agenticrun_workers.envs.check_episodes"],
+            input=json.dumps(asked, default=str),
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise EnvFault(StopReason.TIMEOUT, f"a process that plays {len(subject.seeds)} episodes hangs for {limit:.0f} s") from None
+    answer = ended.stdout.rpartition("\n@")[2]
+    if ended.returncode != 0 or not answer:
+        how = f"killed by signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
+        raise EnvFault(StopReason.ENV_ERROR, f"a process that plays {len(subject.seeds)} episodes ends itself: {how}")
+    played = json.loads(answer)
+    if isinstance(played, str):
+        raise EnvFault(StopReason.ENV_ERROR, played)
+    found: list[list[Event]] = played
+    return found
+
+
+def _numbers(result: StepResult) -> dict[str, float]:
+    return {name: float(value) for name, value in sorted(result.metrics.items())}
+
+
+async def _played_for_others() -> list[list[Event]] | str:
+    asked = json.load(sys.stdin)
+    sys.path[:] = asked.pop("path")
+    config = asked["config"]
+    try:
+        return await episodes(Subject(lambda: make_env(asked["type"], config), **asked))
+    except EnvFault as fault:
+        return str(fault)
+
+
+if __name__ == "__main__":
+    import asyncio
+
+    print("\n@" + json.dumps(asyncio.run(_played_for_others())), flush=True)  # after whatever the environment printed
+    os._exit(0)  # threads that hang are not waited for
