@@ -61,7 +61,7 @@ class SandboxUnavailable(Exception):
 class Limits:
     """What the code may use."""
 
-    seconds: float = 5.0
+    seconds: float = 10.0
     memory_mb: int = 512
     """Address space: what libraries map counts as well."""
     output_bytes: int = 64 * 1024

@@ -58,7 +58,7 @@ class PythonTool:
         highest: int = 20,
         call_pattern: str | None = None,
         answer_pattern: str = ANSWER_PATTERN,
-        seconds: float = 5.0,
+        seconds: float = 10.0,
         memory_mb: int = 512,
         output_bytes: int = 64 * 1024,
         scratch_mb: int = 16,
