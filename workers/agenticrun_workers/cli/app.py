@@ -7,6 +7,7 @@ import typer
 from agenticrun_api.version import __version__
 from agenticrun_workers.cli.check_env import check_env
 from agenticrun_workers.cli.convert import convert
+from agenticrun_workers.cli.debug import debug
 from agenticrun_workers.cli.evaluate import evaluate
 from agenticrun_workers.cli.export import export
 from agenticrun_workers.cli.run import run
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(run)
 app.command()(validate)
 app.command("check-env")(check_env)
+app.command()(debug)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(convert)

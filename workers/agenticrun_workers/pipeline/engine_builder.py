@@ -35,10 +35,7 @@ def build_engine(pipeline: Pipeline, source: ModelSource, folder: str, *, gpus: 
     if spec.name == "transformers":
         if spec.config:
             raise InvalidConfig(OPTIONS, f"the engine transformers has no options: leave out {', '.join(spec.config)}")
-        load = partial(load_model, folder, getattr(torch, source.dtype), trust_remote_code=source.trust_remote_code)
-        return TransformersEngine(
-            load, max_length=pipeline.sequence_length, alone=pipeline.deterministic, restart_on_update=restart_on_update
-        )
+        return transformers_engine(pipeline, source, folder)
     arguments: dict[str, Any] = {
         "folder": _local(folder),
         "dtype": source.dtype,
@@ -60,6 +57,17 @@ def build_engine(pipeline: Pipeline, source: ModelSource, folder: str, *, gpus: 
         return VllmEngine(**arguments)
     except ValueError as error:
         raise InvalidConfig(OPTIONS, str(error)) from error
+
+
+def transformers_engine(pipeline: Pipeline, source: ModelSource, folder: str) -> TransformersEngine:
+    """The engine inside the process; arguments as of `build_engine`."""
+    load = partial(load_model, folder, getattr(torch, source.dtype), trust_remote_code=source.trust_remote_code)
+    return TransformersEngine(
+        load,
+        max_length=pipeline.sequence_length,
+        alone=pipeline.deterministic,
+        restart_on_update=not pipeline.staleness.partial_rollout,
+    )
 
 
 def _local(folder: str) -> Path:

@@ -1,0 +1,176 @@
+"""`agenticrun debug`, as a user types it: one episode on this thread, told call by call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from agenticrun_api.names import ExitCode
+from agenticrun_workers.cli import app
+
+OWN = """
+import threading
+
+import numpy as np
+
+from agenticrun_workers.envs import StepResult
+
+
+class Own:
+    instruction = "Say the word."
+
+    def __init__(self, does=""):
+        self.does = does
+
+    def reset(self, seed, split):
+        assert threading.current_thread() is threading.main_thread()
+        self.seed = seed
+        return f"hot {seed}"
+
+    def step(self, action):
+        if self.does == "raise":
+            raise RuntimeError("the door is stuck")
+        if self.does == "break":
+            breakpoint()
+        return StepResult("over", 1.5, action == "cold", metrics={"success": 1.0, "action_is_valid": float(action == "cold")})
+
+    def vocabulary(self):
+        return ["hot", "cold", "over", " ", *"0123456789"]
+
+
+class Draws(Own):
+    def valid_actions(self):
+        return ["cold"]
+
+    def render(self):
+        return np.full((40, 40, 3), self.seed, np.uint8)
+
+
+class Async(Draws):
+    async def step(self, action):
+        return super().step(action)
+"""
+
+RUN = """
+apiVersion: agenticrun.dev/v1alpha1
+kind: AgenticRun
+metadata: {name: own}
+spec:
+  model: {initialize: {hiddenSize: 16, layers: 1, heads: 2, intermediateSize: 32}}
+  pipeline:
+    seed: 5
+    maxSteps: 1
+    rolloutBatchSize: 8
+    evalSteps: 0
+    sequenceLength: 128
+    envs:
+      - {tag: A, type: "own_debug:Own", maxSteps: 2, maxTokensPerStep: 3}
+      - {tag: B, type: "own_debug:Draws", maxSteps: 2, maxTokensPerStep: 3, agent: {type: step_wise}}
+    trainEnvs: {groups: 4, groupSize: 2, tags: [A, B]}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "own_debug.py").write_text(OWN)
+    (tmp_path / "run.yaml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("own_debug", None)
+
+
+def debug(*arguments: str, typed: str = "") -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["debug", "-f", "run.yaml", *arguments], input=typed)
+    return result.exit_code, result.output
+
+
+def test_every_call_of_the_episode_is_told_and_what_is_trained() -> None:
+    code, output = debug("--policy", "human", "--seed", "7", typed="hot\ncold\n")
+    assert code == 0
+    assert "A: own_debug:Own, agent multi_turn, policy human, level 7" in output
+    turns = output.split("turn 1 ")[1]
+    for told in (
+        "<|system|>Say the word.<|end|><|user|>hot 7<|end|><|assistant|>",
+        "action       'hot'",
+        "reward       1.5\n",
+        "metrics      success 1, action_is_valid 0",
+        "observation  over",
+        "4 tokens after",
+        "reward       1.5, terminated",
+        "stop reason  completed",
+        "score        3",
+        "«hot<|end|>»<|user|>over<|end|><|assistant|>«cold<|end|>»",
+        "4 of them trained, one sample",
+    ):
+        assert told in turns, told
+
+
+def test_the_end_of_the_input_ends_the_episode_and_unknown_words_are_asked_again() -> None:
+    code, output = debug("--policy", "human", typed="nowhere\n")
+    assert code == 0
+    assert "the tokenizer does not know that" in output
+    assert "stop reason  aborted" in output
+    assert "nothing is trained on an episode that ends with aborted" in output
+
+
+def test_random_play_is_the_same_for_the_same_seed_and_is_filmed(folder: Path) -> None:
+    shown = [debug("--tag", "B", "--seed", "9", "--render", "b.gif") for _ in range(2)]
+    assert shown[0] == shown[1]
+    assert "b.gif: 2 pictures" in shown[0][1]
+    assert "one sample per turn" in shown[0][1]
+    assert Image.open(folder / "b.gif").format == "GIF"
+
+
+def test_async_environments_play_too() -> None:
+    assert "reward       1.5, terminated" in debug("--tag", "B", "--set", "pipeline.envs[1].type=own_debug:Async")[1]
+
+
+def test_the_model_of_the_run_answers() -> None:
+    code, output = debug("--policy", "model", "--seed", "1")
+    assert code == 0
+    assert "random weights, and the warm-up of the run is not played here" in output
+    assert "stop reason  max_turns" in output
+    assert output == debug("--policy", "model", "--seed", "1")[1]
+
+
+def test_what_the_environment_raises_is_shown_with_its_traceback() -> None:
+    code, output = debug("--tag", "B", "--set", "pipeline.envs[1].config.does=raise")
+    assert code == 0
+    assert 'own_debug.py", line' in output
+    assert "error        RuntimeError: the door is stuck (own_debug.py:" in output
+    assert "stop reason  env_error" in output
+
+
+def test_a_breakpoint_opens_the_debugger_here() -> None:
+    arguments = ["debug", "-f", "run.yaml", "--tag", "B", "--set", "pipeline.envs[1].config.does=break"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "agenticrun_workers.cli", *arguments],
+        input="p 'seed', self.seed\ncontinue\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "(Pdb) ('seed', " in ended.stdout
+    assert "stop reason  completed" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tag", "C"), "has no environment 'C'; it has A, B"),
+        ((), "Own has no valid_actions(), which a random policy needs"),
+        (("--render", "a.gif"), "Own has no render(): leave out --render"),
+        (("--set", "pipeline.envs[0].config.size=3"), "has no config key 'size'"),
+        (("--policy", "model", "--model", "./nowhere"), "./nowhere"),
+    ],
+)
+def test_what_cannot_be_played_is_told(arguments: tuple[str, ...], message: str) -> None:
+    code, output = debug(*arguments)
+    assert (code, message in output) == (ExitCode.INVALID_CONFIG, True), output

@@ -1,0 +1,90 @@
+"""`agenticrun debug`: one episode, turn by turn, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from agenticrun_workers.cli.common import Changes, RunFile, give_up, load
+
+if TYPE_CHECKING:
+    from agenticrun_api import AgenticRun
+    from agenticrun_workers.cli.debug_episode import Asked
+    from agenticrun_workers.pipeline.model_source import ModelSource
+
+
+class Policy(StrEnum):
+    RANDOM = "random"
+    HUMAN = "human"
+    MODEL = "model"
+
+
+def debug(
+    file: RunFile,
+    tag: Annotated[str | None, typer.Option(help="Which environment of the run; default: the first one.")] = None,
+    policy: Annotated[
+        Policy,
+        typer.Option(help="Who answers: a random valid action, you (on standard input; end of file ends the episode), or the model."),
+    ] = Policy.RANDOM,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A Hugging Face folder or name instead of spec.model: its tokenizer, and its weights with --policy model."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the level and of sampling; default: the run's first training episode.")
+    ] = None,
+    render: Annotated[Path | None, typer.Option(metavar="FILE.gif", help="Write the episode's pictures here.", dir_okay=False)] = None,
+    changes: Changes = None,
+) -> None:
+    """Play one training episode and show all of it: prompts as the model sees them, answers, actions, rewards, trained tokens.
+
+    There is no Ray and no thread: breakpoint() in an environment or agent opens the debugger here.
+    """
+    run = load(file, changes)
+    tags = [spec.tag for spec in run.spec.pipeline.envs]
+    if tag is not None and tag not in tags:
+        give_up(f"{file} has no environment {tag!r}; it has {', '.join(tags)}")
+    sys.path.insert(0, str(file.resolve().parent))
+    from agenticrun_workers.cli.debug_episode import CannotPlay, play
+    from agenticrun_workers.inference import EngineError
+    from agenticrun_workers.plugins import PluginError
+    from agenticrun_workers.rollout.errors import InvalidConfig
+
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    try:
+        asyncio.run(play(_asked(run, tag or tags[0], policy, model, seed, render, console)))
+    except (InvalidConfig, PluginError, EngineError, CannotPlay) as error:
+        give_up(str(error))
+
+
+def _asked(run: AgenticRun, tag: str, policy: Policy, model: str | None, seed: int | None, render: Path | None, console: Console) -> Asked:
+    from agenticrun_workers.cli.debug_episode import Asked
+
+    source = _source(run, model)
+    if policy is Policy.MODEL and source.files is not None:
+        console.print("note: spec.model.initialize has random weights, and the warm-up of the run is not played here")
+    return Asked(run.spec.pipeline, tag, policy, source, seed, render, console)
+
+
+def _source(run: AgenticRun, model: str | None) -> ModelSource:
+    """Where tokenizer and weights come from. Raises `InvalidConfig`."""
+    from dataclasses import replace
+
+    from agenticrun_workers.pipeline.model_source import ModelSource
+
+    source = ModelSource.of(run.spec.model)
+    if model is not None:
+        return replace(source, path=model)
+    if run.spec.model.initialize is None:
+        return source
+    from agenticrun_workers.pipeline.model_files import make_model_files
+    from agenticrun_workers.rollout.env_worker import describe_envs
+
+    pipeline = run.spec.pipeline
+    return source.with_files(make_model_files(run.spec.model.initialize, describe_envs(pipeline), pipeline.sequence_length))

@@ -1,0 +1,177 @@
+"""Plays the episode of `agenticrun debug`: agent and environment as in training, on this thread, with every call told as it happens."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from rich.console import Console
+
+from agenticrun_api import Pipeline
+from agenticrun_workers.agents import ChatFormat, Episode, Generate, make_agent, random_valid_policy
+from agenticrun_workers.cli.debug_view import View
+from agenticrun_workers.envs import Env, Renders, make_env
+from agenticrun_workers.pipeline.model_source import ModelSource
+from agenticrun_workers.rollout.camera import Filmed, animated_gif
+from agenticrun_workers.rollout.datasets import EpisodeItems
+from agenticrun_workers.rollout.env_worker import agent_limits
+from agenticrun_workers.rollout.groups import tag_cycle
+from agenticrun_workers.rollout.seeds import env_seed, sampling_seed
+from agenticrun_workers.rollout.tokenizer import load_tokenizer
+from agenticrun_workers.types import EpisodeKey, FinishReason, Generation, GenerationRequest, Stream, Trajectory
+
+
+class CannotPlay(Exception):
+    """What was asked for is not possible with this environment."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to play, and where to tell it."""
+
+    pipeline: Pipeline
+    tag: str
+    policy: str
+    source: ModelSource
+    seed: int | None
+    """None: that of the run's first group of the tag."""
+    render: Path | None
+    console: Console
+
+
+class Told:
+    """An environment whose calls are told. Called on the event loop, so that a breakpoint in it opens on the main thread."""
+
+    blocking = False
+
+    def __init__(self, env: Any, view: View) -> None:
+        self._env = env
+        self._view = view
+        self.reset = self._telling(env.reset, lambda answer, *_: view.began(answer))
+        self.step = self._telling(env.step, lambda answer, action: view.stepped(action, answer))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def _telling(self, call: Callable[..., Any], tell: Callable[..., None]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        async def telling(*places: Any, **names: Any) -> Any:
+            try:
+                answer = call(*places, **names)
+                if inspect.isawaitable(answer):
+                    answer = await answer
+            except Exception as error:
+                self._view.failed(error)
+                raise
+            tell(answer, *places)
+            return answer
+
+        return telling
+
+
+async def play(asked: Asked) -> None:
+    """Raises `CannotPlay`, and what building the environment, the agent or the engine raises."""
+    pipeline, spec = asked.pipeline, asked.pipeline.env(asked.tag)
+    tokenizer = load_tokenizer(asked.source.tokenizer())
+    chat = ChatFormat(tokenizer)
+    view = View(asked.console, chat)
+    env: Any = make_env(spec.type, spec.config)
+    film = _film(env) if asked.render else None
+    told = cast(Env, Told(film or env, view))
+    limits = replace(agent_limits(pipeline, spec, Stream.TRAIN), step_timeout=None)
+    agent = make_agent(spec.agent.type, spec.agent.config, tokenizer=tokenizer, limits=limits)
+    episode = _episode(asked)
+    view.title(f"{spec.tag}: {spec.type}, agent {spec.agent.type}, policy {asked.policy}, level {episode.env_seed}")
+    async with _policy(asked, env, chat) as generate:
+        made = await agent.collect_trajectory(episode, told, _told(generate, view))
+    view.ended([made] if isinstance(made, Trajectory) else list(made))
+    if film and asked.render:
+        asked.render.write_bytes(animated_gif(film.frames))
+        view.note(f"{asked.render}: {len(film.frames)} pictures")
+
+
+def _film(env: Any) -> Filmed:
+    if not isinstance(env, Renders):
+        raise CannotPlay(f"{type(env).__name__} has no render(): leave out --render")
+    return Filmed(env)
+
+
+def _episode(asked: Asked) -> Episode:
+    """The first training episode of the tag, or the one of the seed."""
+    pipeline = asked.pipeline
+    cycle = tag_cycle(pipeline.train_envs.shares())
+    group = cycle.index(asked.tag) if asked.tag in cycle else 0
+    if asked.seed is not None:
+        group += asked.seed * len(cycle)
+    key = EpisodeKey(Stream.TRAIN, group, 0)
+    item = EpisodeItems(pipeline).of(asked.tag, Stream.TRAIN, group)
+    if asked.seed is not None:
+        return Episode(key, asked.tag, asked.seed, asked.seed, item)
+    return Episode(key, asked.tag, env_seed(pipeline.seed, Stream.TRAIN, group), sampling_seed(pipeline.seed, key), item)
+
+
+def _told(generate: Generate, view: View) -> Generate:
+    async def telling(request: GenerationRequest) -> Generation:
+        view.asked(request)
+        generation = await generate(request)
+        view.answered(request, generation)
+        return generation
+
+    return telling
+
+
+@asynccontextmanager
+async def _policy(asked: Asked, env: Any, chat: ChatFormat) -> AsyncIterator[Generate]:
+    if asked.policy == "human":
+        yield _human(env, chat, asked.console)
+    elif asked.policy == "model":
+        from agenticrun_workers.pipeline.engine_builder import transformers_engine
+
+        with asked.source.folder() as folder:
+            engine = transformers_engine(asked.pipeline, asked.source, folder)
+            await engine.start()
+            try:
+                yield engine.generate
+            finally:
+                await engine.stop()
+    elif hasattr(env, "valid_actions"):
+        yield random_valid_policy(cast(Env, _OnThisThread(env)), chat)
+    else:
+        raise CannotPlay(f"{type(env).__name__} has no valid_actions(), which a random policy needs: use --policy human or model")
+
+
+class _OnThisThread:
+    blocking = False
+
+    def __init__(self, env: Any) -> None:
+        self.valid_actions = env.valid_actions
+
+
+def _human(env: Any, chat: ChatFormat, console: Console) -> Generate:
+    async def generate(request: GenerationRequest) -> Generation:
+        while True:
+            if hasattr(env, "valid_actions"):
+                actions = env.valid_actions()
+                listed = await actions if inspect.isawaitable(actions) else actions
+                console.print(f"valid: {', '.join(listed[:20])}{' ...' if len(listed) > 20 else ''}", markup=False, style="dim")
+            try:
+                tokens_T = chat.answer(console.input("answer> "))
+            except EOFError:
+                return _generation(np.zeros(0, np.int32), FinishReason.ABORT)
+            except Exception as error:  # tokenizers raises plain Exception
+                console.print(f"the tokenizer does not know that: {error}", markup=False)
+                continue
+            limit = request.sampling.max_new_tokens
+            return _generation(tokens_T[:limit], FinishReason.STOP if len(tokens_T) <= limit else FinishReason.LENGTH)
+
+    return generate
+
+
+def _generation(tokens_T: Any, finish: FinishReason) -> Generation:
+    return Generation(tokens_T, np.zeros(len(tokens_T), np.float32), np.zeros(len(tokens_T), np.int32), finish)
