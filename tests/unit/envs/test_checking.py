@@ -107,6 +107,15 @@ class NoSplit(Count):
         return super().reset(seed, Stream.TRAIN)
 
 
+class Overlaps(Count):
+    limit = 1
+
+    def reset(self, seed: int, split: Stream) -> Any:
+        first = super().reset(seed, split)
+        self.left %= 2 + 2 * (split == "train")
+        return first and str(self.left)
+
+
 class Picky(Count):
     def step(self, action: str) -> Any:
         return super().step(str(int(action)))
@@ -204,6 +213,7 @@ def test_a_broken_promise_fails_its_check(cls: type, name: str, found: str, monk
     [
         (OneLevel, "other seeds", "all 4 seeds give the same episode"),
         (NoSplit, "splits", "training and validation give the same episodes for the same seeds"),
+        (Overlaps, "splits", "episodes of training are in validation too"),
         (NeverInvalid, "odd answers", "no odd answer has the metric action_is_valid: 0"),
         (Blocks, "speed", "steps per second, on the event loop"),
         (Silent, "types", "there is no instruction"),

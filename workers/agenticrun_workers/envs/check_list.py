@@ -44,7 +44,7 @@ async def other_process(subject: Subject) -> Finding:
 
 async def plays(subject: Subject) -> Finding:
     played = await episodes(subject)
-    over = sum(bool(each[-1][0] != "reset" and (each[-1][3] or each[-1][4])) for each in played)
+    over = sum(map(_is_over, played))
     told = any(each[0][2].strip() for each in played)
     if not told:
         return warning(
@@ -126,11 +126,13 @@ async def other_seeds(subject: Subject) -> Finding:
 
 
 async def splits(subject: Subject) -> Finding:
-    train, validation = [{str(each) for each in await episodes(subject, split)} for split in (Stream.TRAIN, Stream.VALIDATION)]
-    if len(train) < 2:
+    """Of episodes that are not over, equal ones need not be of equal levels."""
+    both = [await episodes(subject, split) for split in (Stream.TRAIN, Stream.VALIDATION)]
+    if len({str(each) for each in both[0]}) < 2:
         return not_checked("one episode only")
+    train, validation = [{str(each) for each in played if _is_over(each)} for played in both]
     shared = len(train & validation)
-    if shared == len(train):
+    if both[0] == both[1]:
         return warning(
             "training and validation give the same episodes for the same seeds",
             "they play different seeds, so this matters if levels are few: then let reset(seed, split) choose from those of its split",
@@ -241,6 +243,10 @@ async def speed(subject: Subject) -> Finding:
     if not on_loop and max(reset, step) < QUICK_CALL and not asyncio.iscoroutinefunction(env.step):
         return ok(f"{told}; blocking = False would save a thread's hop per call")
     return ok(told)
+
+
+def _is_over(played: list[Event]) -> bool:
+    return len(played) > 1 and bool(played[-1][3] or played[-1][4])
 
 
 def _same(ours: list[list[Event]], theirs: list[list[Event]], who: str, advice: str) -> Finding:

@@ -1,0 +1,54 @@
+"""Treasure: find the number between 1 and `highest`; each answer says higher or lower.
+
+A template: copy the folder, rename the class, and write your own `reset` and `step`.
+"""
+
+import random
+
+from agenticrun_workers.envs import StepResult
+
+
+class Treasure:
+    """One episode at a time; an instance plays many, one after another.
+
+    Args are the keys of `envs[].config`: `highest: 15` in YAML. A bad value is a ValueError that names the key.
+    """
+
+    # reset and step take microseconds, so they need no thread. Leave this out if yours wait for anything (files, network, a game).
+    blocking = False
+
+    def __init__(self, highest=15):
+        if highest < 2:
+            raise ValueError(f"highest must be at least 2, not {highest}")
+        self.highest = highest
+        # What the task is and how to answer: the first message of an episode.
+        self.instruction = f"Find the number from 1 to {highest}. Answer with a number."
+
+    def reset(self, seed, split):
+        """Begin an episode. The same seed and split must give the same one on any machine: draw from a generator of your own."""
+        draw = random.Random(seed)
+        # Training and validation share no level: validation plays every fifth number, training the others.
+        numbers = [n for n in range(1, self.highest + 1) if (n % 5 == 0) == (split == "validation")]
+        self.treasure = draw.choice(numbers or [1])
+        return "find"
+
+    def step(self, action):
+        """Play the text of an answer. Any text can come: what makes no sense is a normal step with action_is_valid 0."""
+        if action not in self.valid_actions():
+            return StepResult("invalid", reward=0.0, terminated=False, metrics={"action_is_valid": 0.0})
+        guess = int(action)
+        found = guess == self.treasure
+        return StepResult(
+            "found" if found else "higher" if guess < self.treasure else "lower",
+            reward=float(found),
+            terminated=found,
+            metrics={"success": float(found), "action_is_valid": 1.0},  # env/<tag>/success is what validation shows
+        )
+
+    def valid_actions(self):
+        """Optional: answers that are valid now. The warm-up teaches the format with them, and the random policy plays them."""
+        return [str(n) for n in range(1, self.highest + 1)]
+
+    def vocabulary(self):
+        """Optional: all pieces of text, for the word-level tokenizer of a model made from scratch (`model.initialize`)."""
+        return [*self.valid_actions(), "find", "higher", "lower", "found", "invalid"]

@@ -1,0 +1,29 @@
+"""The template that people copy works as it lies there: its own tests pass, and its run is valid."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from agenticrun_api import load_run
+
+FOLDER = Path(__file__).parents[3] / "examples/env-template"
+
+
+def test_its_own_tests_pass() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(FOLDER), "-c", os.devnull, "test_treasure.py"],
+        cwd=FOLDER,
+        env={**os.environ, "PYTHONPATH": str(FOLDER), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, "2 passed" in ended.stdout) == (0, True), ended.stdout
+
+
+def test_its_run_plays_the_environment_of_the_folder() -> None:
+    (spec,) = load_run(FOLDER / "agenticrun.yaml").spec.pipeline.envs
+    assert spec.type == "treasure:Treasure"
