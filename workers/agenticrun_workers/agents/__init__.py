@@ -6,6 +6,7 @@ from agenticrun_workers.agents.chat import ChatFormat, ChatTemplateError
 from agenticrun_workers.agents.generation_config import GenerationConfig
 from agenticrun_workers.agents.math_multi_turn import MathMultiTurnAgent
 from agenticrun_workers.agents.multi_turn import MultiTurnAgent
+from agenticrun_workers.agents.outside import OutsideAgent
 from agenticrun_workers.agents.queued import QueuedAgent, Request
 from agenticrun_workers.agents.random_policy import random_valid_policy
 from agenticrun_workers.agents.registry import (
@@ -34,6 +35,7 @@ __all__ = [
     "GenerationConfig",
     "MathMultiTurnAgent",
     "MultiTurnAgent",
+    "OutsideAgent",
     "Prompt",
     "QueuedAgent",
     "Request",

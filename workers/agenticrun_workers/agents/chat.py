@@ -8,12 +8,17 @@ would have rendered for the whole conversation.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from agenticrun_workers.types import IntArray
+
+Message = Mapping[str, Any]
+"""A message as chat templates take it: `role`, `content`, and for tools `tool_calls` or `tool_call_id`."""
 
 _MARKER = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
 
@@ -46,9 +51,22 @@ class ChatFormat:
         messages = [{"role": "system", "content": system}] if system else []
         return self.conversation([*messages, {"role": "user", "content": user}])
 
-    def conversation(self, messages: list[dict[str, str]]) -> IntArray:
-        """Tokens of these chat messages up to the start of the answer, int32 [T]."""
-        return self._encode(self._render(messages, prompt=True))
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> IntArray:
+        """Tokens of these chat messages up to the start of the answer, int32 [T]. `tools` are described as OpenAI's API does."""
+        return self._encode(self._render(messages, prompt=True, tools=tools))
+
+    def going_on(self, before: Sequence[Message], added: Sequence[Message], *, ended: bool, tools: Sequence[Message] = ()) -> IntArray:
+        """Tokens between an answer to `before` and the next one, where `added` messages of any roles came in between, int32 [T].
+
+        Raises `ChatTemplateError`, and whatever the template raises for messages that it refuses.
+        """
+        tail = self._tail([*before, {"role": "assistant", "content": _MARKER}, *added], tools)
+        return self._encode(tail.removeprefix(self._end_text) if ended else tail)
+
+    def shows_tools(self, tools: Sequence[Message]) -> bool:
+        """Whether the chat template tells the policy about them."""
+        asked: list[Message] = [{"role": "user", "content": "?"}]
+        return self._render(asked, prompt=True, tools=tools) != self._render(asked, prompt=True)
 
     def next(self, user: str, *, ended: bool) -> IntArray:
         """Tokens between an answer and the next one, int32 [T]; `ended` says that the policy sampled the end of turn itself."""
@@ -77,16 +95,19 @@ class ChatFormat:
         return tokens
 
     def _after_marker(self, user: str | None) -> str:
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
+        messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
         if user is not None:
             messages.append({"role": "user", "content": user})
-        _, marker, tail = self._render(messages, prompt=user is not None).partition(_MARKER)
+        return self._tail(messages, (), prompt=user is not None)
+
+    def _tail(self, messages: Sequence[Message], tools: Sequence[Message], *, prompt: bool = True) -> str:
+        _, marker, tail = self._render(messages, prompt=prompt, tools=tools).partition(_MARKER)
         if not marker:
             raise ChatTemplateError("the chat template does not write an assistant's message as it was given")
         return tail
 
-    def _render(self, messages: list[dict[str, str]], prompt: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    def _render(self, messages: Sequence[Message], *, prompt: bool, tools: Sequence[Message] = ()) -> str:
+        text: str = self._tokenizer.apply_chat_template([*messages], tools=[*tools] or None, tokenize=False, add_generation_prompt=prompt)
         return text
 
     def _encode(self, text: str) -> IntArray:

@@ -1,0 +1,129 @@
+"""A tokenizer whose chat template knows tools, and a policy that says what a test wants, for agents that come by HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from agenticrun_workers.agents import AgentLimits, ChatFormat, Episode, OutsideAgent
+from agenticrun_workers.types import EpisodeKey, FinishReason, Generation, GenerationRequest, Stream, Trajectory
+
+CHATML_WITH_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\nTools:' }}"
+    "{% for t in tools %}{{ '\n' + (t | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    "{{ '\n<tool_call>\n{\"name\": \"' + c.function.name + '\", \"arguments\": ' + (c.function.arguments | tojson) + '}\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""As Qwen's: tool responses that follow each other share one user turn."""
+
+CORPUS = ["system\nuser\nassistant\nThe sum is what you get: answer, please. tool_response tool_call name arguments\n" * 3]
+
+
+def tool_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE, as real models have."""
+    core = Tokenizer(BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    specials = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(CORPUS, BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHATML_WITH_TOOLS,
+    )
+
+
+TOKENIZER = tool_tokenizer()
+CHAT = ChatFormat(TOKENIZER)
+EPISODE = Episode(EpisodeKey(Stream.TRAIN, 3, 1), "outside", env_seed=5, sampling_seed=9, item={"question": "1+1"})
+LIMITS = AgentLimits(max_turns=12, max_tokens_per_step=300, sequence_length=4000, temperature=0.8)
+
+
+class Question:
+    """An environment of one step: the reward is the answer's length in tenths."""
+
+    instruction = "Be brief."
+    blocking = False
+
+    def set_item(self, item: object) -> None: ...
+
+    def reset(self, seed: int, split: str) -> str:
+        return "1+1?"
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
+        return "", len(action) / 10, True, False, {"metrics": {"success": 1.0}}
+
+
+class Says:
+    """A policy that says one text after another, or a function's of the prompt.
+
+    It samples letter by letter, as no tokenizer would write its words, so that whoever tokenises them again is found out.
+    """
+
+    def __init__(self, texts: Iterable[str] | Callable[[GenerationRequest], str], delay: float = 0.0) -> None:
+        rest = iter(()) if callable(texts) else iter(texts)
+        self._next = texts if callable(texts) else lambda request: next(rest)
+        self._delay = delay
+        self.asked: list[tuple[GenerationRequest, Generation]] = []
+        """Every request that was answered."""
+        self.given_up = 0
+
+    async def __call__(self, request: GenerationRequest) -> Generation:
+        try:
+            await asyncio.sleep(self._delay)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        text = self._next(request)
+        tokens = [token for letter in text for token in TOKENIZER.encode(letter, add_special_tokens=False)]
+        tokens_T = np.array([*tokens, CHAT.end_of_turn], np.int32)[: request.sampling.max_new_tokens]
+        size, number = len(tokens_T), len(self.asked) + 1
+        finish = FinishReason.STOP if tokens_T[-1] == CHAT.end_of_turn else FinishReason.LENGTH
+        logprobs_T = -np.arange(1, size + 1, dtype=np.float32) - 1000 * number
+        made = Generation(tokens_T, logprobs_T, np.full(size, number, np.int32), finish, engine=f"e{number}")
+        self.asked.append((request, made))
+        return made
+
+
+def play(policy: Says, env: object = None, limits: AgentLimits = LIMITS, **config: object) -> list[Trajectory]:
+    """The trajectories of one episode of an outside agent with this config."""
+    agent = OutsideAgent(tokenizer=TOKENIZER, limits=limits, **config)  # type: ignore[arg-type]
+    return asyncio.run(asyncio.wait_for(agent.collect_trajectory(EPISODE, env or Question(), policy), 60))  # type: ignore[arg-type]
+
+
+def check_token_for_token(trajectories: list[Trajectory], asked: list[tuple[GenerationRequest, Generation]]) -> None:
+    """Every answer is trained in exactly one place, after exactly the tokens that the engine was asked about, with its own numbers."""
+    unseen = list(asked)
+    for trajectory in trajectories:
+        before: list[int] = []
+        for turn in trajectory.turns:
+            before += turn.prompt_T.tolist()
+            request, said = next(pair for pair in unseen if pair[1].engine == turn.engine)
+            unseen = [pair for pair in unseen if pair[1] is not said]
+            assert before == request.prompt_tokens.tolist()
+            size = len(turn.response_T)
+            assert turn.response_T.tolist() == said.tokens_T[:size].tolist()
+            assert turn.logprobs_T.tolist() == said.logprobs_T[:size].tolist()
+            assert turn.versions_T.tolist() == said.versions_T[:size].tolist()
+            before += turn.response_T.tolist()
+        assert trajectory.tokens_T.tolist() == before
+        assert trajectory.response_mask_T.sum() == sum(len(turn.response_T) for turn in trajectory.turns)
+    assert not unseen

@@ -1,0 +1,515 @@
+"""Outside agents: what a client may ask, what the engine is asked, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import AsyncOpenAI, OpenAI
+
+from agenticrun_workers.agents import AgentConfigError, AgentLimits, OutsideAgent, make_agent
+from agenticrun_workers.agents.outside import endpoint, program
+from agenticrun_workers.agents.outside.errors import ApiError
+from agenticrun_workers.agents.outside.session import Policy, Session
+from agenticrun_workers.agents.outside.tool_calls import HERMES, call_pattern
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason, Trajectory
+from outside_agents import CHAT, EPISODE, LIMITS, TOKENIZER, Says, check_token_for_token, play
+
+HERE = "outside_test_agent"
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}]
+CALL = 'Let me add. <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
+
+
+@pytest.fixture
+def agent_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a function known as `run: module:function`."""
+
+    def known(function: Any, name: str = "run") -> str:
+        module = sys.modules.get(HERE) or type(sys)(HERE)
+        monkeypatch.setitem(sys.modules, HERE, module)
+        setattr(module, name, function)
+        return f"{HERE}:{name}"
+
+    return known
+
+
+def client(base_url: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def say(base_url: str, messages: list[Any], **more: Any) -> Any:
+    return await client(base_url).chat.completions.create(model="policy", messages=messages, **more)
+
+
+def test_a_conversation_is_one_trajectory_token_for_token(agent_of: Any) -> None:
+    def run(base_url: str, task: Any) -> float:
+        messages: list[Any] = task.messages
+        for text in ("and 2+2?", "why?", None):
+            answer = OpenAI(base_url=base_url, api_key="any").chat.completions.create(model=task.model, messages=messages)
+            messages.append(answer.choices[0].message)
+            messages.append(user(text or ""))
+        return 0.5
+
+    policy = Says(["The sum is 2.", " 4 ", "Because."])
+    (trajectory,) = play(policy, run=agent_of(run))
+    check_token_for_token([trajectory], policy.asked)
+    assert [turn.reward for turn in trajectory.turns] == [0, 0, 0.5]
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    shown = CHAT.shown(policy.asked[2][0].prompt_tokens)
+    assert shown == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nThe sum is 2.<|im_end|>\n"
+        "<|im_start|>user\nand 2+2?<|im_end|>\n<|im_start|>assistant\n 4 <|im_end|>\n"
+        "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_tool_calls_and_their_results(agent_of: Any) -> None:
+    async def run(base_url: str, task: Any) -> float:
+        messages: list[Any] = [user("1+1?")]
+        answer = await say(base_url, messages, tools=TOOLS)
+        choice = answer.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me add."
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 1})
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "two"}, user("so?")]
+        answer = await say(base_url, messages, tools=TOOLS)
+        assert answer.choices[0].message.content == "The sum is 2."
+        assert answer.choices[0].message.tool_calls is None
+        return 1.0
+
+    policy = Says([CALL, "The sum is 2."])
+    trajectories = play(policy, run=agent_of(run))
+    assert len(trajectories) == 1
+    check_token_for_token(trajectories, policy.asked)
+    added = CHAT.shown(trajectories[0].turns[1].prompt_T)
+    assert added == (
+        "\n<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("broken", ['<tool_call>{"name": </tool_call>', "<tool_call>[]</tool_call>", '<tool_call>{"nam": "a"}</tool_call>'])
+def test_a_call_that_cannot_be_read_stays_text_and_is_not_valid(agent_of: Any, broken: str) -> None:
+    async def run(base_url: str, task: Any) -> float:
+        answer = await say(base_url, [user("?")], tools=TOOLS)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (broken, "stop")
+        return 0.0
+
+    (trajectory,) = play(Says([broken]), run=agent_of(run))
+    assert [turn.valid for turn in trajectory.turns] == [False]
+
+
+def test_a_retry_and_a_fork_are_branches_and_shared_answers_are_trained_once_in_the_latest(agent_of: Any) -> None:
+    async def run(base_url: str, task: Any) -> float:
+        first = await say(base_url, [user("1+1?")])
+        past = [user("1+1?"), first.choices[0].message]
+        await say(base_url, [*past, user("sure?")])
+        await say(base_url, [*past, user("sure?")])
+        await say(base_url, [*past, user("why?")])
+        await say(base_url, [user("2+2?")])
+        return 1.0
+
+    policy = Says(["2", "yes", "no", "because", "4"])
+    trajectories = play(policy, run=agent_of(run))
+    check_token_for_token(trajectories, policy.asked)
+    assert [[turn.action for turn in trajectory.turns] for trajectory in trajectories] == [["yes"], ["no"], ["2", "because"], ["4"]]
+    assert [trajectory.score for trajectory in trajectories] == [1, 1, 1, 1]
+
+
+def test_the_n_answers_of_a_request_have_rewards_of_their_own(agent_of: Any) -> None:
+    async def run(base_url: str, task: Any) -> None:
+        both = await say(base_url, [user("?")], n=2)
+        assert [choice.message.content for choice in both.choices] == ["a", "b"]
+        async with client(base_url) as http:
+            for choice in (0, 1):
+                body = {"reward": choice + 0.5, "trajectory": both.id, "choice": choice}
+                await http.post(task.reward_url, body=body, cast_to=object)
+
+    policy = Says(["a", "b"])
+    trajectories = play(policy, run=agent_of(run))
+    check_token_for_token(trajectories, policy.asked)
+    assert [trajectory.score for trajectory in trajectories] == [0.5, 1.5]
+    assert len({request.seed for request, _ in policy.asked}) == 2
+
+
+def test_a_stream_says_the_same(agent_of: Any) -> None:
+    async def run(base_url: str, task: Any) -> float:
+        stream = await say(base_url, [user("?")], tools=TOOLS, stream=True, stream_options={"include_usage": True}, logprobs=True)
+        chunks = [chunk async for chunk in stream]
+        assert [choice.finish_reason for chunk in chunks for choice in chunk.choices] == [None, "tool_calls"]
+        delta = chunks[0].choices[0].delta
+        assert (delta.role, delta.content, delta.tool_calls[0].function.name) == ("assistant", "Let me add.", "add")
+        size = len(policy.asked[0][1].tokens_T)
+        assert chunks[-1].usage.completion_tokens == len(chunks[0].choices[0].logprobs.content) == size
+        text = await client(base_url).completions.create(model="policy", prompt="x", stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in text]) == "y"
+        return 0.0
+
+    policy = Says([CALL, "y"])
+    assert len(play(policy, run=agent_of(run))) == 2
+
+
+def test_texts_go_on_from_recorded_tokens_and_stop_texts_cut(agent_of: Any) -> None:
+    """As agents that write `Observation:` themselves do."""
+
+    async def run(base_url: str, task: Any) -> float:
+        one = await client(base_url).completions.create(model="policy", prompt="Q: 1+1\n", stop=["\nObservation:"], logprobs=0)
+        assert (one.choices[0].text, one.choices[0].finish_reason) == ("Act", "stop")
+        assert one.choices[0].logprobs.token_logprobs == policy.asked[0][1].logprobs_T[: len("Act\nObservation:")].tolist()
+        await client(base_url).completions.create(model="policy", prompt="Q: 1+1\nAct\nObservation: 2\n")
+        return 1.0
+
+    policy = Says(["Act\nObservation: never seen", "done"])
+    (trajectory,) = play(policy, run=agent_of(run))
+    check_token_for_token([trajectory], policy.asked)
+    assert CHAT.shown(trajectory.tokens_T) == "Q: 1+1\nAct\nObservation: 2\ndone<|im_end|>"
+
+
+def test_tokens_may_be_the_prompt(agent_of: Any) -> None:
+    async def run(base_url: str, task: Any) -> float:
+        await client(base_url).completions.create(model="policy", prompt=[5, 6, 7])
+        more = [5, 6, 7, *policy.asked[0][1].tokens_T.tolist(), 9]
+        await client(base_url).completions.create(model="policy", prompt=more)
+        return 1.0
+
+    policy = Says(["ab", "c"])
+    (trajectory,) = play(policy, run=agent_of(run))
+    check_token_for_token([trajectory], policy.asked)
+
+
+REFUSED: list[tuple[str, Any]] = [
+    ("temperature", 0.3),
+    ("top_p", 0.9),
+    ("n", 0),
+    ("max_tokens", 0),
+    ("stop", [""]),
+    ("seed", 1.5),
+    ("frequency_penalty", 0.1),
+    ("presence_penalty", 1),
+    ("logit_bias", {"5": 1}),
+    ("top_logprobs", 2),
+    ("response_format", {"type": "json_object"}),
+    ("tool_choice", "required"),
+    ("parallel_tool_calls", False),
+    ("store", True),
+    ("service_tier", "flex"),
+    ("functions", []),
+    ("reasoning_effort", "low"),
+    ("echo", False),
+    ("no_such_thing", 1),
+]
+
+
+def session(policy: Any, limits: AgentLimits = LIMITS) -> Session:
+    return Session(Policy(TOKENIZER, CHAT, limits, "policy", call_pattern(HERMES)), EPISODE, policy)
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=[name for name, _ in REFUSED])
+async def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None:
+    policy = Says(["a"])
+    with pytest.raises(ApiError) as refused:
+        await session(policy).chat({"model": "policy", "messages": [user("?")], name: value})
+    assert (refused.value.status, refused.value.param) == (400, name)
+    assert refused.value.body["error"]["type"] == "invalid_request_error"
+    assert name in str(refused.value)
+    assert not policy.asked
+
+
+async def test_parameters_that_ask_for_nothing_else_are_taken() -> None:
+    policy = Says(["a"])
+    body = {"temperature": 0.8, "top_p": 1, "frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}, "user": "me"}
+    await session(policy).chat({"model": "policy", "messages": [user("?")], "max_completion_tokens": 7, "top_logprobs": None, **body})
+    assert policy.asked[0][0].sampling.max_new_tokens == 7
+    assert policy.asked[0][0].sampling.temperature == 0.8
+
+
+MESSAGES: list[tuple[Any, str]] = [
+    ([], "messages"),
+    ([{"role": "robot", "content": ""}], "messages[0]"),
+    ([user("?"), {"role": "user"}], "messages[1].content"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0]"),
+    ([{"role": "user", "content": "?", "name": "me"}], "messages[0].name"),
+    ([{"role": "tool", "content": "2"}], "messages[0].tool_call_id"),
+    ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls"),
+]
+
+
+@pytest.mark.parametrize(("messages", "param"), MESSAGES, ids=[param for _, param in MESSAGES])
+async def test_messages_that_cannot_be_read_are_refused_by_place(messages: Any, param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        await session(Says([])).chat({"model": "policy", "messages": messages})
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+async def test_parts_of_text_and_developers_are_understood() -> None:
+    policy = Says(["a"])
+    messages = [{"role": "developer", "content": "D"}, {"role": "user", "content": [{"type": "text", "text": t} for t in ("x", "y")]}]
+    await session(policy).chat({"model": "policy", "messages": messages})
+    assert "<|im_start|>system\nD<|im_end|>\n<|im_start|>user\nxy<|im_end|>" in CHAT.shown(policy.asked[0][0].prompt_tokens)
+
+
+async def test_a_seed_gives_the_same_answer_again_but_not_to_another_member() -> None:
+    policy = Says(lambda request: "a")
+    one = session(policy)
+    for seed in (7, 7, None, None):
+        await one.chat({"model": "policy", "messages": [user("?")], "seed": seed})
+    seeds = [request.seed for request, _ in policy.asked]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds)) == 3
+
+
+ADDED = [user("x"), user(""), {"role": "tool", "tool_call_id": "c", "content": "1"}]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_is_asked_each_answer_is_trained_once_after_what_the_engine_saw(data: st.DataObject) -> None:
+    """Go on from any conversation, cut it, change it, ask it again, with tools or without."""
+
+    async def ask() -> None:
+        policy = Says(lambda request: data.draw(st.sampled_from(["a", " sum ", "The sum", CALL, "<tool_call>x</tool_call>"])))
+        one = session(policy, AgentLimits(max_turns=100, max_tokens_per_step=90, sequence_length=4000))
+        known: list[list[Any]] = [[user("sum?")]]
+        for _ in range(data.draw(st.integers(1, 6))):
+            messages = list(data.draw(st.sampled_from(known)))
+            match data.draw(st.sampled_from(["again", "add", "cut", "insert"])):
+                case "add":
+                    messages.append(
+                        data.draw(st.sampled_from([user("x"), user(""), {"role": "tool", "tool_call_id": "c", "content": "1"}]))
+                    )
+                case "cut" if len(messages) > 1:
+                    messages.pop()
+                case "insert":
+                    messages += [{"role": "assistant", "content": "sum"}, user("z")]
+            n = data.draw(st.integers(1, 2))
+            tools = data.draw(st.sampled_from([[], TOOLS]))
+            response = await one.chat({"model": "policy", "messages": messages, "n": n, "tools": tools})
+            known += [[*messages, json.loads(json.dumps(choice["message"]))] for choice in response.chat_body()["choices"]]
+        branches = one.recorded.branches()
+        answers = [answer for branch in branches for answer in branch]
+        assert sorted(map(id, answers)) == sorted(map(id, one.recorded.answers))
+        agent = OutsideAgent(tokenizer=TOKENIZER, limits=LIMITS, run="json:dumps")
+        turns = [agent._turns(one, branch, 1.0) for branch in branches]
+        check_token_for_token([Trajectory(EPISODE.key, "t", each, StopReason.COMPLETED) for each in turns], policy.asked)
+
+    asyncio.run(ask())
+
+
+def test_an_agent_that_fails_costs_its_episode_and_says_why(agent_of: Any) -> None:
+    async def run(base_url: str, task: Any) -> float:
+        await say(base_url, [user("?")])
+        raise SystemExit("no luck")
+
+    (trajectory,) = play(Says(["a"]), run=agent_of(run))
+    assert (trajectory.stop_reason, trajectory.turns) == (StopReason.ENV_ERROR, ())
+    assert "SystemExit: no luck" in trajectory.error
+
+
+@pytest.mark.parametrize("returned", [None, "1", float("nan"), True])
+def test_a_reward_must_be_a_finite_number(agent_of: Any, returned: Any) -> None:
+    async def run(base_url: str, task: Any) -> Any:
+        await say(base_url, [user("?")])
+        return returned
+
+    (trajectory,) = play(Says(["a"]), run=agent_of(run))
+    if returned is True:  # a verdict is a number
+        assert trajectory.score == 1
+    else:
+        assert trajectory.stop_reason is StopReason.ENV_ERROR
+        assert "reward" in trajectory.error
+
+
+def test_the_environment_or_a_function_may_give_the_reward(agent_of: Any) -> None:
+    async def run(base_url: str, task: Any) -> None:
+        assert (task.instruction, task.observation, task.item, task.split) == ("Be brief.", "1+1?", {"question": "1+1"}, "train")
+        await say(base_url, task.messages)
+
+    def counted(messages: list[Any], task: Any) -> int:
+        assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+        return len(messages[-1]["content"])
+
+    (trajectory,) = play(Says(["abc"]), run=agent_of(run), reward="environment")
+    assert (trajectory.score, trajectory.metrics) == (pytest.approx(0.3), {"success": 1.0})
+    (trajectory,) = play(Says(["abc"]), run=agent_of(run), reward=agent_of(counted, "counted"))
+    assert trajectory.score == 3
+
+
+@pytest.mark.parametrize("reason", [StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW])
+def test_an_agent_that_asks_for_too_much_is_cut_and_trained_on(agent_of: Any, reason: StopReason) -> None:
+    async def run(base_url: str, task: Any) -> None:
+        messages: list[Any] = [user("?")]
+        while True:
+            messages += [(await say(base_url, messages)).choices[0].message, user("x" * 40)]
+
+    turns, size = (2, 4000) if reason is StopReason.MAX_TURNS else (100, 100)
+    limits = AgentLimits(max_turns=turns, max_tokens_per_step=20, sequence_length=size)
+    policy = Says(lambda request: "a")
+    (trajectory,) = play(policy, limits=limits, run=agent_of(run))
+    assert (trajectory.stop_reason, trajectory.score) == (reason, 0)
+    assert len(trajectory.turns) == 2
+    check_token_for_token([trajectory], policy.asked)
+
+
+def test_engines_that_fail_are_a_503_and_end_the_episode(agent_of: Any) -> None:
+    seen: list[Any] = []
+
+    async def run(base_url: str, task: Any) -> float:
+        try:
+            await say(base_url, [user("?")])
+        except openai.InternalServerError as error:
+            seen.append((error.status_code, error.code))
+            raise
+        return 1.0
+
+    async def aborts(request: GenerationRequest) -> Generation:
+        return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.ABORT)
+
+    (trajectory,) = play(aborts, run=agent_of(run))  # type: ignore[arg-type]
+    assert trajectory.stop_reason is StopReason.ABORTED
+
+    async def breaks(request: GenerationRequest) -> Generation:
+        raise RuntimeError("engine on fire")
+
+    with pytest.raises(RuntimeError, match="on fire"):
+        play(breaks, run=agent_of(run))  # type: ignore[arg-type]
+    assert seen in ([], [(503, "engine_error")], [(503, "engine_error")] * 2)
+
+
+def test_only_the_episodes_own_url_works_and_only_while_it_is_played(agent_of: Any) -> None:
+    urls: list[str] = []
+
+    async def run(base_url: str, task: Any) -> float:
+        urls.append(base_url)
+        with pytest.raises(openai.NotFoundError, match="no episode"):
+            await say(base_url.replace("/s/", "/s/x"), [user("?")])
+        with pytest.raises(openai.NotFoundError, match="no-such"):
+            await client(base_url).chat.completions.create(model="no-such", messages=[user("?")])
+        with pytest.raises(openai.NotFoundError, match="responses"):
+            await client(base_url).responses.create(model="policy", input="?")
+        assert [model.id async for model in client(base_url).models.list()] == ["policy"]
+        await say(base_url, [user("?")])
+        return 1.0
+
+    (trajectory,) = play(Says(["a"]), run=agent_of(run))
+    assert trajectory.score == 1
+    with pytest.raises(openai.APIConnectionError):
+        asyncio.run(say(urls[0], [user("?")]))
+
+
+async def test_a_request_that_its_client_gives_up_is_given_up_in_the_engine() -> None:
+    policy = Says(["a", "b"], delay=0.5)
+    one = session(policy)
+    async with endpoint.serving(one) as url:
+        with pytest.raises(openai.APITimeoutError):
+            await say(f"{url}/v1", [user("?")], timeout=0.1)
+        await say(f"{url}/v1", [user("?")])
+    assert policy.given_up == 1
+    assert len(one.recorded.answers) == 1
+
+
+@pytest.mark.parametrize("kind", ["async", "thread", "command"])
+def test_an_agent_that_never_ends_is_ended(agent_of: Any, kind: str, tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    async def waits(base_url: str, task: Any) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.set()
+
+    def spins(base_url: str, task: Any) -> None:
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    child = tmp_path / "child"
+    command = ["sh", "-c", f"sleep 1000 & echo $! > {child}; wait"]
+    config = {"command": command} if kind == "command" else {"run": agent_of(waits if kind == "async" else spins)}
+    (trajectory,) = play(Says([]), timeout_seconds=1.0, **config)
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    if kind == "command":
+        status = subprocess.run(["ps", "-o", "stat=", "-p", child.read_text().strip()], capture_output=True, text=True).stdout
+        assert not status or status.startswith("Z")
+    else:
+        assert ended.wait(5)
+
+
+SCRIPT = """
+import json, os, sys, urllib.request
+from openai import OpenAI
+task = json.loads(os.environ["AGENTICRUN_TASK"])
+answer = OpenAI().chat.completions.create(model=task["model"], messages=task["messages"])
+if "fail" in sys.argv:
+    print("first"); sys.exit("it went wrong")
+body = json.dumps({"reward": len(answer.choices[0].message.content)}).encode()
+request = urllib.request.Request(os.environ["AGENTICRUN_REWARD_URL"], body)
+print(urllib.request.urlopen(request).status)
+"""
+
+
+def test_a_command_finds_the_endpoint_in_its_environment_and_posts_its_reward(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(SCRIPT)
+    policy = Says(["abcd", "x"])
+    (trajectory,) = play(policy, command=[sys.executable, str(script)])
+    assert trajectory.score == 4
+    check_token_for_token([trajectory], policy.asked)
+    (trajectory,) = play(policy, command=[sys.executable, str(script), "fail"])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert "status 1: it went wrong" in trajectory.error
+    (trajectory,) = play(policy, command=["/no/such/program"])
+    assert "cannot be started" in trajectory.error
+
+
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({}, "run and command"),
+    ({"run": "json:dumps", "command": ["x"]}, "run and command"),
+    ({"run": "no_such_module:f"}, "run: "),
+    ({"run": "json:no_such"}, "run: "),
+    ({"run": "json:__doc__"}, "run: "),
+    ({"command": "ls -l"}, "command must"),
+    ({"command": []}, "command must"),
+    ({"run": "json:dumps", "reward": "what"}, "reward: "),
+    ({"run": "json:dumps", "timeoutSeconds": 0}, "timeoutSeconds"),
+    ({"run": "json:dumps", "toolCallPattern": "("}, "toolCallPattern"),
+    ({"run": "json:dumps", "other": 1}, "other"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), CONFIGS)
+def test_a_bad_config_is_refused_by_its_key(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(AgentConfigError, match=message):
+        make_agent("outside", config, tokenizer=TOKENIZER, limits=LIMITS)
+
+
+def test_a_user_function_that_ignores_its_cancellation_is_left_behind(agent_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "PATIENCE_SECONDS", 0.1)
+
+    async def stubborn(base_url: str, task: Any) -> None:
+        for _ in range(20):
+            try:
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                continue
+
+    (trajectory,) = play(Says([]), timeout_seconds=0.2, run=agent_of(stubborn))
+    assert trajectory.stop_reason is StopReason.TIMEOUT

@@ -1,0 +1,162 @@
+"""What clients may ask: every parameter is either done or refused by its name, none is ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agenticrun_workers.agents.agent import AgentLimits
+from agenticrun_workers.agents.generation_config import MAX_SAMPLES, OWNED
+from agenticrun_workers.agents.outside.errors import ApiError, refused
+from agenticrun_workers.agents.outside.messages import ChatMessage, chat_messages
+
+LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+"""Parameters that by their definition do not change an answer."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+"""Parameters that the engines cannot do, and the values that ask for nothing."""
+
+CHAT_ONLY = ("store", "response_format", "modalities", "parallel_tool_calls", "top_logprobs")
+COMPLETION_ONLY = ("echo", "suffix")
+MAX_STOPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How to answer. None: as the run says."""
+
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    logprobs: bool = False
+    stream: bool = False
+    include_usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """Of `/v1/chat/completions`."""
+
+    asked: Asked
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    calls: bool
+    """Whether tool calls are looked for in the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """Of `/v1/completions`: a text, or tokens."""
+
+    asked: Asked
+    prompt: str | tuple[int, ...]
+
+
+def chat_request(body: Any, limits: AgentLimits, model: str) -> ChatRequest:
+    """Raises `ApiError`."""
+    fields = _Fields(body, model)
+    messages = chat_messages(fields.take("messages"))
+    tools = fields.take("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) and tool.get("type") == "function" for tool in tools):
+        raise refused("tools", "a list of {type: function, function: {...}} is expected")
+    choice = fields.take("tool_choice") or "auto"
+    if choice not in ("auto", "none"):
+        raise refused("tool_choice", "must be auto or none: the policy cannot be made to call a tool")
+    logprobs = fields.flag("logprobs")
+    max_tokens, older = fields.number("max_completion_tokens", 1), fields.number("max_tokens", 1)
+    if None not in (max_tokens, older) and max_tokens != older:
+        raise refused("max_tokens", "differs from max_completion_tokens, which means the same: leave it out")
+    asked = fields.asked(limits, max_tokens or older, logprobs)
+    fields.end((*NEUTRAL.keys() - set(COMPLETION_ONLY),))
+    return ChatRequest(asked, messages, tuple(tools), bool(tools) and choice == "auto")
+
+
+def completion_request(body: Any, limits: AgentLimits, model: str) -> CompletionRequest:
+    """Raises `ApiError`."""
+    fields = _Fields(body, model)
+    prompt = fields.take("prompt")
+    if isinstance(prompt, list) and prompt and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        prompt = tuple(prompt)
+    elif not isinstance(prompt, str) or not prompt:
+        raise refused("prompt", "one text or one list of tokens is expected, not empty")
+    logprobs = fields.number("logprobs", 0)
+    if logprobs:
+        raise refused("logprobs", "must be 0, for those of the sampled tokens: the engines do not tell of others")
+    asked = fields.asked(limits, fields.number("max_tokens", 1), logprobs == 0)
+    best_of = fields.number("best_of", 1)
+    if best_of not in (None, asked.n):
+        raise refused("best_of", "must be n: all samples are returned")
+    fields.end((*NEUTRAL.keys() - set(CHAT_ONLY),))
+    return CompletionRequest(asked, prompt)
+
+
+class _Fields:
+    """The parameters of a request, taken one by one; null says nothing."""
+
+    def __init__(self, body: Any, model: str) -> None:
+        if not isinstance(body, Mapping):
+            raise ApiError(400, "the request's body must be a JSON object")
+        self._left = {name: value for name, value in body.items() if value is not None}
+        asked = self.take("model")
+        if asked != model:
+            raise ApiError(404, f"model: {asked!r} is not served; {model!r} is", param="model", code="model_not_found")
+
+    def take(self, name: str) -> Any:
+        return self._left.pop(name, None)
+
+    def number(self, name: str, least: int) -> int | None:
+        value = self.take(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise refused(name, f"must be a whole number of at least {least}, not {value!r}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.take(name)
+        if value not in (None, True, False):
+            raise refused(name, f"must be true or false, not {value!r}")
+        return bool(value)
+
+    def asked(self, limits: AgentLimits, max_tokens: int | None, logprobs: bool) -> Asked:
+        """What both kinds of requests have in common."""
+        for name, place in OWNED.items():
+            value, owned = self.take(name), getattr(limits, name)
+            if value is not None and value != owned:
+                raise refused(name, f"is {value!r}, and the run samples with {owned}: leave it out, and set {place}")
+        n = self.number("n", 1) or 1
+        if n > MAX_SAMPLES:
+            raise refused("n", f"must be at most {MAX_SAMPLES}, not {n}")
+        stream = self.flag("stream")
+        options = self.take("stream_options") or {}
+        if not isinstance(options, Mapping) or options.keys() - {"include_usage"} or (options and not stream):
+            raise refused("stream_options", "include_usage is known, for requests with stream")
+        return Asked(n, max_tokens, self._stop(), self.number("seed", 0), logprobs, stream, bool(options.get("include_usage")))
+
+    def _stop(self) -> tuple[str, ...]:
+        value = self.take("stop")
+        stops = [value] if isinstance(value, str) else value or []
+        if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
+            raise refused("stop", f"one text or up to {MAX_STOPS} are expected, none of them empty")
+        return tuple(stops)
+
+    def end(self, neutral: tuple[str, ...]) -> None:
+        """Refuse whatever is left, unless it asks for nothing."""
+        for name, value in self._left.items():
+            if name in neutral:
+                if value not in NEUTRAL[name]:
+                    raise refused(name, f"{value!r} is not supported by the run's engines", "unsupported_value")
+            elif name not in LABELS:
+                raise refused(name, "this parameter is not supported", "unsupported_parameter")

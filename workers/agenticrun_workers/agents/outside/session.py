@@ -1,0 +1,221 @@
+"""One episode of an outside agent: its requests are answered by the policy, and all that was sampled is remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate
+from agenticrun_workers.agents.chat import ChatFormat
+from agenticrun_workers.agents.outside.errors import ApiError, refused
+from agenticrun_workers.agents.outside.messages import ChatMessage
+from agenticrun_workers.agents.outside.recorded import Answer, Recorded
+from agenticrun_workers.agents.outside.requests import Asked, chat_request, completion_request
+from agenticrun_workers.agents.outside.responses import Choice, Response
+from agenticrun_workers.agents.outside.tool_calls import answer_message
+from agenticrun_workers.agents.sampled_tree import Sampled
+from agenticrun_workers.envs import EnvFault
+from agenticrun_workers.envs.faults import one_line
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, IntArray, SamplingParams, StopReason
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What answers the requests of all episodes of an agent."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+    limits: AgentLimits
+    model: str
+    """The name that clients ask for."""
+    calls: re.Pattern[str]
+    """Finds tool calls in an answer."""
+
+
+class Session:
+    """Answers the requests of one episode. Make it inside of an event loop."""
+
+    def __init__(self, policy: Policy, episode: Episode, generate: Generate) -> None:
+        self.policy = policy
+        self.recorded = Recorded(policy.tokenizer, policy.chat)
+        self.reward: float | None = None
+        """Posted for the episode; the last one counts."""
+        self.rewards: dict[Answer, float] = {}
+        """Posted for single answers."""
+        self.ended: StopReason | None = None
+        """Why a request was refused that would have gone on: max_turns or context_overflow."""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the exception when the engines fail: the episode is lost."""
+        self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
+        self._episode = episode
+        self._generate = generate
+        self._turns = 0
+        self._numbers = 0
+
+    async def chat(self, body: Any) -> Response:
+        """`/v1/chat/completions`. Raises `ApiError`."""
+        policy = self.policy
+        request = chat_request(body, policy.limits, policy.model)
+        if request.tools and not policy.chat.shows_tools(request.tools):
+            raise refused("tools", "the chat template of the policy's tokenizer does not show tools")
+        prompt_T, matched = _tokenised("messages", lambda: self.recorded.chat_prompt(request.messages, request.tools))
+
+        def message_of(text: str) -> tuple[ChatMessage, bool]:
+            return answer_message(text, policy.calls) if request.calls else (ChatMessage("assistant", text), True)
+
+        def record(answer: Answer) -> None:
+            self.recorded.add(answer, request.tools)
+
+        return await self._respond(request.asked, prompt_T, matched, request.messages, "messages", message_of, record)
+
+    async def complete(self, body: Any) -> Response:
+        """`/v1/completions`. Raises `ApiError`."""
+        policy = self.policy
+        request = completion_request(body, policy.limits, policy.model)
+        prompt, text = request.prompt, request.prompt if isinstance(request.prompt, str) else None
+        if isinstance(prompt, str):
+            prompt_T = _tokenised("prompt", lambda: self.recorded.text_prompt(prompt))
+        else:
+            if not 0 <= min(prompt) <= max(prompt) < len(policy.tokenizer):
+                raise refused("prompt", f"a token is outside of the vocabulary of {len(policy.tokenizer)}")
+            prompt_T = np.array(prompt, np.int32)
+        shown = (ChatMessage("user", policy.chat.shown(prompt_T) if text is None else text),)
+
+        def message_of(text: str) -> tuple[ChatMessage, bool]:
+            return ChatMessage("assistant", text), True
+
+        def record(answer: Answer) -> None:
+            self.recorded.add(answer, text=text or shown[0].content)
+
+        return await self._respond(request.asked, prompt_T, None, shown, "prompt", message_of, record)
+
+    def post_reward(self, body: Any) -> None:
+        """`/reward`: of the episode, or of the trajectory that ends with the answer `trajectory` (and `choice`). Raises `ApiError`."""
+        if not isinstance(body, Mapping) or body.keys() - {"reward", "trajectory", "choice"}:
+            raise refused("reward", "{reward: number, trajectory: id of a response, choice: its place} is expected")
+        reward = body.get("reward")
+        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            raise refused("reward", f"must be a finite number, not {reward!r}")
+        if body.get("trajectory") is None:
+            self.reward = float(reward)
+            return
+        answer = self.recorded.find(body["trajectory"], body.get("choice", 0))
+        if answer is None:
+            raise ApiError(404, f"no answer of this episode has the id {body['trajectory']!r}", param="trajectory", code="not_found")
+        self.rewards[answer] = float(reward)
+
+    async def _respond(
+        self,
+        asked: Asked,
+        prompt_T: IntArray,
+        matched: Answer | None,
+        messages: tuple[ChatMessage, ...],
+        param: str,
+        message_of: Callable[[str], tuple[ChatMessage, bool]],
+        record: Callable[[Answer], None],
+    ) -> Response:
+        """Sample, remember and put into words."""
+        self._check_room(prompt_T, param)
+        parent = self.recorded.parent_of(prompt_T, matched)
+        self._numbers += 1
+        number = self._numbers
+        generations = await self._sample(prompt_T, asked, number)
+        response = Response(f"{self._episode.key}-{number}", int(time.time()), self.policy.model, asked, len(prompt_T))
+        for place, whole in enumerate(generations):
+            generation, text = self._stopped(whole, asked.stop)
+            message, valid = message_of(text)
+            sampled = Sampled(prompt_T, generation, parent.sampled if parent else None)
+            record(Answer(response.id, place, sampled, parent, (*messages, message), valid))
+            response.choices.append(Choice(place, message, generation, [self._token(token) for token in generation.tokens_T]))
+        return response
+
+    def _check_room(self, prompt_T: IntArray, param: str) -> None:
+        limits = self.policy.limits
+        if len(prompt_T) >= limits.sequence_length:
+            self.ended = StopReason.CONTEXT_OVERFLOW
+            message = f"{len(prompt_T)} tokens leave no room for an answer within sequenceLength {limits.sequence_length}"
+            raise refused(param, message, "context_length_exceeded")
+        if self._turns >= limits.max_turns:
+            self.ended = StopReason.MAX_TURNS
+            raise ApiError(400, f"the episode has had its {limits.max_turns} answers (envs[].maxSteps)", code="max_turns")
+
+    async def _sample(self, prompt_T: IntArray, asked: Asked, number: int) -> list[Generation]:
+        """n generations. A request that fails or is given up by its client is no turn."""
+        self._turns += 1
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._sample_one(prompt_T, asked, number, choice)) for choice in range(asked.n)]
+        except BaseException as failed:
+            self._turns -= 1
+            error = failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise ApiError(503, f"the engines gave no answer: {error}", code="engine_error") from error
+        return [task.result() for task in tasks]
+
+    async def _sample_one(self, prompt_T: IntArray, asked: Asked, number: int, choice: int) -> Generation:
+        limits, key = self.policy.limits, self._episode.key
+        longest = min(asked.max_tokens or limits.max_tokens_per_step, limits.max_tokens_per_step)
+        sampling = SamplingParams(
+            max_new_tokens=min(longest, limits.sequence_length - len(prompt_T)),
+            temperature=limits.temperature,
+            top_p=limits.top_p,
+            top_k=limits.top_k,
+            min_p=limits.min_p,
+            stop_token_ids=self.policy.chat.stop_tokens,
+            record_temperature=limits.record_temperature,
+        )
+        # The client's seed stands beside the episode's, so that the members of a group differ whatever their agent asks.
+        path = [0, number] if asked.seed is None else [1, asked.seed]
+        seed = int(np.random.SeedSequence([self._episode.sampling_seed, *path, choice]).generate_state(1, np.uint64)[0])
+        generation = await self._generate(GenerationRequest(f"{key}-{number}-{choice}", str(key), prompt_T, sampling, seed))
+        if generation.finish is FinishReason.ABORT:
+            raise EnvFault(StopReason.ABORTED, "the engine gave the request up")
+        if not len(generation.tokens_T):
+            raise EnvFault(StopReason.PARSE_ERROR, "the policy's response is empty")
+        return generation
+
+    def _stopped(self, whole: Generation, stops: tuple[str, ...]) -> tuple[Generation, str]:
+        """A generation up to the token that completes a stop text, and what it says before that.
+
+        Where to stop follows from the tokens before, so the log-probs of those that stay are what they were.
+        """
+        chat = self.policy.chat
+        if not any(stop in chat.text(whole.tokens_T) for stop in stops):
+            return whole, chat.text(whole.tokens_T)
+        for size in range(1, len(whole.tokens_T) + 1):
+            text = chat.text(whole.tokens_T[:size])
+            places = [text.index(stop) for stop in stops if stop in text]
+            if places:
+                cut = replace(
+                    whole,
+                    tokens_T=whole.tokens_T[:size],
+                    logprobs_T=whole.logprobs_T[:size],
+                    versions_T=whole.versions_T[:size],
+                    finish=FinishReason.STOP,
+                )
+                return cut, text[: min(places)]
+        raise AssertionError("the whole text has a stop text")
+
+    def _token(self, token: np.int32) -> str:
+        return self.policy.chat.shown(np.array([token], np.int32))
+
+
+def _tokenised(param: str, make: Callable[[], T]) -> T:
+    """What `make` returns. Messages that the chat template or the tokenizer refuses are the client's mistake."""
+    try:
+        return make()
+    except Exception as error:  # jinja, tokenizers and templates raise anything
+        raise refused(param, f"cannot be put into the policy's chat template and tokens: {one_line(error)}") from error
