@@ -101,7 +101,7 @@ def test_environments_of_a_run_are_checked_with_their_config_and_items() -> None
         (("own_env:Own", "-c", "wort=3"), ExitCode.INVALID_CONFIG, "has no config key 'wort'"),
         (("nowhere",), ExitCode.INVALID_CONFIG, "no env is called 'nowhere'"),
         (("-f", "run.yaml", "--tag", "C"), ExitCode.INVALID_CONFIG, "has no environment 'C'; it has A, B"),
-        (("own_env:Repeats",), 1, "no items to play"),
+        (("own_env:Repeats",), 0, "no items were given to play"),
     ],
 )
 def test_what_cannot_be_checked_is_told(arguments: tuple[str, ...], code: int, message: str) -> None:

@@ -59,11 +59,9 @@ def checked_step(answer: object) -> StepResult:
 
 
 def checked_actions(answer: object) -> list[str]:
-    """What `valid_actions` returned. Raises `EnvFault`."""
+    """What `valid_actions` returned; none at all says that they cannot be listed. Raises `EnvFault`."""
     if isinstance(answer, str) or not isinstance(answer, (list, tuple)) or not all(isinstance(action, str) for action in answer):
         raise _fault("valid_actions returned something that is no list of texts")
-    if not answer:
-        raise _fault("valid_actions returned an empty list")
     return list(answer)
 
 

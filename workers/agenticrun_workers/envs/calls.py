@@ -51,7 +51,7 @@ class EnvCalls:
         return checked_step(await self._call(env, env.step, action))
 
     async def valid_actions(self, env: Env) -> list[str]:
-        """The answers that are valid now, at least one. Raises `EnvFault`."""
+        """The answers that are valid now; none: they cannot be listed. Raises `EnvFault`."""
         return checked_actions(await self._call(env, env.valid_actions))
 
     async def _call(self, env: Env, call: Callable[..., Any], *places: Any, **names: Any) -> Any:

@@ -59,7 +59,8 @@ class Subject:
 
 async def actions_of(subject: Subject, env: Env) -> list[str]:
     """What may be answered now."""
-    return await subject.calls.valid_actions(env) if hasattr(env, "valid_actions") else list(ANSWERS)
+    listed = await subject.calls.valid_actions(env) if hasattr(env, "valid_actions") else []
+    return listed or list(ANSWERS)
 
 
 async def events(subject: Subject, env: Env, seed: int, split: Stream = Stream.TRAIN) -> AsyncIterator[Event]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import pickle
 import random
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from agenticrun_workers.envs.check_episodes import Event, Subject, actions_of, episode, episodes, episodes_of_another_process, events
+from agenticrun_workers.envs.check_episodes import Event, Subject, episode, episodes, episodes_of_another_process, events
 from agenticrun_workers.envs.check_report import Finding, failed, not_checked, ok, warning
 from agenticrun_workers.envs.env import HasVocabulary, Renders, TakesItem
 from agenticrun_workers.envs.faults import EnvFault
@@ -33,8 +34,6 @@ QUICK_CALL = 0.000_2
 
 async def other_process(subject: Subject) -> Finding:
     """First of all: what ends or hangs its process does it there."""
-    if isinstance(subject.make(), TakesItem) and not subject.items:
-        return failed("it has set_item, but there are no items to play", "name a run with a dataset (--file, --tag), or pass items")
     if not subject.type:
         return not_checked("the class cannot be imported by another process")
     theirs = await asyncio.to_thread(episodes_of_another_process, subject)
@@ -50,6 +49,8 @@ async def plays(subject: Subject) -> Finding:
         return warning(
             "there is no instruction", "say in `instruction` what the task is and how to answer, or in the agent's systemTemplate"
         )
+    if isinstance(subject.make(), TakesItem) and not subject.items:
+        return warning("it has set_item, but no items were given to play", "name a run with a dataset (--file, --tag), or pass items")
     return ok(f"{len(played)} episodes of valid types, {over} of them ended within {subject.turns} turns")
 
 
@@ -92,8 +93,9 @@ async def threads(subject: Subject) -> Finding:
     def alone(seed: int) -> list[Event]:
         return asyncio.run(episode(subject, subject.make(), seed))
 
-    if not getattr(subject.make(), "blocking", True):
-        return not_checked("blocking = False: it is called on the event loop")
+    env = subject.make()
+    if not getattr(env, "blocking", True) or inspect.iscoroutinefunction(env.step):
+        return not_checked("it is called on the event loop")
     with ThreadPoolExecutor(4) as pool:
         seen = await asyncio.gather(*(asyncio.get_running_loop().run_in_executor(pool, alone, seed) for seed in subject.seeds))
     return _same(
@@ -162,12 +164,12 @@ async def odd_answers(subject: Subject) -> Finding:
 
 
 async def listed_actions(subject: Subject) -> Finding:
-    if not hasattr(subject.make(), "valid_actions"):
-        return not_checked("no valid_actions: warm-up by random play and the random policy cannot play it")
     seed = subject.seeds[0]
     env = subject.make()
     await subject.calls.reset(env, seed, Stream.TRAIN, subject.item(seed))
-    actions = await actions_of(subject, env)
+    actions = await subject.calls.valid_actions(env) if hasattr(env, "valid_actions") else []
+    if not actions:
+        return not_checked("no valid_actions: warm-up by random play and the random policy cannot play it")
     for action in actions[:50]:
         env = subject.make()
         await subject.calls.reset(env, seed, Stream.TRAIN, subject.item(seed))
@@ -202,10 +204,10 @@ async def vocabulary(subject: Subject) -> Finding:
                 read = known.match(text)
                 at = read.end() if read else 0
                 if at < len(text):
-                    return failed(
-                        f"vocabulary() does not cover {text[at : at + 10]!r} of {text[:40]!r}",
-                        "list every piece of observations and answers",
-                    )
+                    found = f"vocabulary() does not cover {text[at : at + 10]!r} of {text[:40]!r}"
+                    if subject.items:
+                        return warning(found, "name the words of the data set in spec.model.initialize.words")
+                    return failed(found, "list every piece of observations and answers")
     return ok(f"{len(pieces)} pieces cover all observations and answers")
 
 
@@ -240,7 +242,7 @@ async def speed(subject: Subject) -> Finding:
     on_loop = not getattr(env, "blocking", True)
     if on_loop and max(reset, step) > SLOW_CALL:
         return warning(f"{told}, on the event loop", "all other episodes wait meanwhile: leave out blocking = False, or make it faster")
-    if not on_loop and max(reset, step) < QUICK_CALL and not asyncio.iscoroutinefunction(env.step):
+    if not on_loop and max(reset, step) < QUICK_CALL and not inspect.iscoroutinefunction(env.step):
         return ok(f"{told}; blocking = False would save a thread's hop per call")
     return ok(told)
 
