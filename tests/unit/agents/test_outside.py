@@ -182,6 +182,35 @@ def test_texts_go_on_from_recorded_tokens_and_stop_texts_cut(agent_of: Any) -> N
     assert CHAT.shown(trajectory.tokens_T) == "Q: 1+1\nAct\nObservation: 2\ndone<|im_end|>"
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    said=st.text("aß€😀 \n", max_size=12),
+    kept=st.integers(0, 12),
+    more=st.text("aß€😀", max_size=3),
+    stop=st.sampled_from([None, "a", "€😀"]),
+)
+def test_a_text_is_tokenised_only_from_where_it_leaves_what_was_sampled(said: str, kept: int, more: str, stop: str | None) -> None:
+    """The policy samples byte by byte, so the tokens show which part of a text is recorded and which is tokenised again."""
+
+    async def ask() -> None:
+        policy = Says([said, "x"])
+        one = session(policy)
+        await one.complete({"model": "policy", "prompt": "Q", "stop": stop})
+        (tokens,) = (answer.sampled.generation.tokens_T.tolist() for answer in one.recorded.answers)
+        whole = CHAT.text(np.array(tokens, np.int32))
+        expected = said if stop is None or stop not in said else said[: said.index(stop) + len(stop)]
+        assert whole == expected
+        text = whole[:kept] + more
+        await one.complete({"model": "policy", "prompt": "Q" + text})
+        shared = next((place for place, (a, b) in enumerate(zip(whole, text, strict=False)) if a != b), min(len(whole), len(text)))
+        recorded = sum(len(TOKENIZER.encode(letter, add_special_tokens=False)) for letter in whole[:shared])
+        rest = TOKENIZER.encode(text[shared:], add_special_tokens=False)
+        first_T = policy.asked[0][0].prompt_tokens
+        assert policy.asked[1][0].prompt_tokens.tolist() == [*first_T.tolist(), *tokens[:recorded], *rest]
+
+    asyncio.run(ask())
+
+
 def test_tokens_may_be_the_prompt(agent_of: Any) -> None:
     async def run(base_url: str, task: Any) -> float:
         await client(base_url).completions.create(model="policy", prompt=[5, 6, 7])
@@ -287,6 +316,7 @@ def test_whatever_is_asked_each_answer_is_trained_once_after_what_the_engine_saw
         policy = Says(lambda request: data.draw(st.sampled_from(["a", " sum ", "The sum", CALL, "<tool_call>x</tool_call>"])))
         one = session(policy, AgentLimits(max_turns=100, max_tokens_per_step=90, sequence_length=4000))
         known: list[list[Any]] = [[user("sum?")]]
+        sampled: list[tuple[list[Any], list[Any], list[int]]] = []  # conversation, tools, tokens
         for _ in range(data.draw(st.integers(1, 6))):
             messages = list(data.draw(st.sampled_from(known)))
             match data.draw(st.sampled_from(["again", "add", "cut", "insert"])):
@@ -301,7 +331,13 @@ def test_whatever_is_asked_each_answer_is_trained_once_after_what_the_engine_saw
             n = data.draw(st.integers(1, 2))
             tools = data.draw(st.sampled_from([[], TOOLS]))
             response = await one.chat({"model": "policy", "messages": messages, "n": n, "tools": tools})
-            known += [[*messages, json.loads(json.dumps(choice["message"]))] for choice in response.chat_body()["choices"]]
+            prompt = policy.asked[-1][0].prompt_tokens.tolist()
+            repeated = [(len(said), tokens) for said, shown, tokens in sampled if (messages[: len(said)], tools) == (said, shown)]
+            longest = [tokens for size, tokens in repeated if size == max(repeated)[0]]
+            assert not repeated or any(prompt[: len(tokens)] == tokens for tokens in longest)
+            for choice, (_, made) in zip(response.chat_body()["choices"], policy.asked[-n:], strict=True):
+                known.append([*messages, json.loads(json.dumps(choice["message"]))])
+                sampled.append((known[-1], tools, prompt + made.tokens_T.tolist()))
         branches = one.recorded.branches()
         answers = [answer for branch in branches for answer in branch]
         assert sorted(map(id, answers)) == sorted(map(id, one.recorded.answers))

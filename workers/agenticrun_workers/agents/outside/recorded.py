@@ -8,6 +8,7 @@ conversation asked twice or changed half-way is a fork, and one that begins othe
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from agenticrun_workers.agents.chat import ChatFormat
 from agenticrun_workers.agents.outside.messages import ChatMessage
 from agenticrun_workers.agents.sampled_tree import Sampled
 from agenticrun_workers.types import IntArray
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer shows for the first bytes of a character."""
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -51,8 +55,9 @@ class Recorded:
     def chat_prompt(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[IntArray, Answer | None]:
         """Tokens of a conversation up to the start of the answer, int32 [T], and the recorded answer that they go on from."""
         templates = [message.for_template for message in messages]
+        key = _key(messages, tools)
         for size in range(len(messages), 0, -1):
-            before = self._of_chats.get(_key(messages[:size], tools)) if messages[size - 1].role == "assistant" else None
+            before = self._of_chats.get(key[: size + 1]) if messages[size - 1].role == "assistant" else None
             if before is not None:
                 tokens_T = before.sampled.generation.tokens_T
                 ended = int(tokens_T[-1]) == self._chat.end_of_turn
@@ -74,19 +79,19 @@ class Recorded:
 
     def _said_of(self, text: str, tokens_T: IntArray) -> tuple[int, int]:
         """How many of these tokens the text begins with, and how many of its characters they are."""
-        for size in range(len(tokens_T), 0, -1):
-            said = self._chat.shown(tokens_T[:size])
-            if text.startswith(said):
-                return size, len(said)
-        return 0, 0
+
+        def goes_too_far(size: int) -> bool:
+            return not text.startswith(self._chat.shown(tokens_T[:size]).rstrip(UNFINISHED))
+
+        size = bisect_left(range(len(tokens_T) + 1), True, key=goes_too_far) - 1
+        while not text.startswith(said := self._chat.shown(tokens_T[:size])):
+            size -= 1  # it ends inside of a character
+        return size, len(said)
 
     def parent_of(self, prompt_T: IntArray, matched: Answer | None = None) -> Answer | None:
         """The longest sampled sequence that a prompt begins with; of equal ones the one whose conversation it repeats, else the latest."""
-        return max(
-            (answer for answer in self.answers if answer.sampled.begins(prompt_T)),
-            key=lambda answer: (answer.sampled.length, answer is matched, self.answers.index(answer)),
-            default=None,
-        )
+        fitting = [answer for answer in reversed(self.answers) if answer.sampled.begins(prompt_T)]
+        return max(fitting, key=lambda answer: (answer.sampled.length, answer is matched), default=None)
 
     def add(self, answer: Answer, tools: Tools = (), text: str | None = None) -> None:
         """Remember an answer: to a conversation with these tools, or to the prompt `text`."""
@@ -120,5 +125,5 @@ class Recorded:
 
 
 def _key(messages: Sequence[ChatMessage], tools: Tools) -> tuple[Any, ...]:
-    """Equal for conversations that say the same."""
+    """Equal for conversations that say the same: the tools, and one item for each message."""
     return json.dumps(list(tools), sort_keys=True), *(message.identity for message in messages)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from agenticrun_workers.agents.outside.messages import ChatMessage
@@ -38,7 +39,7 @@ class Choice:
 
     @property
     def text_logprobs(self) -> dict[str, Any]:
-        offsets = [sum(map(len, self.tokens[:place])) for place in range(len(self.tokens))]
+        offsets = [0, *accumulate(map(len, self.tokens))][:-1]
         values = self.generation.logprobs_T.tolist()
         return {"tokens": self.tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 

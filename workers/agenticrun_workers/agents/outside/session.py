@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -193,21 +194,23 @@ class Session:
         Where to stop follows from the tokens before, so the log-probs of those that stay are what they were.
         """
         chat = self.policy.chat
-        if not any(stop in chat.text(whole.tokens_T) for stop in stops):
-            return whole, chat.text(whole.tokens_T)
-        for size in range(1, len(whole.tokens_T) + 1):
+
+        def stopped(size: int) -> bool:
             text = chat.text(whole.tokens_T[:size])
-            places = [text.index(stop) for stop in stops if stop in text]
-            if places:
-                cut = replace(
-                    whole,
-                    tokens_T=whole.tokens_T[:size],
-                    logprobs_T=whole.logprobs_T[:size],
-                    versions_T=whole.versions_T[:size],
-                    finish=FinishReason.STOP,
-                )
-                return cut, text[: min(places)]
-        raise AssertionError("the whole text has a stop text")
+            return any(stop in text for stop in stops)
+
+        size = bisect_left(range(len(whole.tokens_T) + 1), True, key=stopped)
+        text = chat.text(whole.tokens_T[:size])
+        if size > len(whole.tokens_T):
+            return whole, text
+        cut = replace(
+            whole,
+            tokens_T=whole.tokens_T[:size],
+            logprobs_T=whole.logprobs_T[:size],
+            versions_T=whole.versions_T[:size],
+            finish=FinishReason.STOP,
+        )
+        return cut, text[: min(text.index(stop) for stop in stops if stop in text)]
 
     def _token(self, token: np.int32) -> str:
         return self.policy.chat.shown(np.array([token], np.int32))

@@ -1,0 +1,22 @@
+"""An agent that knows nothing of AgenticRun: a script with the openai client, which asks, doubts the answer, and asks again.
+
+`run: asker:play` calls it as a function; `command: [python, -m, asker]` starts it as a program for each episode.
+"""
+
+import json
+import os
+from types import SimpleNamespace
+
+from openai import OpenAI
+
+
+def play(base_url, task):
+    client = OpenAI(base_url=base_url, api_key="any")
+    messages = list(task.messages)
+    answer = client.chat.completions.create(model=task.model, messages=messages)
+    messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
+    client.chat.completions.create(model=task.model, messages=messages)  # the environment judges the last answer
+
+
+if __name__ == "__main__":
+    play(os.environ["OPENAI_BASE_URL"], SimpleNamespace(**json.loads(os.environ["AGENTICRUN_TASK"])))

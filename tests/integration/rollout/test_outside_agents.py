@@ -1,0 +1,156 @@
+"""Programs that know nothing of this project, with the real openai client, an agent framework from PyPI and a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import agents
+import pytest
+import yaml
+from openai import AsyncOpenAI
+
+from agenticrun_workers.agents import AgentLimits, OutsideAgent
+from agenticrun_workers.inference.transformers_engine import TransformersEngine
+from agenticrun_workers.models import load_model
+from agenticrun_workers.rollout.tokenizer import TokenizerSource, load_tokenizer
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason
+from outside_agents import CHAT, EPISODE, Question, Says, check_token_for_token, play
+from tiny_model import CONTEXT, plain_logprobs, tiny_model
+
+EXAMPLE = Path(__file__).parents[3] / "examples/outside-agent"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 19, "b": 23}}\n</tool_call>'
+
+Known = Callable[[Callable[..., Any]], str]
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> Known:
+    """Makes a function known as `run: module:function`."""
+
+    def known(function: Callable[..., Any]) -> str:
+        module = type(sys)("outside_program")
+        module.run = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return f"{module.__name__}:run"
+
+    return known
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_openai_agents_calls_a_tool_and_becomes_one_trajectory(known: Known, streamed: bool) -> None:
+    called: list[tuple[int, int]] = []
+
+    @agents.function_tool
+    def add(a: int, b: int) -> str:
+        """Adds two numbers."""
+        called.append((a, b))
+        return str(a + b)
+
+    async def run(base_url: str, task: Any) -> float:
+        agents.set_tracing_disabled(True)
+        model = agents.OpenAIChatCompletionsModel(task.model, AsyncOpenAI(base_url=base_url, api_key="any"))
+        agent = agents.Agent("adder", instructions="Use the tool.", model=model, tools=[add])
+        if streamed:
+            result: Any = agents.Runner.run_streamed(agent, "19+23?")
+            async for _ in result.stream_events():
+                pass
+        else:
+            result = await agents.Runner.run(agent, "19+23?")
+        again = [*result.to_input_list(), {"role": "user", "content": "sure?"}]
+        assert (await agents.Runner.run(agent, again)).final_output == "Yes."
+        return float(result.final_output == "The sum is 42.")
+
+    policy = Says([CALL, "The sum is 42.", "Yes."])
+    trajectories = play(policy, run=known(run))
+    assert [trajectory.error for trajectory in trajectories] == [""]
+    check_token_for_token(trajectories, policy.asked)
+    assert called == [(19, 23)]
+    assert trajectories[0].score == 1
+    shown = CHAT.shown(trajectories[0].tokens_T)
+    assert '"description": "Adds two numbers."' in shown
+    assert "<|im_start|>user\n\n<tool_response>\n42\n</tool_response><|im_end|>" in shown.replace("user\n<tool", "user\n\n<tool")
+
+
+def test_a_real_engines_answers_keep_their_log_probs(known: Known, tmp_path: Path) -> None:
+    """Each log-prob is that of one plain forward pass over the trajectory, in all branches of two episodes at once."""
+    folder = tiny_model(tmp_path)
+    tokenizer = load_tokenizer(TokenizerSource(path=str(folder)))
+    limits = AgentLimits(max_turns=8, max_tokens_per_step=6, sequence_length=CONTEXT, temperature=0.8)
+
+    async def run(base_url: str, task: Any) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key="any")
+        create = partial(client.chat.completions.create, model=task.model)
+        first = await create(messages=[{"role": "user", "content": "ab"}], n=2, logprobs=True)
+        for choice in first.choices:
+            assert choice.logprobs is not None
+            past: list[Any] = [{"role": "user", "content": "ab"}, choice.message]
+            await create(messages=[*past, {"role": "user", "content": "c"}, {"role": "user", "content": "d"}])
+        return 1.0
+
+    async def episodes() -> list[Any]:
+        engine = TransformersEngine(partial(load_model, str(folder)), max_length=CONTEXT)
+        await engine.start()
+        asked: list[tuple[GenerationRequest, Generation]] = []
+
+        async def generate(request: GenerationRequest) -> Generation:
+            made = await engine.generate(request)
+            asked.append((request, made))
+            return made
+
+        agent = OutsideAgent(tokenizer=tokenizer, limits=limits, run=known(run))
+        try:
+            both = [replace(EPISODE, key=replace(EPISODE.key, member=member), sampling_seed=member) for member in (0, 1)]
+            return [*await asyncio.gather(*(agent.collect_trajectory(each, Question(), generate) for each in both)), asked]
+        finally:
+            await engine.stop()
+
+    one, two, asked = asyncio.run(episodes())
+    model = load_model(str(folder))
+    assert len(asked) == 8
+    for trajectory in [*one, *two]:
+        assert (trajectory.stop_reason, trajectory.error) == (StopReason.COMPLETED, "")
+        before: list[int] = []
+        for turn in trajectory.turns:
+            before += turn.prompt_T.tolist()
+            prompt_T = trajectory.tokens_T[: len(before)]
+            assert any(request.prompt_tokens.tolist() == before and said.tokens_T is turn.response_T for request, said in asked)
+            expected = plain_logprobs(model, prompt_T, turn.response_T, 0.8)
+            assert turn.logprobs_T == pytest.approx(expected, abs=1e-4)
+            before += turn.response_T.tolist()
+    assert all(said.finish in (FinishReason.STOP, FinishReason.LENGTH) for _, said in asked)
+
+
+def test_the_example_is_a_program_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
+    policy = Says(["a", "bc"])
+    (trajectory,) = play(policy, command=[sys.executable, "-m", "asker"], reward="environment")
+    check_token_for_token([trajectory], policy.asked)
+    assert trajectory.score == pytest.approx(0.2)
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    document = yaml.safe_load((EXAMPLE / "agenticrun.yaml").read_text())
+    pipeline = document["spec"]["pipeline"]
+    pipeline |= {"maxSteps": 2, "rolloutBatchSize": 8, "valBatchSize": 2, "evalSteps": 2}
+    pipeline["warmup"] |= {"steps": 2, "batchSize": 4}
+    pipeline["trainEnvs"] |= {"groups": 2, "groupSize": 4}
+    pipeline["valEnvs"] |= {"groups": 2}
+    pipeline["actorTrain"]["training"] |= {"miniBatchSize": 8}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(document))
+    command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "-f", str(file), "-o", str(tmp_path / "out")]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(EXAMPLE)}, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "system/tps" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line["stop/completed"] == 1 and line["env/Pairs/action_is_valid"] >= 0 for line in steps)
