@@ -84,9 +84,11 @@ class Says:
         self._delay = delay
         self.asked: list[tuple[GenerationRequest, Generation]] = []
         """Every request that was answered."""
+        self.begun = 0
         self.given_up = 0
 
     async def __call__(self, request: GenerationRequest) -> Generation:
+        self.begun += 1
         try:
             await asyncio.sleep(self._delay)
         except asyncio.CancelledError:

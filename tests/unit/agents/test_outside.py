@@ -24,7 +24,7 @@ from agenticrun_workers.agents.outside.errors import ApiError
 from agenticrun_workers.agents.outside.session import Policy, Session
 from agenticrun_workers.agents.outside.tool_calls import HERMES, call_pattern
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason, Trajectory
-from outside_agents import CHAT, EPISODE, LIMITS, TOKENIZER, Says, check_token_for_token, play
+from outside_agents import CHAT, EPISODE, LIMITS, TOKENIZER, Question, Says, check_token_for_token, play
 
 HERE = "outside_test_agent"
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}]
@@ -487,6 +487,54 @@ def test_an_agent_that_never_ends_is_ended(agent_of: Any, kind: str, tmp_path: P
         assert not status or status.startswith("Z")
     else:
         assert ended.wait(5)
+
+
+async def test_an_episode_that_is_aborted_leaves_nothing_running(agent_of: Any) -> None:
+    """As the run does it: `collect_trajectory` is cancelled while the engine samples."""
+    urls: list[str] = []
+    ended = asyncio.Event()
+
+    async def run(base_url: str, task: Any) -> None:
+        urls.append(base_url)
+        try:
+            await say(base_url, [user("?")])
+        finally:
+            ended.set()
+
+    policy = Says(["a"], delay=1000)
+    agent = OutsideAgent(tokenizer=TOKENIZER, limits=LIMITS, run=agent_of(run))
+    playing = asyncio.create_task(agent.collect_trajectory(EPISODE, Question(), policy))  # type: ignore[arg-type]
+    while not policy.begun:
+        await asyncio.sleep(0.01)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert ended.is_set()
+    assert policy.given_up == 1
+    with pytest.raises(openai.APIConnectionError):
+        await say(urls[0], [user("?")])
+
+
+REWARDS: list[tuple[Any, str]] = [
+    ([], "reward"),
+    ({}, "reward"),
+    ({"reward": "1"}, "reward"),
+    ({"reward": float("inf")}, "reward"),
+    ({"reward": 1, "for": "me"}, "reward"),
+    ({"reward": 1, "trajectory": "no-such"}, "trajectory"),
+    ({"reward": 1, "trajectory": "train-3-1-1", "choice": 1}, "trajectory"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), REWARDS)
+async def test_a_reward_that_cannot_be_meant_is_refused(body: Any, param: str) -> None:
+    one = session(Says(["a"]))
+    answered = await one.chat({"model": "policy", "messages": [user("?")]})
+    assert answered.id == "train-3-1-1"
+    with pytest.raises(ApiError) as refused:
+        one.post_reward(body)
+    assert refused.value.param == param
+    assert (one.reward, one.rewards) == (None, {})
 
 
 SCRIPT = """
