@@ -31,7 +31,7 @@ class AgentSpec(Model):
 
     type: PlugIn = "multi_turn"
     """multi_turn: one growing conversation (StarPO). step_wise: a new prompt each turn, with the newest turns as history (GiGPO).
-    Or module:Class."""
+    math_multi_turn: AReaL's math agent. outside: a program of any framework, through an OpenAI-compatible endpoint. Or module:Class."""
     config: Open = {}
     """Keyword arguments of the agent."""
 
@@ -50,7 +50,7 @@ class EnvSpec(Model):
 
     tag: Tag
     type: PlugIn
-    """A registered environment (frozen_lake) or `module:Class` from spec.code or the image."""
+    """frozen_lake, sokoban, webshop, math, python_tool, gymnasium, or `module:Class` from spec.code or the image."""
     config: Open = {}
     """Keyword arguments of the environment."""
     dataset: DatasetSpec | None = None
