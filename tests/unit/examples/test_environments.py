@@ -17,7 +17,7 @@ CHAT_TOKENS = 4
 """Around a message and its answer: roles and ends of turns."""
 
 
-@pytest.mark.parametrize("name", ["webshop", "gymnasium", "python-tool", "mixed"])
+@pytest.mark.parametrize("name", ["sokoban", "webshop", "gymnasium", "python-tool", "mixed"])
 def test_answers_and_episodes_fit(name: str) -> None:
     pipeline = load_run(EXAMPLES / f"{name}.yaml").spec.pipeline
     for spec in pipeline.envs:
