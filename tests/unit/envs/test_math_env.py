@@ -13,7 +13,7 @@ import pytest
 from agenticrun_workers.envs import EnvCalls, EnvConfigError, MathEnv, MathSingleStep, StepResult, make_env
 from agenticrun_workers.envs.math_env import RIGHT, WRONG
 from agenticrun_workers.envs.service import ServiceCalls
-from agenticrun_workers.types import StopReason, Stream
+from agenticrun_workers.types import Stream
 
 ITEM = {"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"}
 EXAMPLE = Path(__file__).parents[3] / "examples/math"
@@ -102,9 +102,7 @@ def test_without_random_answers_there_is_no_random_policy() -> None:
         return await EnvCalls().valid_actions(env)
 
     assert asyncio.run(ask(MathEnv(random_answers=["1", "2"]))) == ["1", "2"]
-    with pytest.raises(Exception, match="empty") as fault:
-        asyncio.run(ask(MathEnv()))
-    assert fault.value.reason is StopReason.ENV_ERROR  # type: ignore[attr-defined]
+    assert asyncio.run(ask(MathEnv())) == [], "which random play refuses"
 
 
 def test_the_sums_of_the_example_are_what_its_script_writes_and_right() -> None:
