@@ -109,7 +109,10 @@ async def ask_through_client(actor: Any, work: Work, name: str) -> float:
         generation = await client.generate(work.request(number))
         assert len(generation.tokens_T) == work.new_tokens, generation.finish
 
-    return await work.ask(one)
+    try:
+        return await work.ask(one)
+    finally:
+        client.set_engines({})  # ends its connections
 
 
 async def ask_by_http(engine: str, url: str, work: Work) -> float:
