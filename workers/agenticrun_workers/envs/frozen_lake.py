@@ -114,13 +114,11 @@ class FrozenLake:
 
     def reset(self, seed: int, split: Stream) -> str:
         """Begin on a solvable map of the split. Deterministic in (seed, split, configuration)."""
-        rng = np.random.default_rng(seed)
-        slip_seed = rng.bit_generator.random_raw() >> 1
         if self.is_slippery:
-            self._slips = np.random.default_rng(slip_seed)
+            self._slips = np.random.default_rng(seed)
         wants_holdout = split == Stream.VALIDATION
-        for _ in range(MAX_DRAWS):
-            holes = random_holes(rng, self.size, self.frozen_probability)
+        for draw in range(MAX_DRAWS):
+            holes = random_holes(seed, draw, self.size, self.frozen_probability)
             if is_solvable(holes, self.size) and is_holdout(holes, self.size, self.holdout_share) == wants_holdout:
                 return self._start_on(holes)
         raise NoLevel(split, "size, frozenProbability")
