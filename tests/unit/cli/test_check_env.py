@@ -13,7 +13,7 @@ from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
 
 OWN = """
-from agenticrun_workers.envs import StepResult
+from agenticrun_workers.envs import EnvironmentService, StepResult
 
 
 class Own:
@@ -32,6 +32,11 @@ class Own:
 
     def valid_actions(self):
         return [self.word]
+
+
+class Judge(EnvironmentService):
+    async def step(self, action):
+        return None, 0.0, True, False, {}
 
 
 class Repeats(Own):
@@ -101,6 +106,7 @@ def test_environments_of_a_run_are_checked_with_their_config_and_items() -> None
         (("own_env:Own", "-c", "wort=3"), ExitCode.INVALID_CONFIG, "has no config key 'wort'"),
         (("nowhere",), ExitCode.INVALID_CONFIG, "no env is called 'nowhere'"),
         (("-f", "run.yaml", "--tag", "C"), ExitCode.INVALID_CONFIG, "has no environment 'C'; it has A, B"),
+        (("own_env:Judge",), ExitCode.INVALID_CONFIG, "own_env:Judge is an EnvironmentService, whose actions only its agent knows"),
         (("own_env:Repeats",), 0, "no items were given to play"),
     ],
 )

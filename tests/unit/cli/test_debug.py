@@ -19,7 +19,8 @@ import threading
 
 import numpy as np
 
-from agenticrun_workers.envs import StepResult
+from agenticrun_workers.agents import ScoredSequence
+from agenticrun_workers.envs import EnvironmentService, StepResult
 
 
 class Own:
@@ -55,6 +56,30 @@ class Draws(Own):
 class Async(Draws):
     async def step(self, action):
         return super().step(action)
+
+
+class Judge(EnvironmentService):
+    async def reset(self, seed=None, options=None):
+        return self.item["prompt"]
+
+    async def step(self, action):
+        qid, answers = action
+        return None, [float(answer == ["cold"]) for answer in answers], True, False, {"judged": len(answers)}
+
+    def vocabulary(self):
+        return ["hot", "cold"]
+
+
+class Asks:
+    def __init__(self, gconfig, tokenizer):
+        self.gconfig, self.tokenizer = gconfig.new(n=2), tokenizer
+
+    async def collect_trajectory(self, prompt, env, obs_queue, act_queue):
+        await obs_queue.put((prompt.qid, prompt.token_ids, self.gconfig))
+        bundle = await act_queue.get()
+        answers = [self.tokenizer.batch_decode([ids], skip_special_tokens=True) for ids in bundle.output_ids]
+        _, rewards, *_ = await env.step((prompt.qid, answers))
+        return [ScoredSequence(seq, reward) for seq, reward in zip(bundle.seqs, rewards)]
 """
 
 RUN = """
@@ -76,12 +101,20 @@ spec:
 """
 
 
+SERVICE = (
+    "pipeline.envs[0].type=own_debug:Judge",
+    "pipeline.envs[0].agent={type: 'own_debug:Asks'}",
+    "pipeline.envs[0].dataset={path: words.jsonl, valSplit: train}",
+)
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "own_debug.py").write_text(OWN)
     (tmp_path / "run.yaml").write_text(RUN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
     yield tmp_path
     sys.modules.pop("own_debug", None)
 
@@ -130,6 +163,21 @@ def test_random_play_is_the_same_for_the_same_seed_and_is_filmed(folder: Path) -
 
 def test_async_environments_play_too() -> None:
     assert "reward       1.5, terminated" in debug("--tag", "B", "--set", "pipeline.envs[1].type=own_debug:Async")[1]
+
+
+def test_a_service_plays_with_its_agent_and_its_data_lies_beside_the_yaml(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "words.jsonl").write_text('{"prompt": "hot"}\n')
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    changes = [word for change in SERVICE for word in ("--set", change)]
+    result = CliRunner().invoke(app, ["debug", "-f", "../run.yaml", "--policy", "human", *changes], input="hot\ncold\n")
+    assert result.exit_code == 0, result.output
+    for told in ("<|user|>hot<|end|>", "[['hot'], ['cold']])", "reward       [0.0, 1.0], terminated", "info         {'judged': 2}"):
+        assert told in result.output, told
+    first, second = result.output.split("end, trajectory")[1:]
+    assert "score        0" in first
+    assert "score        1" in second
 
 
 def test_the_model_of_the_run_answers() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agenticrun_workers.cli.common import Changes, give_up, load
+from agenticrun_workers.cli.common import Changes, give_up, load, look_in
 
 if TYPE_CHECKING:
     from agenticrun_workers.envs.checking import Report
@@ -35,7 +35,7 @@ def check_env(
     """Check an environment: seeds, processes, threads, types, odd answers, hangs, pictures, speed. Exit code 1 if a check fails."""
     if (env is None) == (file is None):
         raise typer.BadParameter("name an environment, or a run with --file")
-    sys.path.insert(0, str((file.parent if file else Path()).resolve()))
+    look_in(file.parent if file else Path())
     import yaml
 
     from agenticrun_workers.envs.checking import check_env as checked

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 from datetime import datetime
 from itertools import count
@@ -31,6 +33,13 @@ def load(file: Path, changes: Iterable[str] | None) -> AgenticRun:
         return load_run_with(file, changes or [])
     except InvalidRun as error:
         refuse(file, error.errors)
+
+
+def look_in(folder: Path) -> None:
+    """Let this process and those that it starts find modules and data sets that lie here, beside a run's file."""
+    found = str(folder.resolve())
+    sys.path.insert(0, found)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [found, os.environ.get("PYTHONPATH")]))
 
 
 def refuse(file: Path, errors: Iterable[str]) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from agenticrun_workers.cli.common import Changes, RunFile, give_up, load
+from agenticrun_workers.cli.common import Changes, RunFile, give_up, load, look_in
 
 if TYPE_CHECKING:
     from agenticrun_api import AgenticRun
@@ -50,7 +50,7 @@ def debug(
     tags = [spec.tag for spec in run.spec.pipeline.envs]
     if tag is not None and tag not in tags:
         give_up(f"{file} has no environment {tag!r}; it has {', '.join(tags)}")
-    sys.path.insert(0, str(file.resolve().parent))
+    look_in(file.parent)
     from agenticrun_workers.cli.debug_episode import CannotPlay, play
     from agenticrun_workers.inference import EngineError
     from agenticrun_workers.plugins import PluginError

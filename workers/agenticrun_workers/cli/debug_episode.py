@@ -54,7 +54,8 @@ class Told:
         self._env = env
         self._view = view
         self.reset = self._telling(env.reset, lambda answer, *_: view.began(answer))
-        self.step = self._telling(env.step, lambda answer, action: view.stepped(action, answer))
+        tell = view.served if getattr(env, "is_service", False) else view.stepped
+        self.step = self._telling(env.step, lambda answer, action: tell(action, answer))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)

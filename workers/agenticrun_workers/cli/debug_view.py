@@ -72,6 +72,20 @@ class View:
             self._line("metrics", _metrics(result.metrics))
         self._line("observation", result.observation)
 
+    def served(self, action: Any, answer: Any) -> None:
+        """`step` of an `EnvironmentService` returned."""
+        self._line("action", repr(action), "bold")
+        if not isinstance(answer, tuple) or len(answer) != 5:
+            self._line("no step", f"{answer!r} is not (observation, reward, terminated, truncated, info)", "bold red")
+            return
+        observation, reward, terminated, truncated, info = answer
+        ended = f"{', terminated' if terminated else ''}{', truncated' if truncated else ''}"
+        self._line("reward", f"{reward}{ended}", "magenta")
+        if info:
+            self._line("info", str(info))
+        if observation is not None:
+            self._line("observation", observation if isinstance(observation, str) else repr(observation))
+
     def failed(self, error: BaseException) -> None:
         """The environment raised."""
         self._console.print(Text("".join(traceback.format_exception(error)).rstrip(), style="red"))

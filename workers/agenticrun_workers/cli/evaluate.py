@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from agenticrun_workers.cli.common import Changes, RunFile, give_up, load
+from agenticrun_workers.cli.common import Changes, RunFile, give_up, load, look_in
 
 if TYPE_CHECKING:
     from agenticrun_api import AgenticRun
@@ -41,7 +40,7 @@ def evaluate(
     loaded = load(file, changes)
     if checkpoint is not None and model is not None:
         raise typer.BadParameter("give --checkpoint or --model, not both")
-    sys.path.insert(0, str(file.resolve().parent))
+    look_in(file.parent)
     from agenticrun_workers.pipeline.session import report_of
     from agenticrun_workers.rollout.errors import InvalidConfig
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from agenticrun_workers.cli.common import Changes, RunFile, give_up, load
+from agenticrun_workers.cli.common import Changes, RunFile, give_up, load, look_in
 
 Checkpoint = Annotated[
     str, typer.Option("--checkpoint", help="Folder or URI of a checkpoint (step-N), or of a run's checkpoints: then the newest one.")
@@ -26,7 +25,7 @@ def export(
     if output.exists() and any(output.iterdir()):
         typer.echo(f"{output} holds files already: name a new folder", err=True)
         raise typer.Exit(2)
-    sys.path.insert(0, str(file.resolve().parent))
+    look_in(file.parent)
     from agenticrun_workers.pipeline.exporting import export_checkpoint
     from agenticrun_workers.rollout.errors import InvalidConfig
 

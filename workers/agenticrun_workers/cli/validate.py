@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
 import typer
 
-from agenticrun_workers.cli.common import Changes, RunFile, load, refuse
+from agenticrun_workers.cli.common import Changes, RunFile, load, look_in, refuse
 
 
 def validate(file: RunFile, changes: Changes = None) -> None:
     """Check a YAML file as the apiserver would, and import its environments as the workers would."""
     loaded = load(file, changes)
-    sys.path.insert(0, str(file.resolve().parent))
+    look_in(file.parent)
     from agenticrun_workers.rollout.env_worker import describe_envs
     from agenticrun_workers.rollout.errors import InvalidConfig
 

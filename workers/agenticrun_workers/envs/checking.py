@@ -17,7 +17,7 @@ from agenticrun_workers.envs.check_list import CHECKS, FIRST, Check
 from agenticrun_workers.envs.check_report import Finding, Report, Verdict, failed, not_checked
 from agenticrun_workers.envs.env import Env
 from agenticrun_workers.envs.faults import EnvFault
-from agenticrun_workers.envs.registry import make_env
+from agenticrun_workers.envs.registry import EnvConfigError, make_env
 
 __all__ = ["Finding", "Report", "Verdict", "check_env"]
 
@@ -50,7 +50,8 @@ def check_env(
     def make() -> Env:
         return make_env(env, config) if isinstance(env, str) else env(**config)
 
-    make()
+    if getattr(make(), "is_service", False):
+        raise EnvConfigError(f"{named or env} is an EnvironmentService, whose actions only its agent knows: play it with agenticrun debug")
     chosen = range(seeds) if isinstance(seeds, int) else seeds
     subject = Subject(make, named, config, chosen, items, turns, timeout)
     findings: dict[str, Finding] = {}
