@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.rollout.request_port import Address, Answer, RequestPort
+from agenticrun_workers.rollout.request_port import Address, RequestPort
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey, FinishReason, Generation, GenerationRequest, IntArray, StopReason, Stream
 
 Fate = Callable[[GroupTask, int], StopReason]
@@ -109,20 +109,19 @@ class FakeEngine:
         self.requests: list[GenerationRequest] = []
         self.aborted: list[str] = []
         self._ignored: dict[str, asyncio.Event] = {}
-        self._port = RequestPort(self._answer, self._abort)
+        self._port = RequestPort(self._generate, self._abort)
 
     async def requests_address(self) -> Address:
         return await self._port.address()
 
-    async def _answer(self, request: GenerationRequest) -> Answer:
+    async def _generate(self, request: GenerationRequest) -> Generation:
         request = replace(request, request_id=_own_id(request.request_id))
         self.requests.append(request)
         if self.ignores(request):
             self._ignored[request.request_id] = asyncio.Event()
             await self._ignored[request.request_id].wait()
         size = len(self.answer_T)
-        generation = Generation(self.answer_T, np.full(size, -1.0, np.float32), np.zeros(size, np.int32), FinishReason.STOP)
-        return Answer(request.request_id, generation)
+        return Generation(self.answer_T, np.full(size, -1.0, np.float32), np.zeros(size, np.int32), FinishReason.STOP)
 
     async def _abort(self, request_ids: list[str]) -> None:
         own = [_own_id(request_id) for request_id in request_ids]

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from agenticrun_workers.rollout.generation_client import GenerationClient, RequestRefused
-from agenticrun_workers.rollout.request_port import LENGTH_BYTES, SECRET_BYTES, Address, Answer, Frames, RequestPort
+from agenticrun_workers.rollout.request_port import LENGTH_BYTES, SECRET_BYTES, Address, Frames, RequestPort
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("ray_node")
@@ -26,7 +26,7 @@ class EchoEngine:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._port = RequestPort(self._answer, self._abort)
+        self._port = RequestPort(self._generate, self._abort)
         self._sessions: list[str] = []
         self._aborted: list[str] = []
 
@@ -45,14 +45,13 @@ class EchoEngine:
     async def _abort(self, request_ids: list[str]) -> None:
         self._aborted += request_ids
 
-    async def _answer(self, request: GenerationRequest) -> Answer:
+    async def _generate(self, request: GenerationRequest) -> Generation:
         self._sessions.append(request.session)
         await asyncio.sleep(self._seconds)
         if len(request.prompt_tokens) == 0:
-            return Answer(request.request_id, None, "InvalidRequest: the prompt is empty")
+            raise ValueError("the prompt is empty")
         token = np.array([request.prompt_tokens[-1] + 1], np.int32)
-        generation = Generation(token, np.zeros(1, np.float32), np.zeros(1, np.int32), FinishReason.STOP)
-        return Answer(request.request_id, generation)
+        return Generation(token, np.zeros(1, np.float32), np.zeros(1, np.int32), FinishReason.STOP)
 
 
 def engine(seconds: float = 0.05) -> Any:

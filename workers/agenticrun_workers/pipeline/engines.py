@@ -14,8 +14,8 @@ from agenticrun_workers.pipeline.incoming_weights import IncomingWeights
 from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.placement import Placement, here
-from agenticrun_workers.rollout.request_port import Address, Answer, RequestPort
-from agenticrun_workers.types import GenerationRequest
+from agenticrun_workers.rollout.request_port import Address, RequestPort
+from agenticrun_workers.types import Generation, GenerationRequest
 from agenticrun_workers.weight_sync.layout import TORCH_NAMES, Shape
 from agenticrun_workers.weight_sync.mapping import Verifier
 
@@ -32,7 +32,7 @@ class EngineActor:
     def __init__(self, name: str) -> None:
         self._name = name
         host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        self._port = RequestPort(self._answer, self._abort, host)
+        self._port = RequestPort(self._generate, self._abort, host)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._verifier = Verifier()
         self._awake = asyncio.Event()
@@ -113,7 +113,7 @@ class EngineActor:
     async def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    async def _answer(self, request: GenerationRequest) -> Answer:
+    async def _generate(self, request: GenerationRequest) -> Generation:
         while not self._awake.is_set():
             await self._awake.wait()
         task = asyncio.current_task()
@@ -121,10 +121,10 @@ class EngineActor:
         self._sampling.add(task)
         task.add_done_callback(self._sampling.discard)
         try:
-            return Answer(request.request_id, await self._engine.generate(request))
-        except Exception as error:  # told to the client, whose episode it costs; the engine goes on
+            return await self._engine.generate(request)
+        except Exception as error:
             self._notice(error)
-            return Answer(request.request_id, None, f"{type(error).__name__}: {error}")
+            raise
 
     async def _abort(self, request_ids: list[str]) -> None:
         await self._engine.abort(request_ids)

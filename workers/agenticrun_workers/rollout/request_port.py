@@ -87,18 +87,19 @@ class RequestPort:
     """An engine's side.
 
     Args:
-        answer: samples one request; never raises. Ids of requests and sessions carry the client's name, so that clients cannot meet.
-        abort: stops these requests, which `answer` then returns.
+        generate: samples one request; its client is told what it raises. Ids of requests and sessions carry the client's name, so
+            that clients cannot meet.
+        abort: stops these requests, which `generate` then returns.
         host: the address that clients can reach.
     """
 
     def __init__(
         self,
-        answer: Callable[[GenerationRequest], Awaitable[Answer]],
+        generate: Callable[[GenerationRequest], Awaitable[Generation]],
         abort: Callable[[list[str]], Awaitable[None]],
         host: str = "127.0.0.1",
     ) -> None:
-        self.answer = answer
+        self.generate = generate
         self.abort = abort
         self._host = host
         self._secret = secrets.token_bytes(SECRET_BYTES)
@@ -118,11 +119,6 @@ class RequestPort:
             if self._server is None:
                 self._server = await asyncio.start_server(self._serve, self._host, 0)
         return Address(self._host, self._server.sockets[0].getsockname()[1], self._secret)
-
-    async def close(self) -> None:
-        """Take no connections any more."""
-        if self._server is not None:
-            self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -185,12 +181,14 @@ class _Connection:
         mine = replace(request, request_id=self._id_prefix + request.request_id, session=self._session_prefix + request.session)
         self._under_way.add(mine.request_id)
         try:
-            answer = await self._port.answer(mine)
+            answer = Answer(request.request_id, await self._port.generate(mine))
+        except Exception as error:  # it costs this request; the engine goes on
+            answer = Answer(request.request_id, None, f"{type(error).__name__}: {error}")
         finally:
             self._under_way.discard(mine.request_id)
         if not self._answers:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._answers.append(replace(answer, request_id=request.request_id))
+        self._answers.append(answer)
 
     def _flush(self) -> None:
         """Answers of one tick travel together."""
