@@ -91,17 +91,36 @@ class Registry(Generic[T]):
 
     def _import(self, name: str, module_name: str, attribute: str) -> Callable[..., T]:
         try:
-            target: Any = importlib.import_module(module_name)
-        except Exception as error:  # a user's module may raise anything while it is imported
-            raise self.errors.import_failed(
-                f"{self.kind} {name!r}: importing {module_name} failed: {type(error).__name__}: {error}"
-            ) from error
-        for part in attribute.split("."):
-            if not hasattr(target, part):
-                raise self.errors.import_failed(f"{self.kind} {name!r}: {module_name} has no {attribute}")
-            target = getattr(target, part)
-        factory: Callable[..., T] = target
+            factory: Callable[..., T] = imported(module_name, attribute)
+        except PluginImportError as error:
+            raise self.errors.import_failed(f"{self.kind} {name!r}: {error}") from error
         return factory
+
+
+def imported(module_name: str, attribute: str) -> Any:
+    """What a user's module calls `attribute`, which may have dots. Raises `PluginImportError`."""
+    try:
+        target: Any = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise PluginImportError(f"importing {module_name} failed: {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            raise PluginImportError(f"{module_name} has no {attribute}")
+        target = getattr(target, part)
+    return target
+
+
+def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
+    """The regular expression of a config's key; its dot matches line breaks. Raises `ValueError`."""
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{key} {pattern!r} is no regular expression: {error}") from error
+
+
+def last_group(match: re.Match[str]) -> str:
+    """What the last group of a pattern took part in, else the whole match."""
+    return match.group(match.lastindex or 0) or ""
 
 
 def snake_case(key: str) -> str:

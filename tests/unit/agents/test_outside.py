@@ -22,7 +22,8 @@ from agenticrun_workers.agents import AgentConfigError, AgentLimits, OutsideAgen
 from agenticrun_workers.agents.outside import endpoint, program
 from agenticrun_workers.agents.outside.errors import ApiError
 from agenticrun_workers.agents.outside.session import Policy, Session
-from agenticrun_workers.agents.outside.tool_calls import HERMES, call_pattern
+from agenticrun_workers.agents.outside.tool_calls import HERMES
+from agenticrun_workers.plugins import compile_pattern
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason, Trajectory
 from outside_agents import CHAT, EPISODE, LIMITS, TOKENIZER, Question, Says, check_token_for_token, play
 
@@ -247,7 +248,7 @@ REFUSED: list[tuple[str, Any]] = [
 
 
 def session(policy: Any, limits: AgentLimits = LIMITS) -> Session:
-    return Session(Policy(TOKENIZER, CHAT, limits, "policy", call_pattern(HERMES)), EPISODE, policy)
+    return Session(Policy(TOKENIZER, CHAT, limits, "policy", compile_pattern("toolCallPattern", HERMES)), EPISODE, policy)
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=[name for name, _ in REFUSED])

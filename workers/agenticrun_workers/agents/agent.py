@@ -6,8 +6,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from agenticrun_workers.envs.env import Env
-from agenticrun_workers.types import EpisodeKey, Generation, GenerationRequest, Trajectory
+from agenticrun_workers.envs.faults import EnvFault
+from agenticrun_workers.types import (
+    EpisodeKey,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    IntArray,
+    SamplingParams,
+    StopReason,
+    Trajectory,
+)
 
 Generate = Callable[[GenerationRequest], Awaitable[Generation]]
 """Samples one response; load balancing, retries and partial rollout happen behind it."""
@@ -25,6 +37,11 @@ class Episode:
     """Different for every member."""
     item: Mapping[str, Any] | None = None
     """What the episode is about, of `envs[].dataset`."""
+
+    def request(self, name: str, prompt_T: IntArray, sampling: SamplingParams, seed_path: Sequence[int]) -> GenerationRequest:
+        """A request of this episode. `name` and the path that its seed is derived from are its own within the episode."""
+        seed = int(np.random.SeedSequence([self.sampling_seed, *seed_path]).generate_state(1, np.uint64)[0])
+        return GenerationRequest(f"{self.key}-{name}", str(self.key), prompt_T, sampling, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +61,18 @@ class AgentLimits:
     step_timeout: float | None = None
     """Seconds that the environment may take for one reset or step (None: any)."""
 
+    def sampling(self, max_new_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """How a response of at most so many tokens is sampled."""
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop_token_ids=stop_token_ids,
+            record_temperature=self.record_temperature,
+        )
+
 
 class Agent(Protocol):
     """Drives environments turn by turn. One instance serves many episodes at once, so it keeps no state of an episode."""
@@ -54,3 +83,12 @@ class Agent(Protocol):
         Of several trajectories each is a member of the group, with its own score.
         """
         ...
+
+
+def answered(generation: Generation) -> Generation:
+    """The generation, where an agent has no use for one that says nothing. Raises `EnvFault` if it was aborted or is empty."""
+    if generation.finish is FinishReason.ABORT:
+        raise EnvFault(StopReason.ABORTED, "the engine gave the request up")
+    if not len(generation.tokens_T):
+        raise EnvFault(StopReason.PARSE_ERROR, "the policy's response is empty")
+    return generation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agenticrun_workers.envs import MetricMode
+from agenticrun_workers.envs import MetricMode, StepResult
 
 LAST_BY_DEFAULT = ("success",)
 
@@ -18,6 +18,11 @@ class EpisodeMetrics:
         """One step's value."""
         self._values.setdefault(name, []).append(value)
         self._modes.setdefault(name, mode or ("last" if name in LAST_BY_DEFAULT else "sum"))
+
+    def add_step(self, result: StepResult) -> None:
+        """All values of a step."""
+        for name, value in result.metrics.items():
+            self.add(name, float(value), result.modes.get(name))
 
     def totals(self) -> dict[str, float]:
         """One value per name."""

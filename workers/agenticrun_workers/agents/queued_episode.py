@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -12,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate
+from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate, answered
 from agenticrun_workers.agents.bundles import BundledGenerationOutputs, EpisodeEnded, Prompt, ScoredSequence
 from agenticrun_workers.agents.chat import ChatFormat
 from agenticrun_workers.agents.generation_config import GenerationConfig
-from agenticrun_workers.agents.sampled_tree import Sampled, SampledTree
+from agenticrun_workers.agents.sampled_tree import SampledTree
 from agenticrun_workers.agents.service_view import ServiceView
 from agenticrun_workers.envs import EnvFault
 from agenticrun_workers.envs.faults import raised
-from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, IntArray, SamplingParams, StopReason, Trajectory, Turn
+from agenticrun_workers.types import Generation, IntArray, StopReason, Trajectory
 
 PATIENCE_SECONDS = 1.0
 """How long a task that is cancelled may take to end before it is left behind."""
@@ -177,24 +176,10 @@ class QueuedEpisode:
             raise _mistake(str(error)) from error
 
     async def _sample(self, prompt_T: IntArray, config: GenerationConfig, room: int, number: int, sample: int) -> Generation:
-        limits, key = self._limits, self._episode.key
         assert config.max_new_tokens is not None
-        sampling = SamplingParams(
-            max_new_tokens=min(config.max_new_tokens, room),
-            temperature=limits.temperature,
-            top_p=limits.top_p,
-            top_k=limits.top_k,
-            min_p=limits.min_p,
-            stop_token_ids=self._chat.stop_tokens,
-            record_temperature=limits.record_temperature,
-        )
-        seed = int(np.random.SeedSequence([self._episode.sampling_seed, number, sample]).generate_state(1, np.uint64)[0])
-        generation = await self._generate(GenerationRequest(f"{key}-{number}-{sample}", str(key), prompt_T, sampling, seed))
-        if generation.finish is FinishReason.ABORT:
-            raise EnvFault(StopReason.ABORTED, "the engine gave the request up")
-        if not len(generation.tokens_T):
-            raise EnvFault(StopReason.PARSE_ERROR, "the policy's response is empty")
-        return generation
+        sampling = self._limits.sampling(min(config.max_new_tokens, room), self._chat.stop_tokens)
+        request = self._episode.request(f"{number}-{sample}", prompt_T, sampling, [number, sample])
+        return answered(await self._generate(request))
 
     def _trajectories(self, returned: Any) -> list[Trajectory]:
         sequences = [returned] if isinstance(returned, ScoredSequence) else returned
@@ -214,24 +199,11 @@ class QueuedEpisode:
         rewards = [*given] if isinstance(given, Sequence) else [*[0.0] * (len(path) - 1), given]
         if len(rewards) != len(path):
             raise _mistake(f"a ScoredSequence has {len(rewards)} rewards, and its trained turns are {len(path)}")
-        turns = [self._turn(one, float(reward)) for one, reward in zip(path, rewards, strict=True)]
+        turns = [one.turn(self._chat, float(reward)) for one, reward in zip(path, rewards, strict=True)]
         turns[-1] = replace(turns[-1], valid=sequence.valid)
         told = self._ended.reason if self._ended else StopReason.COMPLETED
         metrics = self._env.metrics.totals() | {str(name): float(value) for name, value in sequence.metrics.items()}
         return Trajectory(self._episode.key, self._episode.tag, tuple(turns), sequence.stop_reason or told, metrics)
-
-    def _turn(self, sampled: Sampled, reward: float) -> Turn:
-        generation = sampled.generation
-        return Turn(
-            sampled.added_T,
-            generation.tokens_T,
-            generation.logprobs_T,
-            generation.versions_T,
-            reward,
-            state=hashlib.sha256(sampled.prompt_T.tobytes()).digest(),
-            action=self._chat.text(generation.tokens_T).strip(),
-            engine=generation.engine,
-        )
 
 
 def _mistake(message: str) -> EnvFault:

@@ -82,19 +82,20 @@ def _has_queues(type: str, made: Any) -> bool:
     expected = f"async def collect_trajectory(self, {', '.join(OWN_ARGUMENTS)}) or (self, {', '.join(QUEUE_ARGUMENTS)})"
     if not inspect.iscoroutinefunction(collect):
         raise AgentNotFound(f"agent {type!r} has no {expected}")
+    signature = inspect.signature(collect)
+    if _takes(signature, OWN_ARGUMENTS):
+        return False
+    if _takes(signature, QUEUE_ARGUMENTS):
+        return True
+    raise AgentNotFound(f"agent {type!r}: collect_trajectory{signature} is not {expected}")
+
+
+def _takes(signature: inspect.Signature, arguments: tuple[str, ...]) -> bool:
     try:
-        inspect.signature(collect).bind(*QUEUE_ARGUMENTS)
+        signature.bind(*arguments)
     except TypeError:
-        queues = False
-    else:
-        queues = True
-    try:
-        inspect.signature(collect).bind(*OWN_ARGUMENTS)
-    except TypeError as error:
-        if queues:
-            return True
-        raise AgentNotFound(f"agent {type!r}: collect_trajectory{inspect.signature(collect)} is not {expected}") from error
-    return False
+        return False
+    return True
 
 
 def agent_texts(type: str, config: Mapping[str, Any]) -> list[str]:

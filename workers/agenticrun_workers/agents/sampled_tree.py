@@ -6,13 +6,15 @@ So log-probs, versions and masks always are those of the generation itself, what
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from agenticrun_workers.types import Generation, IntArray
+from agenticrun_workers.agents.chat import ChatFormat
+from agenticrun_workers.types import Generation, IntArray, Turn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +47,21 @@ class Sampled:
     def path(self) -> list[Sampled]:
         """From the root to this one."""
         return [*(self.parent.path() if self.parent else []), self]
+
+    def turn(self, chat: ChatFormat, reward: float, *, valid: bool = True) -> Turn:
+        """As a turn of a trajectory, after its parent's."""
+        generation = self.generation
+        return Turn(
+            self.added_T,
+            generation.tokens_T,
+            generation.logprobs_T,
+            generation.versions_T,
+            reward,
+            valid=valid,
+            state=hashlib.sha256(self.prompt_T.tobytes()).digest(),
+            action=chat.text(generation.tokens_T).strip(),
+            engine=generation.engine,
+        )
 
 
 class SampledTree:

@@ -98,8 +98,7 @@ class _OfEnv(ServiceView):
 
     async def _step(self, action: Any) -> ServiceStep:
         result = await self._env_calls.step(self._env, action)
-        for name, value in result.metrics.items():
-            self.metrics.add(name, float(value), result.modes.get(name))
+        self.metrics.add_step(result)
         return result.observation, result.reward, result.terminated, result.truncated, {"metrics": result.metrics, **result.info}
 
 

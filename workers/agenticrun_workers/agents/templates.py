@@ -1,4 +1,4 @@
-"""Prompt templates with {placeholders}, and the pattern that finds an action in an answer."""
+"""Prompt templates with {placeholders}."""
 
 from __future__ import annotations
 
@@ -22,11 +22,3 @@ def fixed_text(template: str) -> list[str]:
     text = re.sub(r"\{(\w*)\}", "", template)
     writes_numbers = any(f"{{{name}}}" in template for name in NUMBERS)
     return [text, *"0123456789"] if writes_numbers else [text]
-
-
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """The regular expression, whose dot matches line breaks. Raises `ValueError`."""
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"actionPattern {pattern!r} is no regular expression: {error}") from error

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate
 from agenticrun_workers.agents.chat import ChatFormat
 from agenticrun_workers.agents.episode_metrics import EpisodeMetrics
-from agenticrun_workers.agents.templates import compile_pattern
 from agenticrun_workers.envs import Env, EnvCalls, EnvFault, StepResult
-from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, IntArray, SamplingParams, StopReason, Trajectory, Turn
+from agenticrun_workers.plugins import compile_pattern, last_group
+from agenticrun_workers.types import FinishReason, Generation, IntArray, StopReason, Trajectory, Turn
 
 Policy = Literal["continue", "stop"]
 
@@ -60,7 +60,7 @@ class TurnBasedAgent(ABC):
         self.stop_on_parse_error = on_parse_error == "stop"
         self.stop_on_cut = on_cut_answer == "stop"
         self.envs = EnvCalls(limits.step_timeout)
-        self._pattern = compile_pattern(action_pattern)
+        self._pattern = compile_pattern("actionPattern", action_pattern)
         for name, value in (("onParseError", on_parse_error), ("onCutAnswer", on_cut_answer)):
             if value not in ("continue", "stop"):
                 raise ValueError(f"{name} must be continue or stop, not {value!r}")
@@ -83,9 +83,7 @@ class TurnBasedAgent(ABC):
     def action(self, answer: str) -> str | None:
         """The action in an answer, or None if the pattern does not match."""
         match = self._pattern.search(answer)
-        if match is None:
-            return None
-        return (match.group(match.lastindex or 0) or "").strip()
+        return None if match is None else last_group(match).strip()
 
     def fields(self, instruction: str, observation: str, turn: int) -> dict[str, Any]:
         """Values of the placeholders that every template may use. `turn` counts from 1."""
@@ -159,22 +157,13 @@ class _Play:
             raise EnvFault(StopReason.ENV_ERROR, message) from error
 
     async def _respond(self, prompt_T: IntArray, observation: str, turn: int) -> Generation:
-        limits, key = self.agent.limits, self.episode.key
+        limits = self.agent.limits
         context_T = prompt_T if self.agent.stepwise else np.concatenate([*self.conversation, prompt_T])
         budget = min(limits.max_tokens_per_step, limits.sequence_length - len(context_T))
         if budget < 1:
             raise _EpisodeEnded(StopReason.CONTEXT_OVERFLOW)
-        sampling = SamplingParams(
-            max_new_tokens=budget,
-            temperature=limits.temperature,
-            top_p=limits.top_p,
-            top_k=limits.top_k,
-            min_p=limits.min_p,
-            stop_token_ids=self.agent.chat.stop_tokens,
-            record_temperature=limits.record_temperature,
-        )
-        seed = int(np.random.SeedSequence([self.episode.sampling_seed, turn]).generate_state(1, np.uint64)[0])
-        generation = await self.generate(GenerationRequest(f"{key}-{turn}", str(key), context_T, sampling, seed))
+        sampling = limits.sampling(budget, self.agent.chat.stop_tokens)
+        generation = await self.generate(self.episode.request(str(turn), context_T, sampling, [turn]))
         if generation.finish is FinishReason.ABORT:
             self._record(prompt_T, observation, generation, None)
             raise _EpisodeEnded(StopReason.ABORTED)
@@ -197,7 +186,7 @@ class _Play:
             raise
         known = result.metrics.get("action_is_valid", 1.0) != 0
         self._record(prompt_T, observation, generation, action, float(result.reward), known)
-        self._add_metrics(result)
+        self.metrics.add_step(result)
         ended = int(generation.tokens_T[-1]) == self.agent.chat.end_of_turn
         self.past.append(Exchange(observation, answer, action, ended))
         return result
@@ -219,7 +208,3 @@ class _Play:
                 engine=generation.engine,
             )
         )
-
-    def _add_metrics(self, result: StepResult) -> None:
-        for name, value in result.metrics.items():
-            self.metrics.add(name, float(value), result.modes.get(name))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
 from agenticrun_workers.envs.answers import Start, checked_actions, checked_start, checked_step
 from agenticrun_workers.envs.env import Env, StepResult, TakesItem
 from agenticrun_workers.envs.faults import EnvFault, raised
-from agenticrun_workers.envs.threads import Outcome, attempt, hanging, in_thread
+from agenticrun_workers.envs.threads import Outcome, apart, attempt, hanging, in_thread
 from agenticrun_workers.types import StopReason, Stream
 
 __all__ = ["EnvCalls", "EnvFault", "Start"]
@@ -68,7 +68,7 @@ class EnvCalls:
             async with asyncio.timeout(self._timeout):
                 outcome = await in_thread(calling) if threaded else calling()
                 if inspect.isawaitable(outcome.value):
-                    outcome = await _apart(outcome.value)
+                    outcome = await apart(outcome.value)
         except TimeoutError:
             raise EnvFault(StopReason.TIMEOUT, f"{call.__qualname__} took more than {self._timeout} s") from None
         if outcome.error is not None:
@@ -94,21 +94,3 @@ def reset_arguments(env: Env, seed: int, split: Stream) -> tuple[tuple[Any, ...]
         return (), {p.name: named[p.name] for p in parameters if p.name in named}
     takes_split = any(p.name == "split" or p.default is p.empty for p in places[1:2])
     return ((seed, split) if takes_split else (seed,)), {}
-
-
-async def _apart(awaitable: Awaitable[Any]) -> Outcome:
-    """Await it in a task of its own, so that one that ignores its cancellation is left behind, and SystemExit does not end the loop."""
-    task = asyncio.ensure_future(_awaited(awaitable))
-    try:
-        await asyncio.wait({task})
-    except asyncio.CancelledError:
-        task.cancel()
-        raise
-    return task.result()
-
-
-async def _awaited(awaitable: Awaitable[Any]) -> Outcome:
-    try:
-        return Outcome(await awaitable)
-    except BaseException as error:  # a user's code may raise anything, cancellations included
-        return Outcome(error=error)

@@ -1,4 +1,4 @@
-"""Calls of a user's code that may block for ever, each in a thread that can be given up.
+"""Calls of a user's code that may never end, each where it can be given up: in a thread, or in a task.
 
 Not concurrent.futures: its threads are never given up, so 64 calls that hang would take every later call with them, and an
 interpreter waits for them when it ends.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -50,6 +50,28 @@ async def in_thread(call: Callable[[], Outcome]) -> Outcome:
         raise
     _idle.append(thread)
     return outcome
+
+
+async def apart(awaitable: Awaitable[Any], patience_seconds: float = 0.0) -> Outcome:
+    """Await it in a task of its own, so that SystemExit does not end the loop. Who is cancelled meanwhile cancels the task.
+
+    A task that does not end within `patience_seconds` of that is left behind.
+    """
+    task = asyncio.ensure_future(_awaited(awaitable))
+    try:
+        await asyncio.wait({task})
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=patience_seconds)
+    return task.result()
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Outcome:
+    try:
+        return Outcome(await awaitable)
+    except BaseException as error:  # a user's code may raise anything, cancellations included
+        return Outcome(error=error)
 
 
 def hanging() -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ from agenticrun_workers.agents.outside.endpoint import serving
 from agenticrun_workers.agents.outside.program import Task, called, command_program, function_at, function_program
 from agenticrun_workers.agents.outside.recorded import Answer
 from agenticrun_workers.agents.outside.session import Policy, Session
-from agenticrun_workers.agents.outside.tool_calls import HERMES, call_pattern
+from agenticrun_workers.agents.outside.tool_calls import HERMES
 from agenticrun_workers.agents.registry import register_agent
 from agenticrun_workers.envs import Env, EnvCalls, EnvFault
+from agenticrun_workers.plugins import compile_pattern
 from agenticrun_workers.types import StopReason, Trajectory, Turn
 
 POSTED, ENVIRONMENT = "posted", "environment"
@@ -63,7 +64,7 @@ class OutsideAgent:
         self._reward_function = None if reward in (POSTED, ENVIRONMENT) else function_at("reward", reward)
         self._timeout = timeout_seconds
         self._envs = EnvCalls(limits.step_timeout)
-        self._policy = Policy(tokenizer, ChatFormat(tokenizer), limits, model, call_pattern(tool_call_pattern))
+        self._policy = Policy(tokenizer, ChatFormat(tokenizer), limits, model, compile_pattern("toolCallPattern", tool_call_pattern))
 
     async def collect_trajectory(self, episode: Episode, env: Env, generate: Generate) -> list[Trajectory]:
         """See `Agent`."""
@@ -124,8 +125,7 @@ class OutsideAgent:
         if self._reward == ENVIRONMENT:
             result = await self._envs.step(env, session.recorded.answers[-1].conversation[-1].content)
             reward = float(result.reward)
-            for name, value in result.metrics.items():
-                metrics.add(name, float(value), result.modes.get(name))
+            metrics.add_step(result)
         if reward is None and session.ended:
             reward = 0.0
         return [_posted(session.rewards.get(branch[-1], reward)) for branch in branches]
@@ -138,20 +138,11 @@ class OutsideAgent:
 
     def _turns(self, session: Session, branch: list[Answer], reward: float) -> tuple[Turn, ...]:
         """The first prompt is whole: what other branches train is part of it."""
+        first, *others = (answer.sampled for answer in branch)
         rewards = [*(session.rewards.get(answer, 0.0) for answer in branch[:-1]), reward]
         return tuple(
-            Turn(
-                answer.sampled.added_T if place else answer.sampled.prompt_T,
-                answer.sampled.generation.tokens_T,
-                answer.sampled.generation.logprobs_T,
-                answer.sampled.generation.versions_T,
-                rewards[place],
-                valid=answer.valid,
-                state=hashlib.sha256(np.ascontiguousarray(answer.sampled.prompt_T).tobytes()).digest(),
-                action=self._policy.chat.text(answer.sampled.generation.tokens_T).strip(),
-                engine=answer.sampled.generation.engine,
-            )
-            for place, answer in enumerate(branch)
+            sampled.turn(self._policy.chat, given, valid=answer.valid)
+            for sampled, given, answer in zip([replace(first, parent=None), *others], rewards, branch, strict=True)
         )
 
 

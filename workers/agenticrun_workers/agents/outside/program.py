@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import os
@@ -17,7 +16,8 @@ from typing import IO, Any
 
 from agenticrun_workers.envs import EnvFault
 from agenticrun_workers.envs.faults import MAX_MESSAGE, raised
-from agenticrun_workers.envs.threads import Outcome, attempt, in_thread
+from agenticrun_workers.envs.threads import apart, attempt, in_thread
+from agenticrun_workers.plugins import PluginImportError, imported
 from agenticrun_workers.types import StopReason
 
 PATIENCE_SECONDS = 1.0
@@ -112,9 +112,9 @@ def function_at(key: str, place: str) -> Callable[..., Any]:
     """`module:function`. Raises `ValueError`, which names the config's `key`."""
     module_name, _, name = place.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise ValueError(f"{key}: {place!r} cannot be imported as module:function: {type(error).__name__}: {error}") from error
+        found = imported(module_name, name)
+    except PluginImportError as error:
+        raise ValueError(f"{key}: {place!r} cannot be imported as module:function: {error}") from error
     if not callable(found):
         raise ValueError(f"{key}: {place!r} is no function")
     function: Callable[..., Any] = found
@@ -126,26 +126,7 @@ async def called(function: Callable[..., Any], *arguments: Any) -> Any:
     call = partial(attempt, function, *arguments)
     outcome = call() if inspect.iscoroutinefunction(function) else await in_thread(call)
     if inspect.isawaitable(outcome.value):
-        outcome = await _apart(outcome.value)
+        outcome = await apart(outcome.value, PATIENCE_SECONDS)
     if outcome.error is not None:
         raise raised(outcome.error, function) from outcome.error
     return outcome.value
-
-
-async def _apart(awaitable: Awaitable[Any]) -> Outcome:
-    """Await it in a task of its own. One that does not end when it is cancelled is left behind, and SystemExit does not end the loop."""
-    task = asyncio.ensure_future(_awaited(awaitable))
-    try:
-        await asyncio.wait({task})
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=PATIENCE_SECONDS)
-    return task.result()
-
-
-async def _awaited(awaitable: Awaitable[Any]) -> Outcome:
-    try:
-        return Outcome(await awaitable)
-    except BaseException as error:  # a user's code may raise anything, cancellations included
-        return Outcome(error=error)

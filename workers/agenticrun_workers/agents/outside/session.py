@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate
+from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate, answered
 from agenticrun_workers.agents.chat import ChatFormat
 from agenticrun_workers.agents.outside.errors import ApiError, refused
 from agenticrun_workers.agents.outside.messages import ChatMessage
@@ -23,9 +23,8 @@ from agenticrun_workers.agents.outside.requests import Asked, chat_request, comp
 from agenticrun_workers.agents.outside.responses import Choice, Response
 from agenticrun_workers.agents.outside.tool_calls import answer_message
 from agenticrun_workers.agents.sampled_tree import Sampled
-from agenticrun_workers.envs import EnvFault
 from agenticrun_workers.envs.faults import one_line
-from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, IntArray, SamplingParams, StopReason
+from agenticrun_workers.types import FinishReason, Generation, IntArray, StopReason
 
 T = TypeVar("T")
 
@@ -167,26 +166,12 @@ class Session:
         return [task.result() for task in tasks]
 
     async def _sample_one(self, prompt_T: IntArray, asked: Asked, number: int, choice: int) -> Generation:
-        limits, key = self.policy.limits, self._episode.key
-        longest = min(asked.max_tokens or limits.max_tokens_per_step, limits.max_tokens_per_step)
-        sampling = SamplingParams(
-            max_new_tokens=min(longest, limits.sequence_length - len(prompt_T)),
-            temperature=limits.temperature,
-            top_p=limits.top_p,
-            top_k=limits.top_k,
-            min_p=limits.min_p,
-            stop_token_ids=self.policy.chat.stop_tokens,
-            record_temperature=limits.record_temperature,
-        )
+        limits = self.policy.limits
+        longest = min(asked.max_tokens or limits.max_tokens_per_step, limits.max_tokens_per_step, limits.sequence_length - len(prompt_T))
+        sampling = limits.sampling(longest, self.policy.chat.stop_tokens)
         # The client's seed stands beside the episode's, so that the members of a group differ whatever their agent asks.
         path = [0, number] if asked.seed is None else [1, asked.seed]
-        seed = int(np.random.SeedSequence([self._episode.sampling_seed, *path, choice]).generate_state(1, np.uint64)[0])
-        generation = await self._generate(GenerationRequest(f"{key}-{number}-{choice}", str(key), prompt_T, sampling, seed))
-        if generation.finish is FinishReason.ABORT:
-            raise EnvFault(StopReason.ABORTED, "the engine gave the request up")
-        if not len(generation.tokens_T):
-            raise EnvFault(StopReason.PARSE_ERROR, "the policy's response is empty")
-        return generation
+        return answered(await self._generate(self._episode.request(f"{number}-{choice}", prompt_T, sampling, [*path, choice])))
 
     def _stopped(self, whole: Generation, stops: tuple[str, ...]) -> tuple[Generation, str]:
         """A generation up to the token that completes a stop text, and what it says before that.

@@ -9,17 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from agenticrun_workers.agents.outside.messages import ChatMessage, ToolCall
+from agenticrun_workers.plugins import last_group
 
 HERMES = r"<tool_call>\s*(.*?)\s*</tool_call>"
 """How Hermes, Qwen and many others call tools: JSON with `name` and `arguments` between two marks."""
-
-
-def call_pattern(pattern: str) -> re.Pattern[str]:
-    """The regular expression, whose dot matches line breaks. Raises `ValueError`."""
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"toolCallPattern {pattern!r} is no regular expression: {error}") from error
 
 
 def answer_message(text: str, pattern: re.Pattern[str]) -> tuple[ChatMessage, bool]:
@@ -32,7 +25,7 @@ def answer_message(text: str, pattern: re.Pattern[str]) -> tuple[ChatMessage, bo
 
     def take(match: re.Match[str]) -> str:
         nonlocal readable
-        call = _call(match.group(match.lastindex or 0))
+        call = _call(last_group(match))
         if call is None:
             readable = False
             return match.group()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from agenticrun_workers.plugins import compile_pattern, last_group
+
 CODE_BLOCK = re.compile(r"```(?:python|py)\s*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -48,17 +50,17 @@ class CallParser:
     """
 
     def __init__(self, call_pattern: str | None, answer_pattern: str) -> None:
-        self._own_call = None if call_pattern is None else _compiled("callPattern", call_pattern)
-        self._answer = _compiled("answerPattern", answer_pattern)
+        self._own_call = None if call_pattern is None else compile_pattern("callPattern", call_pattern)
+        self._answer = compile_pattern("answerPattern", answer_pattern)
 
     def parse(self, text: str) -> Call | BadCall | Answer | None:
         """The earliest call or answer; None if there is neither."""
         found: list[tuple[int, Call | BadCall | Answer]] = []
         if match := self._answer.search(text):
-            found.append((match.start(), Answer(_last_group(match).strip())))
+            found.append((match.start(), Answer(last_group(match).strip())))
         if self._own_call is not None:
             if match := self._own_call.search(text):
-                found.append((match.start(), Call(_last_group(match))))
+                found.append((match.start(), Call(last_group(match))))
         else:
             if match := CODE_BLOCK.search(text):
                 found.append((match.start(), Call(match[1])))
@@ -112,14 +114,3 @@ def _number(text: str) -> Fraction | None:
 
 def _folded(text: str) -> str:
     return " ".join(text.casefold().split())
-
-
-def _last_group(match: re.Match[str]) -> str:
-    return match.group(match.lastindex or 0) or ""
-
-
-def _compiled(key: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"{key} {pattern!r} is no regular expression: {error}") from error

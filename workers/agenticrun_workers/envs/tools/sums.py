@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 
 import numpy as np
 
+from agenticrun_workers.envs.grid import in_holdout
 from agenticrun_workers.types import Stream
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -26,5 +26,4 @@ def problem(seed: int, split: Stream, highest: int) -> tuple[str, str]:
 
 def is_holdout(question: str) -> bool:
     """Whether a question belongs to validation: the same answer on every machine."""
-    digest = hashlib.sha256(f"sums:{question}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") < HOLDOUT_SHARE * 2**64
+    return in_holdout(f"sums:{question}".encode(), HOLDOUT_SHARE)
