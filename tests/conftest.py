@@ -1,4 +1,8 @@
-"""Markers by folder, and the cluster. A test that needs a cluster fails without one: nothing is skipped."""
+"""Markers by folder, and the cluster. A test that needs a cluster fails without one: nothing is skipped.
+
+`make test` runs two processes of pytest side by side (pytest-xdist). Tests of one file stay together, because they share fixtures, and
+so do all tests that change what a cluster has only one of: its definitions and its rights.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,17 @@ settings.register_profile("explore", derandomize=False, deadline=None, max_examp
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+ON_THE_CLUSTER = ("api", "chart", "devcluster", "operator")
+"""Folders of integration tests whose tests follow each other."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by the folder below tests/ that holds it."""
+    """Mark each test by the folder below tests/ that holds it, and by what must stay in one process."""
     root = Path(__file__).parent
     for item in items:
-        item.add_marker(item.path.relative_to(root).parts[0])
+        tier, *folders = item.path.relative_to(root).parts
+        item.add_marker(tier)
+        item.add_marker(pytest.mark.xdist_group("cluster" if folders[0] in ON_THE_CLUSTER and tier == "integration" else str(item.path)))
 
 
 @pytest.fixture(scope="session")
