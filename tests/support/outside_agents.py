@@ -6,13 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
 
 from agenticrun_workers.agents import AgentLimits, ChatFormat, Episode, OutsideAgent
 from agenticrun_workers.types import EpisodeKey, FinishReason, Generation, GenerationRequest, Stream, Trajectory
+from byte_level import byte_level_tokenizer
 
 CHATML_WITH_TOOLS = (
     "{% if tools %}{{ '<|im_start|>system\nTools:' }}"
@@ -31,27 +28,9 @@ CHATML_WITH_TOOLS = (
 )
 """As Qwen's: tool responses that follow each other share one user turn."""
 
-CORPUS = ["system\nuser\nassistant\nThe sum is what you get: answer, please. tool_response tool_call name arguments\n" * 3]
+CORPUS = "system\nuser\nassistant\nThe sum is what you get: answer, please. tool_response tool_call name arguments\n"
 
-
-def tool_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE, as real models have."""
-    core = Tokenizer(BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    specials = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(CORPUS, BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=CHATML_WITH_TOOLS,
-    )
-
-
-TOKENIZER = tool_tokenizer()
+TOKENIZER = byte_level_tokenizer(CORPUS, CHATML_WITH_TOOLS)
 CHAT = ChatFormat(TOKENIZER)
 EPISODE = Episode(EpisodeKey(Stream.TRAIN, 3, 1), "outside", env_seed=5, sampling_seed=9, item={"question": "1+1"})
 LIMITS = AgentLimits(max_turns=12, max_tokens_per_step=300, sequence_length=4000, temperature=0.8)

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from agenticrun_workers.agents import ChatFormat, ChatTemplateError
 from agenticrun_workers.models import build_task_tokenizer
+from byte_level import byte_level_tokenizer
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -20,31 +18,14 @@ CHATML = (
 )
 """Qwen's: the end of turn is followed by a line break."""
 
-CORPUS = ["system\nuser\nassistant\nGo Left and Right, then answer: Down.\nP_O_ ____ ___G\n" * 3]
-
-
-def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE, as real models have: the tokens of a text depend on what stands beside it."""
-    core = Tokenizer(BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    specials = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(CORPUS, BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=CHATML,
-    )
+CORPUS = "system\nuser\nassistant\nGo Left and Right, then answer: Down.\nP_O_ ____ ___G\n"
 
 
 def task_tokenizer() -> PreTrainedTokenizerFast:
     return build_task_tokenizer([*"P_OG\n ", "Left", "Right", "Go"], 1000)
 
 
-TOKENIZERS = {"byte-level BPE with ChatML": byte_level_tokenizer(), "task tokenizer": task_tokenizer()}
+TOKENIZERS = {"byte-level BPE with ChatML": byte_level_tokenizer(CORPUS, CHATML), "task tokenizer": task_tokenizer()}
 TEXT = st.lists(st.sampled_from(["P", "_", "O", "G", "\n", "Left", "Right", "Go", " "]), max_size=6).map("".join)
 
 
@@ -91,7 +72,7 @@ def test_the_text_of_an_answer_has_no_end_of_turn() -> None:
 
 
 def test_the_end_of_sequence_stops_an_answer_too_where_it_is_another_token() -> None:
-    tokenizer = byte_level_tokenizer()
+    tokenizer = byte_level_tokenizer(CORPUS, CHATML)
     tokenizer.eos_token = "<|endoftext|>"
     chat = ChatFormat(tokenizer)
     end = tokenizer.convert_tokens_to_ids("<|endoftext|>")

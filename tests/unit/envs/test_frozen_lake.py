@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gymnasium
@@ -15,7 +13,7 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agenticrun_workers.envs import EnvCalls, EnvConfigError, FrozenLake, Renders, make_env
+from agenticrun_workers.envs import EnvConfigError, FrozenLake, Renders, make_env
 from agenticrun_workers.envs.frozen_lake_map import from_array, is_holdout, is_solvable, random_holes, to_array
 from agenticrun_workers.envs.grid import NoLevel
 from agenticrun_workers.envs.grid_picture import CELL
@@ -253,35 +251,3 @@ def test_symbols_and_actions_can_be_chosen() -> None:
 def test_a_wrong_config_is_refused_by_name(config: dict[str, object], message: str) -> None:
     with pytest.raises(EnvConfigError, match=message):
         make_env("frozen_lake", config)
-
-
-ACTIONS = ("Down", "Right", "Down")
-
-
-def episodes(first: int) -> list[str]:
-    env, boards = FrozenLake(is_slippery=True), []
-    for seed in range(first, first + 40):
-        boards += [env.reset(seed, Stream.TRAIN), *(env.step(action).observation for action in ACTIONS)]
-    return boards
-
-
-def test_eight_threads_make_the_levels_that_one_makes() -> None:
-    """ROLL's environments share global random numbers (C10)."""
-    alone = [episodes(100 * worker) for worker in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(episodes, [100 * worker for worker in range(8)])) == alone
-
-
-async def test_eight_tasks_that_take_turns_make_the_levels_that_one_makes() -> None:
-    calls = EnvCalls()
-
-    async def played(first: int) -> list[str]:
-        env, boards = FrozenLake(is_slippery=True), []
-        for seed in range(first, first + 40):
-            boards.append((await calls.reset(env, seed, Stream.TRAIN)).observation)
-            for action in ACTIONS:
-                await asyncio.sleep(0)
-                boards.append((await calls.step(env, action)).observation)
-        return boards
-
-    assert await asyncio.gather(*(played(100 * worker) for worker in range(8))) == [episodes(100 * worker) for worker in range(8)]

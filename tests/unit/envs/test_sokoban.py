@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agenticrun_workers.envs import EnvCalls, EnvConfigError, Renders, Sokoban, make_env
+from agenticrun_workers.envs import EnvConfigError, Renders, Sokoban, make_env
 from agenticrun_workers.envs.grid_picture import CELL
 from agenticrun_workers.envs.sokoban_room import Room
 from agenticrun_workers.types import Stream
@@ -189,42 +187,3 @@ def test_the_picture_shows_every_kind_of_cell_in_its_own_way() -> None:
     looks |= cells_of_picture(env)
     assert set(looks) == set("#_O√XPS")
     assert len(set(looks.values())) == 7
-
-
-def episodes(first: int) -> list[str]:
-    env, texts = Sokoban(), []
-    for seed in range(first, first + 40):
-        texts += [env.reset(seed, Stream.TRAIN), *(env.step(action).observation for action in WORDS)]
-    return texts
-
-
-def test_eight_threads_make_the_levels_that_one_makes() -> None:
-    alone = [episodes(100 * worker) for worker in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(episodes, [100 * worker for worker in range(8)])) == alone
-
-
-async def test_eight_tasks_that_take_turns_make_the_levels_that_one_makes() -> None:
-    """All in flight at once, as an env worker plays them."""
-    calls = EnvCalls()
-
-    async def played(first: int) -> list[str]:
-        env, texts = Sokoban(), []
-        for seed in range(first, first + 40):
-            texts.append((await calls.reset(env, seed, Stream.TRAIN)).observation)
-            for action in WORDS:
-                await asyncio.sleep(0)
-                texts.append((await calls.step(env, action)).observation)
-        return texts
-
-    assert await asyncio.gather(*(played(100 * worker) for worker in range(8))) == [episodes(100 * worker) for worker in range(8)]
-
-
-def test_the_global_random_numbers_are_neither_read_nor_changed() -> None:
-    random.seed(1)
-    np.random.seed(1)
-    before = (random.getstate(), np.random.get_state()[1].tolist())
-    one = episodes(0)
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
-    random.seed(2)
-    assert episodes(0) == one
