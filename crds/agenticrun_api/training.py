@@ -40,7 +40,7 @@ class TrainStrategySpec(Model):
 
 
 class Lora(Model):
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) are trained instead of the whole policy; engines get the merged weights."""
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) are trained instead of the whole policy; engines serve the merged weights."""
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0

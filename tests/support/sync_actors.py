@@ -16,9 +16,13 @@ from torch import Tensor
 from agenticrun_api import Pipeline
 from agenticrun_workers.inference import TransformersEngine
 from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
+from agenticrun_workers.models.lora import LoraSpec, add_lora
+from agenticrun_workers.pipeline.adapter_node import AdapterNode
 from agenticrun_workers.pipeline.engines import EngineActor
+from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.pipeline.node_weights import NodeWeights
 from agenticrun_workers.pipeline.trainers import TrainerActor
+from agenticrun_workers.training import OptimizerSpec, TorchPolicy
 from agenticrun_workers.types import GenerationRequest, SamplingParams
 
 WORDS = tuple("abcdefghijklmnop")
@@ -67,6 +71,32 @@ class Exporter(TrainerActor):
         self._strategy.policy_version = version
 
 
+class AdapterTrainer(TrainerActor):
+    """A trainer rank of which adapters alone train: another choice of them per version.
+
+    Args:
+        files: where nodes find the base.
+    """
+
+    def __init__(self, folder: Path, pipeline: Pipeline, files: Path | None = None) -> None:
+        super().__init__(0, 1, pipeline)
+        self._source = ModelSource(str(files or folder))
+        self._strategy: Any = TorchPolicy(lambda: add_lora(load_model(str(folder)), LoraSpec(rank=2, alpha=4.0)), OptimizerSpec(1e-3))
+
+    def become(self, version: int) -> None:
+        random = torch.Generator().manual_seed(version)
+        for _, adapter in self._strategy.adapters.weights():
+            adapter.normal_(std=0.3, generator=random)
+        self._strategy.policy_version = version
+
+    def whole(self) -> dict[str, np.ndarray]:
+        """All weights, merged."""
+        return {name: value.numpy().copy() for name, value in self._strategy.export_weights()}
+
+    def adapter_bytes(self) -> int:
+        return sum(int(value.nbytes) for _, value in self._strategy.adapters.weights())
+
+
 class Engine(EngineActor):
     """The embedded engine, without a run around it."""
 
@@ -88,8 +118,8 @@ class Engine(EngineActor):
         return int((await asyncio.wait_for(self._engine.generate(request), 60)).versions_T[0])
 
 
-class LossyNode(NodeWeights):
-    """Turns one bit of the first bucket that it is sent."""
+class Lossy:
+    """A node that turns one bit of the first bucket that it is sent."""
 
     _damaged = False
 
@@ -98,4 +128,12 @@ class LossyNode(NodeWeights):
             self._damaged = True
             payload = payload.copy()
             payload[-1] ^= 1
-        super().receive(index, payload, delta)
+        super().receive(index, payload, delta)  # type: ignore[misc]
+
+
+class LossyNode(Lossy, NodeWeights):
+    """Of whole weights."""
+
+
+class LossyAdapterNode(Lossy, AdapterNode):
+    """Of adapters."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agenticrun_workers.merging import adapter_names, merge
 from agenticrun_workers.models import load_model
 from agenticrun_workers.models.lora import LoraSpec, add_lora
 from agenticrun_workers.training import OptimizerSpec, Sample, TorchPolicy
@@ -60,6 +61,17 @@ def weights(policy: Policy) -> dict[str, np.ndarray]:
     return {name: weight.numpy().copy() for name, weight in policy.export_weights()}
 
 
+def expanded(policy: Policy) -> dict[str, np.ndarray]:
+    """As `weights`, made of base and adapters outside of the model."""
+    assert policy.adapters is not None
+    found, rules = {name: weight.clone() for name, weight in policy.adapters.base()}, policy.adapters.rules()
+    adapters = {name: weight.clone() for name, weight in policy.adapters.weights()}
+    for name in found.keys() & rules.keys():
+        a, b = (adapters[part] for part in adapter_names(name))
+        found[name] = merge(found[name], a, b, rules[name])
+    return {name: weight.numpy() for name, weight in found.items()}
+
+
 def base(policy: Policy) -> dict[str, Tensor]:
     """The parameters that do not train, whole, on every rank, under the names that they have without adapters."""
     get = policy._engine.whole if isinstance(policy, DeepSpeedPolicy) else lambda parameter: whole(parameter.detach())
@@ -77,7 +89,7 @@ def train(policy: Policy, model: Path, work: Path, name: str) -> dict[str, Any]:
             policy.save(str(work / name))
         policy.train_step(part(samples, policy), LOSS)
     policy.export_folder(work / f"exported {name}", {})
-    return found | {"weights": weights(policy), "base": base(policy)}
+    return found | {"weights": weights(policy), "expanded": expanded(policy), "base": base(policy)}
 
 
 def resume(policy: Policy, model: Path, folder: Path) -> dict[str, np.ndarray]:

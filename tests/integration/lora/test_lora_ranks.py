@@ -70,6 +70,16 @@ def test_merged_weights_after_some_steps_are_those_of_one_process(alone: Runs, r
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_base_and_adapters_that_the_first_rank_exports_make_the_merged_weights(ranks: list[Runs], strategy: str) -> None:
+    """Bit for bit, in the order of the whole export."""
+    found, expected = ranks[0][strategy]["expanded"], ranks[0][strategy]["weights"]
+    assert list(found) == list(expected)
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(found[name], weight, err_msg=name)
+    assert ranks[1][strategy]["expanded"] == {}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_base_stays_bit_for_bit(ranks: list[Runs], work: Path, strategy: str) -> None:
     expected = dict(load_model(str(work / "model")).named_parameters())
     for rank in ranks:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from agenticrun_workers.merging import MergeRule, adapter_names, merge
+
 ADAPTER = "default"
 BASE = "base_layer"
 
@@ -72,18 +74,37 @@ def whole_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> 
     Args:
         whole: gives a parameter's whole value, under any sharding. Called for all parameters, in the same order on every rank.
     """
+    layers = {f"{name}.weight": layer for name, layer in _adapted(model).items()}
+    for name, value in base_weights(model, whole):
+        layer = layers.get(name)
+        if layer is not None:
+            a, b = (whole(part) for part in _parts(layer))
+            value = merge(value, a, b, _rule(layer))
+        yield name, value
+
+
+def base_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters without the adapters, under the names that they have without them. `whole` as of `whole_weights`."""
     layers = _adapted(model)
-    adapters = {id(p) for layer in layers.values() for p in (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)}
+    adapters = {id(part) for layer in layers.values() for part in _parts(layer)}
     for name, parameter in model.named_parameters():
         if id(parameter) in adapters:
             continue
         owner, _, last = name.rpartition(".")
-        layer = layers.get(owner.removesuffix(f".{BASE}"))
-        if layer is None:
-            yield name, whole(parameter)
-        else:
-            value = whole(parameter)
-            yield name.replace(f".{BASE}.", "."), value if last == "bias" else _merged(layer, value, whole)
+        plain = owner.removesuffix(f".{BASE}")
+        yield f"{plain}.{last}" if plain in layers else name, whole(parameter)
+
+
+def adapter_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A and B of each adapted layer, as `adapter_names` calls them. `whole` as of `whole_weights`."""
+    for layer_name, layer in _adapted(model).items():
+        for name, part in zip(adapter_names(f"{layer_name}.weight"), _parts(layer), strict=True):
+            yield name, whole(part)
+
+
+def merge_rules(model: nn.Module) -> dict[str, MergeRule]:
+    """Of each weight that adapters belong to."""
+    return {f"{name}.weight": _rule(layer) for name, layer in _adapted(model).items()}
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
@@ -91,13 +112,13 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
 
 
-@torch.no_grad()
-def _merged(layer: Any, weight: Tensor, whole: Callable[[nn.Parameter], Tensor]) -> Tensor:
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    a, b = (whole(part[ADAPTER].weight).to(wide) for part in (layer.lora_A, layer.lora_B))
-    product = (b @ a).T if layer.fan_in_fan_out else b @ a
-    scale: float = layer.scaling[ADAPTER]
-    return weight.to(wide) + product * scale
+def _parts(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """A and B."""
+    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+
+
+def _rule(layer: Any) -> MergeRule:
+    return layer.scaling[ADAPTER], layer.fan_in_fan_out
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:

@@ -10,9 +10,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agenticrun_api import AgenticRun, Role
+from agenticrun_workers.pipeline.adapter_node import AdapterNode
 from agenticrun_workers.pipeline.engine_places import SharedPlace, shared_places
 from agenticrun_workers.pipeline.engine_pool import EnginePool
 from agenticrun_workers.pipeline.engines import EngineActor
+from agenticrun_workers.pipeline.expansion import Expansion
 from agenticrun_workers.pipeline.model_source import ModelSource, ModelSources
 from agenticrun_workers.pipeline.node_weights import NodeWeights
 from agenticrun_workers.pipeline.rank_actor import CRITIC, REFERENCE
@@ -172,7 +174,9 @@ class RunCluster:
         await asyncio.gather(*(actor.set_stores.remote(self.stores) for actor in ranks))
         metadata = self._run.metadata
         name = f"{metadata.name}-{metadata.uid or 'local'}"
-        self.weights = WeightSync(self._pipeline.weight_sync, name, trainers, placements[0].node_id, self._spawn_node_weights)
+        expanding = self._spawn_adapter_node if self._pipeline.actor_train.lora else None
+        home = placements[0].node_id
+        self.weights = WeightSync(self._pipeline.weight_sync, name, trainers, home, self._spawn_node_weights, expanding)
         self.trainers = TrainerGroup(self._pipeline, trainers, parts, others, self.weights)
 
     def _ranks(self, cls: type, role: Role, *arguments: Any) -> list[Any]:
@@ -222,8 +226,18 @@ class RunCluster:
         return actor
 
     def _spawn_node_weights(self, node_id: str, run: str, buckets: tuple[Bucket, ...]) -> Any:
+        return self._memory_of_node(NodeWeights, node_id, run, buckets)
+
+    def _spawn_adapter_node(self, node_id: str, run: str, buckets: tuple[Bucket, ...], expansion: Expansion) -> Any:
+        """It computes while the engines of its pod wait for it, on all that the pod has."""
+        spec = self._run.spec
+        threads = max(1, int(cpus(spec.roles.of(spec.engine_role).cpus)))
+        arguments = (run, buckets, expansion, self._source.result(), self._pipeline.weight_sync.bucket_bytes, threads)
+        return self._memory_of_node(AdapterNode, node_id, *arguments)
+
+    def _memory_of_node(self, cls: type, node_id: str, *arguments: Any) -> Any:
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        actor: Any = ray.remote(NodeWeights).options(num_cpus=0, max_concurrency=4, scheduling_strategy=there).remote(run, buckets)
+        actor: Any = ray.remote(cls).options(num_cpus=0, max_concurrency=4, scheduling_strategy=there).remote(*arguments)
         self._actors.append(actor)
         return actor
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.inference import InferenceEngine, TransformersEngine
 from agenticrun_workers.models import load_model
-from agenticrun_workers.pipeline.model_source import ModelSource
+from agenticrun_workers.pipeline.model_source import ModelSource, local_folder
 from agenticrun_workers.rollout.errors import InvalidConfig
 
 OPTIONS = "spec.pipeline.actorInfer.strategy.config"
@@ -37,7 +35,7 @@ def build_engine(pipeline: Pipeline, source: ModelSource, folder: str, *, gpus: 
             raise InvalidConfig(OPTIONS, f"the engine transformers has no options: leave out {', '.join(spec.config)}")
         return transformers_engine(pipeline, source, folder)
     arguments: dict[str, Any] = {
-        "folder": _local(folder),
+        "folder": local_folder(folder),
         "dtype": source.dtype,
         "max_length": pipeline.sequence_length,
         "restart_on_update": restart_on_update,
@@ -68,13 +66,3 @@ def transformers_engine(pipeline: Pipeline, source: ModelSource, folder: str) ->
         alone=pipeline.deterministic,
         restart_on_update=not pipeline.staleness.partial_rollout,
     )
-
-
-def _local(folder: str) -> Path:
-    """The folder itself, or that of a model on the hub, downloaded where it is not in the cache yet. Raises `InvalidConfig`."""
-    if Path(folder).is_dir():
-        return Path(folder)
-    try:
-        return Path(snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.py", "*.jinja"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
-        raise InvalidConfig("spec.model.path", f"{folder} is no folder here and cannot be had from the hub: {error}") from error

@@ -269,7 +269,7 @@ class Loop:
         engine_stats = await self._parts.engines.stats()
         seconds, self._seconds = self._seconds, {}
         metrics |= timing_metrics(seconds, metrics["tokens/prompt"] + metrics["tokens/response"])
-        metrics |= sync_metrics(self._sync, merged=self._pipeline.actor_train.lora is not None)
+        metrics |= sync_metrics(self._sync, lora=self._pipeline.actor_train.lora is not None)
         if self._parts.devices:
             metrics["system/handovers"] = float(self._parts.devices.handovers)
         self._sync = None

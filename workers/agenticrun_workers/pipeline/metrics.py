@@ -85,13 +85,13 @@ def timing_metrics(seconds: Mapping[str, float], tokens: float) -> Metrics:
     }
 
 
-def sync_metrics(report: SyncReport | None, *, merged: bool) -> Metrics:
-    """What a step's weight sync moved; None for a step without one. `merged`: adapters are trained, engines get them merged."""
+def sync_metrics(report: SyncReport | None, *, lora: bool) -> Metrics:
+    """What a step's weight sync moved; None for a step without one. `lora`: adapters alone train."""
     if report is None:
         return {"weight_sync/bytes": 0.0}
     transports = {f"weight_sync/{transport}": float(transport is report.transport) for transport in Transport}
-    adapters = {"weight_sync/lora_merged": 1.0} if merged else {}
-    return {"weight_sync/bytes": float(report.nbytes), "weight_sync/changed_share": report.changed_share, **transports, **adapters}
+    merged = {"weight_sync/lora_merged": float(not report.adapters)} if lora else {}
+    return {"weight_sync/bytes": float(report.nbytes), "weight_sync/changed_share": report.changed_share, **transports, **merged}
 
 
 def engine_metrics(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats], seconds: float) -> Metrics:

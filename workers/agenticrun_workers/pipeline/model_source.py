@@ -10,6 +10,7 @@ from pathlib import Path
 
 from agenticrun_api import Pipeline
 from agenticrun_api.spec import ModelSpec
+from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.tokenizer import TokenizerSource
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
@@ -41,9 +42,13 @@ class ModelSource:
             yield self.path
             return
         with tempfile.TemporaryDirectory(prefix="agenticrun-model-") as folder:
-            for name, content in (self.files or {}).items():
-                (Path(folder) / name).write_bytes(content)
+            self.write(Path(folder))
             yield folder
+
+    def write(self, folder: Path) -> None:
+        """Put the files there, of a model that the run made itself."""
+        for name, content in (self.files or {}).items():
+            (folder / name).write_bytes(content)
 
     def with_files(self, files: dict[str, bytes]) -> ModelSource:
         return replace(self, files=files)
@@ -74,3 +79,16 @@ class ModelSources:
             other(pipeline.reference.path if pipeline.reference else None),
             other(pipeline.critic.path if pipeline.critic else None),
         )
+
+
+def local_folder(folder: str) -> Path:
+    """The folder itself, or that of a model on the hub, downloaded where it is not in the cache yet. Raises `InvalidConfig`."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if Path(folder).is_dir():
+        return Path(folder)
+    try:
+        return Path(snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.py", "*.jinja"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
+        raise InvalidConfig("spec.model.path", f"{folder} is no folder here and cannot be had from the hub: {error}") from error

@@ -13,7 +13,7 @@ from agenticrun_workers.weight_sync.written import Written
 
 @dataclass
 class NodeCopy:
-    """The `NodeWeights` actor of a node, and which version of each bucket it holds."""
+    """The `NodeWeights` or `AdapterNode` actor of a node, and which version of each bucket it holds."""
 
     node_id: str
     handle: Any

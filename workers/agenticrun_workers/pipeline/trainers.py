@@ -13,6 +13,7 @@ from agenticrun_api.spec import InitializeModel
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.pipeline.batch_plan import RankPlan
 from agenticrun_workers.pipeline.credit import TurnCredits
+from agenticrun_workers.pipeline.expansion import Expansion
 from agenticrun_workers.pipeline.model_source import ModelSources
 from agenticrun_workers.pipeline.rank_actor import ACTOR, CRITIC, REFERENCE, Metrics, combine
 from agenticrun_workers.pipeline.reference_weights import TakesReference
@@ -23,7 +24,10 @@ from agenticrun_workers.weight_sync.layout import Bucket, Shape
 from agenticrun_workers.weight_sync.written import BroadcastFailed, Written
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from agenticrun_workers.pipeline.rank_batch import RankBatch
+    from agenticrun_workers.training.adapters import Adapters
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class TrainerActor(TakesReference):
 
         self._join(rendezvous, threads)
         pipeline = self._pipeline
+        self._source = sources.policy
         self._strategy = strategies.build_strategy(pipeline, sources.policy)
         self._reference = strategies.build_reference(pipeline, sources.reference, shared=True) if REFERENCE in self._hosted else None
         self._critic = strategies.build_critic(pipeline, sources.critic, shared=True) if CRITIC in self._hosted else None
@@ -147,21 +152,44 @@ class TrainerActor(TakesReference):
         """How often this policy was trained on a batch."""
         return self._strategy.policy_version
 
-    def weight_shapes(self) -> list[Shape]:
+    def expansion(self) -> Expansion | str | None:
+        """On all ranks of a policy that trains adapters; collective.
+
+        Returns:
+            on rank 0, what nodes need to make whole weights of the adapters, or why they cannot.
+        """
+        from agenticrun_workers.pipeline.expanding import expansion_of
+
+        adapters = self._adapters()
+        if self._rank == 0:
+            return expansion_of(adapters, self._source)
+        deque(adapters.base(), maxlen=0)
+        return None
+
+    def weight_shapes(self, adapters: bool = False) -> list[Shape]:
         """The parameters that `export_weights` will write, on rank 0. Collective."""
         from agenticrun_workers.weight_sync.sender import shapes_of
 
-        return shapes_of(self._strategy.export_weights())
+        return shapes_of(self._exported(adapters))
 
-    def open_buckets(self, buckets: tuple[Bucket, ...], folder: str, deltas: bool) -> None:
-        """On rank 0: where `export_weights` writes; see `Sender`."""
+    def open_buckets(self, buckets: tuple[Bucket, ...], folder: str, deltas: bool, adapters: bool = False) -> None:
+        """On rank 0: where `export_weights` writes; see `Sender`. Whole weights and adapters have buckets of their own."""
         from agenticrun_workers.weight_sync.sender import Sender
 
-        self._sender = Sender(Path(folder), buckets, deltas=deltas)
+        sender = Sender(Path(folder), buckets, deltas=deltas)
+        if adapters:
+            self._adapter_sender = sender
+        else:
+            self._sender = sender
 
-    def export_weights(self) -> Iterator[Written]:
-        """On rank 0: write all parameters into the buckets, and say so one by one. Collective with `assist_export`."""
-        yield from self._sender.send(self._strategy.export_weights())
+    def close_whole_buckets(self) -> None:
+        """On rank 0: let go of the memory of whole weights."""
+        del self._sender
+
+    def export_weights(self, adapters: bool = False) -> Iterator[Written]:
+        """On rank 0: write all parameters, or the adapters, into their buckets, and say so one by one. Collective with `assist_export`."""
+        sender = self._adapter_sender if adapters else self._sender
+        yield from sender.send(self._exported(adapters))
 
     def host_broadcast(self, host: str, port: int, world: int) -> None:
         """On rank 0: meet the engines, here. Raises `BroadcastFailed`."""
@@ -189,9 +217,9 @@ class TrainerActor(TakesReference):
             self._group = None
             raise BroadcastFailed(str(broken)) from broken
 
-    def assist_export(self) -> None:
+    def assist_export(self, adapters: bool = False) -> None:
         """On the other ranks, while rank 0 exports."""
-        deque(self._strategy.export_weights(), maxlen=0)
+        deque(self._exported(adapters), maxlen=0)
 
     def offload(self) -> None:
         """Leave the device to an engine: all models go to host memory. Collective."""
@@ -202,6 +230,13 @@ class TrainerActor(TakesReference):
         """Come back to the device. Collective."""
         for strategy in self._strategies():
             strategy.onload()
+
+    def _exported(self, adapters: bool) -> Iterator[tuple[str, Tensor]]:
+        return self._adapters().weights() if adapters else self._strategy.export_weights()
+
+    def _adapters(self) -> Adapters:
+        assert self._strategy.adapters is not None, "the run trains adapters"
+        return self._strategy.adapters
 
     def _strategies(self) -> list[Any]:
         return [strategy for strategy in (self._strategy, self._reference, self._critic) if strategy is not None]

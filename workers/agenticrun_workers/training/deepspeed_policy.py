@@ -17,6 +17,7 @@ from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.models.lora import whole_weights
 from agenticrun_workers.training.actor_loss import ActorLoss, SupervisedLoss
 from agenticrun_workers.training.actor_metrics import ActorMetrics, nothing_learned
+from agenticrun_workers.training.adapters import Adapters
 from agenticrun_workers.training.checkpoint import load_state, save_state
 from agenticrun_workers.training.deepspeed_engine import ZeroEngine
 from agenticrun_workers.training.deepspeed_options import DeepSpeedOptions
@@ -74,6 +75,7 @@ class DeepSpeedPolicy:
         ranks = self._backend.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
         self.data_rank, self.data_size = ranks.rank, ranks.size
+        self.adapters = Adapters.of(module.model, self._engine.whole, self.rank)
 
     def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
         """See `LogProbStrategy`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from agenticrun_workers.algorithms.aggregation import Aggregation
 from agenticrun_workers.algorithms.losses import Kimi15, KlKind, Ppo, RatioLevel, Vanilla, Variant
 from agenticrun_workers.algorithms.segments import Floats
+from agenticrun_workers.training.adapters import Adapters
 from agenticrun_workers.types import FloatArray, IntArray
 
 
@@ -141,6 +142,8 @@ class TrainStrategy(LogProbStrategy, Checkpointed, Protocol):
     data_rank: int
     """This rank's part of a batch, below `data_size`."""
     data_size: int
+    adapters: Adapters | None
+    """What alone trains, where that is adapters."""
 
     def sum_over_data(self, values: Floats) -> Floats:
         """Element-wise sum over the parts of a batch: over one rank of each `data_rank`. Collective."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.aggregation import StepTotals
@@ -16,6 +16,7 @@ from agenticrun_workers.models.lora import whole_weights
 from agenticrun_workers.training import checkpoint
 from agenticrun_workers.training.actor_loss import ActorLoss, SupervisedLoss
 from agenticrun_workers.training.actor_metrics import ActorMetrics, nothing_learned
+from agenticrun_workers.training.adapters import Adapters
 from agenticrun_workers.training.export import write_folder
 from agenticrun_workers.training.microbatch import responses, weighted
 from agenticrun_workers.training.modules import PolicyModule
@@ -56,6 +57,7 @@ class TorchPolicy:
         ranks = self._backend.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
         self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
+        self.adapters = Adapters.of(module.model, _whole, self.rank)
 
     def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
         """See `LogProbStrategy`."""
@@ -136,7 +138,7 @@ class TorchPolicy:
         return {**self._updater.counts(), "policy_version": self.policy_version}
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in whole_weights(self._backend.module.model, lambda parameter: whole(parameter.detach())):
+        for name, weight in whole_weights(self._backend.module.model, _whole):
             yield name, weight.to(self._backend.dtype)
 
     def _backward(self, samples: list[Sample], spec: LossSpec, totals: StepTotals) -> dict[str, float]:
@@ -147,6 +149,10 @@ class TorchPolicy:
         for batch in batches:
             part(batch, *self._backend.module(batch, spec.temperature)).backward()  # type: ignore[no-untyped-call]
         return metrics.result(self._backend.ranks) | self._backend.balance(batches)
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    return whole(parameter.detach())
 
 
 @torch.no_grad()

@@ -29,6 +29,15 @@ class Written:
         return self.bucket.data_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file with some whole parameters, for engines to take."""
+
+    path: str
+    checksum: int
+    """xxh3_64 of the whole file."""
+
+
 def delta_file(folder: Path, bucket: Bucket) -> Path:
     """Where a sender leaves what changed in a bucket."""
     return folder / f"bucket-{bucket.index:05d}.delta"

@@ -19,6 +19,7 @@ from agenticrun_workers.models.devices import compute_device
 from agenticrun_workers.models.loading import load_config
 from agenticrun_workers.training.actor_loss import ActorLoss, SupervisedLoss
 from agenticrun_workers.training.actor_metrics import ActorMetrics, nothing_learned
+from agenticrun_workers.training.adapters import Adapters
 from agenticrun_workers.training.export import write_folder
 from agenticrun_workers.training.megatron.architecture import Architecture
 from agenticrun_workers.training.megatron.checkpoint import Checkpoints
@@ -94,6 +95,7 @@ class MegatronPolicy:
         self.policy_version = 0
         self.rank, self.world_size = place.rank, place.world
         self.data_rank, self.data_size = place.data_rank, place.data_size
+        self.adapters: Adapters | None = None
 
     def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
         """See `LogProbStrategy`."""

@@ -1,0 +1,291 @@
+"""Adapters alone from a trainer's process to nodes that make whole weights of them for their engines, on a real Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from safetensors.torch import load_file, save_file
+
+from agenticrun_api import Outcome, parse_run
+from agenticrun_api.training import WeightSync as Spec
+from agenticrun_workers.pipeline.adapter_node import AdapterNode
+from agenticrun_workers.pipeline.model_source import ModelSource
+from agenticrun_workers.pipeline.node_weights import NodeWeights
+from agenticrun_workers.pipeline.weight_sync import Receiver, SyncReport, WeightSync
+from agenticrun_workers.rollout.errors import InvalidConfig
+from agenticrun_workers.weight_sync.shared_folder import SHARED_MEMORY
+from sync_actors import AdapterTrainer, Engine, LossyAdapterNode, make_model
+from tiny_runs import TinySession, tiny_document, tiny_run
+
+pytestmark = pytest.mark.usefixtures("ray_node")
+ray.cloudpickle.register_pickle_by_value(sys.modules[Engine.__module__])  # workers cannot import the tests' modules
+
+BUCKET_BYTES = 8192
+RUN = "adapter-drill"
+
+
+def spawn(cls: type, *arguments: Any, calls: int = 100) -> Any:
+    return ray.remote(cls).options(num_cpus=0, max_concurrency=calls).remote(*arguments)
+
+
+def left_in_memory() -> list[str]:
+    return [path.name for path in SHARED_MEMORY.glob(f"agenticrun-{RUN}-*")]
+
+
+async def gone(expected: int) -> None:
+    """So many folders are left, after a while."""
+    deadline = time.monotonic() + 20
+    while len(left_in_memory()) != expected and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert len(left_in_memory()) == expected
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_node: None, folder: Path) -> Any:
+    return spawn(AdapterTrainer, folder, tiny_run().spec.pipeline, calls=1)
+
+
+@pytest.fixture(scope="module")
+def engines(ray_node: None, folder: Path) -> dict[str, Any]:
+    """One where the trainer is and one elsewhere."""
+    handles = {name: spawn(Engine, name) for name in ("near", "far")}
+    ray.get([handle.serve.remote(folder) for handle in handles.values()])
+    return handles
+
+
+class Drill:
+    """A `WeightSync` whose places are names: each gets memory of its own, though all are on this machine.
+
+    Args:
+        files: where the nodes away from the trainer find the base.
+    """
+
+    def __init__(self, trainer: Any, folder: Path, node: type = AdapterNode, files: Path | None = None, **spec: Any) -> None:
+        self.trainer = trainer
+        self._folder = folder
+        self._node = node
+        self._files = files or folder
+        self.nodes: list[Any] = []
+        self.sync = WeightSync(Spec(bucket_bytes=BUCKET_BYTES, **spec), RUN, [trainer], "home", self._spawn, self._spawn_expanding)
+
+    def _spawn(self, _place: str, *arguments: Any) -> Any:
+        self.nodes.append(spawn(NodeWeights, *arguments, calls=4))
+        return self.nodes[-1]
+
+    def _spawn_expanding(self, place: str, *arguments: Any) -> Any:
+        node, files = (self._node, self._files) if place == "away" else (AdapterNode, self._folder)
+        self.nodes.append(spawn(node, *arguments, ModelSource(str(files)), BUCKET_BYTES, 1, calls=4))
+        return self.nodes[-1]
+
+    async def update(self, engines: dict[str, tuple[Any, str]], version: int) -> SyncReport:
+        await self.trainer.become.remote(version)
+        receivers = {name: Receiver(handle, place) for name, (handle, place) in engines.items()}
+        return await asyncio.wait_for(self.sync.update(receivers, version), 120)
+
+    async def stop(self) -> None:
+        await self.sync.stop()
+        for node in self.nodes:
+            ray.kill(node)
+
+
+@pytest.fixture
+def drill(trainer: Any, folder: Path) -> Iterator[Any]:
+    made: list[Drill] = []
+
+    def make(**options: Any) -> Drill:
+        made.append(Drill(options.pop("trainer", trainer), folder, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        asyncio.run(one.stop())
+    asyncio.run(gone(0))
+
+
+async def check(engine: Any, trainer: Any, version: int) -> None:
+    """The engine has exactly the trainer's weights, and serves them as this version."""
+    held, expected = await engine.held.remote(), await trainer.whole.remote()
+    assert held.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(held[name], value, err_msg=name)
+    assert await engine.version_sampled.remote() == version
+
+
+@pytest.mark.parametrize(("transport", "delta"), [("SharedMemory", False), ("ObjectStore", False), ("Disk", True)])
+async def test_engines_serve_exactly_the_merged_weights_though_adapters_alone_travel(
+    drill: Any, engines: dict[str, Any], trainer: Any, tmp_path: Path, transport: str, delta: bool
+) -> None:
+    syncing = drill(transport=transport, delta=delta, **({"uri": str(tmp_path)} if transport == "Disk" else {}))
+    far = "home" if transport == "SharedMemory" else "away"
+    places = {"near": (engines["near"], "home"), "far": (engines["far"], far)}
+    copies = 1 if transport == "SharedMemory" else 2
+    size = await trainer.adapter_bytes.remote()
+    assert size * 4 < sum(value.nbytes for value in (await trainer.whole.remote()).values())
+    for version in (1, 2):
+        report = await syncing.update(places, version)
+        assert (report.transport, report.failed, report.adapters) == (transport, {}, True)
+        assert report.nbytes == size * copies
+        for engine in engines.values():
+            await check(engine, trainer, version)
+    assert list(tmp_path.rglob("bucket*")) == []
+
+
+async def test_an_engine_that_joins_on_a_new_node_gets_the_last_version_while_the_trainer_is_busy(
+    drill: Any, engines: dict[str, Any], trainer: Any, folder: Path
+) -> None:
+    syncing = drill(transport="ObjectStore", delta=True)
+    for version in (1, 2):
+        await syncing.update({"near": (engines["near"], "home")}, version)
+    expected = await trainer.whole.remote()
+    late = spawn(Engine, "late")
+    await late.serve.remote(folder)
+    busy = trainer.become.remote(3)
+    for engine, place in ((late, "away"), (engines["far"], "home")):
+        await asyncio.wait_for(syncing.sync.join(Receiver(engine, place)), 60)
+        held = await engine.held.remote()
+        assert all(np.array_equal(held[name], value) for name, value in expected.items())
+        assert await engine.version_sampled.remote() == 2
+    await busy
+    report = await syncing.update({"near": (engines["near"], "home"), "late": (late, "away")}, 3)
+    assert (report.failed, report.adapters) == ({}, True)
+    await check(late, trainer, 3)
+    ray.kill(late)
+
+
+async def test_adapters_damaged_on_the_way_are_found_and_sent_again(drill: Any, engines: dict[str, Any], trainer: Any) -> None:
+    """Before an engine has begun to take anything: it never stops in vain."""
+    syncing = drill(node=LossyAdapterNode, transport="ObjectStore")
+    report = await syncing.update({"far": (engines["far"], "away"), "near": (engines["near"], "home")}, 4)
+    assert (report.failed, report.adapters) == ({}, True)
+    for engine in engines.values():
+        await check(engine, trainer, 4)
+
+
+async def test_a_node_whose_memory_is_lost_gets_everything_again(drill: Any, engines: dict[str, Any], trainer: Any) -> None:
+    syncing = drill(transport="ObjectStore", delta=True)
+    places = {"near": (engines["near"], "home"), "far": (engines["far"], "away")}
+    await syncing.update(places, 1)
+    for node in syncing.nodes:
+        ray.kill(node)
+    await asyncio.sleep(1)
+    report = await syncing.update(places, 2)
+    assert report.failed == {}
+    for engine in engines.values():
+        await check(engine, trainer, 2)
+
+
+async def test_a_reference_gets_whole_weights_which_leave_no_memory_behind(drill: Any, engines: dict[str, Any], trainer: Any) -> None:
+    syncing = drill()
+    await trainer.become.remote(3)
+    await asyncio.wait_for(syncing.sync.copy_to({"reference": Receiver(engines["far"], "home")}), 60)
+    await check(engines["far"], trainer, 0)
+    await gone(0)
+    report = await syncing.update({"far": (engines["far"], "home")}, 4)
+    assert report.adapters
+    await check(engines["far"], trainer, 4)
+    await gone(1)
+
+
+async def test_a_broadcast_moves_whole_weights(drill: Any, engines: dict[str, Any], trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    syncing = drill(transport="Broadcast")
+    report = await syncing.update({"near": (engines["near"], "home")}, 1)
+    assert (report.failed, report.adapters) == ({}, False)
+    await check(engines["near"], trainer, 1)
+    assert "engines get whole weights with the adapters merged, not the adapters alone: a broadcast goes into" in caplog.text
+    await syncing.sync.join(Receiver(engines["far"], "away"))
+    await check(engines["far"], trainer, 1)
+
+
+def other_files(folder: Path, other: Path, name: str) -> Path:
+    """The model with another name of its last norm, or another value."""
+    other.mkdir()
+    for file in folder.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    weights = load_file(other / "model.safetensors")
+    weights[name] = weights.pop("model.norm.weight") + 1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    return other
+
+
+async def test_whole_weights_travel_where_the_files_are_not_the_trainers_base(
+    drill: Any, engines: dict[str, Any], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = other_files(folder, tmp_path / "other", "norm.weight")
+    trainer = spawn(AdapterTrainer, folder, tiny_run().spec.pipeline, files, calls=1)
+    syncing = drill(trainer=trainer)
+    for version in (1, 2):
+        report = await syncing.update({"near": (engines["near"], "home")}, version)
+        assert (report.failed, report.adapters) == ({}, False)
+        await check(engines["near"], trainer, version)
+    assert [record.message for record in caplog.records if "merged" in record.message] == [
+        "engines get whole weights with the adapters merged, not the adapters alone: the model's files have no parameter model.norm.weight"
+    ]
+    ray.kill(trainer)
+
+
+async def test_a_node_with_another_model_ends_the_run(drill: Any, folder: Path, tmp_path: Path) -> None:
+    """Engines there would serve a policy that nobody trained."""
+    engine = spawn(Engine, "engine")
+    await engine.serve.remote(folder)
+    syncing = drill(transport="ObjectStore", files=other_files(folder, tmp_path / "other", "model.norm.weight"))
+    with pytest.raises(InvalidConfig, match=r"spec.model.path: .*other holds another model.norm.weight here than where the trainers run"):
+        await syncing.update({"far": (engine, "away")}, 1)
+    ray.kill(engine)
+
+
+LORA = {"lora": {"rank": 2, "alpha": 4}, "training": {"learningRate": 0.02, "miniBatchSize": 4}}
+
+
+async def test_a_run_syncs_adapters_alone_and_its_engines_say_what_its_trainer_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines that are killed are replaced by such that have the last version; the reference is the base."""
+    caplog.set_level(logging.INFO)
+    document = tiny_document(maxSteps=4, evalSteps=0, actorTrain=LORA, algorithm={"lossKl": {"coef": 0.01}})
+    session = TinySession(parse_run(document), tmp_path)
+    running = asyncio.create_task(asyncio.wait_for(session.execute(), 300))
+    while session.sink.step < 2 and not running.done():
+        await asyncio.sleep(0.01)
+    [(_, *_, pid)] = [r.args for r in caplog.records if "runs on" in r.msg and "engine-0" in str(r.args)]
+    os.kill(pid, signal.SIGKILL)
+    report = await running
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    assert "engine-1 runs on" in caplog.text
+    steps = session.training_steps()
+    layer = 16 * 2 + 2 * 16
+    parameters = 4 * layer + 3 * (16 * 2 + 2 * 32)
+    for step in steps.values():
+        assert step["weight_sync/lora_merged"] == 0
+        assert step["weight_sync/bytes"] in (0, 4 * parameters), "0: the engine was dead, and the next one joined after the sync"
+        assert step["engine/logprob_gap"] < 1e-6
+        assert step["staleness/max"] == 0
+    assert steps[1]["weight_sync/bytes"] == 4 * parameters
+
+
+async def test_colocated_engines_get_the_adapters_of_deepspeed_after_the_handover(tmp_path: Path) -> None:
+    document = tiny_document(maxSteps=2, evalSteps=0, actorTrain={**LORA, "strategy": {"name": "deepspeed"}})
+    document["spec"]["placement"] = "Colocated"
+    session = TinySession(parse_run(document), tmp_path)
+    report = await asyncio.wait_for(session.execute(), 300)
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    for step in session.training_steps().values():
+        assert step["weight_sync/lora_merged"] == 0
+        assert step["engine/logprob_gap"] < 1e-6
