@@ -14,13 +14,22 @@ import agenticrun_workers
 from agenticrun_api.algorithm import Guards
 from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.pipeline.guards import guards_of
-from agenticrun_workers.pipeline.metrics import engine_metrics, rollout_metrics, success_of, timing_metrics, validation_metrics
+from agenticrun_workers.pipeline.metrics import (
+    engine_metrics,
+    rollout_metrics,
+    success_of,
+    sync_metrics,
+    timing_metrics,
+    validation_metrics,
+)
 from agenticrun_workers.pipeline.telling import telling
+from agenticrun_workers.pipeline.weight_sync import SyncReport
 from agenticrun_workers.rollout.controller import Batch, RolloutCounts
 from agenticrun_workers.rollout.groups import Group
 from agenticrun_workers.training import torch_critic
 from agenticrun_workers.training.actor_metrics import nothing_learned
 from agenticrun_workers.types import StopReason
+from agenticrun_workers.weight_sync.transport import Transport
 from rollout_fakes import result
 
 
@@ -91,6 +100,14 @@ def test_validation_tells_turns_and_why_episodes_ended() -> None:
     }
     assert {name: metrics.get(name) for name in expected} == expected
     assert "val/A/stop/timeout" not in metrics
+
+
+@pytest.mark.parametrize(("lora", "adapters", "merged"), [(False, False, None), (True, True, 0.0), (True, False, 1.0)])
+def test_a_sync_says_how_adapters_went(lora: bool, adapters: bool, merged: float | None) -> None:
+    metrics = sync_metrics(SyncReport(Transport.DISK, 64, 0.25, {}, adapters), lora=lora)
+    assert metrics.get("weight_sync/lora_merged") == merged
+    assert (metrics["weight_sync/bytes"], metrics["weight_sync/Disk"], metrics["weight_sync/SharedMemory"]) == (64.0, 1.0, 0.0)
+    assert sync_metrics(None, lora=lora) == {"weight_sync/bytes": 0.0}
 
 
 def test_speed_does_not_count_the_validation_inside_a_step() -> None:
