@@ -27,6 +27,19 @@ ON_THE_CLUSTER = ("api", "chart", "devcluster", "operator")
 """Folders of integration tests that follow each other."""
 
 
+SLOW_FILES = (
+    "test_deterministic.py",
+    "test_gpu_examples.py",
+    "test_session.py",
+    "test_algorithms.py",
+    "test_engines_and_trainers.py",
+    "test_weight_sync.py",
+    "test_eval.py",
+    "test_colocated.py",
+)
+"""Of minutes each, begun with: none of them is to run alone at the end."""
+
+
 class StaysTogether(LoadScopeScheduling):
     """Gives one process all tests of a file, or of the cluster."""
 
@@ -42,10 +55,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> StaysTogethe
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by the folder below tests/ that holds it."""
+    """Mark each test by the folder below tests/ that holds it, and begin with the slow files."""
     root = Path(__file__).parent
     for item in items:
         item.add_marker(item.path.relative_to(root).parts[0])
+    items.sort(key=lambda item: SLOW_FILES.index(item.path.name) if item.path.name in SLOW_FILES else len(SLOW_FILES))
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,19 @@
-"""Several processes of one program that meet in a gloo group: the launcher, and what each of them does around its work."""
+"""Several ranks of one program that meet in a gloo group: the launcher, and what each of them does around its work."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,25 +22,22 @@ RankWork = Callable[..., Any]
 
 
 def launch(program: Path, world: int, out: Path, arguments: list[str], environment: dict[str, str] | None = None) -> list[Any]:
-    """What `take_part` in each of `world` processes of this program returned, by rank.
+    """What `take_part` in each of `world` ranks of this program returned, by rank.
 
     Args:
         out: a folder for the results.
         arguments: for the work.
         environment: added to this process's.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     full = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **(environment or {})}
-    results = [out / f"rank-{rank}-of-{world}.pickle" for rank in range(world)]
-    commands = [
-        [sys.executable, str(program), str(rank), str(world), str(port), str(result), *arguments] for rank, result in enumerate(results)
-    ]
-    ranks = [subprocess.Popen(command, env=full, stderr=subprocess.PIPE, text=True) for command in commands]
-    errors = [process.communicate(timeout=500)[1] for process in ranks]
-    assert all(process.returncode == 0 for process in ranks), "\n".join(errors)
-    return [pickle.loads(result.read_bytes()) for result in results]
+    command = [sys.executable, str(program), str(world), str(out), *arguments]
+    done = subprocess.run(command, env=full, stderr=subprocess.PIPE, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    return [pickle.loads(_result(out, rank, world).read_bytes()) for rank in range(world)]
+
+
+def _result(out: Path, rank: int, world: int) -> Path:
+    return out / f"rank-{rank}-of-{world}.pickle"
 
 
 def load(program: Path) -> ModuleType:
@@ -53,13 +52,42 @@ def load(program: Path) -> ModuleType:
 
 
 def take_part(work: RankWork) -> None:
-    """The main function of a rank's program: join the others, work with the launcher's arguments, and tell it the result."""
-    rank, world, port = (int(argument) for argument in sys.argv[1:4])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    Path(sys.argv[4]).write_bytes(pickle.dumps(work(*sys.argv[5:])))
-    dist.barrier()
-    dist.destroy_process_group()
-    # Threads of gloo may still hold tensors, whose release aborts a process that is taking its interpreter down (pytorch#179291).
-    sys.stderr.flush()
-    os._exit(0)
+    """The main function of a program: fork its ranks, which share what it has imported (ten seconds of a core), and wait for them.
+
+    The first one that fails ends all.
+    """
+    world, out = int(sys.argv[1]), Path(sys.argv[2])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = set()
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(work, rank, world, port, _result(out, rank, world))
+        ranks.add(pid)
+    while ranks:
+        pid, status = os.wait()
+        ranks.discard(pid)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank ended with status {os.waitstatus_to_exitcode(status)}")
+
+
+def _be_rank(work: RankWork, rank: int, world: int, port: int, result: Path) -> NoReturn:
+    """Join the others, work with the launcher's arguments, and leave what came of it."""
+    status = 1
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        result.write_bytes(pickle.dumps(work(*sys.argv[3:])))
+        dist.barrier()
+        dist.destroy_process_group()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Threads of gloo may still hold tensors, whose release aborts a process that is taking its interpreter down (pytorch#179291).
+        sys.stderr.flush()
+        os._exit(status)

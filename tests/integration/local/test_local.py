@@ -33,8 +33,8 @@ class Command:
     def wait(self) -> int:
         return self.process.wait(200)
 
-    def wait_for_step(self, step: int) -> None:
-        while f"step {step}/" not in self.log.read_text():
+    def wait_for(self, line: str) -> None:
+        while line not in self.log.read_text():
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.1)
 
@@ -50,7 +50,7 @@ class Command:
 
 def test_a_run_is_interrupted_and_gone_on_with(tmp_path: Path) -> None:
     first = Command(tmp_path, maxSteps=100_000, saveSteps=0)
-    first.wait_for_step(2)
+    first.wait_for("step 2/")
     os.killpg(first.process.pid, signal.SIGINT)  # Ctrl-C reaches the whole group
     assert first.wait() == ExitCode.STOPPED, first.log.read_text()
     assert "Stopped: stopped as asked after" in first.log.read_text()
@@ -87,8 +87,7 @@ def test_help_needs_no_ray(argument: str) -> None:
 
 def test_an_interruption_while_it_starts_ends_it_at_once(tmp_path: Path) -> None:
     command = Command(tmp_path, maxSteps=100_000)
-    while "[starting] starting actors" not in command.log.read_text():
-        time.sleep(0.1)
+    command.wait_for("[starting] starting actors")
     os.killpg(command.process.pid, signal.SIGINT)
     assert command.wait() == ExitCode.STOPPED
     assert "Stopped: stopped as asked after 0 steps" in command.log.read_text()

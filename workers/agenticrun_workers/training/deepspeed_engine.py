@@ -18,6 +18,7 @@ from agenticrun_workers.training.optimizer import OptimizerSpec, StepCounts
 
 if compute_device().type == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at the import; else DeepSpeed guesses, and warns
+    os.environ.setdefault("LOCAL_SIZE", "1")  # else DeepSpeed asks a program for the NUMA nodes whenever it reduces gradients
 
 import deepspeed
 from deepspeed.utils import (
