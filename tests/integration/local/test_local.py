@@ -40,8 +40,9 @@ class Command:
 
     def left_behind(self) -> list[str]:
         """Processes of the command's session and files of its Ray that live on after it."""
-        found = subprocess.run(["ps", "-o", "args=", "--sid", str(self.process.pid)], capture_output=True, text=True)
-        return found.stdout.splitlines() + [str(path) for path in Path("/tmp").glob(f"arun-{self.process.pid}-*")]
+        found = subprocess.run(["ps", "-o", "stat=,args=", "--sid", str(self.process.pid)], capture_output=True, text=True)
+        living = [line for line in found.stdout.splitlines() if not line.startswith("Z")]  # the others only wait for init to notice
+        return living + [str(path) for path in Path("/tmp").glob(f"arun-{self.process.pid}-*")]
 
     def steps(self) -> list[int]:
         lines = [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
