@@ -38,7 +38,7 @@ def test_a_run_trains_with_the_image_of_its_engine(engine: str, runs: Cluster) -
         end = watch.wait(lambda seen: seen.phase in ("Succeeded", "Failed"), 300, "the run ends")
     assert end.phase == "Succeeded", end
     found = {metric["name"]: float(metric["value"]) for metric in runs.get("agenticrun", name)["status"]["metrics"]}
-    shown = ("rollout/score/mean", "engine/logprob_gap", "system/tps")
+    shown = ("rollout/score/mean", "engine/logprob_gap", "system/tps", "weight_sync/seconds")
     print(engine, TRAINERS[engine]["name"], f"{time.monotonic() - began:.0f} s", {key: found[key] for key in shown}, sorted(images))
     assert found["engine/logprob_gap"] < LARGEST_GAP
     assert any(f"worker-{engine}" in image for image in images), images

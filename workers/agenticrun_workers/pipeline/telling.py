@@ -15,9 +15,9 @@ TELLING = tuple(
     for pattern in (
         "val/[^/]+/success", "val/[^/]+/random_success", "val/[^/]+/warmup_success", "rollout/score/mean", "rollout/success/mean",
         "actor/total_loss", "actor/entropy", "actor/approxkl", "actor/grad_norm", "critic/kl", "critic/loss", "engine/logprob_gap",
-        "group/zero_variance_share", "staleness/mean", "system/tps", "time/step", "tokens/response_length/mean", "val/success/best",
-        "val/.+", "guard/.+", "actor/.+", "critic/.+", "env/[^/]+/success", "engine/.+", "group/.+", "stop/.+", "time/.+", "rollout/.+",
-        "env/.+", "tokens/.+",
+        "group/zero_variance_share", "staleness/mean", "system/tps", "time/step", "weight_sync/seconds", "tokens/response_length/mean",
+        "val/success/best", "val/.+", "guard/.+", "actor/.+", "critic/.+", "env/[^/]+/success", "engine/.+", "group/.+", "stop/.+",
+        "time/.+", "rollout/.+", "env/.+", "tokens/.+",
     )
 )  # fmt: skip
 """The first pattern that a name matches is its rank."""
