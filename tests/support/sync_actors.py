@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from torch import Tensor
 
@@ -24,8 +25,19 @@ from agenticrun_workers.pipeline.node_weights import NodeWeights
 from agenticrun_workers.pipeline.trainers import TrainerActor
 from agenticrun_workers.training import OptimizerSpec, TorchPolicy
 from agenticrun_workers.types import GenerationRequest, SamplingParams
+from agenticrun_workers.weight_sync.shared_folder import SHARED_MEMORY
 
 WORDS = tuple("abcdefghijklmnop")
+
+
+def spawn(cls: type, *arguments: Any, calls: int = 100) -> Any:
+    """An actor without a run around it, which may be inside so many calls at once."""
+    return ray.remote(cls).options(num_cpus=0, max_concurrency=calls).remote(*arguments)
+
+
+def left_in_memory(run: str) -> list[str]:
+    """Folders of a run in this machine's shared memory."""
+    return [path.name for path in SHARED_MEMORY.glob(f"agenticrun-{run}-*")]
 
 
 def make_model(folder: Path) -> None:

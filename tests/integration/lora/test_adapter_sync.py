@@ -24,8 +24,7 @@ from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.pipeline.node_weights import NodeWeights
 from agenticrun_workers.pipeline.weight_sync import Receiver, SyncReport, WeightSync
 from agenticrun_workers.rollout.errors import InvalidConfig
-from agenticrun_workers.weight_sync.shared_folder import SHARED_MEMORY
-from sync_actors import AdapterTrainer, Engine, LossyAdapterNode, make_model
+from sync_actors import AdapterTrainer, Engine, LossyAdapterNode, left_in_memory, make_model, spawn
 from tiny_runs import TinySession, tiny_document, tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
@@ -35,20 +34,12 @@ BUCKET_BYTES = 8192
 RUN = "adapter-drill"
 
 
-def spawn(cls: type, *arguments: Any, calls: int = 100) -> Any:
-    return ray.remote(cls).options(num_cpus=0, max_concurrency=calls).remote(*arguments)
-
-
-def left_in_memory() -> list[str]:
-    return [path.name for path in SHARED_MEMORY.glob(f"agenticrun-{RUN}-*")]
-
-
 async def gone(expected: int) -> None:
     """So many folders are left, after a while."""
     deadline = time.monotonic() + 20
-    while len(left_in_memory()) != expected and time.monotonic() < deadline:
+    while len(left_in_memory(RUN)) != expected and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
-    assert len(left_in_memory()) == expected
+    assert len(left_in_memory(RUN)) == expected
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,7 @@ from agenticrun_workers.pipeline.engine_pool import EnginePool
 from agenticrun_workers.pipeline.node_weights import NodeWeights
 from agenticrun_workers.pipeline.weight_sync import Receiver, SyncReport, WeightSync
 from agenticrun_workers.rollout.errors import InvalidConfig
-from agenticrun_workers.weight_sync.shared_folder import SHARED_MEMORY
-from sync_actors import Engine, Exporter, LossyNode, make_model, version_of
+from sync_actors import Engine, Exporter, LossyNode, left_in_memory, make_model, spawn, version_of
 from tiny_runs import tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
@@ -29,14 +28,6 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[Engine.__module__])  # work
 
 BUCKET_BYTES = 8192
 RUN = "sync-drill"
-
-
-def spawn(cls: type, *arguments: Any, calls: int = 100) -> Any:
-    return ray.remote(cls).options(num_cpus=0, max_concurrency=calls).remote(*arguments)
-
-
-def left_in_memory() -> list[str]:
-    return [path.name for path in SHARED_MEMORY.glob(f"agenticrun-{RUN}-*")]
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +86,9 @@ def drill(trainer: Any) -> Iterator[Any]:
     for one in made:
         asyncio.run(one.stop())
     deadline = time.monotonic() + 20
-    while left_in_memory() and time.monotonic() < deadline:
+    while left_in_memory(RUN) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left_in_memory() == []
+    assert left_in_memory(RUN) == []
 
 
 async def check(engine: Any, folder: Path, version: int, share: float = 1.0) -> None:
