@@ -82,7 +82,7 @@ def agent(collect: Collect, limits: AgentLimits = LIMITS) -> QueuedAgent:
 
 def play(collect: Collect, env: Any = None, policy: Policy | None = None, limits: AgentLimits = LIMITS) -> list[Trajectory]:
     made = agent(collect, limits).collect_trajectory(EPISODE, env or Letters(), policy or Policy())
-    return asyncio.run(asyncio.wait_for(made, 10))
+    return asyncio.run(asyncio.wait_for(made, 60))
 
 
 async def ask(obs_queue: Any, act_queue: Any, tokens: list[int], config: GenerationConfig = ASK) -> BundledGenerationOutputs:
@@ -362,7 +362,8 @@ def returns(made: Callable[[BundledGenerationOutputs], Any]) -> Collect:
     ],
 )
 def test_a_mistake_of_an_agent_is_one_lost_trajectory(collect: Collect, reason: str, message: str) -> None:
-    limits = AgentLimits(max_turns=3, max_tokens_per_step=4, sequence_length=500, temperature=0.8, step_timeout=0.1)
+    step_timeout = 0.1 if reason == "timeout" else 30.0
+    limits = AgentLimits(max_turns=3, max_tokens_per_step=4, sequence_length=500, temperature=0.8, step_timeout=step_timeout)
     (trajectory,) = play(collect, env=Walk(), limits=limits)
     assert (trajectory.stop_reason, trajectory.turns) == (reason, ())
     assert message in trajectory.error
@@ -401,7 +402,8 @@ class Mute(EnvironmentService):
     ],
 )
 def test_a_mistake_of_a_service_is_one_lost_trajectory(env: EnvironmentService, reason: str, message: str) -> None:
-    limits = AgentLimits(max_turns=3, max_tokens_per_step=4, sequence_length=500, step_timeout=0.1)
+    step_timeout = 0.1 if reason == "timeout" else 30.0
+    limits = AgentLimits(max_turns=3, max_tokens_per_step=4, sequence_length=500, step_timeout=step_timeout)
     (trajectory,) = play(twice, env=env, limits=limits)
     assert (trajectory.stop_reason, trajectory.turns) == (reason, ())
     assert message in trajectory.error

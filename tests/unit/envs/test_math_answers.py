@@ -94,17 +94,14 @@ HANGS = r"\boxed{9^{9^{9^{9}}}}"
 
 
 def test_a_comparison_that_hangs_is_ended_and_others_go_on(verifier: MathVerifier) -> None:
-    async def both() -> tuple[list[Verdict], float]:
-        begin = time.monotonic()
+    async def both() -> list[Verdict]:
         hung = [asyncio.create_task(verifier.verify("1/2", HANGS)) for _ in range(2)]
         quick = [await verifier.verify(str(n), str(n)) for n in range(100)]  # the event loop is free
-        taken = time.monotonic() - begin
         assert quick == [RIGHT] * 100
-        return await asyncio.gather(*hung), taken
+        assert not any(task.done() for task in hung)
+        return await asyncio.gather(*hung)
 
-    hung, quick_seconds = asyncio.run(both())
-    assert all(not verdict.right for verdict in hung)
-    assert quick_seconds < 1
+    assert not any(verdict.right for verdict in asyncio.run(both()))
     assert ask(verifier, "1/2", r"\boxed{\frac{2}{4}}") == RIGHT
 
 

@@ -208,7 +208,7 @@ async def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:
         await asyncio.sleep(0.01)
     run.requests.apply(Commands(stop=True))
     with pytest.raises(StopRequested):
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 60)
     saved = run.store.newest()
     assert saved is not None
     assert saved.driver_state().step == 1
@@ -240,7 +240,7 @@ async def test_a_part_that_cannot_be_kept_alive_ends_the_attempt(tmp_path: Path)
     await asyncio.sleep(0.05)
     run.failure.set_exception(RolloutFailed("engines died"))
     with pytest.raises(RolloutFailed, match="engines died"):
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 60)
 
 
 async def test_snapshots_are_what_the_api_accepts_and_grow_in_sequence(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ async def test_without_a_reporter_updates_return_at_once(unused_tcp_port: int) -
     begin = time.perf_counter()
     for step in range(1000):
         client.update(progress(step))
-    assert time.perf_counter() - begin < 1.0
+    assert time.perf_counter() - begin < 10.0  # one that waited for a connection each time would take minutes
 
 
 async def test_the_final_report_waits_for_a_reporter_that_restarts(tmp_path: Path, unused_tcp_port: int) -> None:
@@ -67,7 +67,7 @@ async def test_the_final_report_waits_for_a_reporter_that_restarts(tmp_path: Pat
     finishing = asyncio.create_task(client.finish(progress(3, REPORT)))
     await asyncio.sleep(0.2)
     async with TestServer(Reporter("secret", file).app(), port=unused_tcp_port):
-        await asyncio.wait_for(finishing, 10)
+        await asyncio.wait_for(finishing, 60)
     last = file.read().progress
     assert last is not None
     assert last.final == REPORT
@@ -81,5 +81,5 @@ async def test_finishing_right_after_a_change_ends(tmp_path: Path) -> None:
         await asyncio.sleep(0.1)
         client.update(progress(4, REPORT))
         finishing = asyncio.create_task(client.finish(progress(4, REPORT)))
-        done, _ = await asyncio.wait([finishing], timeout=3)
+        done, _ = await asyncio.wait([finishing], timeout=30)
         assert done
