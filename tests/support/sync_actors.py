@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from agenticrun_api import Pipeline
+from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.inference import TransformersEngine
 from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
 from agenticrun_workers.models.lora import LoraSpec, add_lora
@@ -23,11 +25,13 @@ from agenticrun_workers.pipeline.engines import EngineActor
 from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.pipeline.node_weights import NodeWeights
 from agenticrun_workers.pipeline.trainers import TrainerActor
+from agenticrun_workers.pipeline.weight_sync import Receiver, SyncReport, WeightSync
 from agenticrun_workers.training import OptimizerSpec, TorchPolicy
 from agenticrun_workers.types import GenerationRequest, SamplingParams
 from agenticrun_workers.weight_sync.shared_folder import SHARED_MEMORY
 
 WORDS = tuple("abcdefghijklmnop")
+BUCKET_BYTES = 8192
 
 
 def spawn(cls: type, *arguments: Any, calls: int = 100) -> Any:
@@ -38,6 +42,14 @@ def spawn(cls: type, *arguments: Any, calls: int = 100) -> Any:
 def left_in_memory(run: str) -> list[str]:
     """Folders of a run in this machine's shared memory."""
     return [path.name for path in SHARED_MEMORY.glob(f"agenticrun-{run}-*")]
+
+
+async def all_gone(run: str, left: int = 0) -> None:
+    """So many folders of the run stay in memory, after a while."""
+    deadline = time.monotonic() + 20
+    while len(left_in_memory(run)) != left and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert len(left_in_memory(run)) == left
 
 
 def make_model(folder: Path) -> None:
@@ -149,3 +161,63 @@ class LossyNode(Lossy, NodeWeights):
 
 class LossyAdapterNode(Lossy, AdapterNode):
     """Of adapters."""
+
+
+Spawn = Callable[..., Any]
+
+
+class Drill:
+    """A `WeightSync` whose places are names: each gets memory of its own, though all are on this machine.
+
+    Args:
+        trainer: the handle of a rank that can `become` a version.
+        node: makes the actor of a place that receives whole weights; `expanding`, one that receives adapters.
+        home: the trainer's place.
+        spec: fields of `weightSync`.
+    """
+
+    def __init__(self, trainer: Any, run: str, node: Spawn, expanding: Spawn | None = None, home: str = "home", **spec: Any) -> None:
+        self.trainer = trainer
+        self.nodes: list[Any] = []
+        spec = {"bucket_bytes": BUCKET_BYTES, **spec}
+        self.sync = WeightSync(Spec(**spec), run, [trainer], home, self._kept(node), expanding and self._kept(expanding))
+
+    def _kept(self, make: Spawn) -> Spawn:
+        def spawning(*arguments: Any) -> Any:
+            self.nodes.append(make(*arguments))
+            return self.nodes[-1]
+
+        return spawning
+
+    async def update(self, engines: dict[str, tuple[Any, str]], version: int, *change: float) -> SyncReport:
+        """Send a version to engines, each with its place. `change`: the rest of what the trainer's `become` takes."""
+        await self.trainer.become.remote(version, *change)
+        receivers = {name: Receiver(handle, place) for name, (handle, place) in engines.items()}
+        return await asyncio.wait_for(self.sync.update(receivers, version), 120)
+
+    async def stop(self) -> None:
+        await self.sync.stop()
+        for node in self.nodes:
+            ray.kill(node)
+
+
+@contextmanager
+def drills(run: str, make: Callable[..., Drill]) -> Iterator[Callable[..., Drill]]:
+    """Stops the drills that are made, and sees that they leave no memory behind."""
+    made: list[Drill] = []
+
+    def making(**options: Any) -> Drill:
+        made.append(make(**options))
+        return made[-1]
+
+    yield making
+    for one in made:
+        asyncio.run(one.stop())
+    asyncio.run(all_gone(run))
+
+
+def serving(folder: Path) -> dict[str, Any]:
+    """An engine where the trainer is and one elsewhere."""
+    handles = {name: spawn(Engine, name) for name in ("near", "far")}
+    ray.get([handle.serve.remote(folder) for handle in handles.values()])
+    return handles

@@ -27,17 +27,16 @@ OBJECT_STORE_BYTES = 200 * 1024 * 1024
 """Enough for the weights of the small models that train on one machine; what does not fit spills to disk."""
 
 
-def run_locally(run: AgenticRun, output: Path, code: Path, console: Console) -> FinalReport:
+def run_locally(run: AgenticRun, output: Path, console: Console) -> FinalReport:
     """Train `run` on this machine. Ctrl-C saves and ends; a second one ends at once.
 
     Args:
         output: where metrics and checkpoints go; checkpoints found there are gone on from, as `checkpoint.resume` says.
-        code: folder of the user's own modules, put on the Python path of every actor.
         console: where the display goes.
     """
     output.mkdir(parents=True, exist_ok=True)
     display: LiveDisplay | PlainDisplay = LiveDisplay(console, run) if console.is_terminal else PlainDisplay(console)
-    with _log_file(output / "run.log"), embedded_ray(run, code, output / "engines"), display:
+    with _log_file(output / "run.log"), embedded_ray(run, output / "engines"), display:
         return asyncio.run(_train(run, output, display))
 
 
@@ -67,11 +66,9 @@ async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalRepo
 
 
 @contextmanager
-def embedded_ray(run: AgenticRun, code: Path, logs: Path | None = None) -> Iterator[None]:
+def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[None]:
     """A Ray of our own whose one node offers all roles. Its files go with it, those of engines too unless they have a folder `logs`."""
     resources = {role.value: float(run.spec.actors(role)) for role in {*run.spec.roles.workers, Role.INFERENCE}}
-    path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(code), *([path] if path else [])])
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     scratch = Path(tempfile.mkdtemp(prefix=f"arun-{os.getpid()}-", dir="/tmp"))  # paths of sockets must be short
     os.environ[LOG_FOLDER] = str((logs or scratch).absolute())

@@ -7,8 +7,7 @@ import logging
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,18 @@ import ray
 from safetensors.torch import load_file, save_file
 
 from agenticrun_api import Outcome, parse_run
-from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.pipeline.adapter_node import AdapterNode
 from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.pipeline.node_weights import NodeWeights
-from agenticrun_workers.pipeline.weight_sync import Receiver, SyncReport, WeightSync
+from agenticrun_workers.pipeline.weight_sync import Receiver
 from agenticrun_workers.rollout.errors import InvalidConfig
-from sync_actors import AdapterTrainer, Engine, LossyAdapterNode, left_in_memory, make_model, spawn
+from sync_actors import BUCKET_BYTES, AdapterTrainer, Drill, Engine, LossyAdapterNode, all_gone, drills, make_model, serving, spawn
 from tiny_runs import TinySession, tiny_document, tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 ray.cloudpickle.register_pickle_by_value(sys.modules[Engine.__module__])  # workers cannot import the tests' modules
 
-BUCKET_BYTES = 8192
 RUN = "adapter-drill"
-
-
-async def gone(expected: int) -> None:
-    """So many folders are left, after a while."""
-    deadline = time.monotonic() + 20
-    while len(left_in_memory(RUN)) != expected and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
-    assert len(left_in_memory(RUN)) == expected
 
 
 @pytest.fixture(scope="module")
@@ -56,59 +45,25 @@ def trainer(ray_node: None, folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def engines(ray_node: None, folder: Path) -> dict[str, Any]:
-    """One where the trainer is and one elsewhere."""
-    handles = {name: spawn(Engine, name) for name in ("near", "far")}
-    ray.get([handle.serve.remote(folder) for handle in handles.values()])
-    return handles
-
-
-class Drill:
-    """A `WeightSync` whose places are names: each gets memory of its own, though all are on this machine.
-
-    Args:
-        files: where the nodes away from the trainer find the base.
-    """
-
-    def __init__(self, trainer: Any, folder: Path, node: type = AdapterNode, files: Path | None = None, **spec: Any) -> None:
-        self.trainer = trainer
-        self._folder = folder
-        self._node = node
-        self._files = files or folder
-        self.nodes: list[Any] = []
-        self.sync = WeightSync(Spec(bucket_bytes=BUCKET_BYTES, **spec), RUN, [trainer], "home", self._spawn, self._spawn_expanding)
-
-    def _spawn(self, _place: str, *arguments: Any) -> Any:
-        self.nodes.append(spawn(NodeWeights, *arguments, calls=4))
-        return self.nodes[-1]
-
-    def _spawn_expanding(self, place: str, *arguments: Any) -> Any:
-        node, files = (self._node, self._files) if place == "away" else (AdapterNode, self._folder)
-        self.nodes.append(spawn(node, *arguments, ModelSource(str(files)), BUCKET_BYTES, 1, calls=4))
-        return self.nodes[-1]
-
-    async def update(self, engines: dict[str, tuple[Any, str]], version: int) -> SyncReport:
-        await self.trainer.become.remote(version)
-        receivers = {name: Receiver(handle, place) for name, (handle, place) in engines.items()}
-        return await asyncio.wait_for(self.sync.update(receivers, version), 120)
-
-    async def stop(self) -> None:
-        await self.sync.stop()
-        for node in self.nodes:
-            ray.kill(node)
+    return serving(folder)
 
 
 @pytest.fixture
-def drill(trainer: Any, folder: Path) -> Iterator[Any]:
-    made: list[Drill] = []
+def drill(trainer: Any, folder: Path) -> Iterator[Callable[..., Drill]]:
+    """Makes drills. `node` and `files`: the class of nodes away from the trainer, and where they find the base."""
 
-    def make(**options: Any) -> Drill:
-        made.append(Drill(options.pop("trainer", trainer), folder, **options))
-        return made[-1]
+    def make(trainer: Any = trainer, node: type = AdapterNode, files: Path = folder, **spec: Any) -> Drill:
+        def whole(_place: str, *arguments: Any) -> Any:
+            return spawn(NodeWeights, *arguments, calls=4)
 
-    yield make
-    for one in made:
-        asyncio.run(one.stop())
-    asyncio.run(gone(0))
+        def expanding(place: str, *arguments: Any) -> Any:
+            cls, base = (node, files) if place == "away" else (AdapterNode, folder)
+            return spawn(cls, *arguments, ModelSource(str(base)), BUCKET_BYTES, 1, calls=4)
+
+        return Drill(trainer, RUN, whole, expanding, **spec)
+
+    with drills(RUN, make) as making:
+        yield making
 
 
 async def check(engine: Any, trainer: Any, version: int) -> None:
@@ -188,11 +143,11 @@ async def test_a_reference_gets_whole_weights_which_leave_no_memory_behind(drill
     await trainer.become.remote(3)
     await asyncio.wait_for(syncing.sync.copy_to({"reference": Receiver(engines["far"], "home")}), 60)
     await check(engines["far"], trainer, 0)
-    await gone(0)
+    await all_gone(RUN)
     report = await syncing.update({"far": (engines["far"], "home")}, 4)
     assert report.adapters
     await check(engines["far"], trainer, 4)
-    await gone(1)
+    await all_gone(RUN, left=1)
 
 
 async def test_a_broadcast_moves_whole_weights(drill: Any, engines: dict[str, Any], trainer: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,8 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,16 @@ import numpy as np
 import pytest
 import ray
 
-from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.pipeline.engine_pool import EnginePool
 from agenticrun_workers.pipeline.node_weights import NodeWeights
-from agenticrun_workers.pipeline.weight_sync import Receiver, SyncReport, WeightSync
+from agenticrun_workers.pipeline.weight_sync import Receiver
 from agenticrun_workers.rollout.errors import InvalidConfig
-from sync_actors import Engine, Exporter, LossyNode, left_in_memory, make_model, spawn, version_of
+from sync_actors import Drill, Engine, Exporter, LossyNode, drills, make_model, serving, spawn, version_of
 from tiny_runs import tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 ray.cloudpickle.register_pickle_by_value(sys.modules[Engine.__module__])  # workers cannot import the tests' modules
 
-BUCKET_BYTES = 8192
 RUN = "sync-drill"
 
 
@@ -44,51 +41,22 @@ def trainer(ray_node: None, folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def engines(ray_node: None, folder: Path) -> dict[str, Any]:
-    """One where the trainer is and one elsewhere. Tests that kill engines make their own."""
-    handles = {name: spawn(Engine, name) for name in ("near", "far")}
-    ray.get([handle.serve.remote(folder) for handle in handles.values()])
-    return handles
-
-
-class Drill:
-    """A `WeightSync` whose places are names: each gets memory of its own, though all are on this machine."""
-
-    def __init__(self, trainer: Any, node: type = NodeWeights, **spec: Any) -> None:
-        self.trainer = trainer
-        self.nodes: dict[str, Any] = {}
-        self._node = node
-        self.sync = WeightSync(Spec(bucket_bytes=BUCKET_BYTES, **spec), RUN, [trainer], "home", self._spawn)
-
-    def _spawn(self, place: str, run: str, buckets: Any) -> Any:
-        self.nodes[place] = spawn(self._node if place == "away" else NodeWeights, run, buckets, calls=4)
-        return self.nodes[place]
-
-    async def update(self, engines: dict[str, tuple[Any, str]], version: int, share: float = 1.0, pause: float = 0.0) -> SyncReport:
-        await self.trainer.become.remote(version, share, pause)
-        receivers = {name: Receiver(handle, place) for name, (handle, place) in engines.items()}
-        return await asyncio.wait_for(self.sync.update(receivers, version), 120)
-
-    async def stop(self) -> None:
-        await self.sync.stop()
-        for node in self.nodes.values():
-            ray.kill(node)
+    """Tests that kill engines make their own."""
+    return serving(folder)
 
 
 @pytest.fixture
-def drill(trainer: Any) -> Iterator[Any]:
-    made: list[Drill] = []
+def drill(trainer: Any) -> Iterator[Callable[..., Drill]]:
+    """Makes drills. `node`: the class of nodes away from the trainer."""
 
-    def make(**options: Any) -> Drill:
-        made.append(Drill(trainer, **options))
-        return made[-1]
+    def make(node: type = NodeWeights, **spec: Any) -> Drill:
+        def whole(place: str, *arguments: Any) -> Any:
+            return spawn(node if place == "away" else NodeWeights, *arguments, calls=4)
 
-    yield make
-    for one in made:
-        asyncio.run(one.stop())
-    deadline = time.monotonic() + 20
-    while left_in_memory(RUN) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left_in_memory(RUN) == []
+        return Drill(trainer, RUN, whole, **spec)
+
+    with drills(RUN, make) as making:
+        yield making
 
 
 async def check(engine: Any, folder: Path, version: int, share: float = 1.0) -> None:
@@ -148,7 +116,7 @@ async def test_an_engine_killed_in_mid_sync_does_not_fail_it(drill: Any, engines
     pid = await victim.serve.remote(folder)
     syncing = drill(transport=transport)
     places = {"near": (engines["near"], "home"), "victim": (victim, "home"), "far": (engines["far"], "away")}
-    running = asyncio.create_task(syncing.update(places, 5, pause=0.2))
+    running = asyncio.create_task(syncing.update(places, 5, 1.0, 0.2))
     await asyncio.sleep(1.0)
     assert not running.done()
     os.kill(pid, signal.SIGKILL)
@@ -176,9 +144,7 @@ async def test_a_replaced_engine_serves_the_current_version_from_the_first_token
 
     pool = EnginePool(make, 2, changed)
     await pool.start()
-    syncing = drill()
-    home = ray.get_runtime_context().get_node_id()
-    syncing.sync = WeightSync(Spec(bucket_bytes=BUCKET_BYTES), RUN, [syncing.trainer], home, syncing._spawn)
+    syncing = drill(home=ray.get_runtime_context().get_node_id())
     await syncing.trainer.become.remote(7, 1.0, 0.2)
     running = asyncio.create_task(pool.update_weights(syncing.sync, 7))
     await asyncio.sleep(1.0)
@@ -227,8 +193,8 @@ async def test_a_node_whose_memory_is_lost_gets_everything_again(drill: Any, eng
     syncing = drill(transport="ObjectStore", delta=True)
     places = {"near": (engines["near"], "home"), "far": (engines["far"], "away")}
     await syncing.update(places, 1, 0.02)
-    for place in ("away", "home"):
-        ray.kill(syncing.nodes[place])
+    for node in syncing.nodes:
+        ray.kill(node)
     await asyncio.sleep(1)
     report = await syncing.update(places, 2, 0.02)
     assert report.failed == {}

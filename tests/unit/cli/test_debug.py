@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -198,8 +199,10 @@ def test_what_the_environment_raises_is_shown_with_its_traceback() -> None:
 
 def test_a_breakpoint_opens_the_debugger_here() -> None:
     arguments = ["debug", "-f", "run.yaml", "--tag", "B", "--set", "pipeline.envs[1].config.does=break"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"}  # Ray sets it where it runs
     ended = subprocess.run(
         [sys.executable, "-m", "agenticrun_workers.cli", *arguments],
+        env=environment,
         input="p 'seed', self.seed\ncontinue\n",
         capture_output=True,
         text=True,

@@ -47,7 +47,7 @@ def evaluate(
     console = Console()
     with tempfile.TemporaryDirectory(prefix="agenticrun-eval-") as scratch:
         try:
-            results, what = _play(loaded, checkpoint, model, Path(scratch), file.resolve().parent, console)
+            results, what = _play(loaded, checkpoint, model, Path(scratch), console)
         except InvalidConfig as error:
             give_up(report_of(error, 0).message)  # the report unwraps what Ray makes of it
     console.print(table(results, what))
@@ -56,9 +56,7 @@ def evaluate(
         json_file.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _play(
-    run: AgenticRun, checkpoint: str | None, model: str | None, scratch: Path, code: Path, console: Console
-) -> tuple[dict[str, TagResult], str]:
+def _play(run: AgenticRun, checkpoint: str | None, model: str | None, scratch: Path, console: Console) -> tuple[dict[str, TagResult], str]:
     """The results, and what played. Raises `InvalidConfig`."""
     from agenticrun_workers.local import embedded_ray
     from agenticrun_workers.pipeline.evaluation import evaluate as play
@@ -74,7 +72,7 @@ def _play(
     if run.spec.pipeline.eval.samples > 1 and generating.temperature == 0:
         console.print("note: at temperature 0 all samples of a level are the same; set pipeline.eval.generating.temperature")
     columns: list[Any] = [TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with embedded_ray(playing, code), Progress(*columns, console=console, transient=True) as progress:
+    with embedded_ray(playing), Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=playing.spec.pipeline.val_batch_size)
         return asyncio.run(play(playing, lambda episodes: progress.advance(bar, episodes))), what
 

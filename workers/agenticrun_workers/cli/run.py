@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agenticrun_workers.cli.common import Changes, RunFile, load, new_folder
+from agenticrun_workers.cli.common import Changes, RunFile, load, look_in, new_folder
 
 
 def run(
@@ -28,11 +28,12 @@ def run(
     """Train on this machine, with the same YAML as on a cluster. Ctrl-C saves a checkpoint and ends."""
     loaded = load(file, changes)
     folder = (output or new_folder(Path("runs") / loaded.metadata.name, datetime.now(UTC))).resolve()
+    look_in(file.parent)
     console = Console()
     from agenticrun_workers.local import run_locally
     from agenticrun_workers.pipeline.session import exit_code
 
-    report = run_locally(loaded, folder, file.resolve().parent, console)
+    report = run_locally(loaded, folder, console)
     console.print(f"{report.outcome}: {report.message}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"metrics      {folder / 'metrics.jsonl'}\ncheckpoints  {folder / 'checkpoints'}", highlight=False, soft_wrap=True)
     if loaded.spec.tracking.tensorboard:
