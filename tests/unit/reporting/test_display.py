@@ -74,6 +74,19 @@ def test_without_a_terminal_there_is_one_line_per_step(tmp_path: Path) -> None:
     ]
 
 
+def test_without_a_terminal_a_long_warm_up_says_now_and_then_how_far_it_is() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    seconds = [0.0]
+    with PlainDisplay(console, lambda: seconds[0]) as display:
+        display.update(progress(0, 0.5, Activity.STARTING))
+        for step in range(100):
+            seconds[0] += 0.3
+            display.update(progress(0, 0.5, Activity.WARMUP).model_copy(update={"message": f"warm-up step {step} of 100"}))
+    assert isinstance(console.file, io.StringIO)
+    steps = [int(found) for found in re.findall(r"\[warm-up\] warm-up step (\d+) of 100\n", console.file.getvalue())]
+    assert steps == [0, 34, 68]
+
+
 def test_the_live_picture_shows_steps_success_curve_and_sample() -> None:
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
     with LiveDisplay(console, RUN) as display:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -22,13 +24,20 @@ CURVE_WIDTH = 48
 SAMPLE_LINES = 14
 
 
-class PlainDisplay:
-    """A `ProgressSink` that prints a line per step and per message."""
+QUIET_SECONDS = 10.0
+"""At least between two lines about one phase that is no step, such as the warm-up."""
 
-    def __init__(self, console: Console) -> None:
+
+class PlainDisplay:
+    """A `ProgressSink` that prints a line per step, per phase around the steps, and now and then how far such a phase is."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
+        self._clock = clock
         self._step = 0
         self._activity = ""
+        self._message = ""
+        self._told = -math.inf
 
     def __enter__(self) -> Self:
         return self
@@ -38,8 +47,8 @@ class PlainDisplay:
 
     def update(self, progress: Progress) -> None:
         """See `ProgressSink`."""
-        if progress.activity != self._activity and progress.activity not in (Activity.ROLLOUT, Activity.TRAINING, Activity.VALIDATION):
-            self._print(f"[{progress.activity}] {progress.message}".rstrip())
+        if progress.activity not in (Activity.ROLLOUT, Activity.TRAINING, Activity.VALIDATION):
+            self._tell_phase(progress)
         if validated(self._activity, progress):
             self._print(validation_line(progress.step, progress.metrics))
         self._activity = progress.activity
@@ -53,6 +62,13 @@ class PlainDisplay:
     async def finish(self, progress: Progress) -> None:
         """See `ProgressSink`."""
         self.update(progress)
+
+    def _tell_phase(self, progress: Progress) -> None:
+        goes_on = progress.activity == self._activity
+        if goes_on and (progress.message == self._message or self._clock() - self._told < QUIET_SECONDS):
+            return
+        self._message, self._told = progress.message, self._clock()
+        self._print(f"[{progress.activity}] {progress.message}".rstrip())
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
