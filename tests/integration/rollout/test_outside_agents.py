@@ -153,4 +153,4 @@ def test_the_example_trains(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "system/tps" in line]
     assert [line["step"] for line in steps] == [1, 2]
-    assert all(line["stop/completed"] == 1 and line["env/Pairs/action_is_valid"] >= 0 for line in steps)
+    assert all(line["stop/completed"] == 1 and line["env/Words/action_is_valid"] >= 0 for line in steps)

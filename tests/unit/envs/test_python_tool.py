@@ -180,11 +180,11 @@ def test_valid_actions_are_calls_with_the_numbers_at_hand_and_answers() -> None:
     env = PythonTool()
     env.set_item({"question": "3 + 4", "answer": "7"})
     env.reset(0, Stream.TRAIN)
-    calls = env.valid_actions()
-    assert "```python\n3 + 4\n```" in calls
-    assert "<answer>7</answer>" not in calls
-    env.step("```python\n3 + 4\n```")
-    assert "<answer>7</answer>" in env.valid_actions()
+    calls = [f"```python\n3 {sign} 4\n```" for sign in "+-*"]
+    assert env.valid_actions() == [*calls, "<answer>3</answer>", "<answer>4</answer>"]
+    for call in calls:
+        result = env.step(call).observation
+        assert env.valid_actions() == [*calls, f"<answer>{result}</answer>"]
     for seed in range(20):
         env = PythonTool()
         env.reset(seed, Stream.TRAIN)

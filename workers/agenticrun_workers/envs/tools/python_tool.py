@@ -113,12 +113,15 @@ class PythonTool:
         return StepResult(message, 0.0, False, metrics=_metrics(valid=False, errors=bad))
 
     def valid_actions(self) -> list[str]:
-        """Of all there are: calls that calculate with two of the numbers at hand, and answers that are one of them."""
+        """Of all there are: calculations with two of the question's numbers, in their order, and answers.
+
+        These are the numbers of the newest result, and before any result those of the question.
+        """
         numbers = list(dict.fromkeys(re.findall(r"\d+", self._question)))
         results = re.findall(r"-?\d+", self._result)
-        pairs = itertools.permutations(numbers, 2) if len(numbers) > 1 else [(numbers[0],) * 2] if numbers else []
+        pairs = itertools.combinations(numbers, 2) if len(numbers) > 1 else [(numbers[0],) * 2] if numbers else []
         calls = [f"```python\n{left} {sign} {right}\n```" for left, right in pairs for sign in OPERATIONS]
-        return [*calls, *(f"<answer>{number}</answer>" for number in dict.fromkeys([*numbers, *results] or ["0"]))]
+        return [*calls, *(f"<answer>{number}</answer>" for number in dict.fromkeys(results or numbers or ["0"]))]
 
     def vocabulary(self) -> list[str]:
         """Printable characters, the pieces of calls and answers, and the numbers of the environment's own sums."""

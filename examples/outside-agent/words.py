@@ -1,0 +1,30 @@
+"""Words: one is shown, and the right answer is its opposite."""
+
+import random
+
+from agenticrun_workers.envs import StepResult
+
+OPPOSITE = {"hot": "cold", "cold": "hot", "day": "night", "night": "day", "up": "down", "down": "up"}
+
+
+class Words:
+    """The right answer earns 1. There are six words only, so validation asks for the same ones as training."""
+
+    blocking = False  # steps take microseconds, so they need no thread
+    instruction = "Say the opposite."
+
+    def reset(self, seed, split):
+        self.shown = random.Random(seed).choice(list(OPPOSITE))
+        return self.shown
+
+    def step(self, action):
+        right = action == OPPOSITE[self.shown]
+        metrics = {"success": float(right), "action_is_valid": float(action in OPPOSITE)}
+        return StepResult("over", reward=float(right), terminated=True, metrics=metrics)
+
+    def valid_actions(self):
+        return list(OPPOSITE)
+
+    def vocabulary(self):
+        """All pieces of text, for the word-level tokenizer of a model made from scratch."""
+        return [*OPPOSITE, "over"]
