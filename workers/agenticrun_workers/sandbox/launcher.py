@@ -1,7 +1,11 @@
-"""Runs inside the sandbox's process: gives up every right that the kernel lets it give up, then runs the code.
+"""Forks the sandbox's processes, each of which gives up every right that the kernel lets it give up, then runs its code.
 
-Started by path with `python -s -P -S`, so it imports nothing of ours. Reads a line of JSON (`Order`) and then the code from
-standard input, says on the pipe `report` which layers hold, and closes it before the code runs.
+Started by path with `python -s -P -S`, so it imports nothing of ours. Its standard input is a socket of packets, each of
+which asks for a child by handing over the child's source, output, errors and report, and the call's socket. The parent never
+reads code: a child reads a line of JSON (`Order`) and then the code from its source, says on the pipe `REPORT` which layers
+hold, and closes it before the code runs.
+
+One thread only: no process of many threads may make a namespace of users, and a fork takes no thread along.
 """
 
 from __future__ import annotations
@@ -9,21 +13,30 @@ from __future__ import annotations
 import ast
 import base64
 import builtins
+import contextlib
 import ctypes
+import gc
 import json
 import linecache
 import os
 import resource
+import select
+import signal
+import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TypedDict
 
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT, CLOSE_RANGE = 444, 445, 446, 436
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 22, 38
 CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
-SIGKILL = 9
+
+CONTROL, REPORT = 0, 3
+"""File descriptors: the parent's socket, and the child's pipe after its input, output and errors."""
+HANDED_OVER = 5
+"""File descriptors of a request."""
 
 READ_FILE, READ_DIR, WRITE_FILE, REMOVE_FILE, MAKE_REG, TRUNCATE = 1 << 2, 1 << 3, 1 << 1, 1 << 5, 1 << 8, 1 << 14
 FILE_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
@@ -42,8 +55,6 @@ class Order(TypedDict):
     """The filter's program in base64; empty where there is none for this machine."""
     required: list[str]
     """Layers without which nothing runs."""
-    report: int
-    """File descriptor."""
 
 
 class Refused(OSError):
@@ -54,9 +65,18 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    order: Order = json.loads(sys.stdin.buffer.readline())
-    code = sys.stdin.buffer.read().decode()
-    prctl(PR_SET_PDEATHSIG, SIGKILL)
+    parent = os.getpid()
+    serve()
+    # From here on this is a child.
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()
+    with open(0, "rb", closefd=False) as source:
+        order: Order = json.loads(source.readline())
+        code = source.read().decode()
+    os.chdir(order["scratch"])
+    os.environ.update(HOME=order["scratch"], TMPDIR=order["scratch"])
     layers = {
         name: attempt(layer, order)
         for name, layer in (
@@ -69,14 +89,102 @@ def main() -> None:
         )
     }
     missing = [name for name in order["required"] if layers[name].startswith("no: ")]
-    os.write(order["report"], json.dumps(layers).encode())
-    os.close(order["report"])
+    os.write(REPORT, json.dumps(layers).encode())
+    os.close(REPORT)
     if missing:
         os._exit(0)
     sys.path += order["packages"]
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     run(code)
+
+
+def serve() -> None:
+    """Fork a child per request. Returns in the children only; the parent ends with the process that holds the other end of `CONTROL`."""
+    control = socket.socket(fileno=CONTROL)
+    woken, wake = os.pipe()
+    for fd in (woken, wake):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # none would be told to `wake`
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whoever started this may have blocked it
+    gc.freeze()  # children's collections then leave shared pages alone
+    calls: dict[int, int] = {}
+    """Processes by their call's socket."""
+    events = select.poll()
+    for fd in (CONTROL, woken):
+        events.register(fd, select.POLLIN)
+    while True:
+        # CONTROL, the lowest, comes last: no event is taken for that of a call whose socket has the number of one just closed
+        for fd, _ in sorted(events.poll(), reverse=True):
+            if fd == CONTROL:
+                request, handed, _, _ = socket.recv_fds(control, 1, HANDED_OVER)
+                if not request:
+                    for pid in calls.values():
+                        kill(pid)
+                    os._exit(0)
+                child = fork(handed)
+                if child == 0:
+                    control.detach()  # its number is the source's now
+                    return
+                if child is not None:
+                    calls[handed[-1]] = child
+                    events.register(handed[-1], select.POLLIN)
+            elif fd == woken:
+                os.read(woken, 4096)
+                for call, status in ended(calls):
+                    with contextlib.suppress(KeyError):
+                        events.unregister(call)
+                    with contextlib.suppress(OSError):
+                        os.write(call, str(status).encode())
+                    os.close(call)
+            elif fd in calls:  # callers never write, so this one wants no more
+                events.unregister(fd)
+                kill(calls[fd])
+
+
+def fork(handed: list[int]) -> int | None:
+    """The child's process, or 0 in the child, which has nothing but what was handed over; None if there is none."""
+    try:
+        if len(handed) != HANDED_OVER:
+            raise OSError("too many open files")
+        pid = os.fork()
+    except OSError as error:
+        print(f"no child: {error}", file=sys.stderr, flush=True)
+        for fd in handed:
+            os.close(fd)
+        return None
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, fd in enumerate(handed[:-1]):  # all are above REPORT: CONTROL, output, errors and `woken` were there first
+            os.dup2(fd, number)
+        if libc.syscall(CLOSE_RANGE, REPORT + 1, 2**31 - 1, 0) != 0:
+            os.closerange(REPORT + 1, os.sysconf("SC_OPEN_MAX"))
+        return 0
+    for fd in handed[:-1]:
+        os.close(fd)
+    return pid
+
+
+def ended(calls: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """Take the calls out whose processes have ended: their sockets, and exit statuses as `subprocess` has them."""
+    sockets = {pid: call for call, pid in calls.items()}
+    while sockets:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return
+        kill(found.si_pid)  # what it may have left of its group, while the number is still taken
+        _, status = os.waitpid(found.si_pid, 0)
+        call = sockets.pop(found.si_pid)
+        del calls[call]
+        yield call, os.waitstatus_to_exitcode(status)
+
+
+def kill(pid: int) -> None:
+    for end in (os.kill, os.killpg):
+        with contextlib.suppress(OSError):  # no group yet
+            end(pid, signal.SIGKILL)
 
 
 def run(code: str) -> None:

@@ -1,4 +1,4 @@
-"""Starts the sandbox's process, watches it, and takes what it wrote.
+"""Has a process of the sandbox forked, watches it, and takes what it wrote.
 
 The code runs in one process that cannot start another, so killing that one ends everything. Layers, each of which works
 without privileges, as root and as any other user:
@@ -23,7 +23,6 @@ import platform
 import selectors
 import shutil
 import signal
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -32,9 +31,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
-from agenticrun_workers.sandbox import seccomp
+from agenticrun_workers.sandbox import seccomp, zygote
 
 SandboxMode = Literal["required", "best-effort"]
 """Whether code runs only where all of `REQUIRED` hold, or with whatever the machine has."""
@@ -98,36 +97,34 @@ def run_python(code: str, limits: Limits | None = None, mode: SandboxMode = "req
         raise SandboxUnavailable(f"code can be contained on Linux only, not on {sys.platform}")
     limits = limits or Limits()
     scratch = tempfile.mkdtemp(prefix="sandbox-")
-    report, report_end = os.pipe()
     try:
-        order = _order(limits, mode, scratch, report_end)
         with tempfile.TemporaryFile() as source:  # no pipe that could fill up
-            source.write(json.dumps(order).encode() + b"\n" + code.encode(errors="replace"))
-            source.seek(0)
-            process = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-S", str(LAUNCHER)],
-                stdin=source,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=scratch,
-                env=_environment(scratch),
-                pass_fds=[report_end],
-                start_new_session=True,
-            )
-        os.close(report_end)
-        report_end = -1
-        with process:
+            source.write(json.dumps(_order(limits, mode, scratch)).encode() + b"\n" + code.encode(errors="replace"))
             try:
-                layers = _layers(report, process)
-                _check(layers, mode)
-                return _watch(process, limits, scratch, layers)
-            finally:
-                process.kill()
+                return _run(source, limits, mode, scratch)
+            except _NotBegun:
+                return _run(source, limits, mode, scratch)
     finally:
-        os.close(report)
-        if report_end >= 0:
-            os.close(report_end)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+class _NotBegun(SandboxUnavailable):
+    """The zygote ended before the code began: another one may do better."""
+
+
+def _run(source: BinaryIO, limits: Limits, mode: SandboxMode, scratch: str) -> Outcome:
+    source.seek(0)
+    begun = False
+    try:
+        with zygote.child(LAUNCHER, source) as process:
+            layers = _layers(process)
+            begun = True
+            _check(layers, mode)
+            return _watch(process, limits, scratch, layers)
+    except zygote.Ended as error:
+        if begun:
+            raise SandboxUnavailable(f"the process that forks the sandbox's processes ended during a call: {error}") from error
+        raise _NotBegun(f"the sandbox's process did not start: {error}") from error
 
 
 @cache
@@ -136,10 +133,8 @@ def describe() -> Mapping[str, str]:
     return run_python("", mode="best-effort").layers
 
 
-def _order(limits: Limits, mode: SandboxMode, scratch: str, report: int) -> dict[str, object]:
+def _order(limits: Limits, mode: SandboxMode, scratch: str) -> dict[str, object]:
     """See `launcher.Order`."""
-    machine = platform.machine()
-    filter_program = seccomp.program(machine) if machine in seccomp.ARCHITECTURES else b""
     return {
         "limits": {
             "AS": limits.memory_mb * 2**20,
@@ -151,10 +146,14 @@ def _order(limits: Limits, mode: SandboxMode, scratch: str, report: int) -> dict
         "readable": _readable(),
         "scratch": scratch,
         "packages": _packages(),
-        "seccomp": base64.b64encode(filter_program).decode(),
+        "seccomp": _filter(platform.machine()),
         "required": list(REQUIRED) if mode == "required" else [],
-        "report": report,
     }
+
+
+@cache
+def _filter(machine: str) -> str:
+    return base64.b64encode(seccomp.program(machine)).decode() if machine in seccomp.ARCHITECTURES else ""
 
 
 @cache
@@ -170,20 +169,14 @@ def _packages() -> list[str]:
     return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 
 
-def _environment(scratch: str) -> dict[str, str]:
-    """One thread per library: each costs address space. A fixed hash seed: the same code says the same twice."""
-    threads = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {"HOME": scratch, "TMPDIR": scratch, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **threads}
-
-
-def _layers(report: int, process: subprocess.Popen[bytes]) -> dict[str, str]:
+def _layers(process: zygote.Child) -> dict[str, str]:
     """What the launcher says. Raises `SandboxUnavailable` if it says nothing."""
     with selectors.DefaultSelector() as selector:
-        selector.register(report, selectors.EVENT_READ)
-        said = os.read(report, 65536) if selector.select(START_SECONDS) else b""
+        selector.register(process.report, selectors.EVENT_READ)
+        said = os.read(process.report, 65536) if selector.select(START_SECONDS) else b""
     if not said:
         process.kill()
-        _, errors = process.communicate()
+        errors = os.read(process.errors, 65536)
         raise SandboxUnavailable(f"the sandbox's process did not start: {errors.decode(errors='replace')[-500:]}")
     layers: dict[str, str] = json.loads(said)
     return layers
@@ -198,13 +191,10 @@ def _check(layers: Mapping[str, str], mode: SandboxMode) -> None:
         )
 
 
-def _watch(process: subprocess.Popen[bytes], limits: Limits, scratch: str, layers: Mapping[str, str]) -> Outcome:
+def _watch(process: zygote.Child, limits: Limits, scratch: str, layers: Mapping[str, str]) -> Outcome:
     """Read what the code writes until it ends, or kill it at a limit."""
     start = time.monotonic()
-    assert process.stdout is not None
-    assert process.stderr is not None
-    output, errors = process.stdout.fileno(), process.stderr.fileno()
-    written = {output: bytearray(), errors: bytearray()}
+    written = {process.output: bytearray(), process.errors: bytearray()}
     end: End | None = None
     with selectors.DefaultSelector() as selector:
         for fd in written:
@@ -218,15 +208,14 @@ def _watch(process: subprocess.Popen[bytes], limits: Limits, scratch: str, layer
             end = _limit_met(limits, scratch, time.monotonic() - start, sum(map(len, written.values())))
             if end is None and not selector.get_map():
                 end = _end(process)
-    texts = [written[fd][: limits.output_bytes].decode(errors="replace") for fd in (output, errors)]
+    texts = [written[fd][: limits.output_bytes].decode(errors="replace") for fd in (process.output, process.errors)]
     return Outcome(texts[0], texts[1], end, time.monotonic() - start, layers)
 
 
-def _end(process: subprocess.Popen[bytes]) -> End | None:
+def _end(process: zygote.Child) -> End | None:
     """How a process ended that has closed its output; None if it goes on all the same."""
-    try:
-        status = process.wait(TICK_SECONDS)
-    except subprocess.TimeoutExpired:
+    status = process.wait(TICK_SECONDS)
+    if status is None:
         return None
     if status == -signal.SIGXCPU:
         return "time"
