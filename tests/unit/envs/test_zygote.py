@@ -30,7 +30,7 @@ for fd in range(4096):
 
 
 def server() -> int:
-    """Of this process."""
+    """The process id of this process's."""
     run_python("")
     assert zygote._zygote is not None
     return zygote._zygote.process.pid
@@ -133,7 +133,8 @@ def test_files_do_not_add_up() -> None:
     for number in range(50):
         run_python(["1", "1 / 0", "while True: print('x' * 1000)"][number % 3])
     run_python(ENDLESS, Limits(0.1))
-    assert (open_files(os.getpid()), children(pid)) == (before, [])
+    assert open_files(os.getpid()) <= before  # less: the collector has closed files of other tests
+    assert children(pid) == []
     eventually(lambda: open_files(pid) == 5, 10, "the server's own, none of this process's pipes", 0.02)
 
 
@@ -148,7 +149,7 @@ def test_a_server_that_died_is_replaced_and_reaped() -> None:
     assert run_python("1").stdout == "1\n"
     assert server() != pid
     assert not Path(f"/proc/{pid}").exists()
-    assert open_files(os.getpid()) == before
+    assert open_files(os.getpid()) <= before
 
 
 def test_a_server_that_dies_again_and_again_is_survived_by_many_callers() -> None:
