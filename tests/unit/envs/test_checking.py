@@ -168,7 +168,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(cls: type, **options: Any) -> Report:
-    return check_env(f"test_checking:{cls.__name__}", seeds=SEEDS, timeout=0.5 if cls is Hangs else 30.0, **options)
+    return check_env(f"test_checking:{cls.__name__}", seeds=SEEDS, timeout=0.5 if cls in (Hangs, Stuck) else 30.0, **options)
 
 
 def test_a_good_environment_passes_all_checks() -> None:
