@@ -27,6 +27,31 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_compiled
+def _slot_of(
+    player: int,
+    boxes: np.uint64,
+    pulled: np.uint64,
+    seen_player: NDArray[np.int64],
+    seen_boxes: NDArray[np.uint64],
+    seen_pulled: NDArray[np.uint64],
+) -> np.int64:
+    """Where the hash table has this state, or else the empty slot (a state always has boxes) where it belongs."""
+    mixed = (boxes * np.uint64(0x9E3779B97F4A7C15)) ^ (pulled * np.uint64(0xC2B2AE3D27D4EB4F)) ^ (np.uint64(player) << np.uint64(57))
+    mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    slot = np.int64(mixed >> np.uint64(44))
+    while seen_boxes[slot] and not (seen_boxes[slot] == boxes and seen_pulled[slot] == pulled and seen_player[slot] == player):
+        slot = (slot + 1) & (SLOTS - 1)
+    return slot
+
+
+@_compiled
+def _distance(one: int, other: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> np.int64:
+    """Moves between two cells of an empty board."""
+    distance: np.int64 = abs(rows[one] - rows[other]) + abs(columns[one] - columns[other])
+    return distance
+
+
+@_compiled
 def search(
     after: NDArray[np.int64],
     rows: NDArray[np.int64],
@@ -72,11 +97,7 @@ def search(
     while top:
         top -= 1
         player, boxes, pulled = open_player[top], open_boxes[top], open_pulled[top]
-        mixed = (boxes * np.uint64(0x9E3779B97F4A7C15)) ^ (pulled * np.uint64(0xC2B2AE3D27D4EB4F)) ^ (np.uint64(player) << np.uint64(57))
-        mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-        slot = np.int64(mixed >> np.uint64(44))
-        while seen_boxes[slot] and not (seen_boxes[slot] == boxes and seen_pulled[slot] == pulled and seen_player[slot] == player):
-            slot = (slot + 1) & (SLOTS - 1)
+        slot = _slot_of(player, boxes, pulled, seen_player, seen_boxes, seen_pulled)
         if seen_boxes[slot]:
             continue
         if states >= max_states:
@@ -106,13 +127,10 @@ def search(
                     here, there = one << np.uint64(player), one << np.uint64(behind)
                     open_boxes[top] = boxes ^ (here | there)
                     open_pulled[top] = (pulled & ~there) | here
-                    for box in range(count):
-                        if places[box] == behind:
-                            open_places[top, box] = player
-                            home = homes[box]
-                            open_displacement[top] += abs(rows[player] - rows[home]) + abs(columns[player] - columns[home])
-                            open_displacement[top] -= abs(rows[behind] - rows[home]) + abs(columns[behind] - columns[home])
-                            break
+                    box = np.flatnonzero(places == behind)[0]
+                    open_places[top, box] = player
+                    home = homes[box]
+                    open_displacement[top] += _distance(player, home, rows, columns) - _distance(behind, home, rows, columns)
                     open_pulls[top] = pulls + 1
                 top += 1
     return best_score, best_boxes, best_player
