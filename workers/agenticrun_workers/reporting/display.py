@@ -23,7 +23,6 @@ BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
 SAMPLE_LINES = 14
 
-
 QUIET_SECONDS = 10.0
 """At least between two lines about one phase that is no step, such as the warm-up."""
 
