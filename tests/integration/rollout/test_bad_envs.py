@@ -100,7 +100,17 @@ class World:
             ray.kill(actor)
 
     async def play(self, *groups: GroupTask) -> list[list[EpisodeResult]]:
-        return await asyncio.wait_for(asyncio.gather(*map(self.pool.play, groups)), 120)
+        playing = asyncio.gather(*map(self.pool.play, groups))
+        done, _ = await asyncio.wait({playing}, timeout=120)
+        assert done, f"{self.made} workers were made: {await self._state()}"
+        return await playing
+
+    async def _state(self) -> dict[str, str]:
+        """What each actor says, to find out who is stuck."""
+        actors = list(self._actors)
+        told = [actor.__ray_call__.remote(lambda held: {name: repr(value) for name, value in vars(held).items()}) for actor in actors]
+        answers = await asyncio.gather(*(asyncio.wait_for(answer, 5) for answer in told), return_exceptions=True)
+        return {str(actor): repr(answer) for actor, answer in zip(actors, answers, strict=True)}
 
     async def _spawn(self) -> Any:
         worker = actor(EnvWorker, f"env-worker-{self.made}", self.pipeline)

@@ -30,8 +30,6 @@ class MortalWorker:
         self._outbox: Outbox[EpisodeResult] = Outbox(0.0)
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def set_peers(self, engines: Any, stores: Any) -> None: ...
-
     async def abort(self, episodes: Any) -> None: ...
 
     async def play(self, tasks: bytes) -> None:
@@ -132,3 +130,41 @@ async def test_workers_that_only_die_end_the_run() -> None:
     world = World(lambda task: True, 2)
     with pytest.raises(RolloutFailed, match=f"{MAX_DEATHS} env workers died in a row"):
         await world.play(*groups(MAX_DEATHS, members=1))
+
+
+async def test_a_worker_that_fails_and_lives_ends_the_run_with_its_own_words() -> None:
+    class Failing(MortalWorker):
+        async def collect(self) -> bytes:
+            raise ZeroDivisionError("a mistake of ours")
+
+    async def spawn() -> Remote:
+        return Remote(Failing(lambda task: False))
+
+    pool = EnvPool(spawn, 1)
+    await pool.start()
+    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+        await asyncio.wait_for(pool.play(groups(1)[0]), 20)
+    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+        await pool.play(groups(1)[0])
+    await pool.stop()
+
+
+async def test_a_worker_that_ray_cannot_reach_is_ended_before_others_play_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OutOfReach(MortalWorker):
+        async def collect(self) -> bytes:
+            raise ray.exceptions.ActorUnavailableError("the network is slow", None)
+
+    made: list[Remote] = []
+    ended: list[Any] = []
+    monkeypatch.setattr("ray.kill", ended.append)
+
+    async def spawn() -> Remote:
+        made.append(Remote((MortalWorker if made else OutOfReach)(lambda task: False)))
+        return made[-1]
+
+    pool = EnvPool(spawn, 1)
+    await pool.start()
+    played = await asyncio.wait_for(pool.play(groups(1)[0]), 20)
+    await pool.stop()
+    assert reasons([played]) == [{StopReason.COMPLETED}]
+    assert ended == made[:1]

@@ -18,8 +18,10 @@ from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker, agent_limits, describe_envs
 from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.peers import Peers
 from agenticrun_workers.rollout.store import TrajectoryStore
 from agenticrun_workers.rollout.tokenizer import TokenizerSource
+from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory, Turn
 from rollout_fakes import FakeEngine, Remote
 
@@ -69,12 +71,15 @@ class World:
         self.engine = FakeEngine(CHAT.answer(answer))
         self.store = TrajectoryStore()
 
+    async def spawn(self) -> EnvWorker:
+        worker = EnvWorker("w", self.pipeline)
+        await worker.describe()
+        await worker.setup(TokenizerSource(str(self.folder)))
+        return worker
+
     async def pool(self) -> EnvPool:
         async def spawn() -> Remote:
-            worker = EnvWorker("w", self.pipeline)
-            await worker.describe()
-            await worker.setup(TokenizerSource(str(self.folder)))
-            return Remote(worker)
+            return Remote(await self.spawn())
 
         pool = EnvPool(spawn, 1)
         await pool.start()
@@ -99,6 +104,38 @@ async def test_a_result_is_told_when_its_trajectory_lies_in_the_store(tmp_path: 
     results = await world.play(task())
     assert [(r.key.member, r.stop_reason, r.store) for r in results] == [(0, "max_turns", 0), (1, "max_turns", 0)]
     assert await world.store.size() == 2
+
+
+async def test_calls_that_overtake_each_other_change_nothing(tmp_path: Path) -> None:
+    """Ray promises no order for the calls of an async actor."""
+    world = World(pipeline(), tmp_path)
+    newest = Peers(2, {"engine-0": Remote(world.engine)}, [Remote(world.store)])
+    worker = await world.spawn()
+    playing = asyncio.create_task(worker.play(pack([task()])))
+    await asyncio.sleep(0.01)
+    assert not playing.done()
+    await worker.set_peers(newest)
+    await worker.set_peers(Peers(1, {"engine-1": Remote(FakeEngine(CHAT.answer("Down")))}, []))
+    await asyncio.wait_for(playing, 20)
+    results: list[EpisodeResult] = []
+    while len(results) < 2:
+        results += unpack(await asyncio.wait_for(worker.collect(), 20))
+    assert [result.stop_reason for result in results] == ["max_turns"] * 2
+    assert await world.store.size() == 2
+
+
+async def test_what_goes_wrong_in_the_worker_itself_is_told_to_who_collects(tmp_path: Path) -> None:
+    world = World(pipeline(), tmp_path)
+    worker = await world.spawn()
+    await worker.set_peers(Peers(1, {"engine-0": Remote(world.engine)}, [Remote(BrokenStore())]))
+    await worker.play(pack([task()]))
+    with pytest.raises(OSError, match="no memory left"):
+        await asyncio.wait_for(worker.collect(), 20)
+
+
+class BrokenStore:
+    async def put(self, trajectories: bytes) -> None:
+        raise OSError("no memory left")
 
 
 async def test_a_transcript_shows_every_turn_as_the_policy_saw_it_of_the_first_member_only(tmp_path: Path) -> None:

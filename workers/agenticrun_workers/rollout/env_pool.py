@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import ray
 import ray.exceptions
 
 from agenticrun_workers.rollout.errors import RolloutFailed
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.peers import Peers
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory
 
@@ -101,7 +103,7 @@ class EnvPool:
         self._workers: list[_Worker] = []
         self._waiting: list[_Open] = []
         self._flush_planned = False
-        self._peers: tuple[Mapping[str, Any], list[Any]] = ({}, [])
+        self._peers = Peers()
         self._deaths = 0
         self._guilty: set[tuple[Stream, int]] = set()
         """Groups that were given up: when they are played again, they are suspects from the beginning."""
@@ -128,10 +130,10 @@ class EnvPool:
                     del worker.open[_name(task)]
             self._assign_waiting()
 
-    async def set_peers(self, engines: Mapping[str, Any], stores: list[Any]) -> None:
-        """Tell every worker, now and later, the engines to ask and the stores to fill."""
-        self._peers = (engines, stores)
-        calls = (worker.handle.set_peers.remote(engines, stores) for worker in self._workers)
+    async def set_peers(self, engines: Mapping[str, Any], stores: Sequence[Any]) -> None:
+        """Tell every worker, now and later, the engines to ask and the stores to fill. None plays before the first call."""
+        self._peers = Peers(self._peers.number + 1, engines, stores)
+        calls = (worker.handle.set_peers.remote(self._peers) for worker in self._workers)
         await asyncio.gather(*calls, return_exceptions=True)  # a dead worker is the watcher's business
 
     async def stop(self) -> None:
@@ -143,7 +145,8 @@ class EnvPool:
     def _add(self, handle: Any) -> None:
         worker = _Worker(handle)
         self._workers.append(worker)
-        handle.set_peers.remote(*self._peers)
+        if self._peers.number:
+            handle.set_peers.remote(self._peers)
         watcher = asyncio.create_task(self._watch(worker), name="env-worker")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
@@ -177,15 +180,20 @@ class EnvPool:
                 worker.handle.play.remote(pack(tasks))
 
     async def _watch(self, worker: _Worker) -> None:
-        """Bring back what a worker finishes, for as long as it lives; then replace it."""
+        """Bring back what a worker finishes, for as long as it lives; then replace it. One that lives and fails ends the attempt."""
         try:
             while True:
                 for result in unpack(await worker.handle.collect.remote()):
                     self._deliver(worker, result)
-        except ray.exceptions.RayActorError as error:
+        except Exception as error:
+            if not _is_death(error):
+                self._fail(worker, error)
+                return
+            if isinstance(error, ray.exceptions.ActorUnavailableError):
+                ray.kill(worker.handle)  # it may live, and must not fill the stores with what others play now
             self._deaths += 1
             self._workers.remove(worker)
-            log.warning("an env worker is gone (%s): its %d groups are played again", error, len(worker.open))
+            log.warning("an env worker is gone (%s): its %d groups are played again", _first_line(error), len(worker.open))
             if self._deaths >= MAX_DEATHS:
                 self._fail(worker, RolloutFailed(f"{self._deaths} env workers died in a row without finishing an episode: {error}"))
                 return
@@ -200,6 +208,8 @@ class EnvPool:
     def _play_again(self, worker: _Worker, error: BaseException) -> None:
         """What a dead worker had under way goes to others, except its suspect."""
         for opened in worker.open.values():
+            if opened.done.done():
+                continue
             if opened.has_enough:
                 opened.finish()
             elif opened.suspect:
@@ -227,6 +237,11 @@ class EnvPool:
         for opened in (*worker.open.values(), *self._waiting, *(o for w in self._workers for o in w.open.values())):
             if not opened.done.done():
                 opened.done.set_exception(error)
+
+
+def _is_death(error: Exception) -> bool:
+    """Whether the worker is gone. An error that it raised itself can be a death too, of an actor that it asked."""
+    return isinstance(error, ray.exceptions.RayActorError) and not isinstance(error, ray.exceptions.RayTaskError)
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +19,7 @@ from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.generation_client import GenerationClient
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.outbox import Outbox
+from agenticrun_workers.rollout.peers import Peers
 from agenticrun_workers.rollout.placement import Placement, here
 from agenticrun_workers.rollout.seeds import derive
 from agenticrun_workers.rollout.tokenizer import TokenizerSource, load_tokenizer
@@ -37,7 +36,7 @@ class Texts:
 
 
 class EnvWorker:
-    """Call `describe`, then `setup`, then `set_peers`; then `play`, `abort` and `collect` in any order.
+    """Call `describe`, then `setup`; then `set_peers`, `play`, `abort` and `collect` in any order.
 
     Args:
         name: unique among the env workers of a run, also those that were replaced.
@@ -49,7 +48,8 @@ class EnvWorker:
         self._pipeline = pipeline
         self._limit = asyncio.Semaphore(pipeline.train_envs.max_envs_per_worker)
         self._client = GenerationClient(name, derive(pipeline.seed, "engine-choice", name))
-        self._stores: list[Any] = []
+        self._peers = Peers()
+        self._has_peers = asyncio.Event()
         self._unstored: list[tuple[list[Trajectory], EpisodeResult]] = []
         self._unstored_event = asyncio.Event()
         self._outbox: Outbox[EpisodeResult] = Outbox()
@@ -77,13 +77,16 @@ class EnvWorker:
         self._player = EpisodePlayer(self._pipeline, ChatFormat(tokenizer), agents, self._sources, self._client)
         self._keep(asyncio.create_task(self._store_finished(), name="store-finished"))
 
-    async def set_peers(self, engines: Mapping[str, Any], stores: list[Any]) -> None:
-        """The engines to ask and the stores to fill, from now on."""
-        self._stores = stores
-        self._client.set_engines(engines)
+    async def set_peers(self, peers: Peers) -> None:
+        """The engines to ask and the stores to fill, from now on; those of a call that was overtaken are left."""
+        if peers.number > self._peers.number:
+            self._peers = peers
+            self._client.set_engines(peers.engines)
+            self._has_peers.set()
 
     async def play(self, tasks: bytes) -> None:
-        """Begin these `list[GroupTask]`. Every member ends as one result of `collect`."""
+        """Begin these `list[GroupTask]`, once there are peers. Every member ends as one result of `collect`."""
+        await self._has_peers.wait()
         for task in unpack(tasks):
             for member in task.members:
                 played = Played(task, task.key(member))
@@ -98,12 +101,20 @@ class EnvWorker:
                 self._playing[name].cancel()
 
     async def collect(self) -> bytes:
-        """Finished episodes, a packed `list[EpisodeResult]`; empty if none finishes for some seconds."""
+        """Finished episodes, a packed `list[EpisodeResult]`; empty if none finishes for some seconds.
+
+        Raises what went wrong in this worker itself: an episode may be lost then, and nobody would wait for it in vain.
+        """
         return pack(await self._outbox.take())
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._outbox.fail(error)
 
     async def _play_one(self, played: Played) -> None:
         task = played.task
@@ -116,7 +127,7 @@ class EnvWorker:
         finally:
             del self._playing[played.key, task.attempt]
         keeps = task.stream is not Stream.VALIDATION
-        result = self._player.result(played, store=played.key.group % len(self._stores) if keeps else -1)
+        result = self._player.result(played, store=played.key.group % len(self._peers.stores) if keeps else -1)
         if keeps and result.trainable:
             kept = {each.key for each in result.trajectories if each.trainable}
             self._unstored.append(([trajectory for trajectory in played.trajectories if trajectory.key in kept], result))
@@ -134,7 +145,7 @@ class EnvWorker:
             by_store: dict[int, list[Trajectory]] = defaultdict(list)
             for trajectories, result in finished:
                 by_store[result.store] += trajectories
-            await asyncio.gather(*(self._stores[store].put.remote(pack(kept)) for store, kept in by_store.items()))
+            await asyncio.gather(*(self._peers.stores[store].put.remote(pack(kept)) for store, kept in by_store.items()))
             for _, result in finished:
                 self._outbox.put(result)
 
