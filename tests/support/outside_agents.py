@@ -60,7 +60,7 @@ class Says:
     def __init__(self, texts: Iterable[str] | Callable[[GenerationRequest], str], delay: float = 0.0) -> None:
         rest = iter(()) if callable(texts) else iter(texts)
         self._next = texts if callable(texts) else lambda request: next(rest)
-        self._delay = delay
+        self.delay = delay
         self.asked: list[tuple[GenerationRequest, Generation]] = []
         """Every request that was answered."""
         self.begun = 0
@@ -69,7 +69,7 @@ class Says:
     async def __call__(self, request: GenerationRequest) -> Generation:
         self.begun += 1
         try:
-            await asyncio.sleep(self._delay)
+            await asyncio.sleep(self.delay)
         except asyncio.CancelledError:
             self.given_up += 1
             raise

@@ -107,9 +107,12 @@ class TestPods:
         assert in_client(kubectl, "getent", "hosts", "web-headless").split()[0] == field(kubectl, "pod", "web", ".status.podIP")
 
     def test_a_name_outside_the_cluster_is_not_found_at_once(self, kubectl: Kubectl) -> None:
-        begun = time.monotonic()
-        assert in_client(kubectl, "bash", "-c", "getent hosts example.invalid || echo none") == "none"
-        assert time.monotonic() - begun < 5
+        def seconds() -> float:
+            begun = time.monotonic()
+            assert in_client(kubectl, "bash", "-c", "getent hosts example.invalid || echo none") == "none"
+            return time.monotonic() - begun
+
+        assert any(seconds() < 5 for _ in range(3)), "a resolver that hears nothing waits 5 s each time"
 
     def test_a_pod_reaches_a_pod_through_a_service(self, kubectl: Kubectl) -> None:
         fetch = "import urllib.request; print(urllib.request.urlopen('http://web:8000/', timeout=5).status)"

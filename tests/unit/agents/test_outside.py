@@ -451,11 +451,15 @@ def test_only_the_episodes_own_url_works_and_only_while_it_is_played(agent_of: A
 
 
 async def test_a_request_that_its_client_gives_up_is_given_up_in_the_engine() -> None:
-    policy = Says(["a", "b"], delay=0.5)
+    policy = Says(["a", "b"], delay=1000)
     one = session(policy)
     async with endpoint.serving(one) as url:
         with pytest.raises(openai.APITimeoutError):
-            await say(f"{url}/v1", [user("?")], timeout=0.1)
+            await say(f"{url}/v1", [user("?")], timeout=2.0)
+        async with asyncio.timeout(60):
+            while policy.given_up == 0:
+                await asyncio.sleep(0.01)
+        policy.delay = 0.0
         await say(f"{url}/v1", [user("?")])
     assert policy.given_up == 1
     assert len(one.recorded.answers) == 1

@@ -173,7 +173,7 @@ def alive(pid: int) -> bool:
 
 
 async def all_end(*pids: int) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(alive, pids)) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
     return not any(map(alive, pids))

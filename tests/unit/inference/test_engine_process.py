@@ -65,7 +65,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
@@ -98,7 +98,7 @@ async def test_a_server_that_ends_before_it_serves_is_an_error_that_quotes_its_l
     began = time.monotonic()
     with pytest.raises(EngineStartError, match=r"toy ended with status 1[\s\S]*the model is wrong"):
         await EngineProcess(a_server(tmp_path / "logs", "dies", "child")).start()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert [entry.name for entry in tmp_path.iterdir()] == ["logs"]
 
 
@@ -150,7 +150,7 @@ async def test_a_server_that_is_killed_is_noticed_and_takes_its_children_along(t
     await process.start()
     stand_in, keeper, server, child = the_processes_of(process)
     os.kill(server, signal.SIGKILL)
-    assert "toy was killed" in await asyncio.wait_for(process.gone(), 5)
+    assert "toy was killed" in await asyncio.wait_for(process.gone(), 60)
     assert not process.alive
     assert not running(child)
     assert not running(keeper)

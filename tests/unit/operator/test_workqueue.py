@@ -40,7 +40,7 @@ async def test_the_earliest_look_wins_and_is_no_change() -> None:
     queue.add_after(A, 60)
     queue.add_after(A, 0.01)
     queue.add_after(A, 60)
-    assert await asyncio.wait_for(queue.get(), 5) == Item(A, changed=False)
+    assert await asyncio.wait_for(queue.get(), 60) == Item(A, changed=False)
     queue.done(A)
     await asyncio.sleep(0.03)
     assert len(queue) == 0

@@ -50,7 +50,7 @@ class Run:
         self.controller.advance(version)
 
     async def batch(self) -> list[int]:
-        batch = await asyncio.wait_for(self.controller.batch(), 5)
+        batch = await asyncio.wait_for(self.controller.batch(), 60)
         return [group.group for group in batch.groups]
 
 
@@ -94,7 +94,7 @@ async def test_a_group_that_grew_too_old_is_thrown_away_and_replaced() -> None:
     players.held[0].set()
     await asyncio.sleep(0.01)
     run.advance(2)
-    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert 0 not in [group.group for group in batch.groups]
     assert batch.counts.stale == 1
     assert {result.key.group for result in run.discarded} == {0}
@@ -107,7 +107,7 @@ async def test_an_episode_that_fails_is_played_again_with_another_seed() -> None
 
     run = Run(FakePlayers(first_try_fails))
     run.advance(0)
-    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [(r.key.group, r.key.member, r.attempt) for r in batch.results] == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 0)]
     assert batch.counts.rerolled == 1
     assert [r.stop_reason for r in batch.counts.untrainable] == [StopReason.ENV_ERROR]
@@ -116,7 +116,7 @@ async def test_an_episode_that_fails_is_played_again_with_another_seed() -> None
 async def test_a_group_trains_with_fewer_members_after_the_last_reroll() -> None:
     run = Run(FakePlayers(lambda task, member: StopReason.TIMEOUT if member == 0 else StopReason.COMPLETED), group_size=3)
     run.advance(0)
-    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [(r.key.group, r.key.member) for r in batch.results] == [(0, 1), (0, 2), (1, 1), (1, 2)]
     assert [task.attempt for task in run.players.tasks if task.group == 0] == [0, 1, 2]
 
@@ -126,7 +126,7 @@ async def test_an_episode_is_played_again_at_most_max_rerolls_times(rerolls: int
     players = FakePlayers(lambda task, member: StopReason.TIMEOUT if member == 0 else StopReason.COMPLETED)
     run = Run(players, size=1, group_size=3, max_rerolls=rerolls)
     run.advance(0)
-    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert batch.counts.rerolled == rerolls
     assert len(batch.counts.untrainable) == rerolls + 1
     assert [task.members for task in players.tasks] == [(0, 1, 2), *[(0,)] * rerolls]
@@ -135,7 +135,7 @@ async def test_an_episode_is_played_again_at_most_max_rerolls_times(rerolls: int
 async def test_the_first_members_to_finish_make_a_redundant_group_and_the_others_are_stopped() -> None:
     run = Run(FakePlayers(), size=1, group_size=2, redundancy=2)
     run.advance(0)
-    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [r.key.member for r in batch.results] == [0, 1]
     assert [(task.members, task.enough) for task in run.players.tasks] == [((0, 1, 2, 3), 2)]
     assert batch.counts.untrainable == []
@@ -154,7 +154,7 @@ async def test_redundant_members_stand_in_for_failed_ones_and_unneeded_ones_are_
 
     run = Run(LatePlayers(lambda task, member: StopReason.ENV_ERROR if member == 0 else StopReason.COMPLETED), size=1, redundancy=2)
     run.advance(0)
-    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [r.key.member for r in batch.results] == [1, 2]
     assert [r.key.member for r in run.discarded] == [3]
     assert [r.key.member for r in batch.counts.untrainable] == [0]
@@ -167,7 +167,7 @@ async def test_too_few_of_a_redundant_group_are_filled_up_by_rerolls_of_which_on
 
     run = Run(FakePlayers(fate), size=1, group_size=2, redundancy=2)
     run.advance(0)
-    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [(task.members, task.enough) for task in run.players.tasks] == [((0, 1, 2, 3), 2), ((1, 2, 3), 1)]
     assert [r.key.member for r in batch.results] == [0, 1]
 
@@ -184,7 +184,7 @@ async def test_groups_that_the_filter_refuses_are_replaced_and_counted() -> None
 
     run = Run(FakePlayers(scores=scores), filter=GroupFilter("zero_variance", zero_variance, 8))
     run.advance(0)
-    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [group.group for group in batch.groups] == [1, 3]
     assert batch.counts.filtered == 2
     assert {r.key.group for r in run.discarded} == {0, 2}
@@ -218,7 +218,7 @@ async def test_fractional_staleness_begins_a_part_of_the_next_batch_ahead_and_wa
     seen: list[int] = []
     for version in range(3):
         run.advance(version)
-        batch = await asyncio.wait_for(run.controller.batch(), 5)
+        batch = await asyncio.wait_for(run.controller.batch(), 60)
         served += [group.group for group in batch.groups]
         assert batch.counts.stale == 0
         assert all(version - group.oldest_version <= math.ceil(staleness) for group in batch.groups)
@@ -253,7 +253,7 @@ async def test_a_group_with_one_good_member_is_dropped_and_another_begins() -> N
 
     run = Run(FakePlayers(group_zero_fails), group_size=3)
     run.advance(0)
-    batch = await asyncio.wait_for(run.controller.batch(), 5)
+    batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [group.group for group in batch.groups] == [1, 2]
     assert batch.counts.dropped == 1
     assert [(r.key.group, r.key.member) for r in run.discarded] == [(0, 0)]
