@@ -40,9 +40,9 @@ async def test_a_change_is_posted_at_once_and_commands_come_back(tmp_path: Path)
         client = ReporterClient(str(server.make_url("")), "secret", answers.append)
         await client.start()
         client.update(progress(1))
-        await asyncio.sleep(0.5)
-        newest = file.read().progress
-        assert newest is not None
+        async with asyncio.timeout(60):
+            while (newest := file.read().progress) is None or not answers:
+                await asyncio.sleep(0.01)
         assert newest.step == 1
         assert answers[0].stop
         await client.finish(progress(2, REPORT))

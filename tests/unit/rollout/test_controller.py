@@ -54,6 +54,12 @@ class Run:
         return [group.group for group in batch.groups]
 
 
+async def settled() -> None:
+    """All that needs no clock has happened. Episodes of `FakePlayers` take some ticks of the loop."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
 async def test_without_staleness_batches_are_the_groups_in_order() -> None:
     run = Run(FakePlayers())
     served = []
@@ -68,7 +74,7 @@ async def test_nothing_begins_before_the_weights_of_the_next_version_are_there()
     run = Run(FakePlayers())
     run.advance(0)
     await run.batch()
-    await asyncio.sleep(0.01)
+    await settled()
     assert len(run.players.tasks) == 2
 
 
@@ -92,7 +98,7 @@ async def test_a_group_that_grew_too_old_is_thrown_away_and_replaced() -> None:
     run.advance(1)
     await run.batch()
     players.held[0].set()
-    await asyncio.sleep(0.01)
+    await settled()
     run.advance(2)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert 0 not in [group.group for group in batch.groups]
@@ -222,7 +228,7 @@ async def test_fractional_staleness_begins_a_part_of_the_next_batch_ahead_and_wa
         served += [group.group for group in batch.groups]
         assert batch.counts.stale == 0
         assert all(version - group.oldest_version <= math.ceil(staleness) for group in batch.groups)
-        await asyncio.sleep(0.01)
+        await settled()
         seen.append(len(run.players.tasks))
     assert served == list(range(12))
     assert seen == begun
@@ -282,7 +288,7 @@ async def test_a_resumed_controller_plays_again_what_was_begun_and_not_trained_o
     run = Run(players, staleness=1)
     run.advance(0)
     await run.batch()
-    await asyncio.sleep(0.01)
+    await settled()
     position = run.controller.position
     await run.controller.stop()
     assert position == RolloutPosition(next_group=4, again=(0, 3))
