@@ -133,6 +133,20 @@ async def test_what_goes_wrong_in_the_worker_itself_is_told_to_who_collects(tmp_
         await asyncio.wait_for(worker.collect(), 20)
 
 
+async def test_an_engine_that_cannot_be_listened_to_is_told_to_who_collects(tmp_path: Path) -> None:
+    world = World(pipeline(), tmp_path)
+    worker = await world.spawn()
+    await worker.set_peers(Peers(1, {"engine-0": Remote(Mumbling())}, [Remote(world.store)]))
+    await worker.play(pack([task()]))
+    with pytest.raises(TypeError, match="no address"):
+        await asyncio.wait_for(worker.collect(), 20)
+
+
+class Mumbling:
+    async def requests_address(self) -> None:
+        raise TypeError("no address")
+
+
 class BrokenStore:
     async def put(self, trajectories: bytes) -> None:
         raise OSError("no memory left")

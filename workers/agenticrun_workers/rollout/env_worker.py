@@ -47,12 +47,12 @@ class EnvWorker:
         self._name = name
         self._pipeline = pipeline
         self._limit = asyncio.Semaphore(pipeline.train_envs.max_envs_per_worker)
-        self._client = GenerationClient(name, derive(pipeline.seed, "engine-choice", name))
         self._peers = Peers()
         self._has_peers = asyncio.Event()
         self._unstored: list[tuple[list[Trajectory], EpisodeResult]] = []
         self._unstored_event = asyncio.Event()
         self._outbox: Outbox[EpisodeResult] = Outbox()
+        self._client = GenerationClient(name, derive(pipeline.seed, "engine-choice", name), self._outbox.fail)
         self._tasks: set[asyncio.Task[None]] = set()
         self._playing: dict[tuple[EpisodeKey, int], asyncio.Task[None]] = {}
         """By episode and attempt, from its beginning until its trajectory is there."""

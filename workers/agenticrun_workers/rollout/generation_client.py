@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,10 +53,17 @@ class _EngineLink:
 
 
 class GenerationClient:
-    """`generate` for the agents of one env worker. `name` is unique among the clients of a run."""
+    """`generate` for the agents of one env worker.
 
-    def __init__(self, name: str, seed: int = 0) -> None:
+    Args:
+        name: unique among the clients of a run.
+        failed: is told what keeps this client from listening to an engine, other than that the engine is gone: its requests would wait
+            for ever.
+    """
+
+    def __init__(self, name: str, seed: int = 0, failed: Callable[[BaseException], None] | None = None) -> None:
         self._name = name
+        self._failed = failed
         self._random = random.Random(seed)
         self._links: dict[str, _EngineLink] = {}
         self._sessions: dict[str, str] = {}
@@ -71,6 +78,7 @@ class GenerationClient:
             if engine_id not in self._links:
                 link = self._links[engine_id] = _EngineLink(engine_id, handle)
                 link.listener = asyncio.create_task(self._listen(link), name=f"listen-{engine_id}")
+                link.listener.add_done_callback(self._ended)
         self._plan_flush()
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -157,6 +165,10 @@ class GenerationClient:
         finally:
             link.frames = None
             frames.close()
+
+    def _ended(self, listener: asyncio.Task[None]) -> None:
+        if self._failed is not None and not listener.cancelled() and (error := listener.exception()) is not None:
+            self._failed(error)
 
     def _drop(self, link: _EngineLink) -> None:
         del self._links[link.engine_id]
