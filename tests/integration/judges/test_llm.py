@@ -160,11 +160,12 @@ async def test_the_panel_keeps_to_the_concurrency_and_gives_up_a_slow_endpoint(e
     endpoint.replies = [saying("1", seconds=0.05)]
     config = {"baseUrl": base_url, "model": "m", "prompt": "{answer}", "concurrency": 3}
     judge = make_judge("llm_judge", config)
-    quick = JudgePanel([(spec(timeoutSeconds=0.5), judge)])
-    judged = await asyncio.gather(*(quick.apply(trajectory(0.0), episode(str(n))) for n in range(12)))
+    patient = JudgePanel([(spec(timeoutSeconds=60.0), judge)])
+    judged = await asyncio.gather(*(patient.apply(trajectory(0.0), episode(str(n))) for n in range(12)))
     assert [j.turns[-1].reward for j in judged] == [1.0] * 12
     assert endpoint.most_at_once == 3
-    endpoint.replies = [saying("1", seconds=5)]
+    endpoint.replies = [saying("1", seconds=60)]
+    quick = JudgePanel([(spec(timeoutSeconds=0.5), judge)])
     late = await quick.apply(trajectory(0.0), episode("late"))
     assert late.error == "judge style: it took more than 0.5 s"
     await judge.close()  # type: ignore[attr-defined]

@@ -79,9 +79,9 @@ async def test_a_judge_is_never_asked_more_often_at_once_than_it_allows() -> Non
 
 
 async def test_waiting_for_a_place_does_not_count_as_being_late() -> None:
-    judge = FakeJudge(seconds=0.1)
+    judge = FakeJudge(seconds=0.5)
     judge.calls_at_once = 1
-    slow = panel(judge, maxBatchSize=1, timeoutSeconds=0.25)
+    slow = panel(judge, maxBatchSize=1, timeoutSeconds=1.5)
     judged = await asyncio.gather(*(slow.apply(trajectory(0.0), episode(str(m))) for m in range(5)))
     assert {j.stop_reason for j in judged} == {StopReason.COMPLETED}
 
