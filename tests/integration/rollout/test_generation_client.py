@@ -20,6 +20,9 @@ from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
+SLOW = 2.0
+"""Seconds of a request that something happens to: long beside a machine that stalls."""
+
 
 class EchoEngine:
     """Answers with the prompt's last token plus one, after a moment."""
@@ -52,10 +55,6 @@ class EchoEngine:
             raise ValueError("the prompt is empty")
         token = np.array([request.prompt_tokens[-1] + 1], np.int32)
         return Generation(token, np.zeros(1, np.float32), np.zeros(1, np.int32), FinishReason.STOP)
-
-
-SLOW = 2.0
-"""Seconds of a request that something happens to: long beside a machine that stalls."""
 
 
 def engine(seconds: float = 0.05) -> Any:

@@ -134,19 +134,26 @@ async def test_workers_that_only_die_end_the_run() -> None:
         await world.play(*groups(MAX_DEATHS, members=1))
 
 
-async def test_a_worker_that_fails_and_lives_ends_the_run_with_its_own_words() -> None:
+STORE_GONE = ray.exceptions.RayTaskError("collect", "its store is gone", ray.exceptions.ActorDiedError()).as_instanceof_cause()
+"""What Ray raises for a worker that lives and met the death of another actor: it is an `ActorDiedError` too."""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [(ZeroDivisionError("a mistake of ours"), "a mistake of ours"), (STORE_GONE, "its store is gone")]
+)
+async def test_a_worker_that_fails_and_lives_ends_the_run_with_its_own_words(error: Exception, words: str) -> None:
     class Failing(MortalWorker):
         async def collect(self) -> bytes:
-            raise ZeroDivisionError("a mistake of ours")
+            raise error
 
     async def spawn() -> Remote:
         return Remote(Failing(lambda task: False))
 
     pool = EnvPool(spawn, 1)
     await pool.start()
-    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+    with pytest.raises(type(error), match=words):
         await asyncio.wait_for(pool.play(groups(1)[0]), 20)
-    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+    with pytest.raises(type(error), match=words):
         await pool.play(groups(1)[0])
     await pool.stop()
 

@@ -180,30 +180,35 @@ class EnvPool:
                 worker.handle.play.remote(pack(tasks))
 
     async def _watch(self, worker: _Worker) -> None:
-        """Bring back what a worker finishes, for as long as it lives; then replace it. One that lives and fails ends the attempt."""
+        """Replace a worker when it dies. One that lives and fails, or that cannot be replaced, ends the attempt."""
         try:
-            while True:
-                for result in unpack(await worker.handle.collect.remote()):
-                    self._deliver(worker, result)
+            self._bury(worker, await self._death_of(worker))
+            self._add(await self._spawn())
         except Exception as error:
-            if not _is_death(error):
-                self._fail(worker, error)
-                return
-            if isinstance(error, ray.exceptions.ActorUnavailableError):
-                ray.kill(worker.handle)  # it may live, and must not fill the stores with what others play now
-            self._deaths += 1
-            self._workers.remove(worker)
-            log.warning("an env worker is gone (%s): its %d groups are played again", _first_line(error), len(worker.open))
-            if self._deaths >= MAX_DEATHS:
-                self._fail(worker, RolloutFailed(f"{self._deaths} env workers died in a row without finishing an episode: {error}"))
-                return
-            self._play_again(worker, error)
-        try:
-            handle = await self._spawn()
-        except Exception as error:  # whatever keeps a new worker from starting ends the attempt
             self._fail(worker, error)
-            return
-        self._add(handle)
+
+    async def _death_of(self, worker: _Worker) -> ray.exceptions.RayActorError:
+        """Bring back what a worker finishes, for as long as it lives. Raises what it raises."""
+        while True:
+            try:
+                collected = await worker.handle.collect.remote()
+            except ray.exceptions.RayTaskError:  # it lives; of an actor's death that it met, this is a RayActorError too
+                raise
+            except ray.exceptions.RayActorError as death:
+                return death
+            for result in unpack(collected):
+                self._deliver(worker, result)
+
+    def _bury(self, worker: _Worker, death: ray.exceptions.RayActorError) -> None:
+        """Give its groups to others. Raises `RolloutFailed` if workers do nothing but die."""
+        if isinstance(death, ray.exceptions.ActorUnavailableError):
+            ray.kill(worker.handle)  # it may live, and must not fill the stores with what others play now
+        self._deaths += 1
+        self._workers.remove(worker)
+        log.warning("an env worker is gone (%s): its %d groups are played again", _first_line(death), len(worker.open))
+        if self._deaths >= MAX_DEATHS:
+            raise RolloutFailed(f"{self._deaths} env workers died in a row without finishing an episode: {death}")
+        self._play_again(worker, death)
 
     def _play_again(self, worker: _Worker, error: BaseException) -> None:
         """What a dead worker had under way goes to others, except its suspect."""
@@ -237,11 +242,6 @@ class EnvPool:
         for opened in (*worker.open.values(), *self._waiting, *(o for w in self._workers for o in w.open.values())):
             if not opened.done.done():
                 opened.done.set_exception(error)
-
-
-def _is_death(error: Exception) -> bool:
-    """Whether the worker is gone. An error that it raised itself can be a death too, of an actor that it asked."""
-    return isinstance(error, ray.exceptions.RayActorError) and not isinstance(error, ray.exceptions.RayTaskError)
 
 
 def _first_line(error: BaseException) -> str:

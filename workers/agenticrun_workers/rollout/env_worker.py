@@ -52,7 +52,7 @@ class EnvWorker:
         self._unstored: list[tuple[list[Trajectory], EpisodeResult]] = []
         self._unstored_event = asyncio.Event()
         self._outbox: Outbox[EpisodeResult] = Outbox()
-        self._client = GenerationClient(name, derive(pipeline.seed, "engine-choice", name), self._outbox.fail)
+        self._client = GenerationClient(name, derive(pipeline.seed, "engine-choice", name), self._keep)
         self._tasks: set[asyncio.Task[None]] = set()
         self._playing: dict[tuple[EpisodeKey, int], asyncio.Task[None]] = {}
         """By episode and attempt, from its beginning until its trajectory is there."""
@@ -108,6 +108,7 @@ class EnvWorker:
         return pack(await self._outbox.take())
 
     def _keep(self, task: asyncio.Task[None]) -> None:
+        """Hold a task until it ends. Who collects is told of one that fails."""
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 

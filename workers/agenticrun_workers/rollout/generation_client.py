@@ -57,13 +57,13 @@ class GenerationClient:
 
     Args:
         name: unique among the clients of a run.
-        failed: is told what keeps this client from listening to an engine, other than that the engine is gone: its requests would wait
-            for ever.
+        keep: is given the task that listens to an engine. One that fails, other than because the engine is gone, leaves requests
+            that wait for ever.
     """
 
-    def __init__(self, name: str, seed: int = 0, failed: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(self, name: str, seed: int = 0, keep: Callable[[asyncio.Task[None]], None] = lambda _: None) -> None:
         self._name = name
-        self._failed = failed
+        self._keep = keep
         self._random = random.Random(seed)
         self._links: dict[str, _EngineLink] = {}
         self._sessions: dict[str, str] = {}
@@ -78,7 +78,7 @@ class GenerationClient:
             if engine_id not in self._links:
                 link = self._links[engine_id] = _EngineLink(engine_id, handle)
                 link.listener = asyncio.create_task(self._listen(link), name=f"listen-{engine_id}")
-                link.listener.add_done_callback(self._ended)
+                self._keep(link.listener)
         self._plan_flush()
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -165,10 +165,6 @@ class GenerationClient:
         finally:
             link.frames = None
             frames.close()
-
-    def _ended(self, listener: asyncio.Task[None]) -> None:
-        if self._failed is not None and not listener.cancelled() and (error := listener.exception()) is not None:
-            self._failed(error)
 
     def _drop(self, link: _EngineLink) -> None:
         del self._links[link.engine_id]
