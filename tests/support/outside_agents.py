@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
+from openai import AsyncOpenAI
 
 from agenticrun_workers.agents import AgentLimits, ChatFormat, Episode, OutsideAgent
+from agenticrun_workers.agents.outside.session import Policy, Session
+from agenticrun_workers.agents.outside.tool_calls import HERMES
+from agenticrun_workers.plugins import compile_pattern
 from agenticrun_workers.types import EpisodeKey, FinishReason, Generation, GenerationRequest, Stream, Trajectory
 from byte_level import byte_level_tokenizer
 
@@ -82,6 +87,22 @@ class Says:
         made = Generation(tokens_T, logprobs_T, np.full(size, number, np.int32), finish, engine=f"e{number}")
         self.asked.append((request, made))
         return made
+
+
+def client(base_url: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def say(base_url: str, messages: list[Any], **more: Any) -> Any:
+    return await client(base_url).chat.completions.create(model="policy", messages=messages, **more)
+
+
+def session(policy: Any, limits: AgentLimits = LIMITS) -> Session:
+    return Session(Policy(TOKENIZER, CHAT, limits, "policy", compile_pattern("toolCallPattern", HERMES)), EPISODE, policy)
 
 
 def play(policy: Says, env: object = None, limits: AgentLimits = LIMITS, **config: object) -> list[Trajectory]:

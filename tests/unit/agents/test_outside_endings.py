@@ -1,0 +1,276 @@
+"""Outside agents: how an episode ends, with which reward, and what a config must be."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from agenticrun_workers.agents import AgentConfigError, AgentLimits, OutsideAgent, make_agent
+from agenticrun_workers.agents.outside import endpoint, program
+from agenticrun_workers.agents.outside.errors import ApiError
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason
+from outside_agents import EPISODE, LIMITS, TOKENIZER, Question, Says, check_token_for_token, client, play, say, session, user
+
+
+def test_an_agent_that_fails_costs_its_episode_and_says_why(agent_of: Any) -> None:
+    async def run(base_url: str, task: Any) -> float:
+        await say(base_url, [user("?")])
+        raise SystemExit("no luck")
+
+    (trajectory,) = play(Says(["a"]), run=agent_of(run))
+    assert (trajectory.stop_reason, trajectory.turns) == (StopReason.ENV_ERROR, ())
+    assert "SystemExit: no luck" in trajectory.error
+
+
+@pytest.mark.parametrize("returned", [None, "1", float("nan"), True])
+def test_a_reward_must_be_a_finite_number(agent_of: Any, returned: Any) -> None:
+    async def run(base_url: str, task: Any) -> Any:
+        await say(base_url, [user("?")])
+        return returned
+
+    (trajectory,) = play(Says(["a"]), run=agent_of(run))
+    if returned is True:  # a verdict is a number
+        assert trajectory.score == 1
+    else:
+        assert trajectory.stop_reason is StopReason.ENV_ERROR
+        assert "reward" in trajectory.error
+
+
+def test_the_environment_or_a_function_may_give_the_reward(agent_of: Any) -> None:
+    async def run(base_url: str, task: Any) -> None:
+        assert (task.instruction, task.observation, task.item, task.split) == ("Be brief.", "1+1?", {"question": "1+1"}, "train")
+        await say(base_url, task.messages)
+
+    def counted(messages: list[Any], task: Any) -> int:
+        assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+        return len(messages[-1]["content"])
+
+    (trajectory,) = play(Says(["abc"]), run=agent_of(run), reward="environment")
+    assert (trajectory.score, trajectory.metrics) == (pytest.approx(0.3), {"success": 1.0})
+    (trajectory,) = play(Says(["abc"]), run=agent_of(run), reward=agent_of(counted, "counted"))
+    assert trajectory.score == 3
+
+
+@pytest.mark.parametrize("reason", [StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW])
+def test_an_agent_that_asks_for_too_much_is_cut_and_trained_on(agent_of: Any, reason: StopReason) -> None:
+    async def run(base_url: str, task: Any) -> None:
+        messages: list[Any] = [user("?")]
+        while True:
+            messages += [(await say(base_url, messages)).choices[0].message, user("x" * 40)]
+
+    turns, size = (2, 4000) if reason is StopReason.MAX_TURNS else (100, 100)
+    limits = AgentLimits(max_turns=turns, max_tokens_per_step=20, sequence_length=size)
+    policy = Says(lambda request: "a")
+    (trajectory,) = play(policy, limits=limits, run=agent_of(run))
+    assert (trajectory.stop_reason, trajectory.score) == (reason, 0)
+    assert len(trajectory.turns) == 2
+    check_token_for_token([trajectory], policy.asked)
+
+
+def test_engines_that_fail_are_a_503_and_end_the_episode(agent_of: Any) -> None:
+    seen: list[Any] = []
+
+    async def run(base_url: str, task: Any) -> float:
+        try:
+            await say(base_url, [user("?")])
+        except openai.InternalServerError as error:
+            seen.append((error.status_code, error.code))
+            raise
+        return 1.0
+
+    async def aborts(request: GenerationRequest) -> Generation:
+        return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.ABORT)
+
+    (trajectory,) = play(aborts, run=agent_of(run))  # type: ignore[arg-type]
+    assert trajectory.stop_reason is StopReason.ABORTED
+
+    async def breaks(request: GenerationRequest) -> Generation:
+        raise RuntimeError("engine on fire")
+
+    with pytest.raises(RuntimeError, match="on fire"):
+        play(breaks, run=agent_of(run))  # type: ignore[arg-type]
+    assert seen in ([], [(503, "engine_error")], [(503, "engine_error")] * 2)
+
+
+def test_only_the_episodes_own_url_works_and_only_while_it_is_played(agent_of: Any) -> None:
+    urls: list[str] = []
+
+    async def run(base_url: str, task: Any) -> float:
+        urls.append(base_url)
+        with pytest.raises(openai.NotFoundError, match="no episode"):
+            await say(base_url.replace("/s/", "/s/x"), [user("?")])
+        with pytest.raises(openai.NotFoundError, match="no-such"):
+            await client(base_url).chat.completions.create(model="no-such", messages=[user("?")])
+        with pytest.raises(openai.NotFoundError, match="responses"):
+            await client(base_url).responses.create(model="policy", input="?")
+        assert [model.id async for model in client(base_url).models.list()] == ["policy"]
+        await say(base_url, [user("?")])
+        return 1.0
+
+    (trajectory,) = play(Says(["a"]), run=agent_of(run))
+    assert trajectory.score == 1
+    with pytest.raises(openai.APIConnectionError):
+        asyncio.run(say(urls[0], [user("?")]))
+
+
+async def test_a_request_that_its_client_gives_up_is_given_up_in_the_engine() -> None:
+    policy = Says(["a", "b"], delay=1000)
+    one = session(policy)
+    async with endpoint.serving(one) as url:
+        with pytest.raises(openai.APITimeoutError):
+            await say(f"{url}/v1", [user("?")], timeout=2.0)
+        async with asyncio.timeout(60):
+            while policy.given_up == 0:
+                await asyncio.sleep(0.01)
+        policy.delay = 0.0
+        await say(f"{url}/v1", [user("?")])
+    assert policy.given_up == 1
+    assert len(one.recorded.answers) == 1
+
+
+@pytest.mark.parametrize("kind", ["async", "thread", "command"])
+def test_an_agent_that_never_ends_is_ended(agent_of: Any, kind: str, tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    async def waits(base_url: str, task: Any) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.set()
+
+    def spins(base_url: str, task: Any) -> None:
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    child = tmp_path / "child"
+    command = ["sh", "-c", f"sleep 1000 & echo $! > {child}; wait"]
+    config = {"command": command} if kind == "command" else {"run": agent_of(waits if kind == "async" else spins)}
+    (trajectory,) = play(Says([]), timeout_seconds=1.0, **config)
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    if kind == "command":
+        status = subprocess.run(["ps", "-o", "stat=", "-p", child.read_text().strip()], capture_output=True, text=True).stdout
+        assert not status or status.startswith("Z")
+    else:
+        assert ended.wait(5)
+
+
+async def test_an_episode_that_is_aborted_leaves_nothing_running(agent_of: Any) -> None:
+    """As the run does it: `collect_trajectory` is cancelled while the engine samples."""
+    urls: list[str] = []
+    ended = asyncio.Event()
+
+    async def run(base_url: str, task: Any) -> None:
+        urls.append(base_url)
+        try:
+            await say(base_url, [user("?")])
+        finally:
+            ended.set()
+
+    policy = Says(["a"], delay=1000)
+    agent = OutsideAgent(tokenizer=TOKENIZER, limits=LIMITS, run=agent_of(run))
+    playing = asyncio.create_task(agent.collect_trajectory(EPISODE, Question(), policy))  # type: ignore[arg-type]
+    while not policy.begun:
+        await asyncio.sleep(0.01)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert ended.is_set()
+    assert policy.given_up == 1
+    with pytest.raises(openai.APIConnectionError):
+        await say(urls[0], [user("?")])
+
+
+REWARDS: list[tuple[Any, str]] = [
+    ([], "reward"),
+    ({}, "reward"),
+    ({"reward": "1"}, "reward"),
+    ({"reward": float("inf")}, "reward"),
+    ({"reward": 1, "for": "me"}, "reward"),
+    ({"reward": 1, "trajectory": "no-such"}, "trajectory"),
+    ({"reward": 1, "trajectory": "train-3-1-1", "choice": 1}, "trajectory"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), REWARDS)
+async def test_a_reward_that_cannot_be_meant_is_refused(body: Any, param: str) -> None:
+    one = session(Says(["a"]))
+    answered = await one.chat({"model": "policy", "messages": [user("?")]})
+    assert answered.id == "train-3-1-1"
+    with pytest.raises(ApiError) as refused:
+        one.post_reward(body)
+    assert refused.value.param == param
+    assert (one.reward, one.rewards) == (None, {})
+
+
+SCRIPT = """
+import json, os, sys, urllib.request
+from openai import OpenAI
+task = json.loads(os.environ["AGENTICRUN_TASK"])
+answer = OpenAI().chat.completions.create(model=task["model"], messages=task["messages"])
+if "fail" in sys.argv:
+    print("first"); sys.exit("it went wrong")
+body = json.dumps({"reward": len(answer.choices[0].message.content)}).encode()
+request = urllib.request.Request(os.environ["AGENTICRUN_REWARD_URL"], body)
+print(urllib.request.urlopen(request).status)
+"""
+
+
+def test_a_command_finds_the_endpoint_in_its_environment_and_posts_its_reward(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(SCRIPT)
+    policy = Says(["abcd", "x"])
+    (trajectory,) = play(policy, command=[sys.executable, str(script)])
+    assert trajectory.score == 4
+    check_token_for_token([trajectory], policy.asked)
+    (trajectory,) = play(policy, command=[sys.executable, str(script), "fail"])
+    assert trajectory.stop_reason is StopReason.ENV_ERROR
+    assert "status 1: it went wrong" in trajectory.error
+    (trajectory,) = play(policy, command=["/no/such/program"])
+    assert "cannot be started" in trajectory.error
+
+
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({}, "run and command"),
+    ({"run": "json:dumps", "command": ["x"]}, "run and command"),
+    ({"run": "no_such_module:f"}, "run: "),
+    ({"run": "json:no_such"}, "run: "),
+    ({"run": "json:__doc__"}, "run: "),
+    ({"command": "ls -l"}, "command must"),
+    ({"command": []}, "command must"),
+    ({"run": "json:dumps", "reward": "what"}, "reward: "),
+    ({"run": "json:dumps", "timeoutSeconds": 0}, "timeoutSeconds"),
+    ({"run": "json:dumps", "toolCallPattern": "("}, "toolCallPattern"),
+    ({"run": "json:dumps", "other": 1}, "other"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), CONFIGS)
+def test_a_bad_config_is_refused_by_its_key(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(AgentConfigError, match=message):
+        make_agent("outside", config, tokenizer=TOKENIZER, limits=LIMITS)
+
+
+def test_a_user_function_that_ignores_its_cancellation_is_left_behind(agent_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "PATIENCE_SECONDS", 0.1)
+
+    async def stubborn(base_url: str, task: Any) -> None:
+        for _ in range(20):
+            try:
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                continue
+
+    (trajectory,) = play(Says([]), timeout_seconds=0.2, run=agent_of(stubborn))
+    assert trajectory.stop_reason is StopReason.TIMEOUT
