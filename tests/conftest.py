@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from testcluster import Cluster, running_cluster
 
 # `make test` gives the same answer twice; HYPOTHESIS_PROFILE=explore looks for new counterexamples.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("explore", derandomize=False, deadline=None, max_examples=1000)
+# Machines are shared and busy: no deadline per example. A fixture may hold for all examples of its test.
+shared = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+settings.register_profile("repeatable", shared, derandomize=True)
+settings.register_profile("explore", shared, derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 

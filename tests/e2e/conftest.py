@@ -8,7 +8,8 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from installation import ENGINES, RELEASE, RUNS, SYSTEM, Images, Operator, others_paused
-from testcluster import ROOT, Cluster, devcluster, eventually
+from testcluster import ROOT, Cluster, devcluster
+from waiting import eventually
 
 FAILED = pytest.StashKey[bool]()
 

@@ -10,7 +10,8 @@ import pytest
 
 from installation import Images
 from lake import Pods, small_lake
-from testcluster import Cluster, eventually
+from testcluster import Cluster
+from waiting import eventually
 from watching import Watch
 
 KINDS = "pods,services,configmaps,secrets,persistentvolumeclaims,rayclusters,networkpolicies,ingresses,serviceaccounts,roles,rolebindings"

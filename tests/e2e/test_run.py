@@ -15,7 +15,8 @@ import pytest
 from agenticrun_api import Role
 from installation import Operator
 from lake import Pods, small_lake
-from testcluster import Cluster, CommandFailed, eventually
+from testcluster import Cluster, CommandFailed
+from waiting import eventually
 from watching import Seen, Watch
 
 NAME = "lake"

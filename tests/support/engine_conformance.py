@@ -27,6 +27,7 @@ from agenticrun_workers.models import load_model
 from agenticrun_workers.types import FinishReason
 from agenticrun_workers.weight_sync.broadcast import WeightGroup
 from engine_checks import Models, ask, files, prompt, same_logprobs
+from processes import lives
 from tiny_model import CONTEXT
 from update_conformance import UpdateConformance
 
@@ -54,13 +55,6 @@ def processes(engine: ServerEngine) -> list[int]:
     assert engine._process is not None
     assert engine._process._keeper is not None
     return family(engine._process._keeper.pid)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 class ServerConformance(EngineConformance):
@@ -119,7 +113,7 @@ class ServerConformance(EngineConformance):
                 await asyncio.wait_for(response, 20)
         with pytest.raises(EngineError):
             await engine.generate(ask(prompt(4), 2))
-        assert not [pid for pid in pids if running(pid)]
+        assert not [pid for pid in pids if lives(pid)]
         await engine.stop()
 
     async def test_a_stopped_engine_leaves_no_process_no_port_and_no_file_but_its_log(self, fresh: ServerEngine) -> None:
@@ -132,7 +126,7 @@ class ServerConformance(EngineConformance):
         await fresh.stop()
         await fresh.stop()
         assert (await response).finish is FinishReason.ABORT
-        assert not [pid for pid in pids if running(pid)]
+        assert not [pid for pid in pids if lives(pid)]
         assert not listeners_of(port)
         assert len({folder for folder in folders if folder.exists()}) < len(folders)
         assert log.exists()

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from testcluster import Cluster, eventually
+from testcluster import Cluster
+from waiting import eventually
 
 SYSTEM = "agenticrun-e2e-system"
 """Namespace of the operator."""

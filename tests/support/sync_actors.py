@@ -29,6 +29,7 @@ from agenticrun_workers.pipeline.weight_sync import Receiver, SyncReport, Weight
 from agenticrun_workers.training import OptimizerSpec, TorchPolicy
 from agenticrun_workers.types import GenerationRequest, SamplingParams
 from agenticrun_workers.weight_sync.shared_folder import SHARED_MEMORY
+from waiting import eventually_in_loop
 
 WORDS = tuple("abcdefghijklmnop")
 BUCKET_BYTES = 8192
@@ -46,10 +47,7 @@ def left_in_memory(run: str) -> list[str]:
 
 async def all_gone(run: str, left: int = 0) -> None:
     """So many folders of the run stay in memory, after a while."""
-    deadline = time.monotonic() + 20
-    while len(left_in_memory(run)) != left and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
-    assert len(left_in_memory(run)) == left
+    await eventually_in_loop(lambda: len(left_in_memory(run)) == left, 60, f"{left} folders of the run are in memory")
 
 
 def make_model(folder: Path) -> None:

@@ -6,14 +6,15 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
+
+from waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVCLUSTER = (sys.executable, str(ROOT / "tools/devcluster"))
@@ -22,8 +23,6 @@ KEEP_CLUSTER = "AGENTICRUN_TEST_KEEP_CLUSTER"
 
 DETACHED_GROUP = "detached.agenticrun.dev"
 """API group of a copy of the CRD, for objects that no operator acts on."""
-
-T = TypeVar("T")
 
 
 class CommandFailed(AssertionError):
@@ -90,17 +89,6 @@ class Cluster:
             yield inside
         finally:
             self.kubectl("delete", "namespace", name, "--wait=true", "--timeout=120s")
-
-
-def eventually(probe: Callable[[], T | None], seconds: float, what: str, interval: float = 0.5) -> T:
-    """The first truthy answer of `probe`; fails if there is none within `seconds`. `what` names what was waited for."""
-    end = time.monotonic() + seconds
-    while True:
-        if found := probe():
-            return found
-        if time.monotonic() > end:
-            raise AssertionError(f"not within {seconds:.0f} s: {what}")
-        time.sleep(interval)
 
 
 def devcluster(*command: str) -> subprocess.CompletedProcess[str]:

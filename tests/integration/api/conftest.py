@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from agenticrun_api.crd import custom_resource_definition
-from testcluster import DETACHED_GROUP, ROOT, Cluster, eventually
+from testcluster import DETACHED_GROUP, ROOT, Cluster
+from waiting import eventually
 
 
 def _install(cluster: Cluster, definition: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ from agenticrun_operator.cluster import AlreadyExists, Conflict, KubeClient, Not
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.planning import Event
 from agenticrun_operator.resources import WorkerImages, controller_uid, desired_children, ray_cluster, token_secret
-from testcluster import Cluster, eventually
+from testcluster import Cluster
+from waiting import eventually
 
 EMPTY = AgenticRunStatus(conditions=[], metrics=[], roles=[])
 

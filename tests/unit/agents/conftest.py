@@ -1,13 +1,9 @@
-"""Property tests run on shared, busy machines: no deadline per example. Functions that a config names without a file of their own."""
+"""Functions that a config names without a file of their own."""
 
 import sys
 from typing import Any
 
 import pytest
-from hypothesis import settings
-
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
 
 HERE = "outside_test_agent"
 

@@ -21,6 +21,7 @@ from agenticrun_workers.envs.calls import MAX_BLOCKING_CALLS
 from agenticrun_workers.envs.faults import MAX_MESSAGE
 from agenticrun_workers.envs.threads import hanging
 from agenticrun_workers.types import StopReason, Stream
+from waiting import eventually
 
 INFINITY, NOT_A_NUMBER = float("inf"), float("nan")
 GOOD = StepResult("seen", 0.5, False)
@@ -298,20 +299,17 @@ def test_sixty_four_threads_that_hang_starve_nobody_and_an_interpreter_would_not
 
 def nobody_hangs() -> bool:
     """Waits for threads that were given up."""
-    deadline = time.monotonic() + 60
-    while hanging() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not hanging()
+    return eventually(lambda: not hanging(), 60, "threads that were given up end")
 
 
 def test_waiting_for_a_free_thread_is_not_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env_calls, "MAX_BLOCKING_CALLS", 2)
 
     async def play() -> list[StepResult]:
-        calls = EnvCalls(1.0)
-        return await asyncio.gather(*(calls.step(Does(lambda: time.sleep(0.2) or GOOD), "go") for _ in range(14)))
+        calls = EnvCalls(3.0)
+        return await asyncio.gather(*(calls.step(Does(lambda: time.sleep(1.0) or GOOD), "go") for _ in range(8)))
 
-    assert asyncio.run(play()) == [GOOD] * 14
+    assert asyncio.run(play()) == [GOOD] * 8
 
 
 def test_an_endless_loop_is_stopped() -> None:

@@ -146,7 +146,7 @@ def test_solvable_means_that_breadth_first_search_finds_the_goal(size: int) -> N
         assert is_solvable(from_array(board), size) == breadth_first(board)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(size=st.integers(5, 11), share=st.floats(0.2, 0.6), seed=st.integers(0, 2**32))
 def test_large_boards_are_integers_too(size: int, share: float, seed: int) -> None:
     board = np.random.default_rng(seed).random((size, size)) < share

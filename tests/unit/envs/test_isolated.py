@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,8 @@ import pytest
 from agenticrun_workers.envs import EnvCalls, EnvFault, FrozenLake, Renders, StepResult
 from agenticrun_workers.envs.isolated import MAX_GROWTH, IsolatedEnv, Isolation
 from agenticrun_workers.types import StopReason, Stream
+from processes import lives
+from waiting import eventually_in_loop
 
 HERE = Path(__file__)
 SUICIDAL = f"{HERE.stem}:Suicidal"
@@ -164,19 +165,8 @@ async def test_what_cannot_be_built_says_so(type: str, start: str, message: str)
         assert message in str(caught.value)
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-async def all_end(*pids: int) -> bool:
-    deadline = time.monotonic() + 60
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
-    return not any(map(alive, pids))
+async def all_end(*pids: int) -> None:
+    await eventually_in_loop(lambda: not any(map(lives, pids)), 60, "the processes end")
 
 
 async def pid_of(env: IsolatedEnv) -> int:
@@ -190,7 +180,7 @@ async def test_end_ends_the_process_also_one_that_hangs_in_c_with_what_it_starte
     (child,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
     with pytest.raises(EnvFault):
         await EnvCalls(0.2).step(env, "hang")
-    assert await all_end(pid, child)
+    await all_end(pid, child)
 
 
 async def test_a_process_that_has_grown_is_worn_out(suicidal: Isolation) -> None:
@@ -203,7 +193,7 @@ async def test_a_process_that_has_grown_is_worn_out(suicidal: Isolation) -> None
 
 WORKER = f"""
 import asyncio, sys
-sys.path.insert(0, {str(HERE.parent)!r})
+sys.path[:0] = {[str(HERE.parent), str(HERE.parents[2] / "support")]!r}
 from agenticrun_workers.envs import EnvCalls
 from agenticrun_workers.envs.isolated import Isolation
 
@@ -223,8 +213,8 @@ async def test_a_worker_that_is_killed_leaves_no_process_behind() -> None:
     assert isinstance(worker.stdout, io.TextIOWrapper)
     pids = list(map(int, worker.stdout.readline().split()))
     assert len(pids) == 4
-    assert all(map(alive, pids))
+    assert all(map(lives, pids))
     worker.send_signal(signal.SIGKILL)
     worker.wait()
     worker.stdout.close()
-    assert await all_end(*pids)
+    await all_end(*pids)

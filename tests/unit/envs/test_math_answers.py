@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +16,8 @@ from hypothesis import strategies as st
 
 from agenticrun_workers.envs.math_answers import Verdict, boxed, plain_verdict, reference_answer
 from agenticrun_workers.envs.math_verifier import MathVerifier
+from processes import lives
+from waiting import eventually
 
 RIGHT, WRONG, TIMEOUT = Verdict(True), Verdict(False), Verdict(False, timeout=True)
 UNREADABLE = Verdict(False, readable=False)
@@ -136,14 +137,4 @@ def test_nothing_is_left_behind_by_a_killed_parent_even_in_the_middle_of_a_compa
         children = [int(pid) for pid in parent.stdout.readline().strip("[]\n").split(",")]
         parent.kill()
     assert children
-    deadline = time.monotonic() + 20
-    while any(_lives(pid) for pid in children) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(_lives(pid) for pid in children)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return "Z" not in open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
+    eventually(lambda: not any(map(lives, children)), 60, "the checkers end")

@@ -38,7 +38,7 @@ def playing(board: str, **config: object) -> Sokoban:
 CORRIDOR = "#######\n#######\n#P_X_O#\n#######\n#######"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**40),
     boxes=st.integers(1, 3),

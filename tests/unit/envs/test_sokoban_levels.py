@@ -144,7 +144,7 @@ def test_the_ks_test_notices_one_step_more() -> None:
     assert ks_p_value(lengths, rng.poisson(6, 400) + 1) < 0.001
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(5, 7),
     columns=st.integers(5, 8),

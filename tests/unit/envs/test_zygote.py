@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from agenticrun_workers.sandbox import Limits, Outcome, SandboxUnavailable, python, run_python, zygote
-from testcluster import eventually
+from processes import lives
+from waiting import eventually
 
 ENDLESS = "open('begun', 'w').close()\nwhile True: pass"
 OPEN_FILES = """
@@ -47,15 +48,7 @@ def children(pid: int) -> list[int]:
 
 
 def gone(*pids: int) -> bool:
-    """Zombies are: whoever inherited them may not reap."""
-
-    def state(pid: int) -> str:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return "Z"
-
-    return all(state(pid) == "Z" for pid in pids)
+    return not any(map(lives, pids))
 
 
 def open_files(pid: int) -> int:
@@ -72,7 +65,7 @@ def scratches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def begun_call(scratches: Path, server: int) -> tuple[Path, int]:
     """The scratch folder and the process of the one call that runs `ENDLESS`."""
-    scratch = eventually(lambda: list(scratches.glob("*/begun")), 20, "the call begins", 0.02)[0].parent
+    scratch = eventually(lambda: list(scratches.glob("*/begun")), 20, "the call begins")[0].parent
     return scratch, children(server)[0]
 
 
@@ -135,7 +128,7 @@ def test_files_do_not_add_up() -> None:
     run_python(ENDLESS, Limits(0.1))
     assert open_files(os.getpid()) <= before  # less: the collector has closed files of other tests
     assert children(pid) == []
-    eventually(lambda: open_files(pid) == 5, 10, "the server's own, none of this process's pipes", 0.02)
+    eventually(lambda: open_files(pid) == 5, 10, "the server's own, none of this process's pipes")
 
 
 def test_it_is_in_a_session_of_its_own() -> None:
@@ -181,7 +174,7 @@ def test_a_server_that_dies_during_a_call_ends_it_with_an_error(scratches: Path)
         with pytest.raises(SandboxUnavailable, match="ended during a call"):
             call.result(20)
     assert time.monotonic() - start < 20
-    eventually(lambda: gone(child), 10, "the call's process ends", 0.02)
+    eventually(lambda: gone(child), 10, "the call's process ends")
 
 
 def test_a_call_ends_at_its_limit_though_a_fork_of_the_caller_has_its_socket(scratches: Path) -> None:
@@ -217,7 +210,7 @@ def test_nothing_outlives_a_caller_that_is_killed(forks: bool, scratches: Path) 
             fork = int(caller.stdout.readline().split()[1])
         os.kill(caller.pid, signal.SIGKILL)
         try:
-            eventually(lambda: gone(pid, child), 10, "the server and the call's process end", 0.02)
+            eventually(lambda: gone(pid, child), 10, "the server and the call's process end")
             assert fork == 0 or not gone(fork)
         finally:
             if fork:

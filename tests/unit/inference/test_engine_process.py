@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,8 @@ from agenticrun_workers.inference import engine_process, ports
 from agenticrun_workers.inference.engine import EngineStartError
 from agenticrun_workers.inference.engine_process import EngineProcess, Server
 from agenticrun_workers.inference.ports import family, free_port, listeners_of
+from processes import lives
+from waiting import eventually
 
 SERVER = """
 import http.server, os, subprocess, sys, tempfile
@@ -58,20 +59,6 @@ def the_processes_of(process: EngineProcess) -> list[int]:
     return family(process._keeper.pid)  # type: ignore[union-attr]
 
 
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 @pytest.fixture(autouse=True)
 def temporary_folders_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -88,7 +75,7 @@ async def test_a_started_server_answers_and_a_stopped_one_leaves_no_process_no_p
     await process.stop()
     await process.stop()
     assert not process.alive
-    assert not [pid for pid in pids if running(pid)]
+    assert not [pid for pid in pids if lives(pid)]
     assert not listeners_of(port)
     assert [entry.name for entry in tmp_path.iterdir()] == ["logs"]
     assert "one line of the log" in process.log.read_text()
@@ -107,7 +94,7 @@ async def test_a_server_that_never_serves_is_an_error_and_is_stopped(tmp_path: P
     with pytest.raises(EngineStartError, match="not ready after 1 s"):
         await process.start()
     assert len(the_processes_of(process)) == 1
-    assert not running(the_processes_of(process)[0])
+    assert not lives(the_processes_of(process)[0])
 
 
 async def test_a_port_that_is_taken_in_between_leads_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +139,9 @@ async def test_a_server_that_is_killed_is_noticed_and_takes_its_children_along(t
     os.kill(server, signal.SIGKILL)
     assert "toy was killed" in await asyncio.wait_for(process.gone(), 60)
     assert not process.alive
-    assert not running(child)
-    assert not running(keeper)
-    assert not running(stand_in)
+    assert not lives(child)
+    assert not lives(keeper)
+    assert not lives(stand_in)
 
 
 PARENT = """
@@ -189,8 +176,8 @@ async def test_nothing_is_left_when_the_programs_own_children_are_killed(tmp_pat
     stand_in, *others = the_processes_of(process)
     os.kill(stand_in, signal.SIGKILL)
     await process.gone()
-    wait_until(lambda: not any(running(pid) for pid in others))
-    wait_until(lambda: [entry.name for entry in tmp_path.iterdir()] == ["logs"])
+    eventually(lambda: not any(map(lives, others)), 60, "the others end")
+    eventually(lambda: [entry.name for entry in tmp_path.iterdir()] == ["logs"], 60, "no file is left")
 
 
 def test_nothing_is_left_when_the_program_that_started_a_server_is_killed(tmp_path: Path) -> None:
@@ -199,8 +186,8 @@ def test_nothing_is_left_when_the_program_that_started_a_server_is_killed(tmp_pa
         pids = family(int(parent.stdout.readline()))
         assert len(pids) == 4, "the keeper and its stand-in, the server and its child"
         parent.kill()
-    wait_until(lambda: not any(running(pid) for pid in pids))
-    wait_until(lambda: [entry.name for entry in tmp_path.iterdir()] == ["logs"])
+    eventually(lambda: not any(map(lives, pids)), 60, "the processes end")
+    eventually(lambda: [entry.name for entry in tmp_path.iterdir()] == ["logs"], 60, "no file is left")
 
 
 def test_free_ports_are_outside_the_range_of_outgoing_connections_and_can_be_bound() -> None:

@@ -50,7 +50,7 @@ def test_min_p_drops_what_is_much_less_likely_than_the_likeliest() -> None:
     np.testing.assert_allclose(draw(LOGITS, SamplingParams(1, min_p=ratio * 1.01)), [kept[0], 0, 0, kept[1]], atol=0.012)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(-4, 4), min_size=2, max_size=8, unique=True),
     st.floats(0.3, 2),

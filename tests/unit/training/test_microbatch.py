@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.training import Sample
@@ -28,7 +28,6 @@ weights = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=9)
 rows_and_budget = given(st.lists(weights, max_size=12), st.integers(1, 30), st.booleans())
 
 
-@settings(deadline=None)
 @rows_and_budget
 def test_every_weighted_token_is_in_exactly_one_micro_batch(rows: list[list[float]], budget: int, packed: bool) -> None:
     samples = [sample(row, start=100 * i) for i, row in enumerate(rows)]
@@ -38,7 +37,6 @@ def test_every_weighted_token_is_in_exactly_one_micro_batch(rows: list[list[floa
     assert sorted(seen) == expected
 
 
-@settings(deadline=None)
 @rows_and_budget
 def test_a_prediction_is_read_at_the_token_before_in_the_right_position(rows: list[list[float]], budget: int, packed: bool) -> None:
     samples = [sample(row, start=100 * i) for i, row in enumerate(rows)]
@@ -50,14 +48,12 @@ def test_a_prediction_is_read_at_the_token_before_in_the_right_position(rows: li
         assert places_N.tolist() == [t - 1 for positions in batch.positions for t in positions]
 
 
-@settings(deadline=None)
 @rows_and_budget
 def test_the_budget_holds_except_for_a_sequence_that_is_longer_alone(rows: list[list[float]], budget: int, packed: bool) -> None:
     for batch in split([sample(row) for row in rows], weighted, budget, CPU, packed=packed):
         assert batch.ids_BT.numel() <= budget or len(batch.samples) == 1
 
 
-@settings(deadline=None)
 @given(st.lists(weights, min_size=1, max_size=12))
 def test_packed_rows_are_no_longer_than_the_longest_sequence_and_waste_no_more_than_padded_ones(rows: list[list[float]]) -> None:
     samples = [sample([*row, 1.0]) for row in rows]

@@ -41,7 +41,7 @@ def gradients(scored: Callable[[], Scored], trained: list[Tensor], reads: tuple[
     return list(torch.autograd.grad(loss, trained))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     tokens=st.integers(1, 9),
     vocabulary=st.integers(1, 7),

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from agenticrun_workers.weight_sync.shared_folder import PREFIX, SharedFolder
+from waiting import eventually
 
 PROGRAM = """
 import sys, time
@@ -23,11 +23,8 @@ time.sleep(600)
 """
 
 
-def gone(path: Path, seconds: float = 20) -> bool:
-    end = time.monotonic() + seconds
-    while path.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    return not path.exists()
+def gone(path: Path) -> bool:
+    return eventually(lambda: not path.exists(), 60, f"{path} is removed")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -1,0 +1,14 @@
+"""Whether processes live: asked of the kernel once, because they may end between two questions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def lives(pid: int) -> bool:
+    """False for a zombie, too: whoever inherited it may not reap it."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
