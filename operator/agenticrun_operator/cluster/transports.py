@@ -12,6 +12,8 @@ from agenticrun_operator.cluster.errors import HeadUnreachable, KubeUnavailable
 from agenticrun_operator.cluster.kube import KubeClient, Response
 
 TIMEOUT_SECONDS = 10.0
+"""Of a whole request."""
+CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class DirectTransport:
     ) -> Response:
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         url = f"http://{host}:{port}{path}"
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS, connect=3.0)
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS, connect=CONNECT_SECONDS)
         try:
             async with self._session.request(method, url, json=body, headers=headers, timeout=timeout, allow_redirects=False) as answer:
                 content = b""

@@ -23,8 +23,6 @@ MAX_BACKOFF_SECONDS = 600.0
 POLL_SECONDS = 2.0
 REPORT_PATIENCE_SECONDS = 60.0
 """How long an ended job's final report is asked for before Ray's word has to do."""
-EXIT_PATIENCE_SECONDS = 5.0
-"""How long a driver may take to exit after its final report before its job is stopped."""
 
 
 def submission_id(run: AgenticRun, attempt: int) -> str:
@@ -127,7 +125,9 @@ def _follow_live(draft: Draft, observed: Observed, seen: Job, progress: Progress
     assert job is not None
     if progress and progress.final:  # it has failed, and only has to exit
         draft.condition(ConditionType.TRAINING, "False", progress.final.reason, progress.final.message)
-        if draft.seconds_since_transition(ConditionType.TRAINING) > EXIT_PATIENCE_SECONDS:
+        # Training may be false since the submission, and the driver's clock may be wrong: the later of the two moments counts.
+        since_report = (draft.now - parse_time(progress.final.time)).total_seconds()
+        if min(draft.seconds_since_transition(ConditionType.TRAINING), since_report) > ending.EXIT_SECONDS:
             draft.job = Stop(job.submission_id)
         return
     if seen.status == "RUNNING" and draft.status.phase is not Phase.RUNNING:

@@ -14,7 +14,7 @@ from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.resources import Child, controller_uid, is_deleting
 
 EXIT_SECONDS = 30.0
-"""How long the driver of a finished run may take to exit before its cluster is deleted under it."""
+"""How long a driver may take to exit after its final report before its job is stopped or its cluster deleted under it."""
 
 
 def succeed(draft: Draft, message: str) -> None:

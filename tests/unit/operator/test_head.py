@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from agenticrun_api import Progress
-from agenticrun_operator.cluster import DirectTransport, HeadAddress, HeadUnreachable, RunHead
+from agenticrun_operator.cluster import DirectTransport, HeadAddress, HeadUnreachable, RunHead, transports
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.planning import Job, NoJob, NoReport, Unreachable
@@ -138,7 +138,10 @@ async def test_a_submission_tells_the_driver_its_attempt() -> None:
     assert body["runtime_env"] == {"env_vars": {"AGENTICRUN_ATTEMPT": "3", "AGENTICRUN_SUBMISSION_ID": "lake-1"}}
 
 
-async def test_an_answer_that_is_too_long_is_cut_off() -> None:
+async def test_an_answer_that_is_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("TIMEOUT_SECONDS", "CONNECT_SECONDS"):  # a stalled machine is no answer that is too long
+        monkeypatch.setattr(transports, limit, 60.0)
+
     async def endless(_request: web.Request) -> web.Response:
         return web.Response(body=b"x" * 100_000)
 

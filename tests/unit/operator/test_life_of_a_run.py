@@ -309,11 +309,28 @@ async def test_a_failed_driver_that_does_not_exit_is_stopped_before_the_next_att
     job = world.jobs[0]
     world.end_driver(Outcome.FAILED)
     job.status = "RUNNING"
-    for _ in range(40):
+    for _ in range(60):
         await operator.settle(1)
         assert len(world.live_jobs()) <= 1
     assert job.status == "STOPPED"
     assert [item.attempt for item in world.jobs] == [1, 2]
+
+
+@pytest.mark.parametrize("ahead", [timedelta(0), timedelta(hours=1)], ids=["clocks agree", "the driver's is ahead"])
+async def test_a_driver_whose_first_report_is_the_final_one_gets_time_to_exit(world: World, operator: Operator, ahead: timedelta) -> None:
+    """It failed at once, or the operator was away: that Training is false since the submission says nothing about the exit."""
+    await operator.settle(15)
+    (job,) = world.jobs
+    world.now += ahead
+    world.end_driver(Outcome.FAILED)
+    world.now -= ahead
+    job.status = "RUNNING"
+    await operator.settle(20)
+    assert job.status == "RUNNING"
+    job.status = "FAILED"
+    await operator.settle(2)
+    assert phase(world) is Phase.RESTARTING
+    assert condition(world, ConditionType.TRAINING).reason == "Told"
 
 
 async def test_a_submission_that_reaches_a_restarted_head_is_stopped_before_the_next_attempt(world: World, operator: Operator) -> None:
