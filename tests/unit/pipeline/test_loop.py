@@ -217,6 +217,30 @@ async def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:
     assert Activity.STOPPING in {snapshot.activity for snapshot in run.sink.snapshots}
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+async def test_a_stop_loses_no_group(staleness: int, tmp_path: Path) -> None:
+    """Also where the next batch was ready before the stop."""
+    run = Run(tmp_path, maxSteps=6, evalSteps=0, staleness={"max": staleness, "offPolicy": "Ignore"})
+    trained: set[int] = set()
+    train = run.train
+
+    async def train_while_others_play(credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics:
+        trained.update(group.group for group in run.prepared)
+        await asyncio.sleep(0.05)
+        if version == 2:
+            run.requests.stop.set()
+        return await train(credits, version, train_actor=train_actor)
+
+    run.train = train_while_others_play  # type: ignore[method-assign]
+    with pytest.raises(StopRequested):
+        await run.loop.run()
+    saved = run.store.newest()
+    assert saved is not None
+    state = saved.driver_state()
+    assert sorted([*trained, *state.again]) == [*range(state.next_group)]
+    assert run.rollout.position == RolloutPosition(state.next_group, state.again)
+
+
 async def test_a_stop_during_the_warm_up_saves_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, warmup={"steps": 1})
     run.requests.stop.set()

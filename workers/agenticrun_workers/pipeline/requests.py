@@ -42,7 +42,13 @@ class Requests:
             raise StopRequested
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T], failures: Sequence[asyncio.Future[None]] = ()) -> T:
-        """The result of `work`. It is cancelled when a stop is asked for (`StopRequested`) or one of `failures` fails."""
+        """The result of `work`. It is cancelled when a stop is asked for (`StopRequested`) or one of `failures` fails.
+
+        Work that is done gives its result, also when a stop has just been asked for: what a batch has taken would be lost.
+        """
+        if self.stop.is_set():
+            work.close()
+            raise StopRequested
         task = asyncio.create_task(work)
         stop = asyncio.create_task(self.stop.wait())
         try:
@@ -51,7 +57,8 @@ class Requests:
             for failure in failures:
                 if failure.done():
                     failure.result()
-            self.check_stop()
+            if not task.done():
+                self.check_stop()
             return await task
         finally:
             for pending in (task, stop):
