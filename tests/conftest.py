@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadScopeScheduling
 
 from testcluster import Cluster, running_cluster
@@ -23,6 +24,9 @@ shared = settings(deadline=None, suppress_health_check=[HealthCheck.function_sco
 settings.register_profile("repeatable", shared, derandomize=True)
 settings.register_profile("explore", shared, derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+if settings.get_current_profile_name() == "repeatable":
+    # Else examples are also made of constants in whatever modules of ours earlier tests of this process have imported.
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 ON_THE_CLUSTER = ("api", "chart", "devcluster", "operator")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import uuid
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -83,8 +84,8 @@ class Folder:
         return Folder(f"{self.uri.rstrip('/')}/{name}")
 
     def require_writable(self) -> None:
-        """Write a file and delete it. Raises `UnusableStorage` if that cannot work, now or later."""
-        name = ".write-test"
+        """Write a file of a name that nobody else uses and delete it. Raises `UnusableStorage` if that cannot work, now or later."""
+        name = f".write-test-{uuid.uuid4().hex}"
         try:
             self.write(name, b"")
             self.remove(name)

@@ -68,12 +68,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "run.yaml").write_text(RUN.replace("WORDS", str(tmp_path / "words.jsonl")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
     yield tmp_path
     sys.modules.pop("own_env", None)
 
 
 def check(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["check-env", "--seeds", "3", "--turns", "3", *arguments])
+    result = CliRunner().invoke(app, ["check-env", "--seeds", "3", "--turns", "3", "--timeout", "120", *arguments])
     return result.exit_code, result.output
 
 

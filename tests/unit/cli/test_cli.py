@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,13 @@ spec:
     envs: [{tag: A, type: frozen_lake, config: {size: 4}}]
     trainEnvs: {groups: 4, groupSize: 2, tags: [A]}
 """
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands add the folder of their file to it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
 
 
 def validate(folder: Path, text: str, *options: str) -> tuple[int, str]:

@@ -111,12 +111,14 @@ SERVICE = (
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "own_debug.py").write_text(OWN)
-    (tmp_path / "run.yaml").write_text(RUN)
-    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "so-long-a-name-that-a-line-with-a-path-is-wider-than-the-page"
+    folder.mkdir()
+    (folder / "own_debug.py").write_text(OWN)
+    (folder / "run.yaml").write_text(RUN)
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "")
-    yield tmp_path
+    yield folder
     sys.modules.pop("own_debug", None)
 
 
@@ -189,10 +191,10 @@ def test_the_model_of_the_run_answers() -> None:
     assert output == debug("--policy", "model", "--seed", "1")[1]
 
 
-def test_what_the_environment_raises_is_shown_with_its_traceback() -> None:
+def test_what_the_environment_raises_is_shown_with_its_traceback(folder: Path) -> None:
     code, output = debug("--tag", "B", "--set", "pipeline.envs[1].config.does=raise")
     assert code == 0
-    assert 'own_debug.py", line' in output
+    assert f'File "{folder / "own_debug.py"}", line' in output
     assert "error        RuntimeError: the door is stuck (own_debug.py:" in output
     assert "stop reason  env_error" in output
 

@@ -174,6 +174,7 @@ def test_a_node_with_other_files_than_the_trainers_is_told_so(tmp_path: Path) ->
 def node(tmp_path: Path) -> Iterator[Callable[..., tuple[AdapterNode, Callable[[PreTrainedModel], list[int]]]]]:
     """A node of a model, and a way to send it adapters, which tells their checksums."""
     nodes: list[AdapterNode] = []
+    threads = torch.get_num_threads()  # a node takes one for all of its process
 
     def make(model: PreTrainedModel, source: ModelSource) -> tuple[AdapterNode, Callable[[PreTrainedModel], list[int]]]:
         expansion = expansion_of(adapters_of(model), source)
@@ -186,6 +187,7 @@ def node(tmp_path: Path) -> Iterator[Callable[..., tuple[AdapterNode, Callable[[
     yield make
     for one in nodes:
         one.release()
+    torch.set_num_threads(threads)
 
 
 def read(parts: list[Part]) -> Weights:

@@ -175,9 +175,10 @@ async def test_recording_changes_nothing_of_what_the_controller_serves(tmp_path:
 
 
 async def test_a_batch_whose_writing_was_given_up_is_played_again(tmp_path: Path) -> None:
-    rollout = RecordingRollout(Controller(stores()), Recording(str(tmp_path)), [_Stuck(), _Stuck()])  # type: ignore[arg-type]
+    stuck = [_Stuck(), _Stuck()]
+    rollout = RecordingRollout(Controller(stores()), Recording(str(tmp_path)), stuck)  # type: ignore[arg-type]
     serving = asyncio.create_task(rollout.batch())
-    await asyncio.sleep(0.05)
+    await asyncio.wait_for(stuck[0].asked.wait(), 60)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     assert rollout.position == RolloutPosition(2, again=(0, 1, 77))
@@ -186,8 +187,15 @@ async def test_a_batch_whose_writing_was_given_up_is_played_again(tmp_path: Path
 class _Stuck:
     """A store that never answers."""
 
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
     def __getattr__(self, name: str) -> Any:
-        return type("Method", (), {"remote": staticmethod(lambda *_arguments: asyncio.get_running_loop().create_future())})
+        def remote(*_arguments: object) -> asyncio.Future[Any]:
+            self.asked.set()
+            return asyncio.get_running_loop().create_future()
+
+        return type("Method", (), {"remote": staticmethod(remote)})
 
 
 async def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:

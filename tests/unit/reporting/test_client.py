@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from pathlib import Path
 
@@ -60,13 +61,15 @@ async def test_without_a_reporter_updates_return_at_once(unused_tcp_port: int) -
     assert time.perf_counter() - begin < 10.0  # one that waited for a connection each time would take minutes
 
 
-async def test_the_final_report_waits_for_a_reporter_that_restarts(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_the_final_report_waits_for_a_reporter_that_restarts(tmp_path: Path) -> None:
     file = StateFile(tmp_path / "state.json")
-    client = ReporterClient(f"http://127.0.0.1:{unused_tcp_port}", "secret", lambda _: None)
+    held = socket.socket()  # refuses until it listens, and nobody else gets its port
+    held.bind(("127.0.0.1", 0))
+    client = ReporterClient(f"http://127.0.0.1:{held.getsockname()[1]}", "secret", lambda _: None)
     await client.start()
     finishing = asyncio.create_task(client.finish(progress(3, REPORT)))
     await asyncio.sleep(0.2)
-    async with TestServer(Reporter("secret", file).app(), port=unused_tcp_port):
+    async with TestServer(Reporter("secret", file).app(), socket_factory=lambda *_: held):
         await asyncio.wait_for(finishing, 60)
     last = file.read().progress
     assert last is not None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from agenticrun_workers.reporting.metrics_log import JsonlTracker, TensorBoardTracker
 
@@ -47,7 +49,11 @@ def test_a_resume_keeps_the_step_of_its_checkpoint_and_validates_it_again(tmp_pa
     assert [json.loads(line)["val/Lake/success"] for line in path.read_text().splitlines()] == [0.1]
 
 
-def test_tensorboard_hides_what_an_earlier_attempt_wrote_and_this_one_computes_again(tmp_path: Path) -> None:
+def test_tensorboard_hides_what_an_earlier_attempt_wrote_and_this_one_computes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Files of one second and process are read in the order of their numbers as text; attempts are processes of their own.
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(0))
     for resume_step, steps, value in ((0, (1, 2, 3, 4), 1.0), (2, (3,), 2.0), (0, (1,), 3.0)):
         tracker = TensorBoardTracker(tmp_path, resume_step)
         for step in steps:

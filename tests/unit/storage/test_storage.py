@@ -6,6 +6,7 @@ import os
 import uuid
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,16 @@ def test_deleting_what_is_not_there_is_fine(folder: Folder) -> None:
 def test_trying_whether_a_folder_is_writable_leaves_nothing(folder: Folder) -> None:
     folder.require_writable()
     assert folder.sizes() == {}
+
+
+def test_several_may_try_the_same_folder_at_once(tmp_path: Path) -> None:
+    def tries() -> None:
+        for _ in range(50):
+            Folder(tmp_path).require_writable()
+
+    with ThreadPoolExecutor(4) as pool:
+        for trying in [pool.submit(tries) for _ in range(4)]:
+            trying.result()
 
 
 def test_a_local_file_appears_under_its_name_only_when_it_is_whole_and_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ class View:
 
     def failed(self, error: BaseException) -> None:
         """The environment raised."""
-        self._console.print(Text("".join(traceback.format_exception(error)).rstrip(), style="red"))
+        self._console.print(Text("".join(traceback.format_exception(error)).rstrip(), style="red"), soft_wrap=True)
 
     def ended(self, trajectories: Sequence[Trajectory]) -> None:
         for number, trajectory in enumerate(trajectories, start=1):
