@@ -58,7 +58,7 @@ def test(stages: Stages) -> None:
 
 
 def main() -> int:
-    was_up = subprocess.run([*DEVCLUSTER, "status"], cwd=ROOT, capture_output=True, check=False).returncode == 0
+    was_up = subprocess.run([*DEVCLUSTER, "status", "--wait", "30"], cwd=ROOT, capture_output=True, check=False).returncode == 0
     stages = Stages()
     try:
         test(stages)

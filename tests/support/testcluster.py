@@ -107,7 +107,7 @@ def cluster_environment() -> dict[str, str]:
 @contextmanager
 def running_cluster() -> Iterator[Cluster]:
     """The development cluster. If it was down it is brought up, and taken down again unless `KEEP_CLUSTER` is set."""
-    was_up = devcluster("status").returncode == 0
+    was_up = devcluster("status", "--wait", "30").returncode == 0
     if not was_up and devcluster("up").returncode:
         raise AssertionError("no cluster: `tools/devcluster up` failed, see its output above")
     try:

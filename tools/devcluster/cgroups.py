@@ -1,8 +1,12 @@
 """One parent cgroup of our own for all pods, so that `down` finds every one of them. Knows cgroup v1 and v2."""
 
 import contextlib
+import os
 from pathlib import Path
 
+from devcluster.shell import wait_until
+
+_GONE_SECONDS = 60
 _ROOT = Path("/sys/fs/cgroup")
 
 
@@ -32,16 +36,28 @@ def create(name: str, root: Path = _ROOT) -> None:
 
 
 def processes(name: str, root: Path = _ROOT) -> set[int]:
-    """Pids of every process below the parents."""
-    files = [file for hierarchy in hierarchies(root) for file in (hierarchy / name).rglob("cgroup.procs")]
-    return {int(pid) for file in files for pid in file.read_text().split()}
+    """Pids of every process below the parents, of which some may vanish meanwhile."""
+    found: set[int] = set()
+    for hierarchy in hierarchies(root):
+        for folder, _, _ in os.walk(hierarchy / name):
+            with contextlib.suppress(OSError):
+                found.update(map(int, Path(folder, "cgroup.procs").read_text().split()))
+    return found
 
 
 def remove(name: str, root: Path = _ROOT) -> None:
-    """Removes the parents with all that is below them; the pods' processes must be gone."""
-    for hierarchy in hierarchies(root):
-        parent = hierarchy / name
-        if parent.is_dir():
-            for folder in sorted((path for path in parent.rglob("*") if path.is_dir()), reverse=True):
-                folder.rmdir()
-            parent.rmdir()
+    """Removes the parents with all that is below them; the pods' processes must be killed, but their last threads may still be there.
+
+    Raises:
+        DevclusterError: something keeps them for a minute.
+    """
+    parents = [hierarchy / name for hierarchy in hierarchies(root)]
+
+    def gone() -> bool:
+        for parent in parents:
+            for folder, _, _ in os.walk(parent, topdown=False):
+                with contextlib.suppress(OSError):  # busy, or removed by whoever made it
+                    os.rmdir(folder)
+        return not any(parent.exists() for parent in parents)
+
+    wait_until(gone, _GONE_SECONDS, f"the cgroups {name} to be empty")

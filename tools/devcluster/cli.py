@@ -7,6 +7,7 @@ import argparse
 import json
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def _run(options: argparse.Namespace, settings: Settings, cluster: Cluster) -> i
         case "down":
             cluster.down(purge=options.purge)
         case "status":
-            problems = cluster.problems()
+            problems = problems_that_stay(cluster, options.wait)
             print(f"{cluster.name}: {'; '.join(problems) or 'up'}")
             return _EXIT_DOWN if problems else 0
         case "kubeconfig":
@@ -65,6 +66,14 @@ def _run(options: argparse.Namespace, settings: Settings, cluster: Cluster) -> i
         case "load":
             cluster.load(options.archive)
     return 0
+
+
+def problems_that_stay(cluster: Cluster, seconds: float) -> list[str]:
+    """What keeps the cluster from being usable, if that does not pass within `seconds`; of one that is down at once."""
+    end = time.monotonic() + seconds
+    while (problems := cluster.problems()) not in ([], ["down"]) and time.monotonic() < end:
+        time.sleep(1)
+    return problems
 
 
 def _engines(text: str) -> tuple[str, ...]:
@@ -81,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("up", help="bring the cluster up, or do nothing when it is")
     down = commands.add_parser("down", help="remove the cluster; built programs and images stay")
     down.add_argument("--purge", action="store_true", help="remove the cache too")
-    commands.add_parser("status", help="say whether the cluster is up, and if not why; exit code 0 or 1")
+    status = commands.add_parser("status", help="say whether the cluster is up, and if not why; exit code 0 or 1")
+    status.add_argument("--wait", type=float, default=0, metavar="SECONDS", help="for one that is there but not yet, or just not, usable")
     commands.add_parser("kubeconfig", help="print the path of the cluster's kubeconfig")
     commands.add_parser("env", help="print shell exports of KUBECONFIG and of a PATH with kubectl and helm")
     commands.add_parser("build", help="build the cluster's programs (part of `up`)")

@@ -4,7 +4,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from devcluster.settings import Settings
-from devcluster.shell import run, succeeds
+from devcluster.shell import run, succeeds, wait_until
+
+_REMOVE_SECONDS = 60
 
 
 class Containerd:
@@ -46,13 +48,24 @@ class Containerd:
             run([*self._cri, "remove", *references])
 
     def remove_containers(self) -> bool:
-        """Kills every task and removes every container and its writable layer; images stay. Says whether there were any."""
+        """Kills every task and removes every container and its writable layer; images stay. Says whether there were any.
+
+        A request of the kubelet that is still under way may start or remove some meanwhile: so until none is left.
+        """
+        there_were = bool(self._containers())
+        wait_until(self._try_to_remove_containers, _REMOVE_SECONDS, "containerd to remove its containers")
+        return there_were
+
+    def _containers(self) -> list[str]:
+        return run([*self._ctr, "containers", "list", "--quiet"]).split()
+
+    def _try_to_remove_containers(self) -> bool:
+        """Says whether none is left."""
         tasks = run([*self._ctr, "tasks", "list", "--quiet"]).split()
         for task in tasks:
             succeeds([*self._ctr, "tasks", "kill", "--signal", "SIGKILL", task])
         for task in tasks:
             succeeds([*self._ctr, "tasks", "remove", "--force", task])
-        containers = run([*self._ctr, "containers", "list", "--quiet"]).split()
-        if containers:
-            run([*self._ctr, "containers", "remove", *containers])
-        return bool(containers)
+        if containers := self._containers():
+            succeeds([*self._ctr, "containers", "remove", *containers])
+        return not self._containers()

@@ -4,6 +4,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Sequence
+from email.message import Message
 
 from devcluster.buildah import Buildah
 from devcluster.console import progress, say
@@ -15,6 +16,8 @@ from devcluster.settings import Settings
 from devcluster.shell import write_if_changed
 
 _KEPT_VERSIONS = 4
+_REGISTRY_SECONDS = 120
+"""How long the registry may take to answer: gigabytes may be on their way to the disk that it reads."""
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the registry is on this machine: never by a proxy
 _MANIFEST_TYPES = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
 
@@ -104,21 +107,31 @@ class NodeImages:
 
     def _digest(self, reference: str) -> str | None:
         """Digest of a tag in the registry; None when it has no such tag."""
+        headers = self._ask("HEAD", reference)
+        return None if headers is None else str(headers["Docker-Content-Digest"])
+
+    def _delete_from_registry(self, reference: str) -> None:
+        digest = self._digest(reference)
+        if digest is not None:
+            image = reference.rpartition(":")[0]
+            self._ask("DELETE", f"{image}:{digest}")
+
+    def _ask(self, method: str, reference: str) -> Message | None:
+        """Headers of the registry's answer about a manifest; None when it has no such manifest.
+
+        Raises:
+            DevclusterError: it answers otherwise, or not at all.
+        """
         try:
-            with _direct.open(self._request("HEAD", reference), timeout=10) as response:
-                return str(response.headers["Docker-Content-Digest"])
+            with _direct.open(self._request(method, reference), timeout=_REGISTRY_SECONDS) as response:
+                headers: Message = response.headers
+                return headers
         except urllib.error.HTTPError as error:
             if error.code == 404:
                 return None
             raise DevclusterError(f"the registry answers {error} for {reference}") from error
         except OSError as error:
             raise DevclusterError(f"the registry at {self._settings.registry} does not answer ({error}); is the cluster up?") from error
-
-    def _delete_from_registry(self, reference: str) -> None:
-        digest = self._digest(reference)
-        if digest is not None:
-            image = reference.rpartition(":")[0]
-            _direct.open(self._request("DELETE", f"{image}:{digest}"), timeout=10).close()
 
     def _request(self, method: str, reference: str) -> urllib.request.Request:
         """A request about a manifest; `reference` is registry/name:tag or registry/name:sha256:digest."""

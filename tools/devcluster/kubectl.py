@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from devcluster.errors import CommandFailed
 from devcluster.shell import run, succeeds
 
 
@@ -30,10 +31,30 @@ class Kubectl:
         parsed: Mapping[str, Any] = json.loads(self("get", *arguments, "--output=json"))
         return parsed
 
+    def find(self, *arguments: str) -> Mapping[str, Any] | None:
+        """What `get` gives; None when there is no such object, or no apiserver."""
+        try:
+            return self.get(*arguments)
+        except CommandFailed:
+            return None
+
     def apply(self, source: Path | str, *, kustomization: bool = False) -> None:
         """Server-side apply: the KubeRay CRDs are larger than the annotation of client-side apply may be."""
         self("apply", "--server-side", "--force-conflicts", "-k" if kustomization else "-f", source)
 
     def deployment_available(self, namespace: str, name: str) -> bool:
-        """Whether the deployment's newest generation has all its replicas available."""
-        return self.ok("rollout", "status", f"deployment/{name}", f"--namespace={namespace}", "--timeout=1s")
+        """Whether the deployment's newest generation has all its replicas available, and no others are left."""
+        found = self.find("deployment", name, f"--namespace={namespace}")
+        return found is not None and rolled_out(found)
+
+
+def rolled_out(deployment: Mapping[str, Any]) -> bool:
+    """What `kubectl rollout status` waits for, read off the object: that command with a time limit says no on a machine that stalls."""
+    status = deployment.get("status", {})
+    counts = {status.get(kind, 0) for kind in ("replicas", "updatedReplicas", "availableReplicas")}
+    return status.get("observedGeneration", 0) >= deployment["metadata"]["generation"] and counts == {deployment["spec"]["replicas"]}
+
+
+def is_ready(node: Mapping[str, Any]) -> bool:
+    """Whether the node's condition Ready is true."""
+    return any(item["type"] == "Ready" and item["status"] == "True" for item in node.get("status", {}).get("conditions", ()))

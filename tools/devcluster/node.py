@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import signal
-import time
+import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,10 +21,10 @@ from devcluster.components import Components
 from devcluster.console import say
 from devcluster.containerd import Containerd
 from devcluster.errors import DevclusterError
-from devcluster.kubectl import Kubectl
+from devcluster.kubectl import Kubectl, is_ready
 from devcluster.processes import ProcessTable, start_ticks
 from devcluster.settings import KUBERAY_VERSION, Settings
-from devcluster.shell import run, wait_until, write_if_changed
+from devcluster.shell import run, succeeds, wait_until, write_if_changed
 
 KUBERAY_IMAGE = f"localhost/kuberay/operator:{KUBERAY_VERSION}"
 _MANIFESTS = Path(__file__).parent / "manifests"
@@ -43,6 +43,9 @@ _FIXED_PATHS = tuple(
 # What the kubelet sets for the whole machine.
 _SYSCTLS = ("vm.overcommit_memory", "kernel.panic", "kernel.panic_on_oops")
 _BEFORE = "before.json"
+_START_SECONDS = 600
+"""For any one component. Seconds are usual, but nothing is lost by patience: one that dies is noticed at once."""
+_GONE_SECONDS = 60
 _NEEDS_CONTAINERS_GONE = ("containerd", "etcd", "kube-apiserver", "registry")
 
 
@@ -75,7 +78,7 @@ class Node:
         with ThreadPoolExecutor() as pool:
             self._start_control_plane()
             runtime = pool.submit(self._start_runtime, first_start)
-            self._wait("kube-apiserver", 90, lambda: self._kubectl.ok("get", "--raw", "/readyz"))
+            self._wait("kube-apiserver", lambda: self._kubectl.ok("get", "--raw", "/readyz"))
             say("apiserver is ready")
             for component in (self._components.controller_manager(), self._components.scheduler()):
                 self._processes.start(component)
@@ -89,11 +92,13 @@ class Node:
                 self._components.volumes(),
             ):
                 self._processes.start(component)
-            self._wait("kubelet", 60, self._node_ready)
+            self._wait("kubelet", self._node_ready)
             say(f"node {self._settings.node_name} is Ready with {self._settings.fake_gpus} nvidia.com/gpu")
-            self._wait("kube-controller-manager", 60, lambda: self._kubectl.ok("get", "serviceaccount", "default"))
+            self._wait("kube-controller-manager", lambda: self._kubectl.ok("get", "serviceaccount", "default"))
+            self._wait("coredns", lambda: _accepts(self._settings.dns_ip, 53))
+            self._wait("registry", lambda: _accepts(self._settings.host_ip, self._settings.registry_port))
             kuberay.result()
-        self._wait("kubelet", 120, lambda: self._kubectl.deployment_available("kuberay-system", "kuberay-operator"))
+        self._wait("kubelet", lambda: self._kubectl.deployment_available("kuberay-system", "kuberay-operator"))
         say(f"KubeRay {KUBERAY_VERSION} is available")
 
     def down(self, *, purge: bool = False) -> None:
@@ -110,9 +115,7 @@ class Node:
         network.remove(settings)
         cgroups.remove(settings.name)
         self._restore_machine()
-        shutil.rmtree(settings.state, ignore_errors=True)
-        if settings.state.exists():
-            raise DevclusterError(f"could not remove {settings.state}; is something mounted or open there?")
+        _remove(settings.state)
         if purge:
             shutil.rmtree(settings.cache)
 
@@ -163,12 +166,12 @@ class Node:
         """containerd, without containers of an earlier life, with the images that pods need from the first second."""
         spec = self._components.containerd()
         self._processes.start(spec)
-        self._wait(spec.name, 60, self.containerd.answers)
+        self._wait(spec.name, self.containerd.answers)
         if first_start and self.containerd.remove_containers():
             # Its CRI part has read them already; it forgets them only by a restart.
             self._processes.stop([spec.name])
             self._processes.start(spec)
-            self._wait(spec.name, 60, self.containerd.answers)
+            self._wait(spec.name, self.containerd.answers)
         present = self.containerd.images()
         paths = self._binaries.paths()
         static = {
@@ -209,13 +212,13 @@ class Node:
 
     def _node_ready(self) -> bool:
         """Ready, with its GPUs in place."""
-        name = self._settings.node_name
-        if not self._kubectl.ok("wait", "--for=condition=Ready", f"node/{name}", "--timeout=1s"):
+        node = self._kubectl.find("node", self._settings.node_name)
+        if node is None or not is_ready(node):
             return False
-        gpus: str | None = self._kubectl.get("node", name)["status"]["allocatable"].get("nvidia.com/gpu")
+        gpus: str | None = node["status"]["allocatable"].get("nvidia.com/gpu")
         return gpus == str(self._settings.fake_gpus)
 
-    def _wait(self, component: str, seconds: float, condition: Callable[[], bool]) -> None:
+    def _wait(self, component: str, condition: Callable[[], bool]) -> None:
         """Waits, and gives up at once when the component is dead."""
 
         def met() -> bool:
@@ -224,7 +227,7 @@ class Node:
                 raise DevclusterError(f"{component} ended; the end of {log}:\n{log.read_text(errors='replace')[-2000:]}")
             return condition()
 
-        wait_until(met, seconds, f"{component} to be ready (log: {self._processes.log(component)})")
+        wait_until(met, _START_SECONDS, f"{component} to be ready (log: {self._processes.log(component)})")
 
     # --- down -------------------------------------------------------------------------------------------------------
 
@@ -241,13 +244,14 @@ class Node:
 
     def _unmount(self) -> None:
         """Unmounts everything below our folders, the innermost first; mounts can be stacked, so until none is left."""
-        for _ in range(20):
+
+        def unmounted() -> bool:
             mounted = [path for root in (self._settings.state, self._settings.cache) for path in mounts_below(root)]
-            if not mounted:
-                return
             for path in sorted(mounted, reverse=True):
-                run(["umount", "--lazy", path])
-            time.sleep(0.05)
+                succeeds(["umount", "--lazy", path])  # unless it went by itself
+            return not mounted
+
+        wait_until(unmounted, _GONE_SECONDS, f"everything below {self._settings.state} and {self._settings.cache} to be unmounted")
 
     def _restore_machine(self) -> None:
         before = self._settings.state / _BEFORE
@@ -260,9 +264,28 @@ class Node:
             if path.name == "netns":
                 network.remove_netns_mountpoint(path)
             elif path.is_dir():
-                shutil.rmtree(path)
+                _remove(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def _accepts(address: str, port: int) -> bool:
+    """Whether someone listens there."""
+    try:
+        socket.create_connection((address, port), timeout=_GONE_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder in which a process on its way out may still write."""
+
+    def removed() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+
+    wait_until(removed, _GONE_SECONDS, f"{folder} to be removed; is something mounted or open there?")
 
 
 def _kill(pids: Iterable[int]) -> None:
@@ -271,7 +294,7 @@ def _kill(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: all(start_ticks(pid) is None for pid in pids), 10, "killed containers to end")
+    wait_until(lambda: all(start_ticks(pid) is None for pid in pids), _GONE_SECONDS, "killed containers to end")
 
 
 def mounts_below(root: Path, table: Path = Path("/proc/mounts")) -> list[str]:

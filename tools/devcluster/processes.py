@@ -19,6 +19,7 @@ from devcluster.errors import DevclusterError
 from devcluster.shell import write_if_changed
 
 _TERM_THEN_KILL_SECONDS = 5.0
+_KILLED_SECONDS = 60.0
 _ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(Path.home())}
 
 
@@ -53,13 +54,17 @@ class ProcessRecord:
 
 
 def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """Start time of a living process in clock ticks since boot; None when it is gone or a zombie."""
+    """Start time of a living process in clock ticks since boot; None when it is gone or a zombie.
+
+    One whose first thread alone has ended is listed as a zombie too, but the others hold its ports and files until they have ended.
+    """
     try:
         text = (proc / str(pid) / "stat").read_text()
     except OSError:
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the command name before may hold spaces and parentheses
-    return None if fields[0] in "ZX" else int(fields[19])
+    state, threads = fields[0], int(fields[17])
+    return None if state == "X" or (state == "Z" and threads <= 1) else int(fields[19])
 
 
 class ProcessTable:
@@ -123,13 +128,13 @@ class ProcessTable:
         """TERM to all, KILL to what is left after the grace period; returns when they are gone.
 
         Raises:
-            DevclusterError: a process survived SIGKILL for five seconds.
+            DevclusterError: a process survived SIGKILL for a minute.
         """
         names = list(names)
         self._signal(names, signal.SIGTERM)
         if not self._wait_gone(names, grace_seconds):
             self._signal(names, signal.SIGKILL)
-            if not self._wait_gone(names, 5.0):
+            if not self._wait_gone(names, _KILLED_SECONDS):
                 raise DevclusterError(f"did not die: {', '.join(name for name in names if self.alive(name))}")
         for name in names:
             (self._folder / f"{name}.json").unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -79,8 +80,9 @@ def write_if_changed(path: Path, content: str, mode: int = 0o644) -> bool:
     if path.is_file() and path.read_text() == content:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(content)
-    partial.chmod(mode)
-    partial.replace(path)
+    number, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # each writer's own
+    with open(number, "w") as file:
+        file.write(content)
+        os.fchmod(number, mode)
+    Path(partial).replace(path)
     return True

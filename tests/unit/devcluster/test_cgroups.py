@@ -1,5 +1,7 @@
 """Our parent cgroup is made in every hierarchy, in both versions of cgroups."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,29 @@ def test_processes_are_found_at_any_depth(v1: Path) -> None:
     (v1 / "memory" / "ours" / "cgroup.procs").write_text("")
     (v1 / "memory" / "cgroup.procs").write_text("1\n")
     assert cgroups.processes("ours", v1) == {12, 13}
+
+
+def test_a_cgroup_that_vanishes_while_processes_are_looked_for_has_none(v1: Path) -> None:
+    pod = v1 / "memory" / "ours" / "pod1"
+    pod.mkdir(parents=True)
+    (pod / "cgroup.procs").symlink_to("gone")  # listed, and not there when it is read
+    assert cgroups.processes("ours", v1) == set()
+
+
+def test_removal_waits_for_a_cgroup_whose_last_thread_is_still_on_its_way_out(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = v1 / "memory" / "ours" / "pod1"
+    busy.mkdir(parents=True)
+    refusals = iter(range(2))
+    rmdir = os.rmdir
+
+    def refuse_twice(path: str | Path) -> None:
+        if Path(path) == busy and next(refusals, None) is not None:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rmdir(path)
+
+    monkeypatch.setattr(os, "rmdir", refuse_twice)
+    cgroups.remove("ours", v1)
+    assert not (v1 / "memory" / "ours").exists()
 
 
 def test_removal_takes_the_tree_and_nothing_else(v1: Path) -> None:

@@ -2,7 +2,8 @@
 
 import json
 import tarfile
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,33 @@ def test_command_line_ends_with_3_where_no_cluster_is_possible(machine: pytest.M
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@dataclass
+class Troubled:
+    """A cluster that tells these problems, one look after the other, and none when all are told."""
+
+    tells: list[list[str]]
+    name: str = "troubled"
+
+    def problems(self) -> list[str]:
+        return self.tells.pop(0) if self.tells else []
+
+
+def test_status_waits_for_problems_that_pass_if_told_so_but_not_for_a_cluster_that_is_down(
+    machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from devcluster import cli
+
+    def status(*tells: list[str], wait: str) -> int:
+        machine.setattr(cli, "choose", lambda settings: Troubled(list(tells)))
+        return cli.main(["status", "--wait", wait])
+
+    machine.setattr(cli.time, "sleep", lambda seconds: None)
+    assert status(["the node is not Ready"], wait="60") == 0
+    assert status(["the node is not Ready"], wait="0") == 1
+    assert status(["down"], wait="60") == 1
+    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == ["up", "the node is not Ready", "down"]
+
+
 def test_settings_come_from_the_environment() -> None:
     settings = Settings.from_environment(
         {"HOME": "/home/x", "AGENTICRUN_CACHE": "/cache", "AGENTICRUN_DEVCLUSTER_STATE": "/state", "CONTEXT": "lab", "IMAGE_REGISTRY": "r/"}
@@ -105,6 +133,16 @@ def test_a_file_is_rewritten_only_when_it_changes(tmp_path: Path) -> None:
     assert not write_if_changed(path, "a")
     assert path.stat().st_mtime_ns == stamp
     assert write_if_changed(path, "b")
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    def write(writer: int) -> None:
+        for number in range(200):
+            write_if_changed(tmp_path / "file", f"{writer}-{number}")
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, range(4)))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_waiting_ends_with_what_was_waited_for() -> None:

@@ -105,3 +105,12 @@ def test_start_ticks_reads_past_a_command_name_with_spaces_and_parentheses(tmp_p
     fields = ["S", *(str(number) for number in range(1, 50))]
     (tmp_path / "7" / "stat").write_text(f"7 (a (b) c) {' '.join(fields)}\n")
     assert start_ticks(7, tmp_path) == 19
+
+
+@pytest.mark.parametrize(("threads", "ticks"), [(1, None), (2, 19)])
+def test_a_killed_process_is_gone_with_its_last_thread_and_not_with_its_first(tmp_path: Path, threads: int, ticks: int | None) -> None:
+    (tmp_path / "7").mkdir()
+    fields = ["Z", *(str(number) for number in range(1, 50))]
+    fields[17] = str(threads)
+    (tmp_path / "7" / "stat").write_text(f"7 (kubelet) {' '.join(fields)}\n")
+    assert start_ticks(7, tmp_path) == ticks
