@@ -14,6 +14,11 @@ from sampling_conformance import SamplingConformance
 from tiny_model import CONTEXT, VOCABULARY
 
 
+TRIES = range(5)
+"""A server goes on while this process waits for the processor, and may finish what was to be aborted: then it is tried again. Who aborts
+nothing fails each time."""
+
+
 class RequestConformance(SamplingConformance):
     """Requests that are wrong, aborted, or wait."""
 
@@ -41,42 +46,57 @@ class RequestConformance(SamplingConformance):
         short, other = ask(prompt(4), 400), ask(prompt(5), 60)
         short = GenerationRequest("r", short.session, short.prompt_tokens, short.sampling)
         other = GenerationRequest("r1", other.session, other.prompt_tokens, other.sampling)
-        responses = [asyncio.create_task(engine.generate(request)) for request in (short, other)]
-        await asyncio.sleep(0.1)
-        await engine.abort(["r", "never-heard-of"])
-        aborted, whole = await asyncio.wait_for(asyncio.gather(*responses), 60)
+        for _ in TRIES:
+            responses = [asyncio.create_task(engine.generate(request)) for request in (short, other)]
+            await asyncio.sleep(0.1)
+            await engine.abort(["r", "never-heard-of"])
+            aborted, whole = await asyncio.wait_for(asyncio.gather(*responses), 60)
+            if aborted.finish is FinishReason.ABORT:
+                break
         assert aborted.finish is FinishReason.ABORT
         assert len(aborted.tokens_T) == len(aborted.logprobs_T) < 400
         same_logprobs(models.plain_a, other, whole)
         assert whole.finish is FinishReason.LENGTH
 
     async def test_all_requests_can_be_aborted_at_once(self, engine: InferenceEngine) -> None:
-        aborted_before = engine.stats().aborted_tokens
-        responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(6)]
-        await asyncio.sleep(0.1)
-        await engine.abort()
-        generations = await asyncio.wait_for(asyncio.gather(*responses), 60)
-        assert {generation.finish for generation in generations} == {FinishReason.ABORT}
+        for _ in TRIES:
+            aborted_before = engine.stats().aborted_tokens
+            responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(6)]
+            await asyncio.sleep(0.1)
+            await engine.abort()
+            generations = await asyncio.wait_for(asyncio.gather(*responses), 60)
+            finishes = {generation.finish for generation in generations}
+            if finishes == {FinishReason.ABORT}:
+                break
+        assert finishes == {FinishReason.ABORT}
         assert engine.stats().aborted_tokens - aborted_before == sum(len(generation.tokens_T) for generation in generations)
 
     async def test_an_abort_reaches_requests_that_are_still_on_their_way(self, engine: InferenceEngine) -> None:
-        responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(4)]
-        await asyncio.sleep(0)
-        await engine.abort()
-        for response in responses:
-            assert (await asyncio.wait_for(response, 20)).finish is FinishReason.ABORT
+        for _ in TRIES:
+            responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(4)]
+            await asyncio.sleep(0)
+            await engine.abort()
+            finishes = {generation.finish for generation in await asyncio.wait_for(asyncio.gather(*responses), 60)}
+            if finishes == {FinishReason.ABORT}:
+                break
+        assert finishes == {FinishReason.ABORT}
 
     async def test_requests_of_a_paused_engine_can_be_aborted(self, engine: InferenceEngine) -> None:
-        early = asyncio.create_task(engine.generate(ask(prompt(4), 450)))
-        await asyncio.sleep(0.1)
-        await engine.pause()
-        late = asyncio.create_task(engine.generate(ask(prompt(4), 450)))
-        await asyncio.sleep(0.1)
-        await asyncio.wait_for(engine.abort(), 20)
-        for generation in await asyncio.wait_for(asyncio.gather(early, late), 20):
+        for _ in TRIES:
+            early = asyncio.create_task(engine.generate(ask(prompt(4), 450)))
+            await asyncio.sleep(0.1)
+            await engine.pause()
+            late = asyncio.create_task(engine.generate(ask(prompt(4), 450)))
+            await asyncio.sleep(0.1)
+            await asyncio.wait_for(engine.abort(), 60)
+            generations = await asyncio.wait_for(asyncio.gather(early, late), 60)
+            await engine.resume()
+            assert generations[1].finish is FinishReason.ABORT
+            if generations[0].finish is FinishReason.ABORT:
+                break
+        for generation in generations:
             assert generation.finish is FinishReason.ABORT
             assert len(generation.tokens_T) < 450
-        await engine.resume()
         assert len((await engine.generate(ask(prompt(4), 3))).tokens_T) == 3
 
     async def test_a_request_whose_caller_goes_away_is_aborted(self, engine: InferenceEngine) -> None:

@@ -46,6 +46,7 @@ async def test_an_engine_that_dies_while_trainers_compute_is_replaced_before_the
     session = TinySession(colocated(), tmp_path)
     running = asyncio.create_task(asyncio.wait_for(session.execute(), 550))
     while not session.sink.snapshots or session.sink.snapshots[-1].activity is not Activity.TRAINING:
+        assert not running.done(), running.result().message
         await asyncio.sleep(0.005)
     (engine,) = (record.args for record in caplog.records if "runs on" in record.msg and "engine-0" in str(record.args))
     assert isinstance(engine, tuple)

@@ -9,9 +9,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import ray
 
 from agenticrun_api import AgenticRun, FinalReport, Outcome, parse_run
 from agenticrun_workers.pipeline.checkpoints import CheckpointStore
+from agenticrun_workers.pipeline.engines import EngineActor, log_folder
+from agenticrun_workers.pipeline.model_source import ModelSource
+from agenticrun_workers.rollout.errors import InvalidConfig
 from tiny_runs import TinySession, tiny_document, tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
@@ -39,7 +43,8 @@ async def kill_after_step(session: TinySession, step: int, caplog: pytest.LogCap
     running = asyncio.create_task(execute(session))
     while session.sink.step < step and not running.done():
         await asyncio.sleep(0.01)
-    os.kill(pids(caplog, actor)[0], signal.SIGKILL)
+    if not running.done():
+        os.kill(pids(caplog, actor)[0], signal.SIGKILL)
     return await running
 
 
@@ -63,10 +68,11 @@ async def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) 
     await execute(whole)
     stopped = TinySession(tiny_run(maxSteps=4), tmp_path / "parts")
     running = asyncio.create_task(execute(stopped))
-    while stopped.sink.step < 2:
+    while stopped.sink.step < 2 and not running.done():
         await asyncio.sleep(0.01)
     stopped.requests.stop.set()
-    assert (await running).outcome is Outcome.STOPPED
+    report = await running
+    assert report.outcome is Outcome.STOPPED, report.message
     resumed = TinySession(tiny_run(maxSteps=4), tmp_path / "parts", attempt=2)
     assert (await execute(resumed)).outcome is Outcome.SUCCEEDED
     assert sorted(resumed.training_steps()) == [1, 2, 3, 4]
@@ -134,6 +140,24 @@ async def test_an_environment_that_does_not_import_is_a_config_error(tmp_path: P
     assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "InvalidConfig", False)
     assert "spec.pipeline.envs[0].type" in report.message
     assert "No module named 'no_such_module'" in report.message
+
+
+def test_servers_of_engines_log_where_their_own_ray_does() -> None:
+    """Not where the latest one on this machine does."""
+    found = ray.get(ray.remote(log_folder).remote())
+    assert (found.parent.name, found.name) == (ray.get_runtime_context().get_session_name(), "logs")
+    assert found.is_dir()
+
+
+@pytest.mark.parametrize("strategy", ["transformers", "sglang", "vllm"])
+async def test_an_engine_that_cannot_read_its_model_names_the_models_field(tmp_path: Path, strategy: str) -> None:
+    """As trainers and env workers do, which fail beside it: a run reports the first error."""
+    pipeline = tiny_run(actorInfer={"strategy": {"name": strategy}}).spec.pipeline
+    engine = ray.remote(EngineActor).options(num_cpus=0, max_concurrency=2).remote("engine")
+    with pytest.raises(InvalidConfig, match=str(tmp_path)) as raised:
+        await engine.start.remote(pipeline, ModelSource(str(tmp_path)), 0, 1)
+    assert raised.value.cause.path == "spec.model.path"  # type: ignore[attr-defined]
+    ray.kill(engine)
 
 
 async def test_a_model_that_cannot_be_loaded_is_a_config_error(tmp_path: Path) -> None:

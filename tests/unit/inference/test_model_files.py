@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from agenticrun_workers.inference import EngineError, EngineStartError
+from agenticrun_workers.inference import EngineError, UnusableModel
 from agenticrun_workers.inference.model_files import Incoming, is_tied, read_limits, shapes_of_file, shapes_of_model
 from tiny_model import CONTEXT, VOCABULARY, tiny_model, weight_parts
 
@@ -25,13 +25,13 @@ def test_limits_are_the_models(model: Path) -> None:
 @pytest.mark.parametrize("config", ["", "[1", "1"])
 def test_a_folder_without_a_config_is_refused(tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
-    with pytest.raises(EngineStartError, match="not the folder of a model"):
+    with pytest.raises(UnusableModel, match="not the folder of a model"):
         read_limits(tmp_path)
 
 
 def test_a_config_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(EngineStartError, match="vocab_size"):
+    with pytest.raises(UnusableModel, match="vocab_size"):
         read_limits(tmp_path)
 
 
@@ -45,6 +45,14 @@ def test_shapes_of_a_model_in_several_files_come_from_those_of_its_index(model: 
     index = {"weight_map": {name: part.name for part in parts for name in load_file(part)}}
     (tmp_path / "parts/model.safetensors.index.json").write_text(json.dumps(index))
     assert shapes_of_model(tmp_path / "parts") == shapes_of_model(model)
+
+
+@pytest.mark.parametrize("index", [None, "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": "missing.safetensors"}}'])
+def test_a_folder_without_readable_weights_is_refused(tmp_path: Path, index: str | None) -> None:
+    if index is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UnusableModel, match="holds no model in safetensors files"):
+        shapes_of_model(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"\x03\0\0\0\0\0\0\0[1]"])

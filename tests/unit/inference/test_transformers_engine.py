@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from agenticrun_workers.inference import EngineError, EngineStartError, InvalidRequest, TransformersEngine
+from agenticrun_workers.inference import EngineError, InvalidRequest, TransformersEngine, UnusableModel
 from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from weight_files import weight_files
@@ -416,7 +416,7 @@ def test_a_second_request_of_the_same_name_is_refused(folder: Path) -> None:
 def test_a_model_that_cannot_be_loaded_fails_the_start_with_its_path(tmp_path: Path) -> None:
     async def work() -> None:
         engine = TransformersEngine(lambda: load_model(str(tmp_path)), max_length=16)
-        with pytest.raises(EngineStartError, match=str(tmp_path)):
+        with pytest.raises(UnusableModel, match=str(tmp_path)):
             await engine.start()
         await engine.stop()
 

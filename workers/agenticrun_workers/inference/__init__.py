@@ -7,6 +7,7 @@ from agenticrun_workers.inference.engine import (
     InferenceEngine,
     InvalidRequest,
     TakesBroadcast,
+    UnusableModel,
 )
 from agenticrun_workers.inference.transformers_engine import TransformersEngine
 
@@ -18,4 +19,5 @@ __all__ = [
     "InvalidRequest",
     "TakesBroadcast",
     "TransformersEngine",
+    "UnusableModel",
 ]

@@ -31,7 +31,7 @@ class InferenceEngine(Protocol):
     """
 
     async def start(self) -> None:
-        """Load the model and begin to serve. Raises `EngineStartError` with a message for people."""
+        """Load the model and begin to serve. Raises `EngineStartError`, `UnusableModel` among them, with a message for people."""
         ...
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -108,6 +108,10 @@ class EngineError(Exception):
 
 class EngineStartError(EngineError):
     """The engine could not start: wrong model, options or version."""
+
+
+class UnusableModel(EngineStartError):
+    """No engine could start with this model: it cannot be read, or is no causal language model."""
 
 
 class InvalidRequest(EngineError):

@@ -18,8 +18,8 @@ KEEP_ALIVE_SECONDS = 2.0
 STALE = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 """The server closed the connection while we took it up again, and has read nothing: the request is sent once more. If it ended, there is
 nothing to connect to."""
-END_SECONDS = 10.0
-"""How long a server may take to end after its connections broke."""
+END_SECONDS = 60.0
+"""How long a server may take to end after its connections broke: on a busy machine its keeper looks for the last process for a while."""
 
 
 class EngineHttp:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agenticrun_workers.inference.engine import EngineError, EngineStartError
+from agenticrun_workers.inference.engine import EngineError, UnusableModel
 
 Shapes = Mapping[str, tuple[int, ...]]
 HEADER_LIMIT = 100 * 2**20
@@ -21,10 +21,10 @@ NOT_PARAMETERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 
 
 def read_limits(folder: Path) -> tuple[int, int | None]:
-    """Size of the vocabulary, and the longest sequence that the model knows. Raises `EngineStartError`."""
+    """Size of the vocabulary, and the longest sequence that the model knows. Raises `UnusableModel`."""
     config = _read_config(folder)
     if "vocab_size" not in config:
-        raise EngineStartError(f"{folder}/config.json says no vocab_size: it is not a causal language model of text")
+        raise UnusableModel(f"{folder}/config.json says no vocab_size: it is not a causal language model of text")
     return int(config["vocab_size"]), config.get("max_position_embeddings")
 
 
@@ -42,15 +42,18 @@ def shapes_of_file(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def shapes_of_model(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Parameter -> shape of a Hugging Face folder. Raises `EngineError`: it holds no safetensors files."""
+    """Parameter -> shape of a Hugging Face folder. Raises `UnusableModel`: it holds no safetensors files."""
     index = folder / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    shapes = {name: shape for file in names for name, shape in shapes_of_file(folder / file).items()}
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+        shapes = {name: shape for file in names for name, shape in shapes_of_file(folder / file).items()}
+    except (EngineError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnusableModel(f"{folder} holds no model in safetensors files: {error}") from error
     return {name: shape for name, shape in shapes.items() if not name.endswith(NOT_PARAMETERS)}
 
 
 def is_tied(folder: Path) -> bool:
-    """Whether the output layer shares the embedding's weights. Raises `EngineStartError`."""
+    """Whether the output layer shares the embedding's weights. Raises `UnusableModel`."""
     return bool(_read_config(folder).get("tie_word_embeddings"))
 
 
@@ -89,4 +92,4 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise EngineStartError(f"{folder} is not the folder of a model: {error!r}") from error
+        raise UnusableModel(f"{folder} is not the folder of a model: {error!r}") from error

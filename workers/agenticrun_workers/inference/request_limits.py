@@ -20,7 +20,7 @@ class RequestLimits:
 
     @staticmethod
     def of_model(folder: Path, max_length: int) -> RequestLimits:
-        """Of the model in a Hugging Face folder. Raises `EngineStartError` for sequences that its context is too short for."""
+        """Of the model in a Hugging Face folder. Raises `UnusableModel`, and `EngineStartError` for sequences longer than its context."""
         vocabulary, longest = read_limits(folder)
         if longest is not None and max_length > longest:
             raise EngineStartError(f"sequences of {max_length} tokens do not fit into the model's context of {longest}")

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.inference.batching import in_batches
 from agenticrun_workers.inference.caches import Caches, PrivateCaches, SessionCaches
-from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats
+from agenticrun_workers.inference.engine import EngineError, EngineStats, UnusableModel
 from agenticrun_workers.inference.forward import Forward
 from agenticrun_workers.inference.held_weights import HeldWeights
 from agenticrun_workers.inference.in_flight import Running
@@ -88,7 +88,7 @@ class TransformersEngine:
             self._model = await self._in_thread(self._load)
             self._compute = Forward(self._model)
         except (ModelLoadError, UnsupportedModel) as error:
-            raise EngineStartError(str(error)) from error
+            raise UnusableModel(str(error)) from error
         self._limits = RequestLimits(int(self._model.get_input_embeddings().weight.shape[0]), self._max_length)
         self._weights = HeldWeights(self._model)
         self._ready.set()

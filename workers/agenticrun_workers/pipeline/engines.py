@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import ray
 
 from agenticrun_api import Pipeline, Role
@@ -15,7 +16,7 @@ from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.placement import Placement, here
 from agenticrun_workers.rollout.request_port import Address, RequestPort
-from agenticrun_workers.types import Generation, GenerationRequest
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 from agenticrun_workers.weight_sync.layout import TORCH_NAMES, Shape
 from agenticrun_workers.weight_sync.mapping import Verifier
 
@@ -24,6 +25,17 @@ if TYPE_CHECKING:
 
 LOG_FOLDER = "AGENTICRUN_LOG_FOLDER"
 """Environment variable: where servers of engines log. Default: Ray's own logs, which its dashboard shows."""
+
+NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.ABORT)
+"""Of a request that is given up before the engine has heard of it."""
+
+
+def log_folder() -> Path:
+    """`LOG_FOLDER`. Ray's own is this session's: `session_latest` is that of whoever began one last on this machine."""
+    if chosen := os.environ.get(LOG_FOLDER):
+        return Path(chosen)
+    context = ray.get_runtime_context()
+    return Path(context.get_temp_dir(), context.get_session_name(), "logs")
 
 
 class EngineActor:
@@ -35,8 +47,9 @@ class EngineActor:
         self._port = RequestPort(self._generate, self._abort, host)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._verifier = Verifier()
-        self._awake = asyncio.Event()
-        self._awake.set()
+        self._awake = True
+        self._waiting: dict[str, asyncio.Event] = {}
+        """Requests that came while the engine sleeps, by id. One that is given up is not in here any more when its event is set."""
         self._sampling: set[asyncio.Task[None]] = set()
         """Requests that have reached the engine."""
 
@@ -55,21 +68,22 @@ class EngineActor:
         """Load the model and serve, on these many GPUs and torch threads. Raises `InvalidConfig`."""
         import torch
 
-        from agenticrun_workers.inference import EngineStartError
+        from agenticrun_workers.inference import EngineStartError, UnusableModel
         from agenticrun_workers.pipeline.engine_builder import build_engine
 
         torch.set_num_threads(threads)
-        logs = Path(os.environ.get(LOG_FOLDER, "/tmp/ray/session_latest/logs"))
+        logs = log_folder()
         with source.folder() as folder:
             self._engine: InferenceEngine = build_engine(pipeline, source, folder, gpus=gpus, threads=threads, logs=logs)
             try:
                 await self._engine.start()
             except EngineStartError as error:
-                raise InvalidConfig("spec.pipeline.actorInfer.strategy", str(error)) from error
+                field = "spec.model.path" if isinstance(error, UnusableModel) else "spec.pipeline.actorInfer.strategy"
+                raise InvalidConfig(field, str(error)) from error
 
     async def sleep(self) -> None:
         """Leave the device to a trainer. Requests under way are given up, later ones wait for the next weights."""
-        self._awake.clear()
+        self._awake = False
         await self._engine.abort()
         await asyncio.gather(*self._sampling)
         await self._engine.sleep()
@@ -90,7 +104,9 @@ class EngineActor:
     async def finish_update(self) -> None:
         """All weights are there. Returns when requests under way go on with them. Raises `EngineError`."""
         await self._incoming.finish()
-        self._awake.set()
+        self._awake = True
+        for woken in self._waiting.values():
+            woken.set()
 
     async def broadcast_ranks(self) -> int:
         """How many members of a broadcast this engine is. Raises `InvalidConfig` for one that takes none."""
@@ -114,8 +130,12 @@ class EngineActor:
         return self._engine.stats()
 
     async def _generate(self, request: GenerationRequest) -> Generation:
-        while not self._awake.is_set():
-            await self._awake.wait()
+        while not self._awake:
+            woken = self._waiting[request.request_id] = asyncio.Event()
+            await woken.wait()
+            if self._waiting.get(request.request_id) is not woken:
+                return NOTHING
+            del self._waiting[request.request_id]
         task = asyncio.current_task()
         assert task is not None
         self._sampling.add(task)
@@ -127,6 +147,9 @@ class EngineActor:
             raise
 
     async def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if woken := self._waiting.pop(request_id, None):
+                woken.set()
         await self._engine.abort(request_ids)
 
     def _broadcasts(self) -> TakesBroadcast:
