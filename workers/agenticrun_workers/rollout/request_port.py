@@ -135,7 +135,12 @@ class RequestPort:
             pass
         finally:
             writer.close()
-            await self.abort(connection.close())
+            await self.give_up(connection.close())
+
+    async def give_up(self, request_ids: list[str]) -> None:
+        """Stop requests, also those that were read a moment ago: they begin first, because nobody can abort what it does not know."""
+        await asyncio.sleep(0)
+        await self.abort(request_ids)
 
     async def _greeted(self, reader: asyncio.StreamReader) -> str:
         """The client's name."""
@@ -156,7 +161,8 @@ class _Connection:
         self._id_prefix = id_prefix
         self._session_prefix = session_prefix
         self._frames = frames
-        self._under_way: set[str] = set()
+        self._under_way: dict[asyncio.Task[None], str] = {}
+        """Ids of requests, from when they are read. By task: an id may come again before the task of an aborted request has ended."""
         self._answers: list[Answer] = []
         self._open = True
 
@@ -165,27 +171,30 @@ class _Connection:
         while True:
             message = await self._frames.read()
             if isinstance(message, Abort):
-                await self._port.abort([self._id_prefix + request_id for request_id in message.request_ids])
+                await self._port.give_up([self._id_prefix + request_id for request_id in message.request_ids])
                 continue
             for request in message:
-                task = asyncio.create_task(self._answer(request))
+                mine = replace(request, request_id=self._id_prefix + request.request_id, session=self._session_prefix + request.session)
+                task = asyncio.create_task(self._answer(request.request_id, mine))
+                self._under_way[task] = mine.request_id
                 self._port.tasks.add(task)
-                task.add_done_callback(self._port.tasks.discard)
+                task.add_done_callback(self._ended)
 
     def close(self) -> list[str]:
         """Send nothing any more; the ids of what is still under way."""
         self._open = False
-        return list(self._under_way)
+        return list(self._under_way.values())
 
-    async def _answer(self, request: GenerationRequest) -> None:
-        mine = replace(request, request_id=self._id_prefix + request.request_id, session=self._session_prefix + request.session)
-        self._under_way.add(mine.request_id)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._under_way[task]
+        self._port.tasks.discard(task)
+
+    async def _answer(self, request_id: str, mine: GenerationRequest) -> None:
+        """`mine` is the request as the engine knows it; its client knows it by `request_id`."""
         try:
-            answer = Answer(request.request_id, await self._port.generate(mine))
+            answer = Answer(request_id, await self._port.generate(mine))
         except Exception as error:  # it costs this request; the engine goes on
-            answer = Answer(request.request_id, None, f"{type(error).__name__}: {error}")
-        finally:
-            self._under_way.discard(mine.request_id)
+            answer = Answer(request_id, None, f"{type(error).__name__}: {error}")
         if not self._answers:
             asyncio.get_running_loop().call_soon(self._flush)
         self._answers.append(answer)
