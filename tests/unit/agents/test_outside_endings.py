@@ -19,6 +19,8 @@ from agenticrun_workers.agents.outside import endpoint, program
 from agenticrun_workers.agents.outside.errors import ApiError
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason
 from outside_agents import EPISODE, LIMITS, TOKENIZER, Question, Says, check_token_for_token, client, play, say, session, user
+from processes import lives
+from waiting import eventually, eventually_in_loop
 
 
 def test_an_agent_that_fails_costs_its_episode_and_says_why(agent_of: Any) -> None:
@@ -126,11 +128,12 @@ async def test_a_request_that_its_client_gives_up_is_given_up_in_the_engine() ->
     policy = Says(["a", "b"], delay=1000)
     one = session(policy)
     async with endpoint.serving(one) as url:
-        with pytest.raises(openai.APITimeoutError):
-            await say(f"{url}/v1", [user("?")], timeout=2.0)
-        async with asyncio.timeout(60):
-            while policy.given_up == 0:
-                await asyncio.sleep(0.01)
+        asking = asyncio.create_task(say(f"{url}/v1", [user("?")]))
+        await eventually_in_loop(lambda: policy.begun, 60, "the engine is asked")
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await eventually_in_loop(lambda: policy.given_up, 60, "the request is given up")
         policy.delay = 0.0
         await say(f"{url}/v1", [user("?")])
     assert policy.given_up == 1
@@ -157,17 +160,39 @@ def test_an_agent_that_never_ends_is_ended(agent_of: Any, kind: str, tmp_path: P
     child = tmp_path / "child"
     command = ["sh", "-c", f"sleep 1000 & echo $! > {child}; wait"]
     config = {"command": command} if kind == "command" else {"run": agent_of(waits if kind == "async" else spins)}
-    (trajectory,) = play(Says([]), timeout_seconds=1.0, **config)
+    (trajectory,) = play(Says([]), timeout_seconds=5.0, **config)
     assert trajectory.stop_reason is StopReason.TIMEOUT
     if kind == "command":
-        status = subprocess.run(["ps", "-o", "stat=", "-p", child.read_text().strip()], capture_output=True, text=True).stdout
-        assert not status or status.startswith("Z")
+        pid = int(child.read_text())
+        eventually(lambda: not lives(pid), 60, "what the command began is stopped")
     else:
-        assert ended.wait(5)
+        assert ended.wait(60)
 
 
-async def test_an_episode_that_is_aborted_leaves_nothing_running(agent_of: Any) -> None:
+async def test_a_command_that_is_stopped_as_it_starts_leaves_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has begun a process of its own by the time that asyncio says that it runs."""
+    child = tmp_path / "child"
+    command = ["sh", "-c", f"sleep 1000 & echo $! > {child}.new; mv {child}.new {child}; wait"]
+    popen = subprocess.Popen
+
+    def started(*arguments: Any, **options: Any) -> Any:
+        process = popen(*arguments, **options)
+        eventually(child.exists, 60, "the command runs")
+        playing.cancel()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    task = program.Task("", "?", {}, "train", 1, "policy", "http://localhost/reward")
+    playing = asyncio.ensure_future(program.command_program(command)("http://localhost/v1", task))
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    pid = int(child.read_text())
+    eventually(lambda: not lives(pid), 60, "what the command began is stopped")
+
+
+async def test_an_episode_that_is_aborted_leaves_nothing_running(agent_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the run does it: `collect_trajectory` is cancelled while the engine samples."""
+    monkeypatch.setattr(program, "PATIENCE_SECONDS", 60.0)
     urls: list[str] = []
     ended = asyncio.Event()
 

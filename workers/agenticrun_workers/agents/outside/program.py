@@ -86,20 +86,34 @@ def command_program(command: Sequence[str]) -> Program:
 
 async def _run_command(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> None:
     """Run it to its end, with all processes of its session. Output goes to a file: a pipe would wait for processes left behind."""
-    try:
-        process = await asyncio.create_subprocess_exec(
+    starting = asyncio.create_task(
+        asyncio.create_subprocess_exec(
             *command, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    except OSError as error:
-        raise EnvFault(StopReason.ENV_ERROR, f"the agent's command cannot be started: {error}") from error
+    )
     try:
-        status = await process.wait()
+        # Not awaited itself: asyncio answers a cancellation by killing the command alone, which may have begun others.
+        await asyncio.wait({starting})
+        status = await _started(starting).wait()
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        await asyncio.wait({starting})
+        if starting.exception() is None:
+            await _kill_session(starting.result())
     if status:
         raise EnvFault(StopReason.ENV_ERROR, f"the agent's command ended with status {status}: {_last_line(output)}")
+
+
+def _started(starting: asyncio.Task[asyncio.subprocess.Process]) -> asyncio.subprocess.Process:
+    try:
+        return starting.result()
+    except OSError as error:
+        raise EnvFault(StopReason.ENV_ERROR, f"the agent's command cannot be started: {error}") from error
+
+
+async def _kill_session(leader: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader.pid, signal.SIGKILL)
+    await leader.wait()
 
 
 def _last_line(output: IO[bytes]) -> str:
