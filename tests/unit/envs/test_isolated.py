@@ -7,6 +7,7 @@ import ctypes
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ class Polite:
 
 
 @contextmanager
-def isolated(type: str, timeout: float | None = 20.0, **config: Any) -> Iterator[Isolation]:
+def isolated(type: str, timeout: float | None = 60.0, **config: Any) -> Iterator[Isolation]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE.parent))
         isolation = Isolation(type, config, timeout)
@@ -95,17 +96,17 @@ def suicidal() -> Iterator[Isolation]:
         yield isolation
 
 
-async def fault_of(isolation: Isolation, action: str, timeout: float = 20.0) -> EnvFault:
-    calls, env = EnvCalls(timeout), await isolation.start()
-    await calls.reset(env, 0, Stream.TRAIN)
+async def fault_of(isolation: Isolation, action: str, timeout: float = 60.0) -> EnvFault:
+    env = await isolation.start()
+    await EnvCalls(60.0).reset(env, 0, Stream.TRAIN)
     with pytest.raises(EnvFault) as caught:
-        await calls.step(env, action)
+        await EnvCalls(timeout).step(env, action)
     return caught.value
 
 
 async def test_an_isolated_environment_plays_like_any_other() -> None:
     with isolated("frozen_lake", size=5, isSlippery=True) as isolation:
-        calls, ours, theirs = EnvCalls(20.0), FrozenLake(size=5, is_slippery=True), await isolation.start()
+        calls, ours, theirs = EnvCalls(60.0), FrozenLake(size=5, is_slippery=True), await isolation.start()
         for seed in range(5):
             assert await calls.reset(theirs, seed, Stream.VALIDATION) == await calls.reset(ours, seed, Stream.VALIDATION)
             for action in ("Down", "Right", "Nowhere", "Down"):
@@ -120,7 +121,7 @@ async def test_an_isolated_environment_plays_like_any_other() -> None:
 
 async def test_every_shape_and_items_work() -> None:
     with isolated(f"{HERE.stem}:Polite") as isolation:
-        calls, env = EnvCalls(20.0), await isolation.start()
+        calls, env = EnvCalls(60.0), await isolation.start()
         start = await calls.reset(env, 7, Stream.TRAIN, {"word": "hot"})
         assert (start.observation, start.instruction) == ("hot 7", "")
         assert (await calls.step(env, "cold")).observation == "cold"
@@ -142,9 +143,9 @@ async def test_every_shape_and_items_work() -> None:
 async def test_what_it_does_to_itself_is_a_fault_and_others_play_on(
     suicidal: Isolation, action: str, reason: StopReason, message: str
 ) -> None:
-    calls, other = EnvCalls(20.0), await suicidal.start()
+    calls, other = EnvCalls(60.0), await suicidal.start()
     await calls.reset(other, 0, Stream.TRAIN)
-    fault = await fault_of(suicidal, action, 0.2 if action == "hang" else 20.0)
+    fault = await fault_of(suicidal, action, 0.2 if action == "hang" else 60.0)
     assert (fault.reason, message in str(fault)) == (reason, True), str(fault)
     assert (await calls.step(other, "go")).reward == 1.0
 
@@ -159,7 +160,7 @@ async def test_what_it_does_to_itself_is_a_fault_and_others_play_on(
     ],
 )
 async def test_what_cannot_be_built_says_so(type: str, start: str, message: str) -> None:
-    with isolated(type, 0.5 if start == "hang" else 20.0, start=start) as isolation:
+    with isolated(type, 0.5 if start == "hang" else 60.0, start=start) as isolation:
         with pytest.raises(EnvFault) as caught:
             await isolation.start()
         assert message in str(caught.value)
@@ -170,24 +171,72 @@ async def all_end(*pids: int) -> None:
 
 
 async def pid_of(env: IsolatedEnv) -> int:
-    return int((await EnvCalls(20.0).reset(env, 0, Stream.TRAIN)).info["pid"])
+    return int((await EnvCalls(60.0).reset(env, 0, Stream.TRAIN)).info["pid"])
 
 
 async def test_end_ends_the_process_also_one_that_hangs_in_c_with_what_it_started(suicidal: Isolation) -> None:
     env = await suicidal.start()
     pid = await pid_of(env)
-    await EnvCalls(20.0).step(env, "child")
+    await EnvCalls(60.0).step(env, "child")
     (child,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
     with pytest.raises(EnvFault):
         await EnvCalls(0.2).step(env, "hang")
     await all_end(pid, child)
 
 
+async def test_any_number_of_environments_may_be_ended_and_how_the_next_one_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = socket.socketpair
+
+    def tiny_pair(*arguments: Any) -> tuple[socket.socket, socket.socket]:
+        """Of which each end has room for a few statuses."""
+        ends = pair(*arguments)
+        for end in ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        return ends
+
+    monkeypatch.setattr(socket, "socketpair", tiny_pair)
+    with isolated(SUICIDAL) as isolation:
+        for at_once in (1, 16, 1, 16):
+            envs = [await isolation.start() for _ in range(at_once)]
+            pids = [await pid_of(env) for env in envs]
+            for env in envs:
+                env.end()
+            await all_end(*pids)
+            (await isolation.start()).end()  # its process begins after the server has seen the others end
+        assert "exit code 3" in str(await fault_of(isolation, "exit"))
+        assert isolation._statuses == {}
+
+
+NURSERY = """
+import subprocess
+CHILD = subprocess.Popen(["sleep", "1000"])
+
+class Nursery:
+    def reset(self, seed, split):
+        return str(CHILD.pid)
+
+    def step(self, action):
+        return "seen", 0.0, False, False, {}
+"""
+
+
+async def test_what_the_environments_module_started_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nursery.py").write_text(NURSERY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with isolated("nursery:Nursery") as isolation:
+        calls, env = EnvCalls(60.0), await isolation.start()
+        child = int((await calls.reset(env, 0, Stream.TRAIN)).observation)
+        os.kill(child, signal.SIGTERM)
+        await eventually_in_loop(lambda: not Path(f"/proc/{child}").exists(), 60, "the server reaps it")
+        await isolation.start()
+        await calls.step(env, "go")
+
+
 async def test_a_process_that_has_grown_is_worn_out(suicidal: Isolation) -> None:
     env = await suicidal.start()
-    await EnvCalls(20.0).reset(env, 0, Stream.TRAIN)
+    await EnvCalls(60.0).reset(env, 0, Stream.TRAIN)
     assert not env.worn_out
-    await EnvCalls(20.0).step(env, "leak")
+    await EnvCalls(60.0).step(env, "leak")
     assert env.worn_out
 
 
@@ -198,7 +247,7 @@ from agenticrun_workers.envs import EnvCalls
 from agenticrun_workers.envs.isolated import Isolation
 
 async def work():
-    isolation = Isolation("{HERE.stem}:Suicidal", {{}}, 20.0)
+    isolation = Isolation("{HERE.stem}:Suicidal", {{}}, 60.0)
     envs = [await isolation.start() for _ in range(3)]
     pids = [(await EnvCalls().reset(env, 0, "train")).info["pid"] for env in envs]
     print(isolation._server[1].pid, *pids, flush=True)

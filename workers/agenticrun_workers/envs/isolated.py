@@ -100,8 +100,9 @@ class _Pipe:
         try:
             good, said = await receive_async(self._reader)
         except (EOFError, ConnectionError):
+            how = self._isolation.how_it_ended(self._number)
             self.end()
-            raise EnvFault(StopReason.ENV_ERROR, f"the environment's process {self._isolation.how_it_ended(self._number)}") from None
+            raise EnvFault(StopReason.ENV_ERROR, f"the environment's process {how}") from None
         except asyncio.CancelledError:  # its answer would be taken for that of the next call
             self.end()
             raise
@@ -114,6 +115,7 @@ class _Pipe:
 
     def end(self) -> None:
         self._writer.transport.abort()
+        self._isolation.forget(self._number)
 
 
 class Isolation:
@@ -129,20 +131,23 @@ class Isolation:
         self._timeout = timeout
         self._numbers = count()
         self._server: tuple[socket.socket, subprocess.Popen[bytes]] | None = None
-        self._statuses: dict[int, int] = {}
+        self._statuses: dict[int, int | None] = {}
+        """Of the environments that are not ended yet: the exit status of a process that ended by itself."""
 
     async def start(self) -> IsolatedEnv:
         """A new environment. Raises `EnvFault` if it cannot be built."""
+        self._read_statuses()
         ours, theirs = socket.socketpair()
         number = next(self._numbers)
         with theirs:
+            pipe = _Pipe(self, number, *await asyncio.open_connection(sock=ours))
+            self._statuses[number] = None
             try:
                 socket.send_fds(self._running_server(), [NUMBER.pack(number)], [theirs.fileno()])
             except OSError:  # it died, for example while it imported the environment's module
                 self.stop()
-                ours.close()
+                pipe.end()
                 raise EnvFault(StopReason.ENV_ERROR, f"the process that imports {self._type} ended") from None
-        pipe = _Pipe(self, number, *await asyncio.open_connection(sock=ours))
         try:
             async with asyncio.timeout(self._timeout):
                 facts = await pipe.receive()
@@ -160,19 +165,28 @@ class Isolation:
 
     def how_it_ended(self, number: int) -> str:
         """What became of a process, in words. The server tells it before the process's own socket closes."""
+        self._read_statuses()
+        code = self._statuses.get(number)
+        if code is None:
+            return "ended"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended itself with exit code {code}"
+
+    def forget(self, number: int) -> None:
+        """Its process is ended: how does not matter any more."""
+        self._statuses.pop(number, None)
+
+    def _read_statuses(self) -> None:
+        """Also those that nobody asks for, so that there is room for more."""
         while self._server is not None:
             try:
                 message = self._server[0].recv(STATUS.size, socket.MSG_DONTWAIT)
             except OSError:
-                break
+                return
             if len(message) < STATUS.size:
-                break
-            which, code = STATUS.unpack(message)
-            self._statuses[which] = code
-        code = self._statuses.pop(number, None)
-        if code is None:
-            return "ended"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended itself with exit code {code}"
+                return
+            number, code = STATUS.unpack(message)
+            if number in self._statuses:
+                self._statuses[number] = code
 
     def _running_server(self) -> socket.socket:
         if self._server is None:

@@ -113,10 +113,12 @@ class _Server:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            process = self._processes.pop(pid)
+            process = self._processes.pop(pid, None)
+            if process is None:  # the environment's module started it while it was imported
+                continue
             _kill(pid)  # whatever it has started itself
-            with suppress(OSError):
-                self._worker.send(STATUS.pack(process.number, os.waitstatus_to_exitcode(status)))
+            with suppress(OSError):  # BlockingIOError, too: a worker that does not read misses some words, and nothing waits for it
+                self._worker.send(STATUS.pack(process.number, os.waitstatus_to_exitcode(status)), socket.MSG_DONTWAIT)
             process.end.close()
 
 
