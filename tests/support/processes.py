@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -12,3 +13,13 @@ def lives(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+def children(pid: int) -> list[int]:
+    """Zombies, too."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(file.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(file.parent.name))
+    return found

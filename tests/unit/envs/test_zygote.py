@@ -11,16 +11,19 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from agenticrun_workers.sandbox import Limits, Outcome, SandboxUnavailable, python, run_python, zygote
-from processes import lives
+from processes import children, lives
 from waiting import eventually
 
 ENDLESS = "open('begun', 'w').close()\nwhile True: pass"
+FLOODS_WHEN_TOLD = (
+    "import os, time\nopen('begun', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)\nwhile True: print('x' * 1000)"
+)
 OPEN_FILES = """
 import os
 for fd in range(4096):
@@ -35,16 +38,6 @@ def server() -> int:
     run_python("")
     assert zygote._zygote is not None
     return zygote._zygote.process.pid
-
-
-def children(pid: int) -> list[int]:
-    """Zombies, too."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            if int(file.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(file.parent.name))
-    return found
 
 
 def gone(*pids: int) -> bool:
@@ -64,17 +57,17 @@ def scratches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def begun_call(scratches: Path, server: int) -> tuple[Path, int]:
-    """The scratch folder and the process of the one call that runs `ENDLESS`."""
-    scratch = eventually(lambda: list(scratches.glob("*/begun")), 20, "the call begins")[0].parent
+    """The scratch folder and the process of the one call that runs `ENDLESS`, or what begins like it."""
+    scratch = eventually(lambda: list(scratches.glob("*/begun")), 60, "the call begins")[0].parent
     return scratch, children(server)[0]
 
 
 @contextmanager
-def endless_call(scratches: Path, seconds: float) -> Iterator[tuple[Future[Outcome], Path, int]]:
+def endless_call(scratches: Path, seconds: float, code: str = ENDLESS) -> Iterator[tuple[Future[Outcome], Path, int]]:
     """A call that goes on, its scratch folder and its process."""
     pid = server()
     with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(run_python, ENDLESS, Limits(seconds))
+        call = threads.submit(run_python, code, Limits(seconds))
         yield call, *begun_call(scratches, pid)
 
 
@@ -178,13 +171,14 @@ def test_a_server_that_dies_during_a_call_ends_it_with_an_error(scratches: Path)
 
 
 def test_a_call_ends_at_its_limit_though_a_fork_of_the_caller_has_its_socket(scratches: Path) -> None:
-    with endless_call(scratches, 1) as (call, _, child):
+    with endless_call(scratches, 60, FLOODS_WHEN_TOLD) as (call, scratch, child):
         fork = os.fork()
         if fork == 0:
             time.sleep(60)
             os._exit(0)
         try:
-            assert call.result(20).end == "time"
+            (scratch / "go").touch()
+            assert call.result(60).end == "output"
             assert gone(child)
         finally:
             os.kill(fork, signal.SIGKILL)

@@ -44,10 +44,12 @@ End = Literal["finished", "failed", "time", "output", "files", "killed"]
 REQUIRED = ("limits", "no_new_privileges", "landlock", "seccomp")
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-START_SECONDS = 10.0
+START_SECONDS = 60.0
 """Until the process has to say which layers hold."""
 TICK_SECONDS = 0.05
 """How often its files are counted."""
+PIPE_BYTES = 16 * os.sysconf("SC_PAGE_SIZE")
+"""What Linux keeps in a pipe."""
 MOST_FILES = 32
 """In the scratch folder, and open at once."""
 
@@ -200,33 +202,45 @@ def _watch(process: zygote.Child, limits: Limits, scratch: str, layers: Mapping[
         for fd in written:
             selector.register(fd, selectors.EVENT_READ)
         while end is None:
-            for key, _ in selector.select(TICK_SECONDS):
-                chunk = os.read(key.fd, 65536)
-                written[key.fd] += chunk
-                if not chunk:
-                    selector.unregister(key.fd)
-            end = _limit_met(limits, scratch, time.monotonic() - start, sum(map(len, written.values())))
-            if end is None and not selector.get_map():
-                end = _end(process)
+            _read(selector, written, TICK_SECONDS)
+            end = _limit_met(limits, scratch, written)
+            if end is None and not selector.get_map() and (status := process.wait(TICK_SECONDS)) is not None:
+                end = _end(status)
+            if end is None and time.monotonic() - start > limits.seconds:
+                late = _end_when_late(process)
+                _read(selector, written, 0)
+                end = _limit_met(limits, scratch, written) or late
     texts = [written[fd][: limits.output_bytes].decode(errors="replace") for fd in (process.output, process.errors)]
     return Outcome(texts[0], texts[1], end, time.monotonic() - start, layers)
 
 
-def _end(process: zygote.Child) -> End | None:
-    """How a process ended that has closed its output; None if it goes on all the same."""
-    status = process.wait(TICK_SECONDS)
-    if status is None:
-        return None
+def _read(selector: selectors.BaseSelector, written: Mapping[int, bytearray], seconds: float) -> None:
+    """Take what is in the pipes, all of it: one read empties a pipe."""
+    for key, _ in selector.select(seconds):
+        chunk = os.read(key.fd, PIPE_BYTES)
+        written[key.fd].extend(chunk)
+        if not chunk:
+            selector.unregister(key.fd)
+
+
+def _end_when_late(process: zygote.Child) -> End:
+    """Kill it. One that has ended before was in time, if this thread was away meanwhile."""
+    try:
+        status = process.kill()
+    except zygote.Ended:
+        return "time"
+    return "time" if status == -signal.SIGKILL else _end(status)
+
+
+def _end(status: int) -> End:
     if status == -signal.SIGXCPU:
         return "time"
     return "killed" if status < 0 else "failed" if status else "finished"
 
 
-def _limit_met(limits: Limits, scratch: str, seconds: float, output: int) -> End | None:
-    if output > limits.output_bytes:
+def _limit_met(limits: Limits, scratch: str, written: Mapping[int, bytearray]) -> End | None:
+    if sum(map(len, written.values())) > limits.output_bytes:
         return "output"
-    if seconds > limits.seconds:
-        return "time"
     count, size = _usage(scratch)
     return "files" if count > MOST_FILES or size > limits.scratch_mb * 2**20 else None
 

@@ -56,12 +56,14 @@ class Child:
             self._status = int(said)
         return self._status
 
-    def kill(self) -> None:
-        """Returns when it is gone, so that it writes no more. Raises `Ended`."""
+    def kill(self) -> int:
+        """Its exit status when it is gone, so that it writes no more: not SIGKILL's if it had ended before. Raises `Ended`."""
         with suppress(OSError):  # the other end is closed
             self._call.shutdown(socket.SHUT_WR)  # a close would tell nothing while a fork of this process has the socket, too
-        if self.wait(ANSWER_SECONDS) is None:
+        status = self.wait(ANSWER_SECONDS)
+        if status is None:
             raise Ended("it does not answer")
+        return status
 
 
 @contextmanager
