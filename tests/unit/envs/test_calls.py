@@ -245,14 +245,15 @@ def test_a_sync_method_may_return_a_coroutine() -> None:
     assert step(Does(lambda: later())) == GOOD
 
 
-SLOW_SECONDS = 2.0
+SLOW_SECONDS = 10.0
+"""Longer than machines stall."""
 
 
 class Stubborn(Does):
     """Does not let itself be cancelled."""
 
     async def step(self, action: str) -> Any:
-        for _ in range(3):
+        for _ in range(2):
             try:
                 await asyncio.sleep(SLOW_SECONDS)
             except asyncio.CancelledError:
@@ -261,18 +262,24 @@ class Stubborn(Does):
 
 
 @pytest.mark.parametrize(
-    "env",
-    [Does(lambda: time.sleep(SLOW_SECONDS)), Stubborn(lambda: GOOD), Does(lambda: asyncio.sleep(SLOW_SECONDS))],
+    "make",
+    [lambda release: Does(release.wait), lambda _: Stubborn(lambda: GOOD), lambda _: Does(lambda: asyncio.sleep(SLOW_SECONDS))],
     ids=["thread", "stubborn", "coroutine"],
 )
-def test_what_takes_too_long_is_a_timeout_at_once(env: Any) -> None:
+def test_what_takes_too_long_is_a_timeout_at_once(make: Callable[[threading.Event], Any]) -> None:
+    release = threading.Event()
+    env = make(release)
+
     async def timed() -> tuple[StopReason, float]:
         began = time.perf_counter()
         with pytest.raises(EnvFault, match=r"step took more than 0\.05 s") as caught:
             await EnvCalls(0.05).step(env, "go")
         return caught.value.reason, time.perf_counter() - began
 
-    reason, seconds = asyncio.run(timed())
+    try:
+        reason, seconds = asyncio.run(timed())
+    finally:
+        release.set()
     assert reason is StopReason.TIMEOUT
     assert seconds < SLOW_SECONDS
 
@@ -281,9 +288,9 @@ def test_sixty_four_threads_that_hang_starve_nobody_and_an_interpreter_would_not
     release = threading.Event()
 
     async def play() -> int:
-        calls = EnvCalls(1.0)  # healthy calls take microseconds, and machines stall
-        hung = await asyncio.gather(*(calls.step(Does(release.wait), "go") for _ in range(2 * MAX_BLOCKING_CALLS)), return_exceptions=True)
-        healthy = await asyncio.gather(*(calls.step(Does(lambda: GOOD), "go") for _ in range(2 * MAX_BLOCKING_CALLS)))
+        short, long = EnvCalls(3.0), EnvCalls(60.0)  # healthy calls take microseconds, and machines stall
+        hung = await asyncio.gather(*(short.step(Does(release.wait), "go") for _ in range(2 * MAX_BLOCKING_CALLS)), return_exceptions=True)
+        healthy = await asyncio.gather(*(long.step(Does(lambda: GOOD), "go") for _ in range(2 * MAX_BLOCKING_CALLS)))
         assert healthy == [GOOD] * len(healthy)
         return sum(isinstance(fault, EnvFault) and fault.reason is StopReason.TIMEOUT for fault in hung)
 
@@ -304,12 +311,26 @@ def nobody_hangs() -> bool:
 
 def test_waiting_for_a_free_thread_is_not_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env_calls, "MAX_BLOCKING_CALLS", 2)
+    begun, limit, release = [], asyncio.timeout, threading.Event()
+
+    def recorded(seconds: float) -> asyncio.Timeout:
+        begun.append(seconds)
+        return limit(seconds)
 
     async def play() -> list[StepResult]:
-        calls = EnvCalls(3.0)
-        return await asyncio.gather(*(calls.step(Does(lambda: time.sleep(1.0) or GOOD), "go") for _ in range(8)))
+        calls = EnvCalls(60.0)
+        steps = [asyncio.create_task(calls.step(Does(lambda: release.wait() and GOOD), "go")) for _ in range(14)]
+        try:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert begun == [60.0] * 2
+        finally:
+            release.set()
+        return await asyncio.gather(*steps)
 
-    assert asyncio.run(play()) == [GOOD] * 8
+    monkeypatch.setattr(asyncio, "timeout", recorded)
+    assert asyncio.run(play()) == [GOOD] * 14
+    assert begun == [60.0] * 14
 
 
 def test_an_endless_loop_is_stopped() -> None:
@@ -319,7 +340,7 @@ def test_an_endless_loop_is_stopped() -> None:
         while True:
             counted[0] += 1
 
-    fault_of(Does(loop), 0.1)
+    fault_of(Does(loop), 3.0)
     assert nobody_hangs()
     reached = counted[0]
     time.sleep(0.05)
