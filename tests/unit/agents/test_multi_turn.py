@@ -214,12 +214,24 @@ def test_what_an_environment_does_wrong_ends_its_own_episode_with_a_reason(env: 
 
 
 class Hanging(Corridor):
+    """Only its step takes long: `reset` needs no thread."""
+
+    blocking = False
+
     async def step(self, action: str) -> StepResult:  # type: ignore[override]
         await asyncio.sleep(60)
         raise AssertionError
 
 
 class Blocking(Corridor):
+    """As `Hanging`, in the thread that its step needs."""
+
+    blocking = False
+
+    def reset(self, seed: int, split: Stream) -> str:
+        self.blocking = True
+        return super().reset(seed, split)
+
     def step(self, action: str) -> StepResult:
         time.sleep(3.0)
         return super().step(action)

@@ -78,10 +78,22 @@ async def test_a_judge_is_never_asked_more_often_at_once_than_it_allows() -> Non
     assert judge.most_at_once == 2
 
 
-async def test_waiting_for_a_place_does_not_count_as_being_late() -> None:
-    judge = FakeJudge(seconds=0.5)
-    judge.calls_at_once = 1
-    slow = panel(judge, maxBatchSize=1, timeoutSeconds=1.5)
+async def test_waiting_for_a_place_does_not_count_as_being_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: clock[0])
+
+    class Slow(FakeJudge):
+        """Takes half a second of the loop's time."""
+
+        calls_at_once = 1
+
+        async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
+            for _ in range(5):
+                clock[0] += 0.1
+                await asyncio.sleep(0)
+            return await super().judge(episodes)
+
+    slow = panel(Slow(), maxBatchSize=1, timeoutSeconds=1.5)
     judged = await asyncio.gather(*(slow.apply(trajectory(0.0), episode(str(m))) for m in range(5)))
     assert {j.stop_reason for j in judged} == {StopReason.COMPLETED}
 
@@ -171,7 +183,8 @@ async def test_each_problem_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING):
         for number in range(5):
             await broken.apply(trajectory(0.0), episode(str(number)))
-    assert [record.getMessage() for record in caplog.records] == ["judge style: no opinion"]
+    told = [record.getMessage() for record in caplog.records if record.name == JudgePanel.__module__]
+    assert told == ["judge style: no opinion"]
 
 
 def pipeline(*rewards: dict[str, Any]) -> Pipeline:

@@ -24,6 +24,7 @@ from agenticrun_workers.rollout.tokenizer import TokenizerSource
 from agenticrun_workers.rollout.wire import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory, Turn
 from rollout_fakes import FakeEngine, Remote
+from waiting import eventually_in_loop
 
 TOKENIZER = build_task_tokenizer([*FrozenLake().vocabulary(), *words_of(FrozenLake().instruction), "word", *map(str, range(10))], 512)
 CHAT = ChatFormat(TOKENIZER)
@@ -89,7 +90,7 @@ class World:
     async def play(self, *tasks: GroupTask) -> list[EpisodeResult]:
         pool = await self.pool()
         try:
-            played = await asyncio.wait_for(asyncio.gather(*(pool.play(task) for task in tasks)), 20)
+            played = await asyncio.wait_for(asyncio.gather(*(pool.play(task) for task in tasks)), 60)
         finally:
             await pool.stop()
         return [result for results in played for result in results]
@@ -116,10 +117,10 @@ async def test_calls_that_overtake_each_other_change_nothing(tmp_path: Path) -> 
     assert not playing.done()
     await worker.set_peers(newest)
     await worker.set_peers(Peers(1, {"engine-1": Remote(FakeEngine(CHAT.answer("Down")))}, []))
-    await asyncio.wait_for(playing, 20)
+    await asyncio.wait_for(playing, 60)
     results: list[EpisodeResult] = []
     while len(results) < 2:
-        results += unpack(await asyncio.wait_for(worker.collect(), 20))
+        results += unpack(await asyncio.wait_for(worker.collect(), 60))
     assert [result.stop_reason for result in results] == ["max_turns"] * 2
     assert await world.store.size() == 2
 
@@ -130,7 +131,7 @@ async def test_what_goes_wrong_in_the_worker_itself_is_told_to_who_collects(tmp_
     await worker.set_peers(Peers(1, {"engine-0": Remote(world.engine)}, [Remote(BrokenStore())]))
     await worker.play(pack([task()]))
     with pytest.raises(OSError, match="no memory left"):
-        await asyncio.wait_for(worker.collect(), 20)
+        await collected_for_ever(worker)
 
 
 async def test_an_engine_that_cannot_be_listened_to_is_told_to_who_collects(tmp_path: Path) -> None:
@@ -139,7 +140,14 @@ async def test_an_engine_that_cannot_be_listened_to_is_told_to_who_collects(tmp_
     await worker.set_peers(Peers(1, {"engine-0": Remote(Mumbling())}, [Remote(world.store)]))
     await worker.play(pack([task()]))
     with pytest.raises(TypeError, match="no address"):
-        await asyncio.wait_for(worker.collect(), 20)
+        await collected_for_ever(worker)
+
+
+async def collected_for_ever(worker: EnvWorker) -> None:
+    """An answer may be empty: nothing has finished for some seconds."""
+    async with asyncio.timeout(60):
+        while True:
+            await worker.collect()
 
 
 class Mumbling:
@@ -186,6 +194,7 @@ async def test_members_beyond_enough_are_stopped_also_in_the_engine_and_their_to
         (1, "aborted", 2),
         (3, "aborted", 2),
     ]
+    await eventually_in_loop(lambda: len(world.engine.aborted) == 2, 60, "the engine hears of both")
     assert sorted(world.engine.aborted) == ["train-0-1-2", "train-0-3-2"]
     assert await world.store.size() == 2
 
