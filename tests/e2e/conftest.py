@@ -36,11 +36,11 @@ def operator(cluster: Cluster, images: Images) -> Iterator[Operator]:
     with others_paused(cluster), cluster.new_namespace(RUNS), cluster.new_namespace(SYSTEM) as system:
         cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "charts/agenticrun/crds/agenticruns.yaml"))
         chart = str(ROOT / "charts/agenticrun")
-        install = ("helm", "install", RELEASE, chart, "-n", SYSTEM, "--skip-crds", "-f", "-", "--wait", "--timeout", "3m")
+        install = ("helm", "install", RELEASE, chart, "-n", SYSTEM, "--skip-crds", "-f", "-", "--wait", "--timeout", "10m")
         system.command(*install, stdin=json.dumps(values))
         yield Operator(system)
         cluster.in_namespace(RUNS).kubectl("delete", "agenticruns", "--all", "--wait=true")
-        system.command("helm", "uninstall", RELEASE, "-n", SYSTEM, "--wait")
+        system.command("helm", "uninstall", RELEASE, "-n", SYSTEM, "--wait", "--timeout", "10m")
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def runs(cluster: Cluster, operator: Operator, request: pytest.FixtureRequest) -
             print(operator.log())
     finally:
         inside.kubectl("delete", "agenticruns", "--all", "--wait=true")
-        eventually(lambda: not inside.list("pods,rayclusters"), 120, "the pods of the test's runs are gone")
+        eventually(lambda: not inside.list("pods,rayclusters"), 300, "the pods of the test's runs are gone", interval=0.5)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -23,7 +23,7 @@ LARGEST_GAP = 1e-3
 
 @pytest.mark.skipif(not ENGINES, reason="a drill that builds large images: AGENTICRUN_E2E_ENGINES=sglang,vllm")
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.timeout(900, func_only=True)
+@pytest.mark.timeout(3600, func_only=True)
 def test_a_run_trains_with_the_image_of_its_engine(engine: str, runs: Cluster) -> None:
     document = next(doc for doc in yaml.safe_load_all(EXAMPLE.read_text()) if doc["kind"] == "AgenticRun")
     document["metadata"]["name"] = name = f"with-{engine}"
@@ -33,9 +33,9 @@ def test_a_run_trains_with_the_image_of_its_engine(engine: str, runs: Cluster) -
     began = time.monotonic()
     with Watch(runs, name) as watch:
         runs.apply(document)
-        watch.wait(lambda seen: seen.step >= 1, 600, "the run trains")
+        watch.wait(lambda seen: seen.step >= 1, 1200, "the run trains")
         images = {pod["spec"]["containers"][0]["image"] for pod in runs.list("pods")}
-        end = watch.wait(lambda seen: seen.phase in ("Succeeded", "Failed"), 300, "the run ends")
+        end = watch.wait(lambda seen: seen.phase in ("Succeeded", "Failed"), 1200, "the run ends")
     assert end.phase == "Succeeded", end
     found = {metric["name"]: float(metric["value"]) for metric in runs.get("agenticrun", name)["status"]["metrics"]}
     shown = ("rollout/score/mean", "engine/logprob_gap", "system/tps", "weight_sync/seconds")

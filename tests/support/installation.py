@@ -33,7 +33,7 @@ class Operator:
         if replicas:
             self.wait_ready()
         else:
-            eventually(lambda: not self.system.list("pods"), 60, "the operator's pod is gone")
+            eventually(lambda: not self.system.list("pods"), 600, "the operator's pod is gone", interval=0.5)
 
     def delete_pod(self) -> None:
         """Kill the operator's pod; its Deployment makes a new one. Returns when that one is ready."""
@@ -42,7 +42,7 @@ class Operator:
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        self.system.kubectl("rollout", "status", f"deployment/{RELEASE}", "--timeout=120s")
+        self.system.kubectl("rollout", "status", f"deployment/{RELEASE}", "--timeout=600s")
 
     def log(self) -> str:
         """What the operator has written, for a failure's report."""

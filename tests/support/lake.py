@@ -18,17 +18,40 @@ _PROGRESS = f"""
 import urllib.request
 token = open({REPORTER_TOKEN_FILE!r}).read().strip()
 request = urllib.request.Request("http://localhost:{REPORTER_PORT}/progress", headers={{{TOKEN_HEADER!r}: "Bearer " + token}})
-print(urllib.request.urlopen(request, timeout=5).read().decode())
+print(urllib.request.urlopen(request, timeout=60).read().decode())
 """
 _KILL_DRIVER = """
 import os, pathlib, signal
 killed = []
 for folder in pathlib.Path("/proc").glob("[0-9]*"):
-    words = (folder / "cmdline").read_bytes().split(b"\\0")
-    if words[1:3] == [b"-m", b"agenticrun_workers.driver"]:
-        os.kill(int(folder.name), signal.SIGKILL)
-        killed.append(int(folder.name))
+    try:
+        words = (folder / "cmdline").read_bytes().split(b"\\0")
+        if words[1:3] == [b"-m", b"agenticrun_workers.driver"]:
+            os.kill(int(folder.name), signal.SIGKILL)
+            killed.append(int(folder.name))
+    except OSError:  # a process that has ended meanwhile
+        continue
 print(killed)
+"""
+EPISODES = 16
+"""Of one training step."""
+_GATE = "/tmp/episodes-allowed"
+_GATED_LAKE = """
+import asyncio, pathlib
+from agenticrun_workers.envs import FrozenLake
+
+gate = pathlib.Path({gate!r})
+begun = 0
+
+class GatedLake(FrozenLake):
+    async def reset(self, seed, split):
+        global begun
+        begun += 1
+        number = begun
+        await asyncio.sleep({seconds})
+        while number > (int(gate.read_text()) if gate.exists() else {episodes}):
+            await asyncio.sleep(0.1)
+        return super().reset(seed, split)
 """
 
 
@@ -49,13 +72,29 @@ def small_lake(name: str, *, max_steps: int, save_steps: int, eval_steps: int = 
     }
     pipeline = document["spec"]["pipeline"]
     pipeline |= {"maxSteps": max_steps, "saveSteps": save_steps, "evalSteps": eval_steps}
-    pipeline |= {"rolloutBatchSize": 16, "valBatchSize": 16}
+    pipeline |= {"rolloutBatchSize": EPISODES, "valBatchSize": 16}
     pipeline["trainEnvs"] |= {"groups": 4, "groupSize": 4}
     pipeline["valEnvs"] |= {"groups": 16, "groupSize": 1}
     pipeline["warmup"] = {"steps": 2, "batchSize": 8}
     pipeline["actorTrain"]["training"].pop("miniBatchSize", None)
     document["spec"] |= spec
     return document
+
+
+def behind_gate(document: dict[str, Any], *, steps: int, seconds: float = 0.0) -> dict[str, Any]:
+    """Give a run an environment of the user's own that stops before step `steps` + 1 until `Pods.allow` lets it go on.
+
+    So a test does what it has to do at a known place of the run, however fast the machine is. Episodes of the warm-up and of validations
+    count too, so the run may stop a little earlier. Returns the ConfigMap to apply with the run.
+
+    Args:
+        seconds: that each step takes at least.
+    """
+    name = "gated-lake"
+    document["spec"]["code"] = {"configMap": name}
+    document["spec"]["pipeline"]["envs"][0] |= {"type": "gated_lake:GatedLake", "stepTimeoutSeconds": 3600}
+    module = _GATED_LAKE.format(gate=_GATE, seconds=seconds, episodes=steps * EPISODES)
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"gated_lake.py": module}}
 
 
 @dataclass(frozen=True)
@@ -87,6 +126,11 @@ class Pods:
         """SIGKILL to the driver process; its process ids."""
         killed: list[int] = json.loads(self.execute(self.head(), "python", "-c", _KILL_DRIVER))
         return killed
+
+    def allow(self, steps: int) -> None:
+        """Let a run that is behind a gate make steps up to this one."""
+        for pod in self.of(Role.ENV):
+            self.execute(pod, "sh", "-c", f"echo {steps * EPISODES} > {_GATE}.new && mv {_GATE}.new {_GATE}")
 
     def actors(self) -> list[dict[str, Any]]:
         """The living actors as Ray's state API lists them."""

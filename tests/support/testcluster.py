@@ -68,7 +68,7 @@ class Cluster:
             conditions = (self.get("crd", name) or {}).get("status", {}).get("conditions") or []
             return any(condition["type"] == "Established" and condition["status"] == "True" for condition in conditions)
 
-        eventually(established, 30, f"{name} is established")
+        eventually(established, 120, f"{name} is established", interval=0.5)
 
     def list(self, kinds: str, selector: str = "") -> list[dict[str, Any]]:
         """Objects of the given kinds (`pods,services`), optionally by label."""
@@ -81,14 +81,16 @@ class Cluster:
 
     @contextmanager
     def new_namespace(self, name: str) -> Iterator[Cluster]:
-        """A namespace of one's own, deleted at the end with all that is in it."""
+        """A namespace of one's own, deleted at the end with all that is in it; so is what a killed test has left of it."""
+        delete = ("delete", "namespace", name, "--ignore-not-found", "--wait=true", "--timeout=400s")
+        self.kubectl(*delete)
         self.kubectl("create", "namespace", name)
         try:
             inside = self.in_namespace(name)
-            eventually(lambda: inside.get("serviceaccount", "default"), 30, f"the default service account of {name}")
+            eventually(lambda: inside.get("serviceaccount", "default"), 120, f"the default service account of {name}", interval=0.5)
             yield inside
         finally:
-            self.kubectl("delete", "namespace", name, "--wait=true", "--timeout=120s")
+            self.kubectl(*delete)
 
 
 def devcluster(*command: str) -> subprocess.CompletedProcess[str]:

@@ -71,21 +71,22 @@ class Watch:
         with self._changed:
             return list(self._history)
 
-    def wait(self, wanted: Callable[[Seen], bool], seconds: float, what: str, after: Seen | None = None) -> Seen:
-        """The newest version once it is as wanted. Fails after `seconds`, and as soon as the run has ended otherwise.
+    def wait(self, wanted: Callable[[Seen], bool], seconds: float, what: str, after: Seen | None = None, since: Seen | None = None) -> Seen:
+        """The first version that is as wanted, however soon another one follows. Fails after `seconds`, and if the run ends before.
 
         Args:
             after: a version of an earlier run of the same name; versions of that run do not count.
+            since: the version from which on they count; by default the newest one.
         """
         end = time.monotonic() + seconds
         with self._changed:
+            begin = max(len(self._history) - 1, 0) if since is None else self._history.index(since)
             while True:
-                newest = self._history[-1] if self._history else None
-                if newest is not None and after is not None and newest.uid == after.uid:
-                    newest = None
-                if newest is not None and wanted(newest):
-                    return newest
-                ended = newest is not None and newest.phase in ("Failed", "Succeeded")
+                seen = [item for item in self._history[begin:] if after is None or item.uid != after.uid]
+                found = next((item for item in seen if wanted(item)), None)
+                if found is not None:
+                    return found
+                ended = bool(seen) and seen[-1].phase in ("Failed", "Succeeded")
                 left = end - time.monotonic()
                 if left <= 0 or ended:
                     raise AssertionError(f"{'the run ended' if ended else f'not within {seconds:.0f} s'}: {what}\n{self._last()}")
