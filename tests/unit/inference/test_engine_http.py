@@ -27,7 +27,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/dies":
             print("last words", flush=True); os._exit(3)
         if self.path == "/slow":
-            time.sleep(5)
+            time.sleep(600)
         if self.path == "/once":  # closes the connection without a word when it is used again
             if getattr(self, "used", False):
                 self.close_connection = True
