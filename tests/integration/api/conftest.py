@@ -19,7 +19,12 @@ def _install(cluster: Cluster, definition: dict[str, Any]) -> None:
     name = definition["metadata"]["name"]
     cluster.wait_for_crd(name)
     plural = f"{definition['spec']['names']['plural']}.{definition['spec']['group']}"
-    eventually(lambda: plural in cluster.kubectl("api-resources", "--api-group", definition["spec"]["group"], "-o", "name"), 30, plural)
+    eventually(
+        lambda: plural in cluster.kubectl("api-resources", "--api-group", definition["spec"]["group"], "-o", "name"),
+        120,
+        plural,
+        interval=0.5,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -41,4 +46,4 @@ def detached(api: Cluster) -> Iterator[Cluster]:
         del definition["spec"]["names"][name]
     _install(api, definition)
     yield api
-    api.kubectl("delete", "crd", f"agenticruns.{DETACHED_GROUP}", "--wait=true", "--timeout=60s")
+    api.kubectl("delete", "crd", f"agenticruns.{DETACHED_GROUP}", "--wait=true", "--timeout=400s")

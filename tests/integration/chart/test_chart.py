@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import yaml
 
 from testcluster import ROOT, Cluster, CommandFailed
+from waiting import eventually
 
 CHART = ROOT / "charts/agenticrun"
 RELEASE = "test-chart"
@@ -176,10 +178,13 @@ def test_the_service_account_may_do_its_work_and_no_more(namespace: Cluster) -> 
         except CommandFailed:
             return False
 
-    assert allowed("list", "agenticruns.agenticrun.dev")
-    assert allowed("patch", "agenticruns.agenticrun.dev", "--subresource=status")
-    assert allowed("create", "rayclusters.ray.io")
-    assert allowed("create", "leases.coordination.k8s.io")
+    for request in (
+        ("list", "agenticruns.agenticrun.dev"),
+        ("patch", "agenticruns.agenticrun.dev", "--subresource=status"),
+        ("create", "rayclusters.ray.io"),
+        ("create", "leases.coordination.k8s.io"),
+    ):  # the apiserver learns of roles by a watch of its own
+        eventually(partial(allowed, *request), 120, f"it may {' '.join(request)}", interval=0.5)
     assert not allowed("patch", "agenticruns.agenticrun.dev")
     assert not allowed("create", "pods")
     assert not allowed("create", "pods", "--subresource=exec")

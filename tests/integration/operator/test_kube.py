@@ -112,7 +112,7 @@ async def test_children_go_with_their_run_and_nothing_else_does(kube: KubeClient
     await kube.delete(KIND, *run.key, "00000000-0000-0000-0000-000000000000")
     assert place.get("agenticrun", name), "another uid is another run"
     await kube.delete(KIND, *run.key, run.metadata.uid)
-    eventually(lambda: place.get("secret", f"{name}-mine") is None, 30, "garbage collection of the run's secret")
+    eventually(lambda: place.get("secret", f"{name}-mine") is None, 120, "garbage collection of the run's secret", interval=0.5)
     assert place.get("secret", f"{name}-theirs")
     await kube.delete(KIND, *run.key, run.metadata.uid)
 
