@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ sys.exit(7)
 PARENT = """
 import subprocess, time
 # sh ends at once: its child's parent is gone
-print(subprocess.run("sleep 600 >/dev/null & echo $!", shell=True, capture_output=True, text=True).stdout, flush=True)
+print(subprocess.run("sleep 600 >/dev/null 2>&1 & echo $!", shell=True, capture_output=True, text=True).stdout, flush=True)
 time.sleep(600)
 """
 
@@ -43,16 +44,16 @@ def test_a_command_does_what_it_does_and_its_status_is_passed_on(share: str) -> 
 
 
 def test_processes_are_stopped_also_those_whose_parent_has_ended() -> None:
-    child = 0
     command = subprocess.Popen([*STALLS, "--all", "0", sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    child = int(command.stdout.readline())
     try:
-        assert command.stdout is not None
-        child = int(command.stdout.readline())
         eventually(lambda: state(child) == "T", 60, "the child is stopped", 0.002)
         eventually(lambda: state(child) != "T", 60, "the child goes on", 0.002)
-    finally:
         command.send_signal(signal.SIGTERM)
         assert command.wait(60) == 128 + signal.SIGTERM
-    assert lives(child)
-    assert state(child) != "T", "nothing stays stopped"
-    subprocess.run(["kill", str(child)], check=True)
+        assert lives(child)
+        assert state(child) != "T", "nothing stays stopped"
+    finally:
+        command.kill()
+        os.kill(child, signal.SIGKILL)
