@@ -46,7 +46,9 @@ def environment(objects: Objects) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def namespace(cluster: Cluster) -> Iterator[Cluster]:
-    """A namespace that enforces the restricted Pod Security Standard."""
+    """A namespace that enforces the restricted Pod Security Standard, on a cluster that has the chart's CRD."""
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CHART / "crds/agenticruns.yaml"))
+    cluster.wait_for_crd("agenticruns.agenticrun.dev")
     with cluster.new_namespace(NAMESPACE) as inside:
         inside.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
         yield inside
