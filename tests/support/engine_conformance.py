@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from agenticrun_workers.inference import EngineError, InferenceEngine, TransformersEngine
 from agenticrun_workers.inference.engine import TakesBroadcast
 from agenticrun_workers.inference.engine_process import EngineProcess
-from agenticrun_workers.inference.ports import family, free_port, listeners_of
+from agenticrun_workers.inference.ports import family, listeners_of
 from agenticrun_workers.models import load_model
 from agenticrun_workers.types import FinishReason
 from agenticrun_workers.weight_sync.broadcast import WeightGroup
@@ -44,8 +45,9 @@ class ServerEngine(InferenceEngine, TakesBroadcast, Protocol):
 
 async def meet(engine: TakesBroadcast) -> WeightGroup:
     """The trainer's end of a group with one engine."""
-    port, world = free_port("127.0.0.1"), 1 + engine.broadcast_ranks
-    joining = asyncio.to_thread(WeightGroup, "127.0.0.1", port, 0, world, torch.device("cpu"))
+    listener, world = socket.create_server(("127.0.0.1", 0)), 1 + engine.broadcast_ranks
+    port = listener.getsockname()[1]
+    joining = asyncio.to_thread(WeightGroup, "127.0.0.1", port, 0, world, torch.device("cpu"), listener)
     trainer, _ = await asyncio.gather(joining, engine.join_broadcast("127.0.0.1", port, 1, world))
     return trainer
 

@@ -57,15 +57,13 @@ def take_part(work: RankWork) -> None:
     The first one that fails ends all.
     """
     world, out = int(sys.argv[1]), Path(sys.argv[2])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     ranks = set()
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            _be_rank(work, rank, world, port, _result(out, rank, world))
-        ranks.add(pid)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for rank in range(world):
+            pid = os.fork()
+            if pid == 0:
+                _be_rank(work, rank, world, listener, _result(out, rank, world))
+            ranks.add(pid)
     while ranks:
         pid, status = os.wait()
         ranks.discard(pid)
@@ -75,12 +73,15 @@ def take_part(work: RankWork) -> None:
             sys.exit(f"a rank ended with status {os.waitstatus_to_exitcode(status)}")
 
 
-def _be_rank(work: RankWork, rank: int, world: int, port: int, result: Path) -> NoReturn:
-    """Join the others, work with the launcher's arguments, and leave what came of it."""
+def _be_rank(work: RankWork, rank: int, world: int, listener: socket.socket, result: Path) -> NoReturn:
+    """Join the others where the first one listens, work with the launcher's arguments, and leave what came of it."""
     status = 1
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        host, port = listener.getsockname()
+        descriptor = listener.detach() if rank == 0 else None
+        store = dist.TCPStore(host, port, world, rank == 0, master_listen_fd=descriptor)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         result.write_bytes(pickle.dumps(work(*sys.argv[3:])))
         dist.barrier()
         dist.destroy_process_group()

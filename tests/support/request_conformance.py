@@ -13,7 +13,6 @@ from engine_checks import Models, ask, prompt, same_logprobs
 from sampling_conformance import SamplingConformance
 from tiny_model import CONTEXT, VOCABULARY
 
-
 TRIES = range(5)
 """A server goes on while this process waits for the processor, and may finish what was to be aborted: then it is tried again. Who aborts
 nothing fails each time."""

@@ -34,15 +34,17 @@ class RankActor:
         self._world_size = world_size
         self._pipeline = pipeline
         self._stores: list[Any] = []
+        self._listener: socket.socket | None = None
 
     def placement(self) -> Placement:
         return here(f"{self.role}-{self._rank}", self.role)
 
     def rendezvous(self) -> tuple[str, int]:
-        """An address of this node that is free now, for the ranks to meet."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return str(ray.util.get_node_ip_address()), free.getsockname()[1]  # type: ignore[no-untyped-call]
+        """An address of this node, for the ranks to meet. This one, their first, listens from now on: nobody else gets the port before."""
+        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+        return host, self._listener.getsockname()[1]
 
     def set_stores(self, stores: list[Any]) -> None:
         """Where trajectories lie; the store numbers of a plan's items count into this list."""
@@ -74,7 +76,12 @@ class RankActor:
         torch.set_num_threads(threads)
         if self._pipeline.deterministic:
             torch.use_deterministic_algorithms(True)
-        join_ranks(self._rank, self._world_size, rendezvous)
+        join_ranks(self._rank, self._world_size, rendezvous, self._taken_listener())
+
+    def _taken_listener(self) -> socket.socket | None:
+        """What listens at the last `rendezvous`, once; None on other ranks than the first."""
+        listener, self._listener = self._listener, None
+        return listener
 
     def _fetch(self, keys: Sequence[tuple[EpisodeKey, int]]) -> list[Trajectory]:
         by_store: dict[int, list[EpisodeKey]] = defaultdict(list)

@@ -192,13 +192,13 @@ class TrainerActor(TakesReference):
         yield from sender.send(self._exported(adapters))
 
     def host_broadcast(self, host: str, port: int, world: int) -> None:
-        """On rank 0: meet the engines, here. Raises `BroadcastFailed`."""
+        """On rank 0: meet the engines, at its last `rendezvous`. Raises `BroadcastFailed`."""
         from agenticrun_workers.models.devices import compute_device
         from agenticrun_workers.weight_sync.broadcast import WeightGroup
 
         self._group: WeightGroup | None = None
         try:
-            self._group = WeightGroup(host, port, 0, world, compute_device())
+            self._group = WeightGroup(host, port, 0, world, compute_device(), self._taken_listener())
         except RuntimeError as error:
             raise BroadcastFailed(str(error)) from error
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -75,14 +77,21 @@ class Ranks:
         return [float(value) for value in tensor.tolist()]
 
 
-def join_ranks(rank: int, size: int, rendezvous: tuple[str, int]) -> None:
-    """Meet the other ranks at this host and port, and take a device. Also a rank that is alone has a process group then."""
-    host, port = rendezvous
+def join_ranks(rank: int, size: int, rendezvous: tuple[str, int], listener: socket.socket | None) -> None:
+    """Meet the other ranks at this host and port, and take a device. Also a rank that is alone has a process group then.
+
+    Args:
+        listener: on the first rank, what listens there.
+    """
     device = claim_device(rank)
     if size == 1:
+        if listener is not None:
+            listener.close()
         join_alone(device)
         return
-    dist.init_process_group(collective_backends(device), init_method=f"tcp://{host}:{port}", rank=rank, world_size=size)
+    descriptor = None if listener is None else listener.detach()
+    store = dist.TCPStore(*rendezvous, size, rank == 0, default_pg_timeout, master_listen_fd=descriptor)  # type: ignore[attr-defined]
+    dist.init_process_group(collective_backends(device), store=store, rank=rank, world_size=size)
 
 
 def join_alone(device: torch.device) -> None:

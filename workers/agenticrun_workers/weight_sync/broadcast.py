@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -24,11 +25,14 @@ class WeightGroup:
 
     Args:
         device: of the tensors; the same kind everywhere.
+        listener: of rank 0, which listens at that port before the others are told of it.
     """
 
-    def __init__(self, host: str, port: int, rank: int, world: int, device: torch.device) -> None:
+    def __init__(self, host: str, port: int, rank: int, world: int, device: torch.device, listener: socket.socket | None = None) -> None:
         self._device = device
-        self._store = dist.PrefixStore(PREFIX, dist.TCPStore(host, port, world, rank == 0, TIMEOUT))
+        descriptor = None if listener is None else listener.detach()
+        store = dist.TCPStore(host, port, world, rank == 0, TIMEOUT, master_listen_fd=descriptor)
+        self._store = dist.PrefixStore(PREFIX, store)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
