@@ -8,9 +8,11 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import ray
 from rich.console import Console
@@ -23,8 +25,16 @@ from agenticrun_workers.pipeline.session import Session
 from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay
 from agenticrun_workers.reporting.sink import ProgressSink
 
+log = logging.getLogger(__name__)
+
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 """Enough for the weights of the small models that train on one machine; what does not fit spills to disk."""
+
+PATIENCE_SECONDS = 5.0
+"""How long what Ray leaves behind may take to end by itself, such as the keeper of an engine, which clears up after its server."""
+
+KILL_SECONDS = 10.0
+"""How long what was killed may take to be gone: less than a disk that hangs."""
 
 
 def run_locally(run: AgenticRun, output: Path, console: Console) -> FinalReport:
@@ -67,26 +77,87 @@ async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalRepo
 
 @contextmanager
 def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[None]:
-    """A Ray of our own whose one node offers all roles. Its files go with it, those of engines too unless they have a folder `logs`."""
+    """A Ray of our own whose one node offers all roles. Its processes and those of environments end with it.
+
+    Its files go with it, those of engines too unless they have a folder `logs`.
+    """
     resources = {role.value: float(run.spec.actors(role)) for role in {*run.spec.roles.workers, Role.INFERENCE}}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     scratch = Path(tempfile.mkdtemp(prefix=f"arun-{os.getpid()}-", dir="/tmp"))  # paths of sockets must be short
     os.environ[LOG_FOLDER] = str((logs or scratch).absolute())
+    others = _children()
+    ours: set[_Process] = set()
     try:
-        ray.init(
-            address="local",
-            num_cpus=1,
-            resources=resources,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=str(scratch),
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=1,
+                resources=resources,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(scratch),
+            )
+        finally:
+            ours = _families(_children() - others)
         yield
     finally:
+        ours = _families(ours)  # before their parents end, and they are nobody's
         ray.shutdown()
+        _end(ours)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+class _Process(NamedTuple):
+    """A pid alone may come back as another process."""
+
+    pid: int
+    started: int
+    """In clock ticks since boot."""
+
+
+def _end(processes: set[_Process]) -> None:
+    """Return when all of these have ended. Ray kills its daemon after a second, and what that has not yet ended would live for a minute."""
+    begin = time.monotonic()
+    while living := _families(processes):
+        processes |= living
+        waited = time.monotonic() - begin
+        if waited > PATIENCE_SECONDS + KILL_SECONDS:
+            log.warning("processes of Ray that cannot be ended: %s", sorted(process.pid for process in living))
+            return
+        if waited > PATIENCE_SECONDS:
+            for process in living:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process.pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _families(processes: set[_Process]) -> set[_Process]:
+    """Those of these processes that live, and all that descend from them."""
+    parents = _parents()
+    children: dict[int, list[_Process]] = {}
+    for process, parent in parents.items():
+        children.setdefault(parent, []).append(process)
+    found = [process for process in processes if process in parents]
+    for process in found:  # which grows
+        found += children.get(process.pid, [])
+    return set(found)
+
+
+def _children() -> set[_Process]:
+    return {process for process, parent in _parents().items() if parent == os.getpid()}
+
+
+def _parents() -> dict[_Process, int]:
+    """The pid of the parent of each living process on this machine; zombies have ended. Nothing where there is no /proc."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if fields[0] not in "ZX":
+                parents[_Process(int(stat.parent.name), int(fields[19]))] = int(fields[1])
+    return parents
 
 
 @contextmanager
