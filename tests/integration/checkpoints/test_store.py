@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -142,9 +141,11 @@ async def test_a_driver_killed_while_it_saves_leaves_the_checkpoint_before(place
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     driver = subprocess.Popen([sys.executable, "-c", DYING, base.uri], stdout=subprocess.PIPE, text=True, env=environment)
     assert driver.stdout is not None
-    assert driver.stdout.readline() == "writing\n"
-    driver.send_signal(signal.SIGKILL)
-    driver.communicate(timeout=60)
+    try:
+        assert driver.stdout.readline() == "writing\n"
+    finally:
+        driver.kill()
+        driver.communicate(timeout=60)
 
     async def loads(folder: str) -> None:
         assert Folder(folder).read("shard") == b"whole"
