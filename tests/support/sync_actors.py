@@ -40,6 +40,19 @@ def spawn(cls: type, *arguments: Any, calls: int = 100) -> Any:
     return ray.remote(cls).options(num_cpus=0, max_concurrency=calls).remote(*arguments)
 
 
+async def killed(actor: Any) -> None:
+    """Kill an actor of a node's weights. Ray only asks for it: returns when it is dead."""
+    ray.kill(actor)
+    while True:
+        try:
+            await actor.folder.remote()
+        except ray.exceptions.ActorDiedError:
+            return
+        except ray.exceptions.ActorUnavailableError:
+            pass
+        await asyncio.sleep(0.05)
+
+
 def left_in_memory(run: str) -> list[str]:
     """Folders of a run in this machine's shared memory."""
     return [path.name for path in SHARED_MEMORY.glob(f"agenticrun-{run}-*")]
@@ -67,15 +80,21 @@ def version_of(folder: Path, version: int, share: float = 1.0) -> dict[str, Tens
 
 
 class _Policy:
-    """As much of a `TrainStrategy` as an export needs. `pause` seconds pass before each parameter."""
+    """As much of a `TrainStrategy` as an export needs. `pause` seconds pass before each parameter.
+
+    An export that has reached its fourth parameter makes the file `marker`.
+    """
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
         self.pause = 0.0
+        self.marker = Path()
         self.policy_version = 0
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, value in self.weights.items():
+        for number, (name, value) in enumerate(self.weights.items()):
+            if number == 3 and self.pause:
+                self.marker.touch()
             time.sleep(self.pause)
             yield name, value
 
@@ -88,8 +107,10 @@ class Exporter(TrainerActor):
         self._folder = folder
         self._strategy: Any = _Policy()
 
-    def become(self, version: int, share: float = 1.0, pause: float = 0.0) -> None:
-        self._strategy.weights, self._strategy.pause = version_of(self._folder, version, share), pause
+    def become(self, version: int, share: float = 1.0, pause: float = 0.0, marker: Path = Path()) -> None:
+        """Serve this version. With a pause, `marker` says that an export is at work."""
+        self._strategy.weights = version_of(self._folder, version, share)
+        self._strategy.pause, self._strategy.marker = pause, marker
         self._strategy.policy_version = version
 
 
@@ -187,7 +208,12 @@ class Drill:
 
         return spawning
 
-    async def update(self, engines: dict[str, tuple[Any, str]], version: int, *change: float) -> SyncReport:
+    async def shapes_known(self, version: int) -> None:
+        """Let the trainer become this version without a pause, and ask it what it exports, so that an update begins with its export."""
+        await self.trainer.become.remote(version)
+        await self.sync._whole.shapes()
+
+    async def update(self, engines: dict[str, tuple[Any, str]], version: int, *change: Any) -> SyncReport:
         """Send a version to engines, each with its place. `change`: the rest of what the trainer's `become` takes."""
         await self.trainer.become.remote(version, *change)
         receivers = {name: Receiver(handle, place) for name, (handle, place) in engines.items()}

@@ -22,7 +22,7 @@ from agenticrun_workers.pipeline.model_source import ModelSource
 from agenticrun_workers.pipeline.node_weights import NodeWeights
 from agenticrun_workers.pipeline.weight_sync import Receiver
 from agenticrun_workers.rollout.errors import InvalidConfig
-from sync_actors import BUCKET_BYTES, AdapterTrainer, Drill, Engine, LossyAdapterNode, all_gone, drills, make_model, serving, spawn
+from sync_actors import BUCKET_BYTES, AdapterTrainer, Drill, Engine, LossyAdapterNode, all_gone, drills, killed, make_model, serving, spawn
 from tiny_runs import TinySession, tiny_document, tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
@@ -130,8 +130,7 @@ async def test_a_node_whose_memory_is_lost_gets_everything_again(drill: Any, eng
     places = {"near": (engines["near"], "home"), "far": (engines["far"], "away")}
     await syncing.update(places, 1)
     for node in syncing.nodes:
-        ray.kill(node)
-    await asyncio.sleep(1)
+        await killed(node)
     report = await syncing.update(places, 2)
     assert report.failed == {}
     for engine in engines.values():

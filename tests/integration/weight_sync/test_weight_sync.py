@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +19,9 @@ from agenticrun_workers.pipeline.engine_pool import EnginePool
 from agenticrun_workers.pipeline.node_weights import NodeWeights
 from agenticrun_workers.pipeline.weight_sync import Receiver
 from agenticrun_workers.rollout.errors import InvalidConfig
-from sync_actors import Drill, Engine, Exporter, LossyNode, drills, make_model, serving, spawn, version_of
+from sync_actors import Drill, Engine, Exporter, LossyNode, drills, killed, make_model, serving, spawn, version_of
 from tiny_runs import tiny_run
+from waiting import eventually_in_loop
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 ray.cloudpickle.register_pickle_by_value(sys.modules[Engine.__module__])  # workers cannot import the tests' modules
@@ -57,6 +59,12 @@ def drill(trainer: Any) -> Iterator[Callable[..., Drill]]:
 
     with drills(RUN, make) as making:
         yield making
+
+
+async def exporting(running: asyncio.Task[Any], folder: Path) -> None:
+    """The trainer's export, which leaves `exporting` in the folder, is at work."""
+    await eventually_in_loop(lambda: running.done() or (folder / "exporting").exists(), 120, "the trainer exports")
+    assert not running.done()
 
 
 async def check(engine: Any, folder: Path, version: int, share: float = 1.0) -> None:
@@ -110,15 +118,22 @@ async def test_a_broadcast_reaches_all_engines_and_one_that_joins(drill: Any, en
     await check(engines["far"], folder, 3)
 
 
+async def test_nobody_else_gets_the_port_at_which_ranks_are_to_meet(trainer: Any) -> None:
+    with socket.socket() as stranger, pytest.raises(OSError, match="Address already in use"):
+        stranger.bind(await trainer.rendezvous.remote())
+
+
 @pytest.mark.parametrize("transport", ["ObjectStore", "Broadcast"])
-async def test_an_engine_killed_in_mid_sync_does_not_fail_it(drill: Any, engines: dict[str, Any], folder: Path, transport: str) -> None:
+async def test_an_engine_killed_in_mid_sync_does_not_fail_it(
+    drill: Any, engines: dict[str, Any], folder: Path, tmp_path: Path, transport: str
+) -> None:
     victim = spawn(Engine, "victim")
     pid = await victim.serve.remote(folder)
     syncing = drill(transport=transport)
     places = {"near": (engines["near"], "home"), "victim": (victim, "home"), "far": (engines["far"], "away")}
-    running = asyncio.create_task(syncing.update(places, 5, 1.0, 0.2))
-    await asyncio.sleep(1.0)
-    assert not running.done()
+    await syncing.shapes_known(5)
+    running = asyncio.create_task(syncing.update(places, 5, 1.0, 0.2, tmp_path / "exporting"))
+    await exporting(running, tmp_path)
     os.kill(pid, signal.SIGKILL)
     report = await running
     assert list(report.failed) == ["victim"]
@@ -127,7 +142,7 @@ async def test_an_engine_killed_in_mid_sync_does_not_fail_it(drill: Any, engines
         await check(engine, folder, 5)
 
 
-async def test_a_replaced_engine_serves_the_current_version_from_the_first_token(drill: Any, folder: Path) -> None:
+async def test_a_replaced_engine_serves_the_current_version_from_the_first_token(drill: Any, folder: Path, tmp_path: Path) -> None:
     """Killed in mid-sync, it is replaced while the sync goes on; the new one is told to nobody before it has the weights."""
     pids: dict[str, int] = {}
     seen: list[dict[str, int]] = []
@@ -145,17 +160,14 @@ async def test_a_replaced_engine_serves_the_current_version_from_the_first_token
     pool = EnginePool(make, 2, changed)
     await pool.start()
     syncing = drill(home=ray.get_runtime_context().get_node_id())
-    await syncing.trainer.become.remote(7, 1.0, 0.2)
+    await syncing.shapes_known(7)
+    await syncing.trainer.become.remote(7, 1.0, 0.2, tmp_path / "exporting")
     running = asyncio.create_task(pool.update_weights(syncing.sync, 7))
-    await asyncio.sleep(1.0)
-    assert not running.done()
+    await exporting(running, tmp_path)
     os.kill(pids["engine-1"], signal.SIGKILL)
     report = await asyncio.wait_for(running, 120)
     assert list(report.failed) == ["engine-1"]
-    for _ in range(600):
-        if "engine-2" in pool.engines:
-            break
-        await asyncio.sleep(0.1)
+    await eventually_in_loop(lambda: "engine-2" in seen[-1] if seen else False, 240, "another engine is told")
     for engine in pool.engines.values():
         await check(engine, folder, 7)
     await pool.stop()
@@ -194,8 +206,7 @@ async def test_a_node_whose_memory_is_lost_gets_everything_again(drill: Any, eng
     places = {"near": (engines["near"], "home"), "far": (engines["far"], "away")}
     await syncing.update(places, 1, 0.02)
     for node in syncing.nodes:
-        ray.kill(node)
-    await asyncio.sleep(1)
+        await killed(node)
     report = await syncing.update(places, 2, 0.02)
     assert report.failed == {}
     for engine in engines.values():

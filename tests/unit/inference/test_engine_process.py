@@ -26,6 +26,9 @@ print("one line of the log", flush=True)
 tempfile.mkstemp()
 if "child" in tokens:  # one in a session of its own, as a process group's kill would not reach it
     subprocess.Popen([sys.executable, "-c", "import time; print('child', flush=True); time.sleep(600)"], start_new_session=True)
+if "misnamed" in tokens:  # as a long name of several bytes a letter, which the kernel cuts
+    code = "import ctypes, time; ctypes.CDLL(None).prctl(15, bytes([195]), 0, 0, 0); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 if "semaphore" in tokens:
     import multiprocessing, time
     context = multiprocessing.get_context("spawn")
@@ -139,6 +142,17 @@ async def test_a_server_that_is_killed_is_noticed_and_takes_its_children_along(t
     assert not lives(child)
     assert not lives(keeper)
     assert not lives(stand_in)
+
+
+async def test_processes_with_names_that_are_no_text_are_found_and_killed_too(tmp_path: Path) -> None:
+    process = EngineProcess(a_server(tmp_path, "misnamed"))
+    await process.start()
+    _, _, server, child = the_processes_of(process)
+    eventually(lambda: Path(f"/proc/{child}/comm").read_bytes() == b"\xc3\n", 60, "the child has its name")
+    assert child in the_processes_of(process)
+    os.kill(server, signal.SIGKILL)
+    await asyncio.wait_for(process.gone(), 60)
+    assert not lives(child)
 
 
 PARENT = """

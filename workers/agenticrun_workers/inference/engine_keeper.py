@@ -115,7 +115,7 @@ def _children_of_all() -> dict[int, list[int]]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            pid, _, rest = stat.read_text().partition(" ")
+            pid, _, rest = stat.read_text(errors="replace").partition(" ")  # the kernel cuts names, within a letter too
             parent = int(rest.rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(pid))
     return children

@@ -45,11 +45,13 @@ class HeldWeights:
     @torch.no_grad()
     def receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
         """Take the parameters of one broadcast. Raises `EngineError` when it breaks off, and as `copy` for another model's."""
-        assert self._group is not None, "join comes first"
+        group = self._group
+        assert group is not None, "join comes first"
         try:
             for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-                self._take(name, self._group.receive(tuple(shape), getattr(torch, dtype)))
+                self._take(name, group.receive(tuple(shape), getattr(torch, dtype)))
         except RuntimeError as error:
+            group.close()
             self._group = None
             raise EngineError(f"the broadcast broke off: {error}") from error
 

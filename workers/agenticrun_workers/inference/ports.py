@@ -48,7 +48,7 @@ def family(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            own, _, rest = stat.read_text().partition(" ")
+            own, _, rest = stat.read_text(errors="replace").partition(" ")  # the kernel cuts names, within a letter too
             children.setdefault(int(rest.rpartition(")")[2].split()[1]), []).append(int(own))
     pids = [pid]
     for each in pids:

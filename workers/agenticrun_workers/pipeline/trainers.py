@@ -213,6 +213,7 @@ class TrainerActor(TakesReference):
                     group.send(tensor)
                 except RuntimeError as error:
                     broken = error
+                    group.close()
         if broken is not None:
             self._group = None
             raise BroadcastFailed(str(broken)) from broken

@@ -21,7 +21,8 @@ TIMEOUT = timedelta(seconds=120)
 class WeightGroup:
     """A process group beside torch.distributed's default one. Rank 0 is the trainer, and hosts the store that the others meet at.
 
-    Its connections close when it is garbage: the others then fail at once. A group in which a member was lost is of no more use.
+    Its connections close when it is garbage: the others then fail at once. A group in which a member was lost is of no more use: `close`
+    it, because the traceback of an error keeps it alive.
 
     Args:
         device: of the tensors; the same kind everywhere.
@@ -49,6 +50,10 @@ class WeightGroup:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         self._broadcast(tensor)
         return tensor
+
+    def close(self) -> None:
+        """Leave: others who wait for this member fail at once. Nothing is sent or received any more."""
+        del self._group, self._store
 
     def _broadcast(self, tensor: Tensor) -> None:
         self._group.broadcast([tensor], dist.BroadcastOptions()).wait()

@@ -56,5 +56,5 @@ class Verifier:
             raise CorruptBucket(f"{path} is not what the trainer wrote")
 
     def forget(self) -> None:
-        """Unmap files that are gone."""
-        self._maps = {path: entry for path, entry in self._maps.items() if path.exists()}
+        """Unmap files that are gone. Threads of an update that has failed may still be inside `check`."""
+        self._maps = {path: entry for path, entry in list(self._maps.items()) if path.exists()}
