@@ -20,15 +20,18 @@ from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
-SLOW = 2.0
-"""Seconds of a request that something happens to: long beside a machine that stalls."""
-
 
 class EchoEngine:
-    """Answers with the prompt's last token plus one, after a moment."""
+    """Answers with the prompt's last token plus one, after a moment.
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    Args:
+        held: answers nothing until `release`.
+    """
+
+    def __init__(self, held: bool) -> None:
+        self._open = asyncio.Event()
+        if not held:
+            self._open.set()
         self._port = RequestPort(self._generate, self._abort)
         self._sessions: list[str] = []
         self._aborted: list[str] = []
@@ -45,20 +48,24 @@ class EchoEngine:
     async def load(self) -> int:
         return self._port.load
 
+    async def release(self) -> None:
+        self._open.set()
+
     async def _abort(self, request_ids: list[str]) -> None:
         self._aborted += request_ids
 
     async def _generate(self, request: GenerationRequest) -> Generation:
         self._sessions.append(request.session)
-        await asyncio.sleep(self._seconds)
+        await asyncio.sleep(0.05)
+        await self._open.wait()
         if len(request.prompt_tokens) == 0:
             raise ValueError("the prompt is empty")
         token = np.array([request.prompt_tokens[-1] + 1], np.int32)
         return Generation(token, np.zeros(1, np.float32), np.zeros(1, np.int32), FinishReason.STOP)
 
 
-def engine(seconds: float = 0.05) -> Any:
-    return ray.remote(EchoEngine).options(num_cpus=0, max_concurrency=1000).remote(seconds)
+def engine(*, held: bool = False) -> Any:
+    return ray.remote(EchoEngine).options(num_cpus=0, max_concurrency=1000).remote(held)
 
 
 class Relay:
@@ -112,9 +119,19 @@ async def ask(client: GenerationClient, number: int, turn: int = 1) -> int:
     return int(generation.tokens_T[0])
 
 
-async def until_asked(engine: Any) -> None:
-    while not await engine.load.remote():
-        await asyncio.sleep(0.02)
+async def until_asked(engine: Any, requests: int = 1) -> None:
+    """So many requests have reached the engine."""
+    async with asyncio.timeout(60):
+        while await engine.load.remote() < requests:
+            await asyncio.sleep(0.02)
+
+
+async def until_aborted(engine: Any, requests: int) -> list[str]:
+    """The names of the requests that the engine was told to give up, when there are so many."""
+    async with asyncio.timeout(60):
+        while len(names := await engine.aborted.remote()) < requests:
+            await asyncio.sleep(0.02)
+    return [name.rpartition("/")[2] for name in names]
 
 
 async def test_every_request_gets_its_own_answer() -> None:
@@ -138,17 +155,19 @@ async def test_sessions_stay_on_their_engine_and_are_spread() -> None:
 
 
 async def test_requests_of_a_dead_engine_go_on_at_another_one() -> None:
-    engines = {"a": engine(SLOW), "b": engine(SLOW)}
+    engines = {"a": engine(held=True), "b": engine(held=True)}
     client = GenerationClient("c")
     client.set_engines(engines)
     asking = asyncio.gather(*(ask(client, number) for number in range(20)))
     await until_asked(engines["a"])
     os.kill((await engines["a"].seen.remote())[1], signal.SIGKILL)
+    await until_asked(engines["b"], 20)
+    await engines["b"].release.remote()
     assert await asking == list(range(1, 21))
 
 
 async def test_requests_wait_for_the_replacement_of_the_last_engine() -> None:
-    first = engine(SLOW)
+    first = engine(held=True)
     client = GenerationClient("c")
     client.set_engines({"a": first})
     asking = asyncio.gather(*(ask(client, number) for number in range(5)))
@@ -156,7 +175,7 @@ async def test_requests_wait_for_the_replacement_of_the_last_engine() -> None:
     os.kill((await first.seen.remote())[1], signal.SIGKILL)
     client.set_engines({})
     await asyncio.sleep(0.1)
-    client.set_engines({"b": engine(0.01)})
+    client.set_engines({"b": engine()})
     assert await asking == [1, 2, 3, 4, 5]
 
 
@@ -170,42 +189,42 @@ async def test_a_refused_request_costs_only_itself() -> None:
 
 
 async def test_a_caller_that_gives_up_stops_the_sampling_of_its_request_only() -> None:
-    slow = engine(SLOW)
+    slow = engine(held=True)
     client = GenerationClient("c")
     client.set_engines({"a": slow})
     asking = [asyncio.create_task(ask(client, number)) for number in range(3)]
-    await until_asked(slow)
+    await until_asked(slow, 3)
     asking[1].cancel()
+    await until_aborted(slow, 1)
+    await slow.release.remote()
     assert (await asking[0], await asking[2]) == (1, 3)
-    assert [name.rpartition("/")[2] for name in await slow.aborted.remote()] == ["1-1"]
+    assert await until_aborted(slow, 1) == ["1-1"]
 
 
 async def test_a_connection_that_breaks_is_made_again_and_asks_again() -> None:
     """The engine drops what came on the broken one: nobody would hear the answer."""
-    slow = engine(SLOW)
+    slow = engine(held=True)
     relay = Relay()
     client = GenerationClient("c")
     client.set_engines({"a": RelayedEngine(slow, relay)})
     asking = asyncio.gather(*(ask(client, number) for number in range(3)))
-    await until_asked(slow)
+    await until_asked(slow, 3)
     relay.cut()
+    await until_aborted(slow, 3)
+    await slow.release.remote()
     assert await asking == [1, 2, 3]
     assert relay.connections == 2
-    assert len(await slow.aborted.remote()) == 3
+    assert sorted(await until_aborted(slow, 3)) == ["0-1", "1-1", "2-1"]
 
 
 async def test_what_a_client_leaves_behind_is_aborted() -> None:
-    slow = engine(SLOW)
+    slow = engine(held=True)
     client = GenerationClient("c")
     client.set_engines({"a": slow})
     asking = asyncio.create_task(ask(client, 1))
     await until_asked(slow)
     client.set_engines({})
-    for _ in range(50):
-        if await slow.aborted.remote():
-            break
-        await asyncio.sleep(0.1)
-    assert [name.rpartition("/")[2] for name in await slow.aborted.remote()] == ["1-1"]
+    assert await until_aborted(slow, 1) == ["1-1"]
     asking.cancel()
 
 
