@@ -155,6 +155,33 @@ async def test_processes_with_names_that_are_no_text_are_found_and_killed_too(tm
     assert not lives(child)
 
 
+SLOW_KEEPER = """
+import os, subprocess, sys, time
+from agenticrun_workers.inference import engine_keeper
+class Popen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        print("started", flush=True)
+        time.sleep(1)
+subprocess.Popen = Popen
+sys.exit(engine_keeper.main(os.getppid(), sys.argv[1], ["sh", "-c", "sleep 600 & wait"]))
+"""
+
+
+def test_a_server_that_is_stopped_as_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    command = [sys.executable, "-c", SLOW_KEEPER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stand_in:
+        assert stand_in.stdout is not None
+        assert stand_in.stdout.readline() == "started\n"
+        pids = family(stand_in.pid)
+        stand_in.terminate()
+        assert stand_in.wait(60) == 128 + signal.SIGTERM, "the server's"
+    eventually(lambda: not any(map(lives, pids)), 60, "the processes end")
+    assert not folder.exists()
+
+
 PARENT = """
 import asyncio, sys, tempfile
 from pathlib import Path

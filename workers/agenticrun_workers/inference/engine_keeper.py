@@ -25,13 +25,15 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-TRACKER_SECONDS = 2.0
+TRACKER_SECONDS = 10.0
+"""So long may Python's resource trackers clean up."""
 LOOK_SECONDS = 1.0
 """How often it looks whether its parent lives: standard input stays open where the parent had forked."""
 
 
 def main(parent: int, folder: str, command: list[str]) -> int:
     own = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))  # it waits until there is somebody to hand it on to
     keeper = os.fork()
     return _stand_in(parent, keeper) if keeper else _keep(own, folder, command)
 
@@ -55,14 +57,15 @@ def _keep(parent: int, folder: str, command: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     # Descendants whose parents die become ours instead of init's, so that they can be found.
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    server = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        # This process has one thread, so the server is killed exactly when this process is.
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
-    )
+
+    def begin() -> None:
+        # The keeper has one thread, so the server is killed exactly when the keeper is.
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=begin)
     signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
