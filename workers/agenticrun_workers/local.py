@@ -154,8 +154,8 @@ def _parents() -> dict[_Process, int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if fields[0] not in "ZX":
+            fields = stat.read_bytes().rpartition(b")")[2].split()  # the name before may be no text: it is cut after 15 bytes
+            if fields[0] not in b"ZX":
                 parents[_Process(int(stat.parent.name), int(fields[19]))] = int(fields[1])
     return parents
 

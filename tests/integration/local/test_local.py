@@ -138,6 +138,9 @@ from agenticrun_workers.local import embedded_ray
 from processes import lives
 from tiny_runs import tiny_run
 
+with open("/proc/self/comm", "wb") as name:  # the kernel cuts names of processes after 15 bytes, also within a letter
+    name.write(bytes([0x61, 0xC3]))
+
 terminate = subprocess.Popen.terminate
 
 def stop_and_terminate(process):
