@@ -157,7 +157,8 @@ async def test_processes_with_names_that_are_no_text_are_found_and_killed_too(tm
 
 SLOW_KEEPER = """
 import os, subprocess, sys, time
-from agenticrun_workers.inference import engine_keeper
+sys.path.insert(0, sys.argv[2])
+import engine_keeper
 class Popen(subprocess.Popen):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -171,7 +172,7 @@ sys.exit(engine_keeper.main(os.getppid(), sys.argv[1], ["sh", "-c", "sleep 600 &
 def test_a_server_that_is_stopped_as_it_starts_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()
-    command = [sys.executable, "-c", SLOW_KEEPER, str(folder)]
+    command = [sys.executable, "-c", SLOW_KEEPER, str(folder), str(Path(engine_process.__file__).parent)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stand_in:
         assert stand_in.stdout is not None
         assert stand_in.stdout.readline() == "started\n"
