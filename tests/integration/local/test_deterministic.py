@@ -5,21 +5,35 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import pytest
 import yaml
 
+from agenticrun_workers.pipeline.manifest import MANIFEST
 from tiny_runs import tiny_document
+from waiting import eventually
 
 KILLS = int(os.environ.get("AGENTICRUN_DETERMINISTIC_KILLS", "2"))
 """`make drills` kills 20 times."""
 
+pytestmark = pytest.mark.timeout(600 * (KILLS + 1))
+
 STEPS = 8 if KILLS <= 2 else 60
+AFTER_STEPS = range(3, 3 + 2 * KILLS, 2)
+"""When it is killed: each time there is a newer checkpoint, since `saveSteps` is 2."""
+
+RAY_AGENT = re.compile(r"ray::\w+Agent")
+"""Looks once a minute whether its Ray is gone."""
+
 WALL_CLOCK = ("time", "system/tps", "weight_sync/seconds", "train/tokens_per_second", "engine/engine-", "rollout/utilization")
 """Metrics that are about the machine and not about the run."""
 
@@ -56,44 +70,86 @@ class Command:
         self.folder = folder
         file = folder / "run.yaml"
         file.write_text(yaml.safe_dump(document()))
-        self.log = folder / f"log-{time.monotonic_ns()}"
+        self._log = folder / f"log-{time.monotonic_ns()}"
+        self._others = ray_folders()
         command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "-f", str(file), "-o", str(folder / "out")]
-        with self.log.open("w") as log:
+        with self._log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """If a failure has left it running, end it with all that it started."""
+        if self.process.poll() is None:
+            self._end_group()
+            self.process.wait()
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
 
     def finish(self) -> dict[tuple[int, bool], dict[str, float]]:
         """The run's metrics at its end, by step and whether they are a validation's."""
-        assert self.process.wait(300) == 0, self.log.read_text()
+        assert self.process.wait(1200) == 0, self.log
         lines = [json.loads(line) for line in (self.folder / "out/metrics.jsonl").read_text().splitlines()]
         return {
             (line["step"], "system/tps" not in line): {name: value for name, value in line.items() if not name.startswith(WALL_CLOCK)}
             for line in lines
         }
 
-    def kill(self, after: float) -> bool:
-        """SIGKILL the driver so many seconds after it began to train; False if it was done before."""
-        while "[warm-up]" not in self.log.read_text() and "step " not in self.log.read_text():
-            assert self.process.poll() is None, self.log.read_text()
-            time.sleep(0.05)
-        time.sleep(after)
-        if self.process.poll() is not None:
+    def kill(self, after_step: int, seconds: float) -> bool:
+        """SIGKILL the driver so many seconds after this step; False if the run was done before."""
+        step = f"step {after_step}/"
+        eventually(lambda: step in self.log or self.process.poll() is not None, 1200, step, 0.02)
+        time.sleep(seconds)
+        self.process.kill()
+        if self.process.wait() != -signal.SIGKILL:
+            assert self.process.returncode == 0, self.log
             return False
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for _ in range(200):  # the actors and daemons of its Ray end by themselves
-            if not subprocess.run(["ps", "-o", "pid=", "--sid", str(self.process.pid)], capture_output=True, text=True).stdout.strip():
-                return True
-            time.sleep(0.1)
-        os.killpg(self.process.pid, signal.SIGKILL)
+        eventually(lambda: all(RAY_AGENT.search(line) for line in self._living()), 120, "only Ray's agents live on, for a minute", 0.1)
+        self._end_group()
+        eventually(lambda: not self._living(), 30, "nothing lives on", 0.1)
+        for folder in ray_folders() - self._others:
+            if folder.name.startswith(f"arun-{self.process.pid}-"):
+                shutil.rmtree(folder)
         return True
+
+    def _end_group(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _living(self) -> list[str]:
+        """Processes of its session. Zombies only wait for init to notice."""
+        found = subprocess.run(["ps", "-o", "stat=,args=", "--sid", str(self.process.pid)], capture_output=True, text=True)
+        return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
+
+
+def ray_folders() -> set[Path]:
+    """Of every local run on this machine; pids come back."""
+    return set(Path("/tmp").glob("arun-*"))
+
+
+def killed_and_gone_on_with(folder: Path, rng: random.Random) -> dict[tuple[int, bool], dict[str, float]] | None:
+    """The metrics of a run that was killed `KILLS` times; None if it was done before."""
+    for after_step in AFTER_STEPS:
+        with Command(folder) as command:
+            if not command.kill(after_step, rng.uniform(0.0, 0.3)):
+                return None
+            assert ("[warm-up]" in command.log) == (after_step == AFTER_STEPS[0]), "it goes on, and does not begin anew"
+        assert any((folder / "out/checkpoints").glob(f"step-*/{MANIFEST}"))
+    with Command(folder) as command:
+        metrics = command.finish()
+        assert "[warm-up]" not in command.log
+        return metrics
 
 
 def test_a_killed_run_goes_on_bit_for_bit_and_a_seed_is_a_run(tmp_path: Path) -> None:
-    whole = Command(tmp_path / "whole").finish()
+    with Command(tmp_path / "whole") as command:
+        whole = command.finish()
     assert sorted(step for step, validation in whole if not validation) == list(range(1, STEPS + 1))
-    moments = random.Random(KILLS)
-    kills = 0
-    while kills < KILLS:
-        assert Command(tmp_path / "killed").kill(moments.uniform(0.0, 4.0)), f"done after {kills} kills: train more steps"
-        kills += 1
-    assert Command(tmp_path / "killed").finish() == whole
+    rng = random.Random(KILLS)
+    tries = (killed_and_gone_on_with(tmp_path / f"killed-{number}", rng) for number in range(3))
+    killed = next((metrics for metrics in tries if metrics is not None), None)
+    assert killed is not None, "three times it was done before it was killed: train more steps"
+    assert killed == whole

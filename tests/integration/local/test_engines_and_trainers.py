@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from agenticrun_api.names import ExitCode
+from waiting import eventually
+
+pytestmark = pytest.mark.timeout(1800)
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "engines-and-trainers.yaml"
 STEPS = 2
@@ -25,7 +28,7 @@ def train(folder: Path, *settings: str) -> list[dict[str, float]]:
     """Metrics of each step of `agenticrun run` with these settings."""
     overrides = [word for setting in (*settings, f"spec.pipeline.maxSteps={STEPS}") for word in ("--set", setting)]
     command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "-f", str(EXAMPLE), "-o", str(folder), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env={**os.environ, MARK: str(folder)})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env={**os.environ, MARK: str(folder)})
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "critic/score/mean" in line]
@@ -56,6 +59,8 @@ def test_a_server_and_two_trainer_ranks_train_as_one(engine: str, trainer: str, 
         assert step["actor/grad_norm"] > 0
         assert step["tokens/response"] > 0
     assert any(tmp_path.glob("engines/*.log")), "the server's log stays with the run"
+    with suppress(AssertionError):
+        eventually(lambda: not left_behind(tmp_path), 30, "nothing left")
     assert left_behind(tmp_path) == []
 
 

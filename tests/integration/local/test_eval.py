@@ -22,7 +22,7 @@ from agenticrun_workers.pipeline.strategies import build_strategy
 from agenticrun_workers.training import Sample, TrainStrategy
 from tiny_runs import tiny_document
 
-SAMPLED = "pipeline.eval={samples: 3, passAt: [1, 3], generating: {temperature: 1.0}}"
+SAMPLED = ("--set", "pipeline.eval={samples: 3, passAt: [1, 3], generating: {temperature: 1.0}}", "--set", "pipeline.deterministic=true")
 
 
 class Trained:
@@ -88,10 +88,10 @@ def test_export_refuses_what_is_no_checkpoint_or_another_model_s(trained: Traine
 def test_a_checkpoint_and_the_folder_exported_from_it_play_alike(trained: Trained, tmp_path: Path) -> None:
     folder, first, second = tmp_path / "exported", tmp_path / "first.json", tmp_path / "second.json"
     trained.command("export", "--checkpoint", str(trained.checkpoints / "step-2"), "-o", str(folder))
-    code, output = trained.command("eval", "--checkpoint", str(trained.checkpoints), "--json", str(first), "--set", SAMPLED)
+    code, output = trained.command("eval", "--checkpoint", str(trained.checkpoints), "--json", str(first), *SAMPLED)
     assert code == 0, output
     assert "pass@3" in output
-    code, output = trained.command("eval", "--model", str(folder), "--json", str(second), "--set", SAMPLED)
+    code, output = trained.command("eval", "--model", str(folder), "--json", str(second), *SAMPLED)
     assert code == 0, output
     figures: list[dict[str, Any]] = [json.loads(file.read_text())["tags"]["Lake"] for file in (first, second)]
     assert figures[0] == figures[1]
