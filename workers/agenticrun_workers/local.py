@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 """Enough for the weights of the small models that train on one machine; what does not fit spills to disk."""
 
-PATIENCE_SECONDS = 5.0
-"""How long what Ray leaves behind may take to end by itself, such as the keeper of an engine, which clears up after its server."""
+PATIENCE_SECONDS = 15.0
+"""How long what Ray leaves behind may take to end by itself, more than the keeper of an engine needs to clear up after its server."""
 
 KILL_SECONDS = 10.0
 """How long what was killed may take to be gone: less than a disk that hangs."""
