@@ -81,7 +81,7 @@ def _descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+            children.setdefault(int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
     found = list(children.get(root, []))
     for pid in found:  # which grows
         found += children.get(pid, [])

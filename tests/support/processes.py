@@ -9,7 +9,7 @@ from pathlib import Path
 def lives(pid: int) -> bool:
     """False for a zombie, too: whoever inherited it may not reap it."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:
         return False
     return state not in "ZX"
@@ -20,6 +20,6 @@ def children(pid: int) -> list[int]:
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if int(file.read_text().rpartition(")")[2].split()[1]) == pid:
+            if int(file.read_text(errors="replace").rpartition(")")[2].split()[1]) == pid:
                 found.append(int(file.parent.name))
     return found

@@ -59,7 +59,7 @@ def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
     One whose first thread alone has ended is listed as a zombie too, but the others hold its ports and files until they have ended.
     """
     try:
-        text = (proc / str(pid) / "stat").read_text()
+        text = (proc / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the command name before may hold spaces and parentheses
