@@ -31,6 +31,8 @@ STEPS = 8 if KILLS <= 2 else 60
 AFTER_STEPS = range(3, 3 + 2 * KILLS, 2)
 """When it is killed: each time there is a newer checkpoint, since `saveSteps` is 2."""
 
+STEP = re.compile(r"\bstep (\d+)/")
+
 RAY_AGENT = re.compile(r"ray::\w+Agent")
 """Looks once a minute whether its Ray is gone."""
 
@@ -99,9 +101,12 @@ class Command:
         }
 
     def kill(self, after_step: int, seconds: float) -> bool:
-        """SIGKILL the driver so many seconds after this step; False if the run was done before."""
-        step = f"step {after_step}/"
-        eventually(lambda: step in self.log or self.process.poll() is not None, 1200, step, 0.02)
+        """SIGKILL the driver so many seconds after this step, or its first one if that comes later; False if the run was done before."""
+
+        def there() -> bool:
+            return any(int(step) >= after_step for step in STEP.findall(self.log))
+
+        eventually(lambda: there() or self.process.poll() is not None, 1200, f"step {after_step}", 0.02)
         time.sleep(seconds)
         self.process.kill()
         if self.process.wait() != -signal.SIGKILL:
