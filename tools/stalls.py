@@ -78,14 +78,19 @@ def _stall(processes: list[int], seconds: float) -> None:
 
 
 def _descendants(root: int) -> list[int]:
+    """Those that somebody else has stopped stay so, and are left out."""
     children: dict[int, list[int]] = {}
+    stopped = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            children.setdefault(int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+            pid, (state, parent, *_) = int(stat.parent.name), stat.read_text(errors="replace").rpartition(")")[2].split()
+            children.setdefault(int(parent), []).append(pid)
+            if state == "T":
+                stopped.add(pid)
     found = list(children.get(root, []))
     for pid in found:  # which grows
         found += children.get(pid, [])
-    return sorted(found)
+    return sorted(set(found) - stopped)
 
 
 if __name__ == "__main__":

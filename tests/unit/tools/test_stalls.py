@@ -57,3 +57,17 @@ def test_processes_are_stopped_also_those_whose_parent_has_ended() -> None:
     finally:
         command.kill()
         os.kill(child, signal.SIGKILL)
+
+
+def test_what_somebody_else_has_stopped_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import stalls
+
+    with subprocess.Popen(["sleep", "600"]) as child:
+        try:
+            assert child.pid in stalls._descendants(os.getpid())
+            child.send_signal(signal.SIGSTOP)
+            eventually(lambda: state(child.pid) == "T", 60, "it is stopped")
+            assert child.pid not in stalls._descendants(os.getpid())
+        finally:
+            child.kill()
