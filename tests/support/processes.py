@@ -1,7 +1,8 @@
-"""Whether processes live: asked of the kernel once, because they may end between two questions."""
+"""Which processes live, asked of the kernel once: they may end between two questions. And where local runs have files of their Ray."""
 
 from __future__ import annotations
 
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,3 +24,14 @@ def children(pid: int) -> list[int]:
             if int(file.read_text(errors="replace").rpartition(")")[2].split()[1]) == pid:
                 found.append(int(file.parent.name))
     return found
+
+
+def of_session(leader: int) -> list[str]:
+    """State and command of each living process of a session. Zombies only wait for init to notice."""
+    found = subprocess.run(["ps", "-o", "stat=,args=", "--sid", str(leader)], capture_output=True, text=True)
+    return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
+
+
+def ray_folders(driver: int | str = "*") -> set[Path]:
+    """Of local runs on this machine, also of those that were killed: their pids come back."""
+    return set(Path("/tmp").glob(f"arun-{driver}-*"))

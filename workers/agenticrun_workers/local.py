@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import ray
 from rich.console import Console
@@ -22,6 +21,7 @@ from agenticrun_workers.pipeline.board import Attempt
 from agenticrun_workers.pipeline.engines import LOG_FOLDER
 from agenticrun_workers.pipeline.requests import Requests
 from agenticrun_workers.pipeline.session import Session
+from agenticrun_workers.processes import Process, children, families
 from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay
 from agenticrun_workers.reporting.sink import ProgressSink
 
@@ -85,8 +85,8 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     scratch = Path(tempfile.mkdtemp(prefix=f"arun-{os.getpid()}-", dir="/tmp"))  # paths of sockets must be short
     os.environ[LOG_FOLDER] = str((logs or scratch).absolute())
-    others = _children()
-    ours: set[_Process] = set()
+    others = children(os.getpid())
+    ours: set[Process] = set()
     try:
         try:
             ray.init(
@@ -100,27 +100,19 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[None]:
                 _temp_dir=str(scratch),
             )
         finally:
-            ours = _families(_children() - others)
+            ours = families(children(os.getpid()) - others)
         yield
     finally:
-        ours = _families(ours)  # before their parents end, and they are nobody's
+        ours = families(ours)  # before their parents end, and they are nobody's
         ray.shutdown()
         _end(ours)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-class _Process(NamedTuple):
-    """A pid alone may come back as another process."""
-
-    pid: int
-    started: int
-    """In clock ticks since boot."""
-
-
-def _end(processes: set[_Process]) -> None:
+def _end(processes: set[Process]) -> None:
     """Return when all of these have ended. Ray kills its daemon after a second, and what that has not yet ended would live for a minute."""
     begin = time.monotonic()
-    while living := _families(processes):
+    while living := families(processes):
         processes |= living
         waited = time.monotonic() - begin
         if waited > PATIENCE_SECONDS + KILL_SECONDS:
@@ -131,33 +123,6 @@ def _end(processes: set[_Process]) -> None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process.pid, signal.SIGKILL)
         time.sleep(0.02)
-
-
-def _families(processes: set[_Process]) -> set[_Process]:
-    """Those of these processes that live, and all that descend from them."""
-    parents = _parents()
-    children: dict[int, list[_Process]] = {}
-    for process, parent in parents.items():
-        children.setdefault(parent, []).append(process)
-    found = [process for process in processes if process in parents]
-    for process in found:  # which grows
-        found += children.get(process.pid, [])
-    return set(found)
-
-
-def _children() -> set[_Process]:
-    return {process for process, parent in _parents().items() if parent == os.getpid()}
-
-
-def _parents() -> dict[_Process, int]:
-    """The pid of the parent of each living process on this machine; zombies have ended. Nothing where there is no /proc."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = stat.read_bytes().rpartition(b")")[2].split()  # the name before may be no text: it is cut after 15 bytes
-            if fields[0] not in b"ZX":
-                parents[_Process(int(stat.parent.name), int(fields[19]))] = int(fields[1])
-    return parents
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from agenticrun_workers.pipeline.manifest import MANIFEST
+from processes import of_session, ray_folders
 from tiny_runs import tiny_document
 from waiting import eventually
 
@@ -112,27 +113,21 @@ class Command:
         if self.process.wait() != -signal.SIGKILL:
             assert self.process.returncode == 0, self.log
             return False
-        eventually(lambda: all(RAY_AGENT.search(line) for line in self._living()), 120, "only Ray's agents live on, for a minute", 0.1)
+        eventually(
+            lambda: all(RAY_AGENT.search(line) for line in of_session(self.process.pid)),
+            120,
+            "only Ray's agents live on, for a minute",
+            0.1,
+        )
         self._end_group()
-        eventually(lambda: not self._living(), 30, "nothing lives on", 0.1)
-        for folder in ray_folders() - self._others:
-            if folder.name.startswith(f"arun-{self.process.pid}-"):
-                shutil.rmtree(folder)
+        eventually(lambda: not of_session(self.process.pid), 30, "nothing lives on", 0.1)
+        for folder in ray_folders(self.process.pid) - self._others:
+            shutil.rmtree(folder)
         return True
 
     def _end_group(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-
-    def _living(self) -> list[str]:
-        """Processes of its session. Zombies only wait for init to notice."""
-        found = subprocess.run(["ps", "-o", "stat=,args=", "--sid", str(self.process.pid)], capture_output=True, text=True)
-        return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
-
-
-def ray_folders() -> set[Path]:
-    """Of every local run on this machine; pids come back."""
-    return set(Path("/tmp").glob("arun-*"))
 
 
 def killed_and_gone_on_with(folder: Path, rng: random.Random) -> dict[tuple[int, bool], dict[str, float]] | None:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from agenticrun_api.names import ExitCode
+from processes import of_session, ray_folders
 from tiny_runs import tiny_document
 from waiting import eventually
 
@@ -57,19 +58,11 @@ class Command:
         assert self._left_behind() == []
 
     def _left_behind(self) -> list[str]:
-        found = subprocess.run(["ps", "-o", "stat=,args=", "--sid", str(self.process.pid)], capture_output=True, text=True)
-        living = [line for line in found.stdout.splitlines() if not line.startswith("Z")]  # the others only wait for init to notice
-        own = [str(folder) for folder in ray_folders() - self._folders if folder.name.startswith(f"arun-{self.process.pid}-")]
-        return living + own
+        return of_session(self.process.pid) + [str(folder) for folder in ray_folders(self.process.pid) - self._folders]
 
     def steps(self) -> list[int]:
         lines = [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
         return [line["step"] for line in lines if "system/tps" in line]
-
-
-def ray_folders() -> set[Path]:
-    """Of every local run on this machine, also of those that were killed: their pids come back."""
-    return set(Path("/tmp").glob("arun-*"))
 
 
 @pytest.fixture
@@ -188,7 +181,7 @@ def test_a_ray_that_has_to_be_killed_takes_all_that_it_started_with_it_and_nothi
         assert found["left"] == []
         assert found["env"] == []
         assert found["others"] == [True, True]
-        assert not [folder for folder in ray_folders() - before if folder.name.startswith(f"arun-{program.pid}-")]
+        assert not ray_folders(program.pid) - before
     finally:
         with suppress(ProcessLookupError):
             os.killpg(program.pid, signal.SIGKILL)

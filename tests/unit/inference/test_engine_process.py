@@ -15,7 +15,8 @@ import pytest
 from agenticrun_workers.inference import engine_process, ports
 from agenticrun_workers.inference.engine import EngineStartError
 from agenticrun_workers.inference.engine_process import EngineProcess, Server
-from agenticrun_workers.inference.ports import family, free_port, listeners_of
+from agenticrun_workers.inference.ports import free_port, listeners_of
+from agenticrun_workers.processes import family
 from processes import lives
 from waiting import eventually
 

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from agenticrun_workers.pipeline.engines import EngineActor
-from agenticrun_workers.rollout.request_port import LENGTH_BYTES, Abort, Address, Answer, Frames, RequestPort, connect
+from agenticrun_workers.rollout.request_port import LENGTH_BYTES, Abort, Answer, Frames, RequestPort, connect
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, IntArray, SamplingParams
 from waiting import eventually_in_loop
 
@@ -126,18 +126,21 @@ async def test_an_id_that_is_asked_for_again_after_its_abort_is_aborted_when_the
     assert engine.begun == 2
 
 
-async def sleeping(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineActor, Address]:
+async def asked_while_it_sleeps(
+    engine: Engine, requests: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
+) -> tuple[EngineActor, Frames]:
+    """The actor of a sleeping engine that has read these requests, and the connection of who asked."""
     made = actor(engine, monkeypatch)
     await made.sleep()
-    return made, await made.requests_address()
+    frames = await connect(await made.requests_address(), "w")
+    frames.write(requests)
+    await eventually_in_loop(lambda: made._port.load == len(requests), 60, "the actor has read the requests")
+    return made, frames
 
 
 async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
-    made, address = await sleeping(engine, monkeypatch)
-    frames = await connect(address, "w")
-    frames.write(ask("a", 7) + ask("b", 8))
-    await eventually_in_loop(lambda: made._port.load == 2, 60, "the actor has read the requests")
+    made, frames = await asked_while_it_sleeps(engine, ask("a", 7) + ask("b", 8), monkeypatch)
     await made.wake()
     assert engine.begun == 0
     await made.finish_update()
@@ -149,10 +152,7 @@ async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatc
 async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its id may be asked for again at once, and that request waits like any other."""
     engine = Engine()
-    made, address = await sleeping(engine, monkeypatch)
-    frames = await connect(address, "w")
-    frames.write(ask("a"))
-    await eventually_in_loop(lambda: made._port.load == 1, 60, "the actor has read the request")
+    made, frames = await asked_while_it_sleeps(engine, ask("a"), monkeypatch)
     for message in (Abort(["a"]), ask("a", 7)):
         frames.write(message)
     (given_up,) = await answers(frames, 1)
@@ -169,10 +169,7 @@ async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_
 
 async def test_a_request_that_is_given_up_as_its_engine_gets_its_weights_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
-    made, address = await sleeping(engine, monkeypatch)
-    frames = await connect(address, "w")
-    frames.write(ask("a"))
-    await eventually_in_loop(lambda: made._port.load == 1, 60, "the actor has read the request")
+    made, frames = await asked_while_it_sleeps(engine, ask("a"), monkeypatch)
     await made.finish_update()
     await made._abort(["w.0/a"])
     await idle(lambda: made._port.load)

@@ -8,6 +8,8 @@ import random
 import socket
 from pathlib import Path
 
+from agenticrun_workers.processes import family
+
 FIRST, LAST = 20_000, 32_000
 """Below the range that the kernel gives to outgoing connections (from 32768), so those do not take a server's port."""
 LISTEN = "0A"
@@ -41,19 +43,6 @@ def listens_alone(pid: int, port: int) -> bool:
     """
     listeners = listeners_of(port)
     return bool(listeners) and listeners <= {inode for each in family(pid) for inode in _sockets(each)}
-
-
-def family(pid: int) -> list[int]:
-    """A process and all its descendants."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            own, _, rest = stat.read_text(errors="replace").partition(" ")  # the kernel cuts names, within a letter too
-            children.setdefault(int(rest.rpartition(")")[2].split()[1]), []).append(int(own))
-    pids = [pid]
-    for each in pids:
-        pids += children.get(each, [])
-    return pids
 
 
 def _sockets(pid: int) -> set[int]:
