@@ -12,14 +12,12 @@ class Components:
 
     Args:
         programs: path of each program that we built, by name.
-        cni_plugins: folder of the CNI plugins.
     """
 
-    def __init__(self, settings: Settings, programs: dict[str, Path], cni_plugins: Path) -> None:
+    def __init__(self, settings: Settings, programs: dict[str, Path]) -> None:
         """See the class."""
         self._settings = settings
         self._programs = programs
-        self._cni_plugins = cni_plugins
 
     def etcd(self) -> ProcessSpec:
         """One member; no fsync, because the data never outlives the machine's uptime."""
@@ -105,7 +103,7 @@ class Components:
         settings = self._settings
         config = settings.etc / "containerd.toml"
         files = {
-            config: configs.containerd(settings, self._cni_plugins),
+            config: configs.containerd(settings, configs.cni_plugin_folder()),
             settings.etc / "cni" / "10-bridge.conflist": configs.cni(settings),
             settings.etc / "registries" / settings.registry / "hosts.toml": configs.registry_hosts(settings),
         }

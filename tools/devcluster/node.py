@@ -59,7 +59,7 @@ class Node:
         self._processes = ProcessTable(settings.state / "processes", settings.logs, settings.netns_path)
         self.containerd = Containerd(settings, binaries.paths()["imagectl"])
         self._kubectl = Kubectl(binaries.paths()["kubectl"], settings.kubeconfig)
-        self._components = Components(settings, binaries.paths(), configs.cni_plugin_folder())
+        self._components = Components(settings, binaries.paths())
 
     def up(self) -> None:
         """Brings the cluster up; see the module.
