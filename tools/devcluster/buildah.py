@@ -24,8 +24,8 @@ class Buildah:
         """Starts nothing."""
         self._settings = settings
         store = settings.cache / "buildah"
-        # Its temporary files and the cache mounts of RUN lines follow TMPDIR.
-        self._environment = {"TMPDIR": str(store / "tmp")}
+        # Buildah's temporary files and the cache mounts of RUN lines follow TMPDIR.
+        self._tmp = store / "tmp"
         self._argv = [
             "buildah",
             "--root",
@@ -35,7 +35,6 @@ class Buildah:
             "--storage-driver",
             "overlay",
         ]
-        (store / "tmp").mkdir(parents=True, exist_ok=True)
 
     @property
     def base(self) -> str:
@@ -75,7 +74,7 @@ class Buildah:
         try:
             with progress(f"building the {recipe.name} image"):
                 log = self._settings.cache / "log" / f"image-{recipe.name}.log"
-                run([*self._argv, *argv, "."], cwd=root, env=self._environment, log=log)
+                self._run(*argv, ".", cwd=root, log=log)
         finally:
             self._run("rm", "--all")  # a failed build leaves its working container, which holds gigabytes
 
@@ -95,5 +94,6 @@ class Buildah:
         """Removes an image; layers that another one uses stay."""
         self._run("rmi", image)
 
-    def _run(self, *arguments: str) -> str:
-        return run([*self._argv, *arguments], env=self._environment)
+    def _run(self, *arguments: str, cwd: Path | None = None, log: Path | None = None) -> str:
+        self._tmp.mkdir(parents=True, exist_ok=True)
+        return run([*self._argv, *arguments], cwd=cwd, env={"TMPDIR": str(self._tmp)}, log=log)

@@ -103,7 +103,7 @@ class Components:
         settings = self._settings
         config = settings.etc / "containerd.toml"
         files = {
-            config: configs.containerd(settings, configs.cni_plugin_folder()),
+            config: configs.containerd(settings, configs.cni_plugin_folder() or configs.CNI_FOLDERS[0]),
             settings.etc / "cni" / "10-bridge.conflist": configs.cni(settings),
             settings.etc / "registries" / settings.registry / "hosts.toml": configs.registry_hosts(settings),
         }

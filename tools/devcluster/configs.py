@@ -11,10 +11,13 @@ from devcluster.settings import Settings
 PAUSE_IMAGE = "localhost/agenticrun/pause:1"
 
 
-def cni_plugin_folder() -> Path:
-    """Where the distribution keeps the CNI plugins (Debian's package, else upstream's place)."""
-    debian = Path("/usr/lib/cni")
-    return debian if debian.is_dir() else Path("/opt/cni/bin")
+CNI_FOLDERS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
+"""Folders of the CNI plugins: Debian's package, then upstream."""
+
+
+def cni_plugin_folder() -> Path | None:
+    """Return the folder with the CNI plugins, or None before they are installed."""
+    return next((folder for folder in CNI_FOLDERS if (folder / "bridge").exists()), None)
 
 
 def containerd(settings: Settings, cni_plugins: Path) -> str:

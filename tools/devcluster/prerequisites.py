@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from devcluster.configs import cni_plugin_folder
 from devcluster.console import progress
 from devcluster.errors import DevclusterError, NoClusterPossible
 from devcluster.settings import Settings
@@ -25,7 +26,6 @@ PACKAGES: Mapping[str, str] = {
     "buildah": "buildah",
     "debootstrap": "debootstrap",
 }
-_CNI_FOLDERS = (Path("/usr/lib/cni/bridge"), Path("/opt/cni/bin/bridge"))
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # bit numbers of linux/capability.h
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
@@ -33,7 +33,7 @@ _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 def missing_packages() -> list[str]:
     """Debian packages whose files this machine lacks."""
     missing = [package for command, package in PACKAGES.items() if shutil.which(command) is None]
-    if not any(path.exists() for path in _CNI_FOLDERS):
+    if cni_plugin_folder() is None:
         missing.append("containernetworking-plugins")
     if not _KEYRING.exists():
         missing.append("debian-archive-keyring")

@@ -28,7 +28,7 @@ _PROGRAMS = (
 @pytest.fixture
 def components(settings: Settings) -> Components:
     """Components with made-up program paths."""
-    return Components(settings, {name: Path("/programs") / name for name in _PROGRAMS}, Path("/cni"))
+    return Components(settings, {name: Path("/programs") / name for name in _PROGRAMS})
 
 
 def all_specs(components: Components) -> list[ProcessSpec]:
@@ -101,6 +101,25 @@ def test_cni_hands_out_addresses_that_the_host_routes(settings: Settings) -> Non
     assert bridge["ipam"]["ranges"] == [[{"subnet": settings.pod_cidr}]]
     routed = {command[3] for command in network.plan(settings) if list(command[:3]) == ["ip", "route", "add"]}
     assert routed == {settings.pod_cidr, settings.service_cidr}
+
+
+def test_the_cni_folder_is_the_one_that_has_the_plugins_when_containerd_starts(
+    components: Components, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    debian, upstream = tmp_path / "usr/lib/cni", tmp_path / "opt/cni/bin"
+    monkeypatch.setattr(configs, "CNI_FOLDERS", (debian, upstream))
+
+    def folder() -> str:
+        (text,) = [text for path, text in components.containerd().files.items() if path.name == "containerd.toml"]
+        found = re.search(r'bin_dir = "(.*)"', text)
+        assert found is not None
+        return found[1]
+
+    for installed in (upstream, debian):
+        installed.mkdir(parents=True)
+        assert folder() != str(installed), "a folder without plugins is not taken"
+        (installed / "bridge").touch()
+        assert folder() == str(installed)
 
 
 def test_image_store_outlives_the_state(settings: Settings) -> None:

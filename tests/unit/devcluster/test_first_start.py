@@ -1,0 +1,67 @@
+"""On a new machine: nothing about it is read before the prerequisites are installed."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from devcluster.clusters import HostCluster
+from devcluster.settings import Settings
+
+_TOOLS = Path(__file__).resolve().parents[3] / "tools"
+# Imports every module with the functions that look at a machine replaced by ones that refuse.
+_IMPORT_BLINDFOLDED = """
+import importlib, os, pathlib, pkgutil, shutil, subprocess, tempfile
+import devcluster
+
+def refuse(*arguments, **more):
+    raise AssertionError(f"looks at the machine while it is imported: {arguments}")
+
+for place, names in {
+    shutil: ["which"],
+    subprocess: ["run", "Popen", "check_output"],
+    os: ["access", "listdir"],
+    pathlib.Path: ["exists", "is_dir", "is_file", "read_text", "read_bytes", "iterdir", "glob", "mkdir"],
+}.items():
+    for name in names:
+        setattr(place, name, refuse)
+for name in NAMES:
+    print(importlib.import_module(f"devcluster.{name}").__name__)
+"""
+
+
+def test_modules_look_at_nothing_while_they_are_imported() -> None:
+    names = [path.stem for path in (_TOOLS / "devcluster").glob("*.py") if path.stem not in ("__init__", "__main__")]
+    program = _IMPORT_BLINDFOLDED.replace("NAMES", repr(names))
+    done = subprocess.run([sys.executable, "-c", program], cwd=_TOOLS, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == len(names)
+
+
+def test_a_cluster_that_is_constructed_looks_at_nothing_but_our_own_files(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = (str(tmp_path), str(_TOOLS))
+    looked: list[str] = []
+
+    def watched(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def look(path: Any = ".", *arguments: Any, **more: Any) -> Any:
+            if not str(path).startswith(ours):
+                looked.append(f"{name} {path}")
+            return real(path, *arguments, **more)
+
+        return look
+
+    with monkeypatch.context() as patch:
+        for name in ("stat", "scandir", "listdir", "access"):
+            patch.setattr(os, name, watched(name))
+        patch.setattr(subprocess, "Popen", lambda *arguments, **more: looked.append(f"runs {arguments}"))
+        HostCluster(settings)
+    assert looked == []
+    assert list(tmp_path.iterdir()) == [], "nothing is written either"
