@@ -30,11 +30,11 @@ import ray
 from record import write_record
 
 from agenticrun_api import Pipeline, parse_run
+from agenticrun_workers.inference.actor import LOG_FOLDER, EngineActor
+from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.inference.engine_home import engines_folder
 from agenticrun_workers.models import InitializeSpec, initialize_model
-from agenticrun_workers.pipeline.engines import LOG_FOLDER, EngineActor
-from agenticrun_workers.pipeline.model_source import ModelSource
-from agenticrun_workers.rollout.generation_client import GenerationClient
+from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.types import GenerationRequest, SamplingParams
 
 ENGINES = ("transformers", "sglang", "vllm")

@@ -24,21 +24,21 @@ from record import write_record
 from agenticrun_api import AgenticRun
 from agenticrun_api.overrides import load_run_with
 from agenticrun_workers.agents import ChatFormat, Generate, random_valid_policy
+from agenticrun_workers.driver.batch_plan import plan_batch
+from agenticrun_workers.driver.credit import assign, kl_controller, most_uncertain, updated
 from agenticrun_workers.envs import Env, make_env
 from agenticrun_workers.inference import TransformersEngine
 from agenticrun_workers.models import load_model, load_tokenizer
-from agenticrun_workers.pipeline.batch_plan import plan_batch
-from agenticrun_workers.pipeline.credit import assign, kl_controller, most_uncertain, updated
-from agenticrun_workers.pipeline.model_files import make_model_files
-from agenticrun_workers.pipeline.model_source import ModelSource, ModelSources
-from agenticrun_workers.pipeline.rank_actor import CRITIC, REFERENCE
-from agenticrun_workers.pipeline.trainers import Prepared, TrainerActor
+from agenticrun_workers.models.files import make_model_files
+from agenticrun_workers.models.source import ModelSource, ModelSources
 from agenticrun_workers.rollout.env_worker import build_agents, describe_envs
 from agenticrun_workers.rollout.groups import EpisodeResult, Group, tag_cycle
-from agenticrun_workers.rollout.seeds import episode
-from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.seeds import episode
+from agenticrun_workers.serialization import pack, unpack
+from agenticrun_workers.trainer.policy_rank import Prepared, TrainerActor
+from agenticrun_workers.trainer.rank import CRITIC, REFERENCE
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
-from agenticrun_workers.weight_sync.layout import buckets_of
+from agenticrun_workers.weights.buckets import buckets_of
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "frozen-lake.yaml"
 BUCKET_BYTES = 64 << 20

@@ -24,7 +24,7 @@ import torch
 from record import write_record
 from torch import Tensor
 
-from agenticrun_workers.training.scoring import CHUNK_ELEMENTS, score
+from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS, score
 
 TOKENS, NAIVE_TOKENS, VOCABULARY, HIDDEN = 32_768, 1024, 151_936, 64
 TEMPERATURE = 0.8

@@ -37,11 +37,11 @@ from agenticrun_api import Pipeline
 from agenticrun_api.overrides import load_run_with
 from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.inference import TransformersEngine
-from agenticrun_workers.pipeline.engines import EngineActor
-from agenticrun_workers.pipeline.node_weights import NodeWeights
-from agenticrun_workers.pipeline.trainers import TrainerActor
-from agenticrun_workers.pipeline.weight_sync import Receiver, WeightSync
+from agenticrun_workers.inference.actor import EngineActor
+from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.types import GenerationRequest, SamplingParams
+from agenticrun_workers.weights.node_weights import NodeWeights
+from agenticrun_workers.weights.sync import Receiver, WeightSync
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "frozen-lake.yaml"
 """Any run does: the trainer's class wants one."""
@@ -115,7 +115,7 @@ class Trainer(Meets, TrainerActor):
         yield from self._sender.send(self._held)
 
     def weight_shapes(self) -> Any:
-        from agenticrun_workers.weight_sync.sender import shapes_of
+        from agenticrun_workers.weights.sender import shapes_of
 
         return shapes_of(self._held)
 

@@ -27,7 +27,7 @@ from agenticrun_workers.inference.ports import listeners_of
 from agenticrun_workers.models import load_model
 from agenticrun_workers.processes import family
 from agenticrun_workers.types import FinishReason
-from agenticrun_workers.weight_sync.broadcast import WeightGroup
+from agenticrun_workers.weights.collective import WeightGroup
 from engine_checks import Models, ask, files, prompt, same_logprobs
 from processes import lives
 from tiny_model import CONTEXT

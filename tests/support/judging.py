@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from agenticrun_api.environments import RewardSpec
-from agenticrun_workers.rollout.judges import JudgedEpisode, JudgedTurn, Judgement
+from agenticrun_workers.rollout.rewards import JudgedEpisode, JudgedTurn, Judgement
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 
 

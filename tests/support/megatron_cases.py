@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from agenticrun_workers.models import load_model
 from agenticrun_workers.models.saving import write_model
-from agenticrun_workers.training import OptimizerSpec, Sample, TrainStrategy
+from agenticrun_workers.trainer import OptimizerSpec, Sample, TrainStrategy
 from ragged_samples import LOSSES, VOCABULARY, batch
 
 SPEC = OptimizerSpec(1e-2, "linear", warmup_steps=2, total_steps=20, weight_decay=0.01)

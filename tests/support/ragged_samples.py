@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.losses import Cispo, Decoupled, Kimi15, Ppo, Tis, Topr, Vanilla
 from agenticrun_workers.models import InitializeSpec, initialize_model
-from agenticrun_workers.training import LossSpec, Sample, ValueLossSpec
+from agenticrun_workers.trainer import LossSpec, Sample, ValueLossSpec
 
 VOCABULARY = 21
 ADDED = {"entropy_coef": 0.03, "kl_coef": 0.05, "temperature": 0.8, "aggregation_norm": 7.0}

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from agenticrun_workers.inference.request_port import Address, RequestPort
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.rollout.request_port import Address, RequestPort
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey, FinishReason, Generation, GenerationRequest, IntArray, StopReason, Stream
 
 Fate = Callable[[GroupTask, int], StopReason]

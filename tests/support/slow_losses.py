@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.losses import Cispo, Decoupled, Kimi15, Ppo, Tis, Topr, Vanilla, Variant
-from agenticrun_workers.training import LossSpec, Sample
+from agenticrun_workers.trainer import LossSpec, Sample
 
 
 def actor_loss(model: PreTrainedModel, samples: list[Sample], spec: LossSpec) -> Tensor:

@@ -18,17 +18,17 @@ from torch import Tensor
 from agenticrun_api import Pipeline
 from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.inference import TransformersEngine
+from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
 from agenticrun_workers.models.lora import LoraSpec, add_lora
-from agenticrun_workers.pipeline.adapter_node import AdapterNode
-from agenticrun_workers.pipeline.engines import EngineActor
-from agenticrun_workers.pipeline.model_source import ModelSource
-from agenticrun_workers.pipeline.node_weights import NodeWeights
-from agenticrun_workers.pipeline.trainers import TrainerActor
-from agenticrun_workers.pipeline.weight_sync import Receiver, SyncReport, WeightSync
-from agenticrun_workers.training import OptimizerSpec, TorchPolicy
+from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.trainer import OptimizerSpec, TorchPolicy
+from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.types import GenerationRequest, SamplingParams
-from agenticrun_workers.weight_sync.shared_folder import SHARED_MEMORY
+from agenticrun_workers.weights.adapter_node import AdapterNode
+from agenticrun_workers.weights.node_weights import NodeWeights
+from agenticrun_workers.weights.shared_folder import SHARED_MEMORY
+from agenticrun_workers.weights.sync import Receiver, SyncReport, WeightSync
 from waiting import eventually_in_loop
 
 WORDS = tuple("abcdefghijklmnop")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from agenticrun_api import AgenticRun, FinalReport, Progress, parse_run
-from agenticrun_workers.pipeline.board import Attempt
-from agenticrun_workers.pipeline.requests import Requests
-from agenticrun_workers.pipeline.session import Session
+from agenticrun_workers.driver.attempt import Session
+from agenticrun_workers.driver.progress import Attempt
+from agenticrun_workers.driver.requests import Requests
 
 
 def tiny_document(**pipeline: Any) -> dict[str, Any]:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from agenticrun_workers.storage import Folder
-from agenticrun_workers.training import checkpoint
-from agenticrun_workers.training.options import FsdpOptions
-from agenticrun_workers.training.ranks import Ranks, whole
+from agenticrun_workers.trainer import checkpoint
+from agenticrun_workers.trainer.options import FsdpOptions
+from agenticrun_workers.trainer.ranks import Ranks, whole
 from rank_programs import take_part
 
 STEPS = 6

@@ -13,10 +13,10 @@ import torch
 from s3fs import S3FileSystem
 from torch import nn
 
-from agenticrun_workers.pipeline.checkpoints import CheckpointStore, DriverState
-from agenticrun_workers.rollout.errors import InvalidConfig
+from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.storage import Folder
-from agenticrun_workers.training import checkpoint
+from agenticrun_workers.trainer import checkpoint
 
 
 class Module:
@@ -113,7 +113,7 @@ async def test_missing_credentials_are_a_config_error_that_names_the_variables(s
 
 DYING = """
 import asyncio, sys, time
-from agenticrun_workers.pipeline.checkpoints import CheckpointStore, DriverState
+from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.storage import Folder
 
 async def shard(folder):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from agenticrun_workers.models import load_model
-from agenticrun_workers.training import LossSpec, NonFiniteGradient, OptimizerSpec, Sample, TorchPolicy
-from agenticrun_workers.training.deepspeed_policy import DeepSpeedPolicy
+from agenticrun_workers.trainer import LossSpec, NonFiniteGradient, OptimizerSpec, Sample, TorchPolicy
+from agenticrun_workers.trainer.deepspeed_policy import DeepSpeedPolicy
 from ragged_samples import LOSSES, batch
 from rank_programs import take_part
 

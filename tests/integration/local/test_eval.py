@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agenticrun_api import parse_run
 from agenticrun_api.names import ExitCode
-from agenticrun_workers.pipeline.checkpoints import CheckpointStore, DriverState
-from agenticrun_workers.pipeline.exporting import first_model
-from agenticrun_workers.pipeline.strategies import build_strategy
-from agenticrun_workers.training import Sample, TrainStrategy
+from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
+from agenticrun_workers.driver.export import first_model
+from agenticrun_workers.trainer import Sample, TrainStrategy
+from agenticrun_workers.trainer.strategies import build_strategy
 from tiny_runs import tiny_document
 
 SAMPLED = ("--set", "pipeline.eval={samples: 3, passAt: [1, 3], generating: {temperature: 1.0}}", "--set", "pipeline.deterministic=true")

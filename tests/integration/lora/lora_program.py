@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenticrun_workers.merging import adapter_names, merge
 from agenticrun_workers.models import load_model
 from agenticrun_workers.models.lora import LoraSpec, add_lora
-from agenticrun_workers.training import OptimizerSpec, Sample, TorchPolicy
-from agenticrun_workers.training.deepspeed_policy import DeepSpeedPolicy
-from agenticrun_workers.training.ranks import whole
+from agenticrun_workers.models.merging import adapter_names, merge
+from agenticrun_workers.trainer import OptimizerSpec, Sample, TorchPolicy
+from agenticrun_workers.trainer.deepspeed_policy import DeepSpeedPolicy
+from agenticrun_workers.trainer.ranks import whole
 from ragged_samples import LOSSES, batch
 from rank_programs import take_part
 

@@ -17,11 +17,11 @@ import ray
 from safetensors.torch import load_file, save_file
 
 from agenticrun_api import Outcome, parse_run
-from agenticrun_workers.pipeline.adapter_node import AdapterNode
-from agenticrun_workers.pipeline.model_source import ModelSource
-from agenticrun_workers.pipeline.node_weights import NodeWeights
-from agenticrun_workers.pipeline.weight_sync import Receiver
-from agenticrun_workers.rollout.errors import InvalidConfig
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.weights.adapter_node import AdapterNode
+from agenticrun_workers.weights.node_weights import NodeWeights
+from agenticrun_workers.weights.sync import Receiver
 from sync_actors import BUCKET_BYTES, AdapterTrainer, Drill, Engine, LossyAdapterNode, all_gone, drills, killed, make_model, serving, spawn
 from tiny_runs import TinySession, tiny_document, tiny_run
 

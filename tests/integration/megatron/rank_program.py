@@ -11,8 +11,8 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from agenticrun_workers.training import CheckpointMismatch, NonFiniteGradient, OptimizerSpec, Sample
-from agenticrun_workers.training.megatron import MegatronPolicy
+from agenticrun_workers.trainer import CheckpointMismatch, NonFiniteGradient, OptimizerSpec, Sample
+from agenticrun_workers.trainer.megatron import MegatronPolicy
 from megatron_cases import (
     CASES,
     DTYPES,

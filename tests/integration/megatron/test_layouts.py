@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agenticrun_workers.models import load_model
-from agenticrun_workers.training import TorchPolicy
+from agenticrun_workers.trainer import TorchPolicy
 from megatron_cases import (
     CASES,
     CONFIGS,

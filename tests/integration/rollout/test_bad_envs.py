@@ -16,15 +16,15 @@ import bad_envs
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat
 from agenticrun_workers.models import build_task_tokenizer
+from agenticrun_workers.models.tokenizer import TokenizerSource
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.group_plan import GroupPlan
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.rollout.seeds import env_seed
 from agenticrun_workers.rollout.store import TrajectoryStore
-from agenticrun_workers.rollout.tokenizer import TokenizerSource
+from agenticrun_workers.seeds import env_seed
 from agenticrun_workers.types import StopReason, Stream
 from rollout_fakes import FakeEngine
 

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from agenticrun_api import Role, parse_run
 from agenticrun_workers.cli.evaluate import table
-from agenticrun_workers.pipeline.evaluation import evaluation_run, pass_at, summarize
-from agenticrun_workers.rollout.errors import InvalidConfig
+from agenticrun_workers.driver.evaluation import evaluation_run, pass_at, summarize
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream
 from tiny_runs import tiny_document

@@ -19,9 +19,9 @@ from agenticrun_workers.convert import Conversion, ConvertError, Fate, as_yaml, 
 from agenticrun_workers.convert.compose import Composition
 from agenticrun_workers.convert.strategies import KEPT, ZERO_KEPT
 from agenticrun_workers.models.task_tokenizer import build_task_tokenizer
-from agenticrun_workers.training.deepspeed_options import OFFLOADED, ZERO_PASSED, DeepSpeedOptions
-from agenticrun_workers.training.megatron.options import DATA_PARALLEL, SIZES, TRANSFORMER, MegatronOptions
-from agenticrun_workers.training.options import FsdpOptions
+from agenticrun_workers.trainer.deepspeed_options import OFFLOADED, ZERO_PASSED, DeepSpeedOptions
+from agenticrun_workers.trainer.megatron.options import DATA_PARALLEL, SIZES, TRANSFORMER, MegatronOptions
+from agenticrun_workers.trainer.options import FsdpOptions
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "data/roll/agentic").glob("*.yaml"))
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from agenticrun_api import Pipeline
 from agenticrun_api.environments import DatasetSpec
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.datasets import Dataset, EpisodeItems, hold_out, place_among_tag
-from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.groups import tag_cycle
 from agenticrun_workers.types import Stream
 

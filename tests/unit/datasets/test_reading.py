@@ -11,8 +11,8 @@ import datasets as hf
 import pytest
 
 from agenticrun_api.environments import DatasetSpec
+from agenticrun_workers.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.rollout.datasets import Dataset
-from agenticrun_workers.rollout.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.types import Stream
 
 ROWS = [{"q": f"question {number}", "a": str(number)} for number in range(6)]

@@ -159,14 +159,14 @@ async def test_processes_with_names_that_are_no_text_are_found_and_killed_too(tm
 SLOW_KEEPER = """
 import os, subprocess, sys, time
 sys.path.insert(0, sys.argv[2])
-import engine_keeper
+import process_supervisor
 class Popen(subprocess.Popen):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         print("started", flush=True)
         time.sleep(1)
 subprocess.Popen = Popen
-sys.exit(engine_keeper.main(os.getppid(), sys.argv[1], ["sh", "-c", "sleep 600 & wait"]))
+sys.exit(process_supervisor.main(os.getppid(), sys.argv[1], ["sh", "-c", "sleep 600 & wait"]))
 """
 
 

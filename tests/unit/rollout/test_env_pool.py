@@ -11,11 +11,11 @@ import ray.exceptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
-from agenticrun_workers.rollout.errors import RolloutFailed
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.rollout.outbox import Outbox
-from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.rollout.result_mailbox import Outbox
+from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream
 from rollout_fakes import Remote, result
 

@@ -13,15 +13,15 @@ from PIL import Image
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, Episode
 from agenticrun_workers.envs import FrozenLake, StepResult
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models import build_task_tokenizer, words_of
+from agenticrun_workers.models.tokenizer import TokenizerSource
+from agenticrun_workers.rollout.endpoints import Peers
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker, agent_limits, describe_envs
-from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.rollout.peers import Peers
 from agenticrun_workers.rollout.store import TrajectoryStore
-from agenticrun_workers.rollout.tokenizer import TokenizerSource
-from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory, Turn
 from rollout_fakes import FakeEngine, Remote
 from waiting import eventually_in_loop

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.rollout.errors import InvalidConfig
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.group_plan import GroupPlan
 from agenticrun_workers.rollout.groups import EpisodeResult, tag_cycle
-from agenticrun_workers.rollout.seeds import derive, env_seed, episode, sampling_seed
-from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.seeds import derive, env_seed, episode, sampling_seed
+from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from rollout_fakes import result
 

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, Episode, Generate
+from agenticrun_workers.driver.credit import assign
+from agenticrun_workers.driver.evaluation import summarize
+from agenticrun_workers.driver.metrics import validation_metrics
 from agenticrun_workers.envs import FrozenLake
 from agenticrun_workers.models import build_task_tokenizer
-from agenticrun_workers.pipeline.credit import assign
-from agenticrun_workers.pipeline.evaluation import summarize
-from agenticrun_workers.pipeline.metrics import validation_metrics
+from agenticrun_workers.models.tokenizer import TokenizerSource
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.group_plan import GroupPlan
-from agenticrun_workers.rollout.group_player import PlayedGroup, play_group
+from agenticrun_workers.rollout.group_runner import PlayedGroup, play_group
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, as_episode
 from agenticrun_workers.rollout.store import TrajectoryStore
-from agenticrun_workers.rollout.tokenizer import TokenizerSource
-from agenticrun_workers.rollout.wire import unpack
+from agenticrun_workers.serialization import unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from rollout_fakes import Remote, result
 

@@ -83,8 +83,8 @@ def _of_run(file: Path, tag: str | None, changes: list[str] | None, count: int) 
     spec = pipeline.env(tag or tags[0])
     if spec.dataset is None:
         return spec.type, dict(spec.config), []
+    from agenticrun_workers.errors import InvalidConfig
     from agenticrun_workers.rollout.datasets import EpisodeItems
-    from agenticrun_workers.rollout.errors import InvalidConfig
     from agenticrun_workers.types import Stream
 
     try:

@@ -16,7 +16,7 @@ from agenticrun_workers.cli.common import Changes, RunFile, give_up, load, look_
 if TYPE_CHECKING:
     from agenticrun_api import AgenticRun
     from agenticrun_workers.cli.debug_episode import Asked
-    from agenticrun_workers.pipeline.model_source import ModelSource
+    from agenticrun_workers.models.source import ModelSource
 
 
 class Policy(StrEnum):
@@ -52,9 +52,9 @@ def debug(
         give_up(f"{file} has no environment {tag!r}; it has {', '.join(tags)}")
     look_in(file.parent)
     from agenticrun_workers.cli.debug_episode import CannotPlay, play
+    from agenticrun_workers.errors import InvalidConfig
     from agenticrun_workers.inference import EngineError
     from agenticrun_workers.plugins import PluginError
-    from agenticrun_workers.rollout.errors import InvalidConfig
 
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     try:
@@ -76,14 +76,14 @@ def _source(run: AgenticRun, model: str | None) -> ModelSource:
     """Where tokenizer and weights come from. Raises `InvalidConfig`."""
     from dataclasses import replace
 
-    from agenticrun_workers.pipeline.model_source import ModelSource
+    from agenticrun_workers.models.source import ModelSource
 
     source = ModelSource.of(run.spec.model)
     if model is not None:
         return replace(source, path=model)
     if run.spec.model.initialize is None:
         return source
-    from agenticrun_workers.pipeline.model_files import make_model_files
+    from agenticrun_workers.models.files import make_model_files
     from agenticrun_workers.rollout.env_worker import describe_envs
 
     pipeline = run.spec.pipeline

@@ -17,13 +17,13 @@ from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, Episode, Generate, make_agent, random_valid_policy
 from agenticrun_workers.cli.debug_view import View
 from agenticrun_workers.envs import Env, Renders, make_env
-from agenticrun_workers.pipeline.model_source import ModelSource
+from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.models.tokenizer import load_tokenizer
 from agenticrun_workers.rollout.camera import Filmed, animated_gif
 from agenticrun_workers.rollout.datasets import EpisodeItems
 from agenticrun_workers.rollout.env_worker import agent_limits
 from agenticrun_workers.rollout.groups import tag_cycle
-from agenticrun_workers.rollout.seeds import env_seed, sampling_seed
-from agenticrun_workers.rollout.tokenizer import load_tokenizer
+from agenticrun_workers.seeds import env_seed, sampling_seed
 from agenticrun_workers.types import EpisodeKey, FinishReason, Generation, GenerationRequest, Stream, Trajectory
 
 
@@ -132,7 +132,7 @@ async def _policy(asked: Asked, env: Any, chat: ChatFormat) -> AsyncIterator[Gen
     if asked.policy == "human":
         yield _human(env, chat, asked.console)
     elif asked.policy == "model":
-        from agenticrun_workers.pipeline.engine_builder import transformers_engine
+        from agenticrun_workers.inference.builder import transformers_engine
 
         with asked.source.folder() as folder:
             engine = transformers_engine(asked.pipeline, asked.source, folder)

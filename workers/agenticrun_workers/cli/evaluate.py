@@ -19,7 +19,7 @@ from agenticrun_workers.cli.common import Changes, RunFile, give_up, load, look_
 
 if TYPE_CHECKING:
     from agenticrun_api import AgenticRun
-    from agenticrun_workers.pipeline.evaluation import TagResult
+    from agenticrun_workers.driver.evaluation import TagResult
 
 
 def evaluate(
@@ -41,8 +41,8 @@ def evaluate(
     if checkpoint is not None and model is not None:
         raise typer.BadParameter("give --checkpoint or --model, not both")
     look_in(file.parent)
-    from agenticrun_workers.pipeline.session import report_of
-    from agenticrun_workers.rollout.errors import InvalidConfig
+    from agenticrun_workers.driver.attempt import report_of
+    from agenticrun_workers.errors import InvalidConfig
 
     console = Console()
     with tempfile.TemporaryDirectory(prefix="agenticrun-eval-") as scratch:
@@ -58,10 +58,10 @@ def evaluate(
 
 def _play(run: AgenticRun, checkpoint: str | None, model: str | None, scratch: Path, console: Console) -> tuple[dict[str, TagResult], str]:
     """The results, and what played. Raises `InvalidConfig`."""
-    from agenticrun_workers.local import embedded_ray
-    from agenticrun_workers.pipeline.evaluation import evaluate as play
-    from agenticrun_workers.pipeline.evaluation import evaluation_run
-    from agenticrun_workers.pipeline.exporting import export_checkpoint
+    from agenticrun_workers.driver.evaluation import evaluate as play
+    from agenticrun_workers.driver.evaluation import evaluation_run
+    from agenticrun_workers.driver.export import export_checkpoint
+    from agenticrun_workers.driver.local import embedded_ray
 
     what = model or run.spec.model.path or ""
     if checkpoint is not None:

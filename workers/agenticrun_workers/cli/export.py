@@ -26,8 +26,8 @@ def export(
         typer.echo(f"{output} holds files already: name a new folder", err=True)
         raise typer.Exit(2)
     look_in(file.parent)
-    from agenticrun_workers.pipeline.exporting import export_checkpoint
-    from agenticrun_workers.rollout.errors import InvalidConfig
+    from agenticrun_workers.driver.export import export_checkpoint
+    from agenticrun_workers.errors import InvalidConfig
 
     try:
         step = export_checkpoint(loaded, checkpoint, output)

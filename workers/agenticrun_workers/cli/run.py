@@ -30,8 +30,8 @@ def run(
     folder = (output or new_folder(Path("runs") / loaded.metadata.name, datetime.now(UTC))).resolve()
     look_in(file.parent)
     console = Console()
-    from agenticrun_workers.local import run_locally
-    from agenticrun_workers.pipeline.session import exit_code
+    from agenticrun_workers.driver.attempt import exit_code
+    from agenticrun_workers.driver.local import run_locally
 
     report = run_locally(loaded, folder, console)
     console.print(f"{report.outcome}: {report.message}", markup=False, highlight=False, soft_wrap=True)

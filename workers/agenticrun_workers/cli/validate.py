@@ -11,8 +11,8 @@ def validate(file: RunFile, changes: Changes = None) -> None:
     """Check a YAML file as the apiserver would, and import its environments as the workers would."""
     loaded = load(file, changes)
     look_in(file.parent)
+    from agenticrun_workers.errors import InvalidConfig
     from agenticrun_workers.rollout.env_worker import describe_envs
-    from agenticrun_workers.rollout.errors import InvalidConfig
 
     try:
         describe_envs(loaded.spec.pipeline)

@@ -24,7 +24,7 @@ START_TRIES = 4
 LOOK_SECONDS = 0.1
 PROBE_SECONDS = 30.0
 QUOTED_LINES = 25
-KEEPER = Path(__file__).with_name("engine_keeper.py")
+KEEPER = Path(__file__).with_name("process_supervisor.py")
 INHERITED_NOT = ("PYTHON", "VIRTUAL_ENV", "RAY_")
 """Variables of our own Python and Ray: the server has an environment of its own."""
 
@@ -47,7 +47,7 @@ class Server:
 
 
 class EngineProcess:
-    """One run of a server. Its processes end with this program, however that ends: see `engine_keeper`."""
+    """One run of a server. Its processes end with this program, however that ends: see `process_supervisor`."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.inference.engine import EngineError
-from agenticrun_workers.weight_sync.broadcast import WeightGroup
-from agenticrun_workers.weight_sync.reading import PartReader
+from agenticrun_workers.weights.collective import WeightGroup
+from agenticrun_workers.weights.reading import PartReader
 
 
 class HeldWeights:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from agenticrun_workers.merging import MergeRule, adapter_names, merge
+from agenticrun_workers.models.merging import MergeRule, adapter_names, merge
 
 ADAPTER = "default"
 BASE = "base_layer"

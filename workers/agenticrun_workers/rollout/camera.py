@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from agenticrun_workers.envs import Renders
-from agenticrun_workers.rollout.once import Once
+from agenticrun_workers.rollout.log_once import Once
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets as hf
 
 from agenticrun_api.environments import DatasetSpec
-from agenticrun_workers.rollout.errors import InvalidConfig, RolloutFailed
+from agenticrun_workers.errors import InvalidConfig, RolloutFailed
 
 hf.disable_progress_bars()
 

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from agenticrun_api import Pipeline
 from agenticrun_api.environments import DatasetSpec
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.dataset_files import read_splits
-from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.groups import tag_cycle
-from agenticrun_workers.rollout.seeds import derive
+from agenticrun_workers.seeds import derive
 from agenticrun_workers.types import Stream
 
 Item = Mapping[str, Any]

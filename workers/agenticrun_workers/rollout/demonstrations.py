@@ -9,8 +9,8 @@ import numpy as np
 from agenticrun_api import Pipeline
 from agenticrun_api.training import WarmupDataset
 from agenticrun_workers.agents import ChatFormat
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.datasets import Dataset
-from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.types import EpisodeKey, IntArray, StopReason, Trajectory, Turn
 
 FIELD = "spec.pipeline.warmup.dataset"

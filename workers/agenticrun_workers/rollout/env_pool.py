@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import ray
 import ray.exceptions
 
-from agenticrun_workers.rollout.errors import RolloutFailed
+from agenticrun_workers.errors import RolloutFailed
+from agenticrun_workers.rollout.endpoints import Peers
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.rollout.peers import Peers
-from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory
 
 log = logging.getLogger(__name__)

@@ -12,18 +12,18 @@ from agenticrun_api import Pipeline, Role
 from agenticrun_api.environments import EnvSpec
 from agenticrun_workers.agents import Agent, AgentLimits, ChatFormat, agent_texts, make_agent
 from agenticrun_workers.envs import HasVocabulary, TakesItem, make_env
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.inference.client import GenerationClient
+from agenticrun_workers.models.tokenizer import TokenizerSource, load_tokenizer
+from agenticrun_workers.placement import Placement, here
 from agenticrun_workers.plugins import PluginConfigError, PluginError
-from agenticrun_workers.rollout.env_supply import step_timeout
-from agenticrun_workers.rollout.episode_player import EpisodePlayer, Played, Sources
-from agenticrun_workers.rollout.errors import InvalidConfig
-from agenticrun_workers.rollout.generation_client import GenerationClient
+from agenticrun_workers.rollout.endpoints import Peers
+from agenticrun_workers.rollout.env_cache import step_timeout
+from agenticrun_workers.rollout.episode_runner import EpisodePlayer, Played, Sources
 from agenticrun_workers.rollout.groups import EpisodeResult
-from agenticrun_workers.rollout.outbox import Outbox
-from agenticrun_workers.rollout.peers import Peers
-from agenticrun_workers.rollout.placement import Placement, here
-from agenticrun_workers.rollout.seeds import derive
-from agenticrun_workers.rollout.tokenizer import TokenizerSource, load_tokenizer
-from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.rollout.result_mailbox import Outbox
+from agenticrun_workers.seeds import derive
+from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
 
 

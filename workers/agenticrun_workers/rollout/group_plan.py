@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from agenticrun_api import Pipeline
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.plugins import PluginError, Registry
-from agenticrun_workers.rollout.errors import InvalidConfig
 from agenticrun_workers.rollout.groups import tag_cycle
 
 Refuses = Callable[[list[float]], bool]

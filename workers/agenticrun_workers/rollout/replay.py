@@ -12,11 +12,11 @@ from itertools import groupby
 from typing import Any
 
 from agenticrun_api import Pipeline
+from agenticrun_workers.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.rollout.controller import Batch, RolloutController, RolloutCounts, RolloutPosition
-from agenticrun_workers.rollout.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.rollout.groups import EpisodeResult, Group
 from agenticrun_workers.rollout.recording import RecordedStep, Recording, RecordingError
-from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.storage import UnusableStorage
 from agenticrun_workers.types import EpisodeKey, Trajectory
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from agenticrun_workers.rollout.wire import pack, unpack
+from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, Trajectory
 
 

@@ -1,7 +1,7 @@
 """The server's end of a trainer's broadcast, in place of SGLang's own group.
 
 SGLang joins a group of torch.distributed's world, which the other end would have to register under the same name in the same order. Ours
-is a bare process group that needs nothing but a store, as `agenticrun_workers.weight_sync.broadcast` has it.
+is a bare process group that needs nothing but a store, as `agenticrun_workers.weights.collective` has it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ dist: Any = torch.distributed
 
 PREFIX = "agenticrun-weights"
 TIMEOUT = timedelta(seconds=120)
-"""For the meeting, and for each tensor. Both as in `agenticrun_workers.weight_sync.broadcast`, the trainer's end."""
+"""For the meeting, and for each tensor. Both as in `agenticrun_workers.weights.collective`, the trainer's end."""
 
 
 class WeightGroup:

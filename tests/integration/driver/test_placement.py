@@ -1,0 +1,40 @@
+"""Actors are where their role is."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import ray
+
+from agenticrun_api import Role
+from agenticrun_workers.driver.actors import cpus
+from agenticrun_workers.placement import MisplacedActor, Placement, check_placement, here, options_for
+
+pytestmark = pytest.mark.usefixtures("ray_node")
+
+
+class Actor:
+    """Says where it is."""
+
+    def placement(self) -> Placement:
+        return here("actor-0", Role.ENV)
+
+
+def test_an_actor_reports_a_node_that_offers_its_role() -> None:
+    actor = ray.remote(Actor).options(**options_for(Role.ENV)).remote()
+    placement = ray.get(actor.placement.remote())
+    check_placement(placement)
+    assert placement.pid != os.getpid()
+    ray.kill(actor)
+
+
+def test_a_node_without_the_role_is_refused() -> None:
+    elsewhere = Placement("actor-0", Role.DRIVER, ray.get_runtime_context().get_node_id(), "pod-0", 1)
+    with pytest.raises(MisplacedActor, match="actor-0 runs on pod-0, which is not a driver pod"):
+        check_placement(elsewhere)
+
+
+@pytest.mark.parametrize(("quantity", "number"), [("500m", 0.5), ("2", 2.0), ("1.5", 1.5)])
+def test_cpu_quantities(quantity: str, number: float) -> None:
+    assert cpus(quantity) == number

@@ -1,0 +1,168 @@
+"""Whole attempts on a real Ray with a tiny model: training, what dies on the way, and going on afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import ray
+
+from agenticrun_api import AgenticRun, FinalReport, Outcome, parse_run
+from agenticrun_workers.driver.checkpoints import CheckpointStore
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.inference.actor import EngineActor, log_folder
+from agenticrun_workers.models.source import ModelSource
+from tiny_runs import TinySession, tiny_document, tiny_run
+
+pytestmark = pytest.mark.usefixtures("ray_node")
+
+COMPARED = ("rollout/score/mean", "tokens/response", "actor/entropy", "actor/pg_loss", "actor/grad_norm", "actor/lr")
+
+
+@pytest.fixture(autouse=True)
+def _see_placements(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+
+def pids(caplog: pytest.LogCaptureFixture, actor: str) -> list[int]:
+    """Process ids of actors whose name begins so, in the order in which they came up."""
+    placed = [record.args for record in caplog.records if record.msg.startswith("%s runs on")]
+    return [args[3] for args in placed if isinstance(args, tuple) and str(args[0]).startswith(actor) and isinstance(args[3], int)]
+
+
+async def execute(session: TinySession) -> FinalReport:
+    return await asyncio.wait_for(session.execute(), 240)
+
+
+async def kill_after_step(session: TinySession, step: int, caplog: pytest.LogCaptureFixture, actor: str) -> FinalReport:
+    """Run the session and kill one of its actors when `step` steps are done."""
+    running = asyncio.create_task(execute(session))
+    while session.sink.step < step and not running.done():
+        await asyncio.sleep(0.01)
+    if not running.done():
+        os.kill(pids(caplog, actor)[0], signal.SIGKILL)
+    return await running
+
+
+async def test_a_run_trains_validates_saves_and_says_so(tmp_path: Path) -> None:
+    session = TinySession(tiny_run(), tmp_path)
+    report = await execute(session)
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    last = session.sink.snapshots[-1]
+    assert (last.step, last.policy_version, last.final) == (3, 3, report)
+    assert last.metrics["val/Lake/success"] >= 0
+    assert last.metrics["val/Lake/random_success"] >= 0
+    assert sorted(session.training_steps()) == [1, 2, 3]
+    assert {line["staleness/max"] for line in session.training_steps().values()} == {0.0}
+    newest = CheckpointStore(tmp_path / "checkpoints", "tiny-uid", keep=1).newest()
+    assert newest is not None
+    assert newest.step == 3
+
+
+async def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    whole = TinySession(tiny_run(maxSteps=4), tmp_path / "whole")
+    await execute(whole)
+    stopped = TinySession(tiny_run(maxSteps=4), tmp_path / "parts")
+    running = asyncio.create_task(execute(stopped))
+    while stopped.sink.step < 2 and not running.done():
+        await asyncio.sleep(0.01)
+    stopped.requests.stop.set()
+    report = await running
+    assert report.outcome is Outcome.STOPPED, report.message
+    resumed = TinySession(tiny_run(maxSteps=4), tmp_path / "parts", attempt=2)
+    assert (await execute(resumed)).outcome is Outcome.SUCCEEDED
+    assert sorted(resumed.training_steps()) == [1, 2, 3, 4]
+    for step, expected in whole.training_steps().items():
+        found = resumed.training_steps()[step]
+        assert {k: found[k] for k in COMPARED} == pytest.approx({k: expected[k] for k in COMPARED}, rel=1e-3, abs=1e-5), step
+
+
+async def test_a_killed_env_worker_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session = TinySession(tiny_run(maxSteps=4), tmp_path)
+    report = await kill_after_step(session, 1, caplog, "env-worker")
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    assert len(pids(caplog, "env-worker")) == 2
+    assert sorted(session.training_steps()) == [1, 2, 3, 4]
+
+
+async def test_a_killed_engine_is_replaced_and_serves_the_current_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session = TinySession(tiny_run(maxSteps=4), tmp_path)
+    report = await kill_after_step(session, 1, caplog, "engine")
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    assert len(pids(caplog, "engine")) == 2
+    assert {line["staleness/max"] for line in session.training_steps().values()} == {0.0}
+
+
+async def test_a_killed_rank_ends_the_attempt_and_the_next_one_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session = TinySession(tiny_run(maxSteps=4), tmp_path)
+    report = await kill_after_step(session, 2, caplog, "trainer")
+    assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "WorkerLost", True)
+    again = TinySession(tiny_run(maxSteps=4), tmp_path, attempt=2)
+    assert (await execute(again)).outcome is Outcome.SUCCEEDED
+    assert sorted(again.training_steps()) == [1, 2, 3, 4]
+
+
+def wide(run: AgenticRun) -> AgenticRun:
+    """The same run with two pods of every role."""
+    document = run.document()
+    document["spec"]["roles"] |= {role: {"replicas": 2} for role in ("trainer", "inference", "env")}
+    return parse_run(document)
+
+
+async def test_two_of_every_role_train_as_one(tmp_path: Path) -> None:
+    one = TinySession(tiny_run(maxSteps=2), tmp_path / "one")
+    await execute(one)
+    two = TinySession(wide(tiny_run(maxSteps=2)), tmp_path / "two")
+    report = await execute(two)
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    for step, expected in one.training_steps().items():
+        found = two.training_steps()[step]
+        assert {k: found[k] for k in COMPARED} == pytest.approx({k: expected[k] for k in COMPARED}, rel=1e-3, abs=1e-5), step
+
+
+async def test_rollout_ahead_of_training_stays_within_the_limit(tmp_path: Path) -> None:
+    config = {"maxSteps": 4, "staleness": {"max": 1, "offPolicy": "Ignore"}}
+    session = TinySession(tiny_run(**config, trainEnvs={"groups": 8, "groupSize": 2, "tags": ["Lake"]}), tmp_path)
+    report = await execute(session)
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    ages = [line["staleness/max"] for line in session.training_steps().values()]
+    assert max(ages) == 1.0
+
+
+async def test_an_environment_that_does_not_import_is_a_config_error(tmp_path: Path) -> None:
+    document = tiny_document()
+    document["spec"]["pipeline"]["envs"][0]["type"] = "no_such_module:Lake"
+    report = await execute(TinySession(parse_run(document), tmp_path))
+    assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "InvalidConfig", False)
+    assert "spec.pipeline.envs[0].type" in report.message
+    assert "No module named 'no_such_module'" in report.message
+
+
+def test_servers_of_engines_log_where_their_own_ray_does() -> None:
+    """Not where the latest one on this machine does."""
+    found = ray.get(ray.remote(log_folder).remote())
+    assert (found.parent.name, found.name) == (ray.get_runtime_context().get_session_name(), "logs")
+    assert found.is_dir()
+
+
+@pytest.mark.parametrize("strategy", ["transformers", "sglang", "vllm"])
+async def test_an_engine_that_cannot_read_its_model_names_the_models_field(tmp_path: Path, strategy: str) -> None:
+    """As trainers and env workers do, which fail beside it: a run reports the first error."""
+    pipeline = tiny_run(actorInfer={"strategy": {"name": strategy}}).spec.pipeline
+    engine = ray.remote(EngineActor).options(num_cpus=0, max_concurrency=2).remote("engine")
+    with pytest.raises(InvalidConfig, match=str(tmp_path)) as raised:
+        await engine.start.remote(pipeline, ModelSource(str(tmp_path)), 0, 1)
+    assert raised.value.cause.path == "spec.model.path"  # type: ignore[attr-defined]
+    ray.kill(engine)
+
+
+async def test_a_model_that_cannot_be_loaded_is_a_config_error(tmp_path: Path) -> None:
+    document = tiny_document()
+    document["spec"]["model"] = {"path": str(tmp_path / "nothing")}
+    report = await execute(TinySession(parse_run(document), tmp_path))
+    assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "InvalidConfig", False)
+    assert "spec.model.path" in report.message

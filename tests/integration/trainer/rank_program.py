@@ -1,0 +1,123 @@
+"""The training that test_ranks.py compares; as a program, one rank of several, with the arguments MODEL WORK."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agenticrun_workers.models import load_model
+from agenticrun_workers.trainer import OptimizerSpec, Sample, TorchCritic, TorchPolicy, TorchReference
+from ragged_samples import LOSSES, VALUE_LOSSES, batch
+from rank_programs import take_part
+
+SPEC = OptimizerSpec(1e-2, "linear", warmup_steps=2, total_steps=20, weight_decay=0.01)
+LOSS = LOSSES["ppo"]
+STEPS = 3
+CUTS = {"padded": {"max_tokens": 30}, "packed": {"max_tokens": 40, "packing": True}}
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+def weights(policy: TorchPolicy) -> dict[str, np.ndarray]:
+    """The policy's as they are now, on rank 0."""
+    return {name: weight.numpy().copy() for name, weight in policy.export_weights()}
+
+
+@dataclass
+class Result:
+    """What one rank saw of a policy and its critic."""
+
+    metrics: list[dict[str, float]]
+    """Of each step, the policy's and the critic's together."""
+    logprobs: list[np.ndarray]
+    """Of its samples at the end: the policy's, and the reference's, which was copied in the middle."""
+    values: list[np.ndarray]
+    weights: dict[str, np.ndarray]
+    """At the end, on rank 0."""
+    policy_version: int
+
+
+def part(samples: list[Sample], rank: int, world: int) -> list[Sample]:
+    """Uneven on purpose: rank 0 has most of the samples and more micro-batches; the third rank has none."""
+    bounds = {1: (0, len(samples)), 2: (0, 6, len(samples)), 3: (0, 6, len(samples), len(samples))}[world]
+    return samples[bounds[rank] : bounds[rank + 1]]
+
+
+def train(model: Path, *, save: Path | None = None, resume: Path | None = None) -> Result:
+    """Train `2 * STEPS` steps and save in the middle, or resume there and train the rest."""
+    load = partial(load_model, str(model), torch.float64)
+    batches = [batch(load(), LOSS, seed, 11) for seed in range(2 * STEPS)]
+    policy, critic, reference = TorchPolicy(load, SPEC, max_tokens=30), TorchCritic(load, SPEC, max_tokens=30), TorchReference(load)
+    parts = {"policy": policy, "critic": critic, "reference": reference}
+    rank, world = policy.rank, policy.world_size
+    if resume is not None:
+        for name, trained in parts.items():
+            trained.load(str(resume / name))
+    metrics: list[dict[str, float]] = []
+    for step in range(STEPS if resume else 0, 2 * STEPS):
+        if step == STEPS and save is not None:
+            policy.policy_version = STEPS
+            reference.load_weights((name, torch.from_numpy(weight)) for name, weight in everywhere(weights(policy)).items())
+            for name, trained in parts.items():
+                trained.save(str(save / name))
+        mine = part(batches[step], rank, world)
+        actor = policy.supervised_step(mine) if step == 1 else policy.train_step(mine, LOSS)
+        metrics.append({**actor, **critic.train_step(mine, VALUE_LOSSES["clipped"])})
+    mine = part(batches[0], rank, world)
+    logprobs = [*policy.compute_log_probs(mine), *reference.compute_log_probs(mine)]
+    values = [np.append(v.values_T, v.final) for v in critic.compute_values(mine)]
+    return Result(metrics, logprobs, values, weights(policy), policy.policy_version)
+
+
+def everywhere(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Rank 0's weights on every rank."""
+    box = [weights]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]
+
+
+def gradients(model: Path) -> dict[tuple[str, str, str], dict[str, Tensor]]:
+    """The gradient of one step, by (loss, dtype, cut). Every rank computes it; the whole is the same on all."""
+    found = {}
+    for dtype, torch_dtype in DTYPES.items():
+        load = partial(load_model, str(model), torch_dtype)
+        plain = load()
+        for cut, arguments in CUTS.items():
+            policy = TorchPolicy(load, SPEC, **arguments)
+            for name, loss in LOSSES.items():
+                mine = part(batch(plain, loss), policy.rank, policy.world_size)
+                found[name, dtype, cut] = policy.gradients(mine, loss)
+            critic = TorchCritic(load, SPEC, **arguments)
+            for name, value_loss in VALUE_LOSSES.items():
+                mine = part(batch(plain, LOSS), critic.rank, critic.world_size)
+                critic.train_step(mine, value_loss)
+                found[f"critic {name}", dtype, cut] = critic.gradients(mine, value_loss)
+    return found
+
+
+def export(model: Path, folder: Path) -> None:
+    """Write the untrained policy as a Hugging Face folder."""
+    TorchPolicy(partial(load_model, str(model)), SPEC).export_folder(folder, {"note.txt": b"exported"})
+
+
+def main(model_folder: str, work_folder: str) -> dict[str, Any]:
+    """What several ranks do; two ranks also train, and resume from two ranks' checkpoint and from one's."""
+    model, work = Path(model_folder), Path(work_folder)
+    results: dict[str, Any] = {"gradients": gradients(model)}
+    if dist.get_world_size() == 2:
+        results["fresh"] = vars(train(model, save=work / "saved-by-2"))
+        results["resumed from 2"] = vars(train(model, resume=work / "saved-by-2"))
+        results["resumed from 1"] = vars(train(model, resume=work / "saved-by-1"))
+        export(model, work / "exported")
+    return results
+
+
+if __name__ == "__main__":
+    take_part(main)

@@ -1,0 +1,62 @@
+"""Credit on the driver: results become arrays, and numbers per turn go back to their trajectories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agenticrun_api import Pipeline
+from agenticrun_workers.driver.credit import assign, kl_controller, most_uncertain, updated
+from agenticrun_workers.rollout.groups import EpisodeResult, Group
+from rollout_fakes import result
+
+
+def pipeline(**changes: Any) -> Pipeline:
+    base: dict[str, Any] = {
+        "maxSteps": 10,
+        "rolloutBatchSize": 8,
+        "evalSteps": 0,
+        "envs": [{"tag": "A", "type": "frozen_lake", "formatPenalty": -0.5}],
+        "trainEnvs": {"groups": 4, "groupSize": 2, "tags": ["A"]},
+    }
+    return Pipeline.model_validate(base | changes)
+
+
+def two_groups() -> list[EpisodeResult]:
+    return [result(group, member, score=float(member)) for group in range(2) for member in range(2)]
+
+
+def test_group_estimators_give_each_turn_the_advantage_of_its_trajectory() -> None:
+    credits = assign(pipeline(algorithm={"name": "rloo"}), two_groups(), None, 0.0)
+    assert credits.kind == "advantage"
+    assert {key: per_turn.tolist() for key, per_turn in credits.per_turn.items()} == {
+        r.key: pytest.approx([2.0 * r.key.member - 1.0] * r.turns) for r in two_groups()
+    }
+    assert credits.metrics["group/zero_variance_share"] == 0.0
+
+
+def test_reinforce_puts_the_score_where_the_trajectory_ends() -> None:
+    credits = assign(pipeline(algorithm={"name": "reinforce"}), [result(0, score=8.0)], None, 0.0)
+    assert credits.kind == "reward"
+    (per_turn,) = credits.per_turn.values()
+    assert per_turn.tolist() == [0.0] * (len(per_turn) - 1) + [8.0]
+
+
+def test_the_most_uncertain_groups_keep_their_order() -> None:
+    spreads = (0.0, 3.0, 1.0, 2.0)
+    groups = tuple(Group(n, "A", (result(n, 0, score=0.0), result(n, 1, score=spread))) for n, spread in enumerate(spreads))
+    assert [group.group for group in most_uncertain(groups, 0.5)] == [1, 3]
+    assert [group.group for group in most_uncertain(groups, 0.01)] == [1]
+
+
+def test_the_controller_sees_the_mean_kl_per_response_token() -> None:
+    config = pipeline(algorithm={"name": "reinforce", "rewardKl": {"coef": 0.2, "targetKl": 0.1, "horizon": 100}})
+    results = two_groups()
+    kl = {r.key: np.full(r.turns, 0.5 * r.response_tokens / r.turns) for r in results}
+    controller, seen = updated(kl_controller(config, None), results, kl)
+    assert seen == pytest.approx(0.5)
+    assert controller.coef == pytest.approx(0.2 * (1 + 0.2 * len(results) / 100))
+    assert kl_controller(config, 0.7).coef == 0.7
+    assert kl_controller(pipeline(), None).coef == 0.0

@@ -1,0 +1,331 @@
+"""The loop: what happens in which order, on fakes that only write it down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agenticrun_api import Activity, Commands, Pipeline, Progress
+from agenticrun_api.spec import Tracking
+from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
+from agenticrun_workers.driver.credit import TurnCredits
+from agenticrun_workers.driver.guards import GuardTripped
+from agenticrun_workers.driver.loop import Loop, LoopParts
+from agenticrun_workers.driver.metrics import Metrics
+from agenticrun_workers.driver.progress import Attempt, ProgressBoard
+from agenticrun_workers.driver.requests import Requests, StopRequested
+from agenticrun_workers.driver.samples import SampleWriter
+from agenticrun_workers.driver.validation import Validator
+from agenticrun_workers.errors import RolloutFailed
+from agenticrun_workers.inference import EngineStats
+from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
+from agenticrun_workers.rollout.gate import StalenessGate
+from agenticrun_workers.rollout.group_plan import GroupPlan
+from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupTask
+from agenticrun_workers.trainer.policy_rank import Prepared
+from agenticrun_workers.types import Stream
+from agenticrun_workers.weights.sync import SyncReport
+from agenticrun_workers.weights.transport import Transport
+from rollout_fakes import FakePlayers
+
+
+class Sink:
+    """Keeps every snapshot."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[Progress] = []
+        self.samples: list[str] = []
+
+    def update(self, progress: Progress) -> None:
+        self.snapshots.append(Progress.model_validate_json(progress.model_dump_json(by_alias=True)))
+
+    def sample(self, transcript: str) -> None:
+        self.samples.append(transcript)
+
+    async def finish(self, progress: Progress) -> None:
+        self.update(progress)
+
+
+class Players(FakePlayers):
+    """Notes when a stream begins to play."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    async def play(self, task: GroupTask) -> list[EpisodeResult]:
+        if task.group == 0 or task.stream is Stream.TRAIN:
+            who = " randomly" if task.random_policy else ""
+            event = f"play {task.stream}{who}"
+            if self.events[-1:] != [event]:
+                self.events.append(event)
+        return await super().play(task)
+
+
+class Run:
+    """A loop on fakes. `events` is what happened, in order."""
+
+    def __init__(self, folder: Path, *, resume: DriverState | None = None, **changes: Any) -> None:
+        config: dict[str, Any] = {
+            "maxSteps": 3,
+            "rolloutBatchSize": 4,
+            "valBatchSize": 6,
+            "evalSteps": 2,
+            "saveSteps": 0,
+            "envs": [{"tag": "A", "type": "frozen_lake"}],
+            "trainEnvs": {"groups": 2, "groupSize": 2, "tags": ["A"]},
+            "valEnvs": {"groups": 2, "tags": ["A"]},
+        }
+        self.pipeline = Pipeline.model_validate(config | changes)
+        self.events: list[str] = []
+        self.logged: list[tuple[int, Mapping[str, float]]] = []
+        self.discarded: list[EpisodeResult] = []
+        self.players = Players(self.events)
+        self.sink = Sink()
+        self.requests = Requests()
+        self.savers = {"actor_train": self.save}
+        self.measured: Metrics = {"actor/pg_loss": 0.0}
+        self.kl: float | None = None
+        gate = StalenessGate.resumed(2, 2, self.pipeline.staleness.max, resume.step if resume else 0)
+        position = RolloutPosition(resume.next_group, resume.again) if resume else RolloutPosition()
+        self.rollout = RolloutController(self.players, gate, GroupPlan.of(self.pipeline), discard=self.discard, position=position)
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.store = CheckpointStore(folder, "uid", keep=5)
+        parts = LoopParts(
+            pipeline=self.pipeline,
+            trainers=self,
+            engines=self,
+            rollout=self.rollout,
+            validator=Validator(self.players, self.pipeline),
+            warmup=self,  # type: ignore[arg-type]
+            discard=self.discard,
+            checkpoints=self.store,
+            trackers=[self],
+            samples=SampleWriter(folder, Tracking(), self.pipeline),
+            board=ProgressBoard(self.sink, Attempt("uid", "run-1", 1), self.pipeline.max_steps),
+            requests=self.requests,
+            failures=[self.failure],
+        )
+        self.loop = Loop(parts, resume)
+
+    async def steps(self) -> AsyncIterator[Metrics]:
+        if self.pipeline.warmup:
+            self.events.append("warm up")
+            yield {"warmup/loss": 1.0}
+
+    async def freeze_reference(self) -> None:
+        self.events.append("freeze the reference")
+
+    async def prepare(self, groups: tuple[Group, ...], version: int) -> Prepared:
+        self.prepared = groups
+        if self.kl is None:
+            return Prepared(None)
+        return Prepared({r.key: np.full(r.turns, self.kl) for group in groups for r in group.results})
+
+    async def train(self, credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics:
+        self.credits = credits
+        self.events.append(f"train {'' if train_actor else 'the critic of '}version {version}")
+        return dict(self.measured)
+
+    @property
+    def weights(self) -> Any:
+        return "weights"
+
+    async def update_weights(self, weights: Any, version: int, handover: Callable[[], Awaitable[None]] | None) -> SyncReport:
+        assert (weights, handover) == ("weights", None)
+        self.players.version = version
+        self.events.append(f"sync {version}")
+        return SyncReport(Transport.DISK, 64, 0.25, {})
+
+    async def stats(self) -> Mapping[str, EngineStats]:
+        return {}
+
+    async def save(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "rank-0").touch()
+        self.events.append(f"save {Path(folder).parent.name}")
+
+    async def discard(self, results: list[EpisodeResult]) -> None:
+        self.discarded += results
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.logged.append((step, metrics))
+
+    def close(self) -> None: ...
+
+
+async def test_a_fresh_run_goes_through_its_steps_in_order(tmp_path: Path) -> None:
+    run = Run(tmp_path, warmup={"steps": 1})
+    await run.loop.run()
+    assert run.events == [
+        "warm up",
+        "freeze the reference",
+        "play validation randomly",
+        "sync 0",
+        "play validation",
+        "play train",
+        "train version 1",
+        "sync 1",
+        "play train",
+        "train version 2",
+        "sync 2",
+        "play validation",
+        "play train",
+        "train version 3",
+        "sync 3",
+        "play validation",
+        "save step-3",
+    ]
+
+
+async def test_every_trajectory_was_sampled_by_the_newest_policy_and_is_freed_after_training(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    await run.loop.run()
+    assert [metrics["staleness/max"] for _, metrics in run.logged if "staleness/max" in metrics] == [0.0] * 3
+    assert len(run.discarded) == 12
+
+
+async def test_a_resumed_run_warms_up_no_more_and_continues_its_numbers(tmp_path: Path) -> None:
+    state = DriverState(step=2, next_group=6, again=(4, 5), best_success=0.9, baselines={"val/A/random_success": 0.02})
+    run = Run(tmp_path, resume=state, warmup={"steps": 1})
+    await run.loop.run()
+    assert run.events == ["sync 2", "play validation", "play train", "train version 3", "sync 3", "play validation", "save step-3"]
+    assert [task.group for task in run.players.tasks if task.stream is Stream.TRAIN] == [4, 5]
+    assert run.sink.snapshots[-1].metrics["val/A/random_success"] == 0.02
+    assert run.logged[-1][1]["val/success/best"] == 0.9
+
+
+async def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.players.hold(2)
+    running = asyncio.create_task(run.loop.run())
+    while run.players.tasks[-1:] == [] or run.players.tasks[-1].group != 3 or run.players.tasks[-1].stream is not Stream.TRAIN:
+        await asyncio.sleep(0.01)
+    run.requests.apply(Commands(stop=True))
+    with pytest.raises(StopRequested):
+        await asyncio.wait_for(running, 60)
+    saved = run.store.newest()
+    assert saved is not None
+    assert saved.driver_state().step == 1
+    assert sorted(saved.driver_state().again) == [2, 3]
+    assert run.sink.snapshots[-1].checkpoint is not None
+    assert Activity.STOPPING in {snapshot.activity for snapshot in run.sink.snapshots}
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+async def test_a_stop_loses_no_group(staleness: int, tmp_path: Path) -> None:
+    """Also where the next batch was ready before the stop."""
+    run = Run(tmp_path, maxSteps=6, evalSteps=0, staleness={"max": staleness, "offPolicy": "Ignore"})
+    trained: set[int] = set()
+    train = run.train
+
+    async def train_while_others_play(credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics:
+        trained.update(group.group for group in run.prepared)
+        await asyncio.sleep(0.05)
+        if version == 2:
+            run.requests.stop.set()
+        return await train(credits, version, train_actor=train_actor)
+
+    run.train = train_while_others_play  # type: ignore[method-assign]
+    with pytest.raises(StopRequested):
+        await run.loop.run()
+    saved = run.store.newest()
+    assert saved is not None
+    state = saved.driver_state()
+    assert sorted([*trained, *state.again]) == [*range(state.next_group)]
+    assert run.rollout.position == RolloutPosition(state.next_group, state.again)
+
+
+async def test_a_stop_during_the_warm_up_saves_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, warmup={"steps": 1})
+    run.requests.stop.set()
+    with pytest.raises(StopRequested):
+        await run.loop.run()
+    assert run.store.newest() is None
+
+
+async def test_checkpoints_come_when_due_and_when_asked_for(tmp_path: Path) -> None:
+    run = Run(tmp_path, maxSteps=4, saveSteps=3, evalSteps=0)
+    run.requests.apply(Commands(checkpoint=7))
+    run.requests.apply(Commands(checkpoint=8))
+    await run.loop.run()
+    assert [event for event in run.events if event.startswith("save")] == ["save step-1", "save step-3", "save step-4"]
+
+
+async def test_a_part_that_cannot_be_kept_alive_ends_the_attempt(tmp_path: Path) -> None:
+    run = Run(tmp_path, evalSteps=0)
+    run.players.hold(0)
+    running = asyncio.create_task(run.loop.run())
+    await asyncio.sleep(0.05)
+    run.failure.set_exception(RolloutFailed("engines died"))
+    with pytest.raises(RolloutFailed, match="engines died"):
+        await asyncio.wait_for(running, 60)
+
+
+async def test_snapshots_are_what_the_api_accepts_and_grow_in_sequence(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    await run.loop.run()
+    sequences = [snapshot.sequence for snapshot in run.sink.snapshots]
+    assert sequences == sorted(set(sequences))
+    last = run.sink.snapshots[-1]
+    assert (last.step, last.policy_version, last.reward) == (3, 3, 0.0)
+    assert last.metrics["val/A/success"] == 0.0
+    assert last.tokens_per_second is not None
+
+
+async def test_validation_plays_the_same_levels_each_time(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    await run.loop.run()
+    validated = [task for task in run.players.tasks if task.stream is Stream.VALIDATION]
+    assert sorted(task.group for task in validated) == sorted([*range(6)] * 4)
+
+
+async def test_engines_get_new_weights_every_model_update_frequency_steps_and_before_each_validation(tmp_path: Path) -> None:
+    staleness = {"max": 2, "offPolicy": "Ignore"}
+    run = Run(tmp_path, maxSteps=6, modelUpdateFrequency=3, evalSteps=4, staleness=staleness)
+    await run.loop.run()
+    assert [event for event in run.events if event.startswith("sync")] == ["sync 0", "sync 3", "sync 4", "sync 6"]
+    moved = [metrics["weight_sync/bytes"] for _, metrics in run.logged if "weight_sync/bytes" in metrics]
+    assert moved == [64.0, 0.0, 0.0, 64.0, 64.0, 0.0]
+
+
+async def test_the_critic_trains_alone_during_its_warm_up(tmp_path: Path) -> None:
+    run = Run(tmp_path, evalSteps=0, criticWarmup=2, algorithm={"name": "gae"}, critic={})
+    await run.loop.run()
+    trained = [event for event in run.events if event.startswith("train")]
+    assert trained == ["train the critic of version 1", "train the critic of version 2", "train version 3"]
+
+
+async def test_a_variance_filter_trains_on_the_most_uncertain_groups(tmp_path: Path) -> None:
+    run = Run(tmp_path, maxSteps=1, evalSteps=0, algorithm={"varianceFilter": {"keep": 0.5}})
+    await run.loop.run()
+    assert len(run.prepared) == 1
+    assert run.logged[-1][1]["group/filtered"] == 1.0
+    assert len(run.discarded) == 4
+
+
+async def test_the_kl_coefficient_adapts_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+    algorithm = {"name": "reinforce", "rewardKl": {"coef": 0.1, "targetKl": 0.01, "horizon": 40}}
+    run = Run(tmp_path, maxSteps=2, evalSteps=0, saveSteps=1, algorithm=algorithm)
+    run.kl = 1.0
+    await run.loop.run()
+    assert [metrics["critic/kl_coef"] for _, metrics in run.logged] == pytest.approx([0.1, 0.1 * 1.02])
+    saved = run.store.newest()
+    assert saved is not None
+    again = Run(tmp_path, resume=saved.driver_state(), maxSteps=3, evalSteps=0, algorithm=algorithm)
+    again.kl = 1.0
+    await again.loop.run()
+    assert again.credits.kl_coef == pytest.approx(0.1 * 1.02**2)
+
+
+async def test_a_guard_that_may_fail_the_run_does_so_after_the_step_is_logged(tmp_path: Path) -> None:
+    run = Run(tmp_path, evalSteps=0, guards={"minEntropy": 0.5, "patience": 2, "action": "Fail"})
+    run.measured = {"actor/entropy": 0.1}
+    with pytest.raises(GuardTripped, match="entropy"):
+        await run.loop.run()
+    assert [metrics["guard/entropy"] for _, metrics in run.logged] == [0.0, 1.0]

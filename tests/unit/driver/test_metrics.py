@@ -1,0 +1,195 @@
+"""Names and values of metrics."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import agenticrun_workers
+from agenticrun_api.algorithm import Guards
+from agenticrun_workers.driver.guards import guards_of
+from agenticrun_workers.driver.headline_metrics import telling
+from agenticrun_workers.driver.metrics import (
+    engine_metrics,
+    rollout_metrics,
+    success_of,
+    sync_metrics,
+    timing_metrics,
+    validation_metrics,
+)
+from agenticrun_workers.inference import EngineStats
+from agenticrun_workers.rollout.controller import Batch, RolloutCounts
+from agenticrun_workers.rollout.groups import Group
+from agenticrun_workers.trainer import torch_critic
+from agenticrun_workers.trainer.actor_metrics import nothing_learned
+from agenticrun_workers.types import StopReason
+from agenticrun_workers.weights.sync import SyncReport
+from agenticrun_workers.weights.transport import Transport
+from rollout_fakes import result
+
+
+def test_a_batch_tells_scores_ages_and_why_episodes_ended() -> None:
+    played = (result(0, 0, score=1.0, version=4), result(0, 1, stop=StopReason.MAX_TURNS, version=5))
+    failed = result(0, 2, stop=StopReason.TIMEOUT)
+    batch = Batch(
+        (Group(0, "A", played),),
+        RolloutCounts(rerolled=2, dropped=1, filtered=4, aborted_tokens=7, length_bias=-1.5, untrainable=[failed, failed]),
+        queue_depth=3,
+    )
+    metrics = rollout_metrics(batch, version=5)
+    expected = {
+        "rollout/score/mean": 0.5,
+        "staleness/mean": 0.5,
+        "staleness/max": 1.0,
+        "stop/completed": 0.25,
+        "stop/timeout": 0.5,
+        "group/rerolled": 2.0,
+        "group/dropped": 1.0,
+        "group/filtered": 4.0,
+        "group/length_bias": -1.5,
+        "rollout/aborted_tokens": 7.0,
+        "rollout/discarded": 2.0,
+        "rollout/queue_depth": 3.0,
+        "env/A/success": 0.5,
+        "env/A/action_is_valid": 1.0,
+        "env/A/score": 0.5,
+        "rollout/success/mean": 0.5,
+        "rollout/score/max": 1.0,
+        "rollout/turns/mean": 2.0,
+        "tokens/prompt": 30.0,
+        "tokens/response": 10.0,
+        "tokens/prompt_length/mean": 15.0,
+        "tokens/response_length/mean": 5.0,
+        "tokens/turn_response_length/mean": 2.5,
+        "system/samples": 2.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_episodes_that_a_judge_failed_are_counted_by_judge() -> None:
+    failed = replace(result(0, 1, stop=StopReason.ENV_ERROR), metrics={"judge/style/failures": 1.0, "judge/style/seconds": 0.5})
+    judged = replace(result(0, 0), metrics={"reward/style": 2.0})
+    batch = Batch((Group(0, "A", (judged,)),), RolloutCounts(untrainable=[failed, failed]), queue_depth=0)
+    metrics = rollout_metrics(batch, version=0)
+    assert (metrics["judge/style/failures"], metrics["env/A/reward/style"]) == (2.0, 2.0)
+
+
+def test_validation_is_averaged_per_tag_and_then_over_tags() -> None:
+    metrics = validation_metrics([result(0, score=1.0), result(1, score=0.0), result(2, score=1.0, tag="B")])
+    assert metrics["val/A/success"] == 0.5
+    assert metrics["val/B/success"] == 1.0
+    assert success_of(metrics) == 0.75
+    assert success_of({"val/A/score": 1.0}) is None
+
+
+def test_validation_tells_turns_and_why_episodes_ended() -> None:
+    metrics = validation_metrics([result(0, score=1.0), result(1, stop=StopReason.MAX_TURNS)])
+    expected = {
+        "val/A/score": 0.5,
+        "val/A/turns": 2.0,
+        "val/A/response_length": 5.0,
+        "val/A/stop/completed": 0.5,
+        "val/A/stop/max_turns": 0.5,
+        "val/score/mean": 0.5,
+        "val/success/mean": 0.5,
+    }
+    assert {name: metrics.get(name) for name in expected} == expected
+    assert "val/A/stop/timeout" not in metrics
+
+
+@pytest.mark.parametrize(("lora", "adapters", "merged"), [(False, False, None), (True, True, 0.0), (True, False, 1.0)])
+def test_a_sync_says_how_adapters_went(lora: bool, adapters: bool, merged: float | None) -> None:
+    metrics = sync_metrics(SyncReport(Transport.DISK, 64, 0.25, {}, adapters), lora=lora)
+    assert metrics.get("weight_sync/lora_merged") == merged
+    assert (metrics["weight_sync/bytes"], metrics["weight_sync/Disk"], metrics["weight_sync/SharedMemory"]) == (64.0, 1.0, 0.0)
+    assert sync_metrics(None, lora=lora) == {"weight_sync/bytes": 0.0}
+
+
+def test_speed_does_not_count_the_validation_inside_a_step() -> None:
+    metrics = timing_metrics({"step": 6.0, "val": 4.0, "sync": 0.5}, tokens=100)
+    assert metrics == {"time/step": 6.0, "time/val": 4.0, "time/sync": 0.5, "weight_sync/seconds": 0.5, "system/tps": 50.0}
+
+
+def test_engines_tell_speed_queue_and_how_busy_they_were_also_one_that_is_new() -> None:
+    def stats(generated: int, busy: float, waiting: int = 0) -> EngineStats:
+        fields = {"policy_version": 1, "running": 0, "waiting": waiting, "prompt_tokens": 0}
+        return EngineStats(**fields, generated_tokens=generated, busy_seconds=busy)
+
+    before = {"engine-0": stats(100, 5.0), "engine-1": stats(70, 5.0)}
+    after = {"engine-0": stats(300, 9.0, waiting=3), "engine-2": stats(50, 2.0)}
+    assert engine_metrics(before, after, seconds=10.0) == {
+        "engine/engine-0/tokens_per_second": 20.0,
+        "engine/engine-0/queue": 3.0,
+        "engine/engine-2/tokens_per_second": 5.0,
+        "engine/engine-2/queue": 0.0,
+        "rollout/utilization": pytest.approx(0.3),
+    }
+    assert engine_metrics(before, {}, seconds=10.0) == {}
+
+
+def test_a_snapshot_holds_the_most_telling_metrics_and_nothing_that_the_api_refuses() -> None:
+    many = {f"time/phase{i}": 1.0 for i in range(100)}
+    shown = telling({**many, "val/A/success": 0.5, "env/A/bad name": 1.0, "actor/entropy": math.nan, "rollout/score/mean": 0.1})
+    assert len(shown) == 64
+    assert list(shown)[:3] == ["val/A/success", "rollout/score/mean", "time/phase0"]
+    assert "actor/entropy" not in shown
+    assert "env/A/bad name" not in shown
+
+
+def test_many_environments_do_not_hide_the_losses() -> None:
+    many = {f"val/Level{i:02}/{name}": 0.5 for i in range(30) for name in ("success", "score", "turns")}
+    first = list(telling({**many, "actor/total_loss": 0.1, "system/tps": 10.0, "actor/entropy": 1.0}))[:16]
+    assert first[:6] == [
+        "val/Level00/success",
+        "val/Level01/success",
+        "val/Level02/success",
+        "actor/total_loss",
+        "actor/entropy",
+        "system/tps",
+    ]
+
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
+PACKAGE = Path(agenticrun_workers.__file__).parent
+FAMILIES = "actor critic engine env group guard judge reward rollout staleness stop system time tokens train val warmup weight_sync"
+METRIC = re.compile(rf"({FAMILIES.replace(' ', '|')})/[A-Za-z0-9_/<>{{}},-]*[A-Za-z0-9>}}]")
+
+
+def documented() -> re.Pattern[str]:
+    """A pattern of all names in docs/metrics.md: `<tag>` stands for any name, `{mean,max}` for each of its parts."""
+    names = [name for name in re.findall(r"`([^` ]+)`", DOCUMENT.read_text()) if METRIC.fullmatch(name)]
+    patterns = [re.sub(r"\\\{(.*?)\\\}", lambda m: f"(?:{m[1].replace(',', '|')})", re.escape(name)) for name in names]
+    return re.compile("|".join(re.sub(r"<[^/]+?>", "[^/]+", pattern) for pattern in patterns))
+
+
+def names_in_source() -> set[str]:
+    """Every metric name that is spelled out in a source file, what an f-string fills in as `x`; families filled in whole left out."""
+    found: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.add("".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return {name for name in found if METRIC.fullmatch(name) and not re.fullmatch("[a-z_]+/x", name)}
+
+
+def test_every_metric_is_explained_in_the_docs() -> None:
+    spreads = {f"{name}/mean" for name in ("critic/score", "critic/rewards", "critic/episode_rewards_norm", "critic/step_rewards_norm")}
+    measured = {
+        *rollout_metrics(Batch((Group(0, "A", (result(0, 0),)),), RolloutCounts(), queue_depth=0), version=0),
+        *validation_metrics([result(0)]),
+        *timing_metrics({"step": 1.0}, 1.0),
+        *nothing_learned(),
+        *(f"critic/{name}" for name in torch_critic.SUMS),
+        *(f"guard/{guard.name}" for guard in guards_of(Guards(min_entropy=0.1, max_zero_variance_share=0.9))),
+        *spreads,
+    }
+    heads = {name.removesuffix("/mean") for name in measured if name.endswith("/mean")}
+    explained = documented()
+    assert sorted(name for name in (measured | names_in_source()) - heads if not explained.fullmatch(name)) == []

@@ -1,0 +1,53 @@
+"""From an exception to what the run's status says about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from agenticrun_api import InvalidRun, Outcome
+from agenticrun_api.names import ExitCode
+from agenticrun_workers.driver.attempt import exit_code, report_of
+from agenticrun_workers.driver.requests import StopRequested
+from agenticrun_workers.errors import InvalidConfig
+
+
+def wrapped(cause: Exception) -> Exception:
+    """As Ray raises what an actor's method raised."""
+    error: Any = RayTaskError
+    wrapper: Exception = error("setup", "Traceback ...", cause).as_instanceof_cause()
+    return wrapper
+
+
+def test_a_config_error_is_not_tried_again_and_names_the_field() -> None:
+    error = InvalidConfig("spec.pipeline.envs[1].type", "importing mine failed: ModuleNotFoundError: No module named 'x'")
+    for raised in (error, wrapped(error)):
+        report = report_of(raised, step=0)
+        assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "InvalidConfig", False)
+        assert report.message == "spec.pipeline.envs[1].type: importing mine failed: ModuleNotFoundError: No module named 'x'"
+        assert exit_code(report) == ExitCode.INVALID_CONFIG
+
+
+def test_a_run_that_does_not_parse_is_a_config_error() -> None:
+    assert report_of(InvalidRun(["spec.model: missing"]), step=0).message == "spec.model: missing"
+
+
+def test_a_stop_is_no_failure() -> None:
+    report = report_of(StopRequested(), step=12)
+    assert (report.outcome, report.retryable) == (Outcome.STOPPED, True)
+    assert "12 steps" in report.message
+    assert exit_code(report) == ExitCode.STOPPED
+
+
+def test_a_lost_actor_is_worth_another_attempt() -> None:
+    report = report_of(ActorDiedError(), step=7)
+    assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "WorkerLost", True)
+    assert "step 7" in report.message
+    assert exit_code(report) == ExitCode.FAILED
+
+
+def test_any_other_error_is_told_in_one_line() -> None:
+    report = report_of(wrapped(RuntimeError("CUDA out of memory\nTried to allocate")), step=3)
+    assert (report.reason, report.retryable) == ("TrainingFailed", True)
+    assert report.message == "in step 3: RuntimeError: CUDA out of memory"

@@ -1,0 +1,177 @@
+"""What a client gives up is not sampled, however soon it gives it up, and wherever the request waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import ray
+
+from agenticrun_workers.inference.actor import EngineActor
+from agenticrun_workers.inference.request_port import LENGTH_BYTES, Abort, Answer, Frames, RequestPort, connect
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, IntArray, SamplingParams
+from waiting import eventually_in_loop
+
+
+def generation(tokens_T: IntArray, finish: FinishReason) -> Generation:
+    return Generation(tokens_T, np.zeros(len(tokens_T), np.float32), np.zeros(len(tokens_T), np.int32), finish)
+
+
+class Engine:
+    """Samples for ever, or what the prompt says if that is not empty. Only what it samples can be aborted, as everywhere."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.in_flight: dict[str, asyncio.Event] = {}
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        if request.request_id in self.in_flight:
+            raise ValueError("it is already in flight")
+        self.begun += 1
+        if len(request.prompt_tokens):
+            return generation(request.prompt_tokens, FinishReason.STOP)
+        aborted = self.in_flight[request.request_id] = asyncio.Event()
+        await aborted.wait()
+        del self.in_flight[request.request_id]
+        return generation(request.prompt_tokens, FinishReason.ABORT)
+
+    async def abort(self, request_ids: list[str] | None = None) -> None:
+        for request_id in list(self.in_flight) if request_ids is None else request_ids:
+            if request_id in self.in_flight:
+                self.in_flight[request_id].set()
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+
+class Woken:
+    """Weights that are there at once."""
+
+    async def finish(self) -> None: ...
+
+
+def actor(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> EngineActor:
+    """An actor in this process, whose engine has started."""
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    made = EngineActor("engine-0")
+    made._engine, made._incoming = engine, Woken()  # type: ignore[assignment]
+    return made
+
+
+def ask(name: str, *prompt: int) -> list[GenerationRequest]:
+    return [GenerationRequest(name, name, np.array(prompt, np.int32), SamplingParams(1))]
+
+
+async def answers(frames: Frames, number: int) -> list[Answer]:
+    """So many answers, in the order of their requests' ids."""
+    got: list[Answer] = []
+    async with asyncio.timeout(60):
+        while len(got) < number:
+            got += (await frames.read())[0]
+    return sorted(got, key=lambda answer: answer.request_id)
+
+
+async def idle(load: Callable[[], int]) -> None:
+    await eventually_in_loop(lambda: load() == 0, 60, "no request is under way")
+
+
+async def test_a_request_that_is_given_up_in_the_same_breath_is_stopped() -> None:
+    engine = Engine()
+    port = RequestPort(engine.generate, engine.abort)
+    frames = await connect(await port.address(), "w")
+    for message in (ask("a"), Abort(["a"]), ask("a"), Abort(["a"]), ask("a", 7)):
+        frames.write(message)  # one write, and one read
+    assert [(answer.request_id, answer.error) for answer in await answers(frames, 3)] == [("a", "")] * 3
+    assert (engine.begun, engine.in_flight) == (3, {})
+    await idle(lambda: port.load)
+    frames.close()
+
+
+class Written:
+    """A writer that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    def close(self) -> None: ...
+
+
+async def test_a_request_whose_client_leaves_in_the_same_breath_is_stopped() -> None:
+    engine, sent, reader = Engine(), Written(), asyncio.StreamReader()
+    port = RequestPort(engine.generate, engine.abort)
+    sent.write((await port.address()).secret + (1).to_bytes(LENGTH_BYTES, "big") + b"w")
+    Frames(reader, sent).write(ask("a"))  # type: ignore[arg-type]
+    reader.feed_data(sent.data)
+    reader.feed_eof()
+    await port._serve(reader, Written())  # type: ignore[arg-type]
+    await idle(lambda: port.load)
+    assert (engine.begun, engine.in_flight) == (1, {})
+
+
+async def test_an_id_that_is_asked_for_again_after_its_abort_is_aborted_when_the_client_leaves() -> None:
+    engine = Engine()
+    port = RequestPort(engine.generate, engine.abort)
+    frames = await connect(await port.address(), "w")
+    for message in (ask("a"), Abort(["a"]), ask("a")):
+        frames.write(message)
+    await answers(frames, 1)
+    frames.close()
+    await idle(lambda: port.load)
+    assert engine.begun == 2
+
+
+async def asked_while_it_sleeps(
+    engine: Engine, requests: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
+) -> tuple[EngineActor, Frames]:
+    """The actor of a sleeping engine that has read these requests, and the connection of who asked."""
+    made = actor(engine, monkeypatch)
+    await made.sleep()
+    frames = await connect(await made.requests_address(), "w")
+    frames.write(requests)
+    await eventually_in_loop(lambda: made._port.load == len(requests), 60, "the actor has read the requests")
+    return made, frames
+
+
+async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    made, frames = await asked_while_it_sleeps(engine, ask("a", 7) + ask("b", 8), monkeypatch)
+    await made.wake()
+    assert engine.begun == 0
+    await made.finish_update()
+    told = [answer.generation for answer in await answers(frames, 2)]
+    assert [each.tokens_T.tolist() for each in told if each is not None] == [[7], [8]]
+    frames.close()
+
+
+async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its id may be asked for again at once, and that request waits like any other."""
+    engine = Engine()
+    made, frames = await asked_while_it_sleeps(engine, ask("a"), monkeypatch)
+    for message in (Abort(["a"]), ask("a", 7)):
+        frames.write(message)
+    (given_up,) = await answers(frames, 1)
+    assert given_up.generation is not None
+    assert (given_up.generation.finish, len(given_up.generation.tokens_T)) == (FinishReason.ABORT, 0)
+    await made.wake()
+    await made.finish_update()
+    (answer,) = await answers(frames, 1)
+    assert answer.generation is not None
+    assert answer.generation.tokens_T.tolist() == [7]
+    assert engine.begun == 1
+    frames.close()
+
+
+async def test_a_request_that_is_given_up_as_its_engine_gets_its_weights_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    made, frames = await asked_while_it_sleeps(engine, ask("a"), monkeypatch)
+    await made.finish_update()
+    await made._abort(["w.0/a"])
+    await idle(lambda: made._port.load)
+    assert engine.in_flight == {}
+    frames.close()

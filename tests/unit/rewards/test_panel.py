@@ -1,0 +1,217 @@
+"""What judges say becomes reward, and what they fail to say never does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import Any
+
+import pytest
+
+from agenticrun_api import Pipeline
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.rollout.groups import EpisodeResult
+from agenticrun_workers.rollout.rewards import JudgedEpisode, JudgeFailed, Judgement, JudgePanel
+from agenticrun_workers.types import StopReason, Trajectory
+from judging import FakeJudge, episode, spec, trajectory
+
+
+def panel(judge: FakeJudge, *, deterministic: bool = False, **changes: Any) -> JudgePanel:
+    return JudgePanel([(spec(**changes), judge)], deterministic=deterministic)
+
+
+def rewards(judged: Trajectory) -> list[float]:
+    return [turn.reward for turn in judged.turns]
+
+
+def error_of(judged: Trajectory) -> str:
+    assert judged.stop_reason is StopReason.ENV_ERROR
+    return judged.error
+
+
+async def test_weight_times_score_is_added_to_the_last_turn_alone() -> None:
+    judged = await panel(FakeJudge(), weight=0.5).apply(trajectory(1.0, 2.0), episode("four"))
+    assert rewards(judged) == [1.0, 4.0]
+    assert judged.metrics["reward/style"] == 4.0
+    assert judged.metrics["success"] == 1.0
+    assert judged.stop_reason is StopReason.COMPLETED
+
+
+async def test_judges_add_up() -> None:
+    both = JudgePanel([(spec(name="a"), FakeJudge()), (spec(name="b", weight=-2), FakeJudge(lambda e: 10.0))])
+    judged = await both.apply(trajectory(0.0), episode("abc"))
+    assert rewards(judged) == [3.0 - 20.0]
+    assert {name: judged.metrics[name] for name in ("reward/a", "reward/b")} == {"reward/a": 3.0, "reward/b": 10.0}
+
+
+async def test_a_judge_looks_only_at_its_tags() -> None:
+    some = panel(FakeJudge(), tags=["B"])
+    assert [some.judges("A"), some.judges("B")] == [False, True]
+    assert rewards(await some.apply(trajectory(1.0), episode())) == [1.0]
+
+
+async def test_an_episode_without_turns_is_left_as_it_is() -> None:
+    empty = trajectory()
+    assert await panel(FakeJudge()).apply(empty, JudgedEpisode("A", ())) is empty
+
+
+async def test_episodes_that_finish_together_share_calls_of_at_most_the_batch_size() -> None:
+    judge = FakeJudge()
+    together = panel(judge, maxBatchSize=4)
+    await asyncio.gather(*(together.apply(trajectory(0.0, member=m), episode(f"answer {m}")) for m in range(10)))
+    assert sorted(len(call) for call in judge.calls) == [2, 4, 4]
+
+
+async def test_deterministic_runs_judge_each_episode_alone() -> None:
+    judge = FakeJudge()
+    alone = panel(judge, maxBatchSize=4, deterministic=True)
+    await asyncio.gather(*(alone.apply(trajectory(0.0), episode(f"answer {m}")) for m in range(3)))
+    assert [len(call) for call in judge.calls] == [1, 1, 1]
+
+
+async def test_a_judge_is_never_asked_more_often_at_once_than_it_allows() -> None:
+    judge = FakeJudge(seconds=0.01)
+    judge.calls_at_once = 2
+    limited = panel(judge, maxBatchSize=1)
+    await asyncio.gather(*(limited.apply(trajectory(0.0), episode(str(m))) for m in range(7)))
+    assert judge.most_at_once == 2
+
+
+async def test_waiting_for_a_place_does_not_count_as_being_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: clock[0])
+
+    class Slow(FakeJudge):
+        """Takes half a second of the loop's time."""
+
+        calls_at_once = 1
+
+        async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
+            for _ in range(5):
+                clock[0] += 0.1
+                await asyncio.sleep(0)
+            return await super().judge(episodes)
+
+    slow = panel(Slow(), maxBatchSize=1, timeoutSeconds=1.5)
+    judged = await asyncio.gather(*(slow.apply(trajectory(0.0), episode(str(m))) for m in range(5)))
+    assert {j.stop_reason for j in judged} == {StopReason.COMPLETED}
+
+
+async def test_equal_episodes_are_judged_once_also_at_the_same_time() -> None:
+    judge = FakeJudge(seconds=0.01)
+    remembering = panel(judge)
+    first = await asyncio.gather(*(remembering.apply(trajectory(0.0, member=m), episode("same")) for m in range(5)))
+    later = await remembering.apply(trajectory(0.0), episode("same"))
+    assert judge.calls == [["same"]]
+    assert sorted(j.metrics["judge/style/cached"] for j in [*first, later]) == [0, 1, 1, 1, 1, 1]
+    assert {tuple(rewards(j)) for j in [*first, later]} == {(4.0,)}
+
+
+async def test_episodes_about_different_items_are_not_equal() -> None:
+    judge = FakeJudge()
+    remembering = panel(judge)
+    for number in range(2):
+        await remembering.apply(trajectory(0.0), episode("same", item={"number": number}))
+    assert len(judge.calls) == 2
+
+
+async def test_without_cache_every_episode_is_judged() -> None:
+    judge = FakeJudge()
+    forgetful = panel(judge, cache=False)
+    for _ in range(2):
+        await forgetful.apply(trajectory(0.0), episode("same"))
+    assert len(judge.calls) == 2
+
+
+async def test_a_failure_costs_its_own_episode_and_is_not_remembered() -> None:
+    moods = {"bad": [JudgeFailed("no opinion"), 7.0]}
+
+    def score(episode: JudgedEpisode) -> Judgement:
+        return moods["bad"].pop(0) if episode.answer == "bad" else 1.0
+
+    moody = panel(FakeJudge(score))
+    bad, good = await asyncio.gather(*(moody.apply(trajectory(0.5), episode(answer)) for answer in ("bad", "good")))
+    assert error_of(bad) == "judge style: no opinion"
+    assert bad.metrics["judge/style/failures"] == 1.0
+    assert "reward/style" not in bad.metrics
+    assert rewards(bad) == [0.5]
+    assert rewards(good) == [1.5]
+    assert rewards(await moody.apply(trajectory(0.5), episode("bad"))) == [7.5]
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+async def test_a_score_that_is_no_finite_number_never_becomes_a_reward(score: float) -> None:
+    judged = await panel(FakeJudge(lambda e: score)).apply(trajectory(1.0), episode())
+    assert error_of(judged) == f"judge style: its score is {score}"
+    assert not EpisodeResult.of(judged).trainable
+
+
+async def test_a_late_judge_fails_its_call() -> None:
+    judged = await panel(FakeJudge(seconds=5), timeoutSeconds=0.05).apply(trajectory(1.0), episode())
+    assert error_of(judged) == "judge style: it took more than 0.05 s"
+
+
+def _raise(error: Exception) -> Judgement:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        (FakeJudge(lambda e: _raise(RuntimeError("boom"))), "RuntimeError: boom"),
+        (FakeJudge(lambda e: _raise(JudgeFailed("gone"))), "gone"),
+        (FakeJudge(lambda e: "high"), "ValueError: could not convert string to float: 'high'"),  # type: ignore[arg-type,return-value]
+    ],
+)
+async def test_whatever_a_judge_does_wrong_is_told(judge: FakeJudge, message: str) -> None:
+    assert error_of(await panel(judge).apply(trajectory(1.0), episode())) == f"judge style: {message}"
+
+
+async def test_a_judge_with_too_few_scores_fails_the_whole_call() -> None:
+    class Lazy(FakeJudge):
+        async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
+            return (await super().judge(episodes))[:1]
+
+    lazy = panel(Lazy())
+    judged = await asyncio.gather(*(lazy.apply(trajectory(0.0), episode(str(m))) for m in range(2)))
+    assert {error_of(j) for j in judged} == {"judge style: it gave 1 scores for 2 episodes"}
+
+
+async def test_each_problem_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    broken = panel(FakeJudge(lambda e: JudgeFailed("no opinion")))
+    with caplog.at_level(logging.WARNING):
+        for number in range(5):
+            await broken.apply(trajectory(0.0), episode(str(number)))
+    told = [record.getMessage() for record in caplog.records if record.name == JudgePanel.__module__]
+    assert told == ["judge style: no opinion"]
+
+
+def pipeline(*rewards: dict[str, Any]) -> Pipeline:
+    return Pipeline.model_validate(
+        {
+            "maxSteps": 1,
+            "rolloutBatchSize": 2,
+            "evalSteps": 0,
+            "envs": [{"tag": "A", "type": "frozen_lake"}],
+            "rewards": list(rewards),
+            "trainEnvs": {"groups": 1, "groupSize": 2, "tags": ["A"]},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("reward", "field", "message"),
+    [
+        ({"type": "applause"}, "type", "no judge is called 'applause' .known: llm_judge, reward_model.*; write module:Class"),
+        ({"type": "nowhere:score"}, "type", "importing nowhere failed"),
+        ({"type": "llm_judge", "config": {"url": "x"}}, "config", "no config key 'url'"),
+        ({"type": "llm_judge", "config": {"baseUrl": "judge", "model": "m", "prompt": "?"}}, "config", "does not begin with http"),
+        ({"type": "textwrap:dedent", "config": {"colour": 3}}, "config", "refuses its config"),
+    ],
+)
+def test_a_judge_that_cannot_be_built_is_named_by_its_field(reward: dict[str, Any], field: str, message: str) -> None:
+    good = {"name": "good", "type": "builtins:len"}
+    with pytest.raises(InvalidConfig, match=message) as caught:
+        JudgePanel.of(pipeline(good, {"name": "bad", **reward}))
+    assert caught.value.path == f"spec.pipeline.rewards[1].{field}"

@@ -1,0 +1,138 @@
+"""Options of fsdp2: which are taken, which are refused, and what they do on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from agenticrun_workers.models import load_model
+from agenticrun_workers.models.heads import UnsupportedModel
+from agenticrun_workers.trainer import OptimizerSpec, Sample, TorchPolicy, TorchReference
+from agenticrun_workers.trainer.options import FsdpOptions
+from agenticrun_workers.trainer.ulysses import attention
+from ragged_samples import LOSSES, batch, largest_difference
+
+SPEC = OptimizerSpec(1e-2)
+LOSS = LOSSES["ppo"]
+
+Load = Callable[[], PreTrainedModel]
+
+
+@pytest.fixture
+def samples(load: Load) -> list[Sample]:
+    return batch(load(), LOSS)
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    """The process group that a rank makes which is alone is taken away again."""
+    assert not dist.is_initialized()
+    yield
+    dist.destroy_process_group()
+
+
+def test_options_are_taken_under_their_names() -> None:
+    config = {"gradient_checkpointing": True, "ulysses_sequence_parallel_size": 2, "reshard_after_forward": False}
+    assert FsdpOptions.parse(config) == FsdpOptions(
+        gradient_checkpointing=True, ulysses_sequence_parallel_size=2, reshard_after_forward=False
+    )
+    assert FsdpOptions.parse({}) == FsdpOptions()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"gradient_checkpoint": True}, r"fsdp2 has no option gradient_checkpoint; it has reshard_after_forward, gradient_checkpointing"),
+        ({"param_dtype": "bfloat16"}, r"the option param_dtype of fsdp2 is decided by spec\.model\.dtype"),
+        ({"reduce_dtype": "bfloat16"}, r"reduce_dtype .* summed in float32"),
+        ({"fsdp_size": 2}, r"fsdp_size .* the number of trainer ranks"),
+        ({"max_grad_norm": 1.0}, r"max_grad_norm .* spec\.pipeline\.actorTrain\.training\.maxGradNorm"),
+        ({"offload_policy": "yes"}, r"the option offload_policy of fsdp2 must be true or false, not 'yes'"),
+        ({"offload_policy": 1}, r"offload_policy .* must be true or false, not 1"),
+        ({"ulysses_sequence_parallel_size": 0}, r"ulysses_sequence_parallel_size .* must be a whole number of at least 1, not 0"),
+        ({"logits_chunk_elements": True}, r"logits_chunk_elements .* must be a whole number of at least 1, not True"),
+    ],
+)
+def test_what_is_unknown_wrong_or_decided_elsewhere_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FsdpOptions.parse(config)
+
+
+def test_sequence_parallelism_can_be_left_out() -> None:
+    options = FsdpOptions(gradient_checkpointing=True, ulysses_sequence_parallel_size=4)
+    assert options.without_sequence_parallelism() == FsdpOptions(gradient_checkpointing=True)
+
+
+def test_a_group_larger_than_the_ranks_is_refused(load: Load) -> None:
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size 2 does not divide the 1 trainer ranks"):
+        TorchPolicy(load, SPEC, options=FsdpOptions(ulysses_sequence_parallel_size=2))
+
+
+def test_a_model_that_does_not_hand_its_sequences_down_to_its_attention_is_found_out() -> None:
+    with pytest.raises(UnsupportedModel, match="is not told by its model how sequences are cut"):
+        attention(torch.nn.Identity(), torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), None)
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_one_rank_computes_in_bfloat16_on_float32_masters(folder: Path, load_float32: Load, samples: list[Sample]) -> None:
+    policy = TorchPolicy(load_float32, SPEC, dtype=torch.bfloat16)
+    rounded = TorchReference(lambda: load_model(str(folder), torch.bfloat16))
+    for a, b in zip(policy.compute_log_probs(samples), rounded.compute_log_probs(samples), strict=True):
+        np.testing.assert_array_equal(a, b)
+    exact = TorchPolicy(load_float32, SPEC).gradients(samples, LOSS)
+    found = policy.gradients(samples, LOSS)
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    assert 1e-4 < largest_difference(found, exact) < 0.15
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_gradients_of_micro_batches_are_summed_in_float32(load_float32: Load, samples: list[Sample]) -> None:
+    """A 32nd of the same gradient 32 times, which is exact in bfloat16; the sum would not be."""
+    policy = TorchPolicy(load_float32, SPEC, dtype=torch.bfloat16, max_tokens=1)
+    assert largest_difference(policy.gradients(samples[:1] * 32, LOSS), policy.gradients(samples[:1], LOSS)) < 1e-6
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_one_rank_keeps_parameters_and_optimizer_on_the_host(load: Load, samples: list[Sample]) -> None:
+    offloaded, plain = TorchPolicy(load, SPEC, options=FsdpOptions(offload_policy=True)), TorchPolicy(load, SPEC)
+    assert isinstance(offloaded._backend.module, FSDPModule)
+    for policy in (offloaded, plain):
+        policy.train_step(samples, LOSS)
+    for (name, a), (_, b) in zip(offloaded.export_weights(), plain.export_weights(), strict=True):
+        torch.testing.assert_close(a, b, msg=name)
+
+
+def test_recomputed_layers_change_no_gradient(load: Load, samples: list[Sample]) -> None:
+    calls = {"plain": 0, "recomputing": 0}
+
+    def counted(name: str) -> PreTrainedModel:
+        model = load()
+
+        def count(*_: object) -> None:
+            calls[name] += 1
+
+        model.get_decoder().layers[0].mlp.register_forward_pre_hook(count)
+        return model
+
+    expected = TorchPolicy(lambda: counted("plain"), SPEC).gradients(samples, LOSS)
+    found = TorchPolicy(lambda: counted("recomputing"), SPEC, options=FsdpOptions(gradient_checkpointing=True)).gradients(samples, LOSS)
+    assert largest_difference(found, expected) == 0
+    assert calls["recomputing"] == calls["plain"] + 1
+
+
+def test_a_trainer_goes_on_after_a_visit_to_host_memory(load: Load, samples: list[Sample]) -> None:
+    visiting, straight = TorchPolicy(load, SPEC), TorchPolicy(load, SPEC)
+    for _ in range(2):
+        visiting.train_step(samples, LOSS)
+        visiting.offload()
+        visiting.onload()
+        straight.train_step(samples, LOSS)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(visiting.export_weights(), straight.export_weights(), strict=True))

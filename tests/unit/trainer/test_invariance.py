@@ -1,0 +1,102 @@
+"""The gradient of an optimizer step does not depend on how the batch is cut, packed, padded or ordered (ranks: integration)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from agenticrun_workers.trainer import OptimizerSpec, Sample, TorchCritic, TorchPolicy
+from ragged_samples import LOSSES, VALUE_LOSSES, batch, largest_difference
+
+SPEC = OptimizerSpec(1e-2)
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
+CUTS = {
+    "one sequence at a time": {"max_tokens": 1},
+    "a few sequences at a time": {"max_tokens": 25},
+    "all in one, packed": {"max_tokens": 10_000, "packing": True},
+    "a few rows at a time, packed": {"max_tokens": 40, "packing": True},
+}
+
+Load = Callable[[], PreTrainedModel]
+
+
+@pytest.fixture(params=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def loaded(dtype: str, load: Load, load_float32: Load) -> Load:
+    return load if dtype == "float64" else load_float32
+
+
+def shuffled(samples: list[Sample]) -> list[Sample]:
+    return [samples[i] for i in np.random.default_rng(1).permutation(len(samples))]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_policy_s_gradient_is_the_same_however_the_batch_is_cut(name: str, dtype: str, loaded: Load) -> None:
+    loss = LOSSES[name]
+    samples = batch(loaded(), loss)
+    expected = TorchPolicy(loaded, SPEC, max_tokens=10_000).gradients(samples, loss)
+    assert all(gradient.norm() > 0 for gradient in expected.values())
+    for arguments in CUTS.values():
+        for ordered in (samples, shuffled(samples)):
+            found = TorchPolicy(loaded, SPEC, **arguments).gradients(ordered, loss)
+            assert largest_difference(found, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", VALUE_LOSSES)
+def test_the_critic_s_gradient_is_the_same_however_the_batch_is_cut(name: str, dtype: str, loaded: Load) -> None:
+    loss = VALUE_LOSSES[name]
+    samples = batch(loaded(), LOSSES["ppo"])
+    expected = trained_critic(loaded, samples, max_tokens=10_000).gradients(samples, loss)
+    assert all(gradient.norm() > 0 for gradient in expected.values())
+    for arguments in CUTS.values():
+        for ordered in (samples, shuffled(samples)):
+            found = trained_critic(loaded, samples, **arguments).gradients(ordered, loss)
+            assert largest_difference(found, expected) < TOLERANCE[dtype]
+
+
+def trained_critic(loaded: Load, samples: list[Sample], **arguments: int) -> TorchCritic:
+    """A critic with a head that is not zero, so that gradients reach the decoder. Weights are the same at each call."""
+    critic = TorchCritic(loaded, SPEC, **arguments)
+    with torch.no_grad():
+        head = critic._backend.module.head
+        head.weight.copy_(torch.linspace(-1, 1, head.weight.numel()).reshape(head.weight.shape))
+    return critic
+
+
+@pytest.mark.parametrize("name", ["ppo", "decoupled segment"])
+def test_metrics_are_the_same_however_the_batch_is_cut(name: str, load: Load) -> None:
+    loss = LOSSES[name]
+    samples = batch(load(), loss)
+    expected = dict(TorchPolicy(load, SPEC, max_tokens=10_000).train_step(samples, loss))
+    waste = expected.pop("train/padding_waste")
+    for arguments in CUTS.values():
+        found = dict(TorchPolicy(load, SPEC, **arguments).train_step(shuffled(samples), loss))
+        assert found.pop("train/padding_waste") < waste
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
+def test_what_stands_behind_the_last_weighted_token_changes_nothing(load: Load) -> None:
+    loss = LOSSES["ppo"]
+    samples = batch(load(), loss)
+    longer = [longer_by(sample, 6) for sample in samples]
+    expected = TorchPolicy(load, SPEC).gradients(samples, loss)
+    assert largest_difference(TorchPolicy(load, SPEC, packing=True).gradients(longer, loss), expected) < 1e-12
+
+
+def longer_by(sample: Sample, tokens: int) -> Sample:
+    """The same sample before so many tokens of an observation."""
+    arrays = {name: getattr(sample, name) for name in Sample.__slots__ if name.endswith("_T")}
+    fills = {"turns_T": -1, "tokens_T": 3, "weight_T": 0}
+    grown = {
+        name: None if values is None else np.append(values, np.full(tokens, fills.get(name, 9), values.dtype))
+        for name, values in arrays.items()
+    }
+    return Sample(**grown, score=sample.score)

@@ -1,0 +1,303 @@
+"""The policy's trainer on one rank, against plain autograd on one unpadded sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedModel
+
+from agenticrun_workers.algorithms.losses import Decoupled, Vanilla
+from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
+from agenticrun_workers.trainer import (
+    CheckpointMismatch,
+    LossSpec,
+    NonFiniteGradient,
+    OptimizerSpec,
+    Sample,
+    TorchPolicy,
+    TorchReference,
+)
+from agenticrun_workers.trainer.options import FsdpOptions
+from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference, token_log_probs
+from slow_losses import actor_loss
+
+SPEC = OptimizerSpec(1e-2, max_grad_norm=1e9)
+LOSS = LossSpec(aggregation="token-mean", entropy_coef=0.1)
+
+Load = Callable[[], PreTrainedModel]
+
+
+@pytest.fixture
+def samples(load: Load) -> list[Sample]:
+    return batch(load(), LOSS)
+
+
+def slow_gradients(model: PreTrainedModel, samples: list[Sample], loss: LossSpec) -> dict[str, torch.Tensor]:
+    actor_loss(model, samples, loss).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weights(policy: TorchPolicy) -> dict[str, np.ndarray]:
+    return {name: weight.numpy().copy() for name, weight in policy.export_weights()}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_is_that_of_the_formulas(load: Load, name: str) -> None:
+    loss = LOSSES[name]
+    samples = batch(load(), loss)
+    found = TorchPolicy(load, SPEC, max_tokens=40).gradients(samples, loss)
+    assert largest_difference(found, slow_gradients(load(), samples, loss)) < 1e-10
+
+
+def test_a_model_of_another_architecture_with_dropout_trains_without_it() -> None:
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.5, bos_token_id=0, eos_token_id=1)
+
+    def gpt2() -> PreTrainedModel:
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).double().eval()
+
+    loss = LOSSES["ppo"]
+    samples = batch(gpt2(), loss)
+    found = TorchPolicy(gpt2, SPEC, packing=True).gradients(samples, loss)
+    assert largest_difference(found, slow_gradients(gpt2(), samples, loss)) < 1e-10
+
+
+def test_scoring_in_chunks_changes_no_gradient(load: Load, samples: list[Sample]) -> None:
+    expected = TorchPolicy(load, SPEC).gradients(samples, LOSS)
+    chunked = TorchPolicy(load, SPEC, options=FsdpOptions(logits_chunk_elements=5 * VOCABULARY))
+    assert largest_difference(chunked.gradients(samples, LOSS), expected) < 1e-12
+
+
+def test_without_old_log_probs_the_current_ones_serve(load: Load, samples: list[Sample]) -> None:
+    policy = TorchPolicy(load, SPEC)
+    bare = [replace(s, old_logprobs_T=None) for s in samples]
+    exact = [replace(s, old_logprobs_T=token_log_probs(load(), s.tokens_T, 1.0).detach().numpy()) for s in samples]
+    assert largest_difference(policy.gradients(bare, LOSS), policy.gradients(exact, LOSS)) < 1e-6
+    metrics = policy.train_step(bare, LOSS)
+    assert metrics["actor/ratio_max"] == metrics["actor/ratio_min"] == metrics["actor/ess"] == 1
+    assert metrics["actor/approxkl"] == 0
+
+
+@pytest.mark.parametrize("strategy", [TorchPolicy, TorchReference])
+def test_log_probs_of_all_response_tokens_equal_a_plain_forward_pass(load: Load, samples: list[Sample], strategy: type) -> None:
+    arguments = (load, SPEC) if strategy is TorchPolicy else (load,)
+    results = strategy(*arguments, max_tokens=30, temperature=0.7).compute_log_probs(samples)
+    for sample, result in zip(samples, results, strict=True):
+        logp_T = token_log_probs(load(), sample.tokens_T, 0.7).detach().numpy()
+        np.testing.assert_allclose(result, logp_T * (sample.turns_T >= 0), atol=1e-6)
+
+
+def test_the_supervised_gradient_is_the_mean_cross_entropy_of_weighted_tokens(load: Load, samples: list[Sample]) -> None:
+    model = load()
+    total = sum(float(s.weight_T[1:].sum()) for s in samples)
+    loss = -sum((torch.from_numpy(s.weight_T).double() * token_log_probs(model, s.tokens_T, 1.0)).sum() for s in samples) / total
+    loss.backward()
+    # With this epsilon, Adam's first step is g / (|g| + 1).
+    policy = TorchPolicy(load, OptimizerSpec(1.0, epsilon=1.0, max_grad_norm=1e9), max_tokens=40)
+    before = weights(policy)
+    metrics = policy.supervised_step(samples)
+    assert metrics["warmup/loss"] == pytest.approx(loss.item())
+    for name, parameter in model.named_parameters():
+        step = parameter.grad / (parameter.grad.abs() + 1.0)
+        np.testing.assert_allclose(weights(policy)[name], before[name] - step.numpy(), atol=1e-5)
+
+
+def test_metrics_say_what_the_step_did(load: Load) -> None:
+    loss = replace(LOSSES["ppo"], aggregation="token-mean")
+    samples = batch(load(), loss)
+    metrics = TorchPolicy(load, OptimizerSpec(1e-2, warmup_steps=4), max_tokens=30).train_step(samples, loss)
+    ratios, changes = [], []
+    for s in samples:
+        new_T = token_log_probs(load(), s.tokens_T, loss.temperature).detach().numpy()
+        changes += [new_T[t] - float(s.old_logprobs_T[t]) for t in np.flatnonzero(s.weight_T[1:]) + 1]  # type: ignore[index]
+    ratios = np.exp(changes)
+    policy_only = replace(loss, kl_coef=0.0, entropy_coef=0.0)
+    pg_loss = actor_loss(load(), samples, policy_only).item()
+    expected = {
+        "actor/pg_loss": pg_loss,
+        "actor/kl_loss": actor_loss(load(), samples, replace(policy_only, kl_coef=1.0)).item() - pg_loss,
+        "actor/entropy": pg_loss - actor_loss(load(), samples, replace(policy_only, entropy_coef=1.0)).item(),
+        "actor/total_loss": actor_loss(load(), samples, loss).item(),
+        "actor/approxkl": np.mean(np.square(changes)) / 2,
+        "actor/policykl": -np.mean(changes),
+        "actor/ratio_mean": ratios.mean(),
+        "actor/ratio_max": ratios.max(),
+        "actor/ratio_min": ratios.min(),
+        "actor/ess": ratios.sum() ** 2 / (len(ratios) * np.square(ratios).sum()),
+        "actor/lr": 2.5e-3,
+        "actor/skipped_steps": 0.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert 0 < metrics["actor/clipfrac"] < 1
+    assert metrics["actor/grad_norm"] > 0
+    assert 0 < metrics["train/padding_waste"] < 1
+
+
+def test_the_gap_to_the_engine_is_told_where_both_speak_of_the_same_weights(load: Load) -> None:
+    loss = replace(LOSSES["ppo"], kl_coef=0.0)
+    samples = batch(load(), loss)
+    bare = [replace(s, old_logprobs_T=None) for s in samples]
+    gaps: list[float] = []
+    for s in samples:
+        new_T = token_log_probs(load(), s.tokens_T, loss.temperature).detach().numpy()
+        gaps += [abs(new_T[t] - float(s.engine_logprobs_T[t])) for t in np.flatnonzero(s.weight_T[1:]) + 1]  # type: ignore[index]
+    assert TorchPolicy(load, SPEC, max_tokens=30).train_step(bare, loss)["engine/logprob_gap"] == pytest.approx(np.mean(gaps))
+    assert "engine/logprob_gap" not in TorchPolicy(load, SPEC).train_step(samples, loss)
+
+
+def test_the_gradient_is_clipped_to_its_norm(load: Load, samples: list[Sample]) -> None:
+    """Epsilon makes Adam's first step proportional to the gradient, so that its size shows the clipping."""
+    policy = TorchPolicy(load, OptimizerSpec(1.0, max_grad_norm=1e-3, epsilon=1.0))
+    before = weights(policy)
+    metrics = policy.train_step(samples, LOSS)
+    step = np.sqrt(sum(np.square(w - before[name]).sum() for name, w in weights(policy).items()))
+    assert step == pytest.approx(1e-3, rel=0.01)
+    assert metrics["actor/grad_norm"] > 1e-2
+
+
+def broken(samples: list[Sample], name: str = "advantages_T", value: float = np.nan) -> list[Sample]:
+    """The same, but for the first sample's array of this name."""
+    first = replace(samples[0], **{name: np.full(len(samples[0].tokens_T), value, np.float32)})
+    return [first, *samples[1:]]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["advantages_T", "old_logprobs_T", "is_weights_T"])
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted(load: Load, samples: list[Sample], name: str, value: float) -> None:
+    policy = TorchPolicy(load, replace(SPEC, weight_decay=0.1))
+    before = weights(policy)
+    skipped = policy.train_step(broken(samples, name, value), LOSS)["actor/skipped_steps"]
+    changed = any((weight != before[name]).any() for name, weight in weights(policy).items())
+    assert changed == (skipped == 0)
+    assert skipped == 1 or (name, value) == ("old_logprobs_T", np.inf)  # a ratio of 0 is a number
+    assert policy.train_step(samples, LOSS)["actor/skipped_steps"] == skipped
+    assert all(np.isfinite(weight).all() for weight in weights(policy).values())
+    assert any((weight != before[name]).any() for name, weight in weights(policy).items())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_reference_log_probs_that_are_not_finite_never_reach_the_weights(load: Load, samples: list[Sample], value: float) -> None:
+    policy = TorchPolicy(load, SPEC)
+    policy.train_step(broken(samples, "ref_logprobs_T", value), replace(LOSS, kl_coef=0.1))
+    assert all(np.isfinite(weight).all() for weight in weights(policy).values())
+
+
+def test_too_many_gradients_in_a_row_that_are_not_finite_end_the_run_and_name_a_parameter(load: Load, samples: list[Sample]) -> None:
+    policy = TorchPolicy(load, replace(SPEC, max_skipped_steps=2))
+    for _ in range(2):
+        policy.train_step(broken(samples), LOSS)
+    policy.train_step(samples, LOSS)
+    for _ in range(2):
+        policy.train_step(broken(samples), LOSS)
+    with pytest.raises(NonFiniteGradient, match=r"3 gradients in a row were not finite.*model\.embed_tokens\.weight"):
+        policy.train_step(broken(samples), LOSS)
+
+
+def test_a_number_that_is_not_finite_under_weight_zero_breaks_nothing(load: Load, samples: list[Sample]) -> None:
+    outside = [replace(s, advantages_T=np.where(s.weight_T > 0, s.advantages_T, np.nan).astype(np.float32)) for s in samples]
+    policy = TorchPolicy(load, SPEC)
+    assert largest_difference(policy.gradients(outside, LOSS), policy.gradients(samples, LOSS)) == 0
+
+
+def test_a_batch_without_any_weight_is_a_counted_skip_that_changes_nothing(load: Load, samples: list[Sample]) -> None:
+    empty = [replace(s, weight_T=np.zeros_like(s.weight_T)) for s in samples]
+    policy = TorchPolicy(load, replace(SPEC, weight_decay=0.1))
+    names = policy.train_step(samples, LOSS).keys()
+    before = weights(policy)
+    metrics = policy.train_step(empty, LOSS)
+    assert metrics["actor/skipped_steps"] == 1
+    assert metrics.keys() == names
+    assert np.isfinite(list(metrics.values())).all()
+    policy.supervised_step(empty)
+    for name, weight in weights(policy).items():
+        np.testing.assert_array_equal(weight, before[name])
+
+
+def test_a_loss_says_which_array_it_lacks(load: Load, samples: list[Sample]) -> None:
+    policy = TorchPolicy(load, SPEC)
+    with pytest.raises(ValueError, match="sample 0 lacks ref_logprobs_T"):
+        policy.train_step([replace(s, ref_logprobs_T=None) for s in samples], LossSpec(kl_coef=0.1))
+    with pytest.raises(ValueError, match="decoupled PPO needs the engine's log-probs"):
+        policy.train_step([replace(s, engine_logprobs_T=None, is_weights_T=None) for s in samples], LossSpec(Decoupled()))
+    with pytest.raises(ValueError, match="sample 1 lacks old_logprobs_T"):
+        policy.train_step([samples[0], replace(samples[1], old_logprobs_T=None)], LOSS)
+
+
+def test_a_ratio_level_is_refused_for_a_loss_without_ratios() -> None:
+    with pytest.raises(ValueError, match="Vanilla has no ratio that could be of level segment"):
+        LossSpec(Vanilla(), "segment")
+
+
+def test_exported_weights_have_the_model_s_names_and_values(load: Load) -> None:
+    exported = weights(TorchPolicy(load, SPEC))
+    expected = dict(load().named_parameters())
+    assert exported.keys() == expected.keys()
+    for name, weight in exported.items():
+        np.testing.assert_array_equal(weight, expected[name].detach().numpy(), strict=True)
+
+
+def test_an_exported_folder_loads_with_transformers_own_classes(load: Load, folder: Path, samples: list[Sample], tmp_path: Path) -> None:
+    policy = TorchPolicy(load, SPEC)
+    policy.train_step(samples, LOSS)
+    tokenizer_files = {file.name: file.read_bytes() for file in folder.iterdir() if "token" in file.name or "template" in file.name}
+    policy.export_folder(tmp_path / "hf", tokenizer_files)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
+    [expected] = policy.compute_log_probs(samples[:1])
+    found = token_log_probs(model, samples[0].tokens_T, 1.0).detach().numpy()
+    np.testing.assert_allclose(found * (samples[0].turns_T >= 0), expected, atol=1e-6)
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
+
+
+def test_a_reference_becomes_the_policy_whose_weights_it_is_given(load: Load, samples: list[Sample], tmp_path: Path) -> None:
+    policy, reference = TorchPolicy(load, replace(SPEC, learning_rate=0.1)), TorchReference(load)
+    policy.train_step(samples, LOSS)
+    moved = policy.compute_log_probs(samples)
+    assert any(np.abs(a - b).max() > 0.01 for a, b in zip(reference.compute_log_probs(samples), moved, strict=True))
+    reference.load_weights(policy.export_weights())
+    policy.train_step(samples, LOSS)
+    reference.save(str(tmp_path))
+    restored = TorchReference(load)
+    restored.load(str(tmp_path))
+    for frozen in (reference, restored):
+        for a, b in zip(frozen.compute_log_probs(samples), moved, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_reference_refuses_the_weights_of_another_model(load: Load) -> None:
+    other = [(name, weight[:1]) for name, weight in TorchPolicy(load, SPEC).export_weights()]
+    with pytest.raises(CheckpointMismatch, match="embed_tokens"):
+        TorchReference(load).load_weights(other)
+
+
+def test_a_resumed_trainer_goes_on_as_if_it_had_never_stopped(load: Load, tmp_path: Path) -> None:
+    spec = OptimizerSpec(1e-2, "linear", warmup_steps=2, total_steps=9)
+    loss = LOSSES["ppo"]
+    batches = [batch(load(), loss, seed) for seed in range(6)]
+    straight = TorchPolicy(load, spec)
+    for step in range(3):
+        straight.train_step(batches[step], loss)
+    straight.policy_version = 3
+    straight.save(str(tmp_path))
+    resumed = TorchPolicy(load, spec)
+    resumed.load(str(tmp_path))
+    assert resumed.policy_version == 3
+    for step in range(3, 6):
+        assert straight.train_step(batches[step], loss) == resumed.train_step(batches[step], loss)
+    for name, weight in weights(straight).items():
+        np.testing.assert_array_equal(weight, weights(resumed)[name], err_msg=name)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_parameter(load: Load, tmp_path: Path) -> None:
+    TorchPolicy(load, SPEC).save(str(tmp_path / "checkpoint"))
+    initialize_model(tmp_path / "other", InitializeSpec(tuple("abcdefghijklmnop"), hidden_size=32, heads=2))
+    other = TorchPolicy(lambda: load_model(str(tmp_path / "other")), SPEC)
+    with pytest.raises(CheckpointMismatch, match=r"embed_tokens.weight: the model has shape \[21, 32\].*shape \[21, 16\]"):
+        other.load(str(tmp_path / "checkpoint"))
+    with pytest.raises(CheckpointMismatch, match="no trainer checkpoint"):
+        other.load(str(tmp_path / "nothing"))

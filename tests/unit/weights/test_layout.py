@@ -1,0 +1,50 @@
+"""Buckets: which parameters they hold, and that their files are what safetensors reads."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from agenticrun_workers.weights.buckets import ITEM_BYTES, Shape, buckets_of
+from agenticrun_workers.weights.mapping import MappedBucket
+
+shapes = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=3)), max_size=12).map(
+    lambda found: [Shape(f"layer.{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(found)]
+)
+
+
+@given(shapes, st.integers(1, 400))
+def test_buckets_hold_every_parameter_once_in_order_within_their_size(found: list[Shape], size: int) -> None:
+    buckets = buckets_of(found, size)
+    assert [shape for bucket in buckets for shape in bucket.shapes] == found
+    for number, bucket in enumerate(buckets):
+        assert bucket.index == number
+        assert len({shape.dtype for shape in bucket.shapes}) == 1
+        assert bucket.data_bytes <= size or len(bucket.shapes) == 1
+    for one, other in pairwise(buckets):
+        first = other.shapes[0]
+        assert one.shapes[0].dtype != first.dtype or one.data_bytes + first.nbytes > size
+
+
+def test_a_parameter_that_is_exported_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="exports a twice"):
+        buckets_of([Shape("a", "F32", (1,)), Shape("a", "F32", (1,))], 100)
+
+
+def test_safetensors_reads_a_bucket(tmp_path: Path) -> None:
+    [bucket] = buckets_of([Shape("vector", "BF16", (3,)), Shape("näme", "BF16", (2, 2)), Shape("scalar", "BF16", ())], 1000)
+    mapped = MappedBucket(tmp_path, bucket)
+    values = torch.arange(8, dtype=torch.bfloat16)
+    mapped.data[:] = values.view(torch.uint8).numpy()
+    with safe_open(mapped.path, "pt") as file:
+        assert sorted(file.keys()) == ["näme", "scalar", "vector"]
+        assert torch.equal(file.get_tensor("vector"), values[:3])
+        assert torch.equal(file.get_tensor("näme"), values[3:7].reshape(2, 2))
+        assert file.get_tensor("scalar").item() == 7
+    assert len(bucket.header) % 64 == 0

@@ -1,0 +1,197 @@
+"""From a sender's folder to a receiver's: files, checksums and deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agenticrun_workers.weights.buckets import Bucket, buckets_of
+from agenticrun_workers.weights.mapping import Verifier
+from agenticrun_workers.weights.reading import PartReader
+from agenticrun_workers.weights.receiver import Receiver
+from agenticrun_workers.weights.sender import Sender, shapes_of
+from agenticrun_workers.weights.written import CorruptBucket, Written, delta_file
+
+BUCKET_BYTES = 40_000
+Weights = dict[str, Tensor]
+
+
+def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Weights:
+    random = torch.Generator().manual_seed(seed)
+    sizes = {"embed": (100, 64), "small": (5,), "scalar": (), "wide": (64, 300), "last": (64, 33)}
+    return {name: torch.randn(size, generator=random).to(dtype) for name, size in sizes.items()}
+
+
+def buckets_for(weights: Weights) -> tuple[Bucket, ...]:
+    return buckets_of(shapes_of(weights.items()), BUCKET_BYTES)
+
+
+def held(folder: Path, buckets: tuple[Bucket, ...]) -> Weights:
+    return {name: value.clone() for bucket in buckets for name, value in PartReader().parameters(folder / bucket.file)}
+
+
+def same(found: Weights, expected: Weights) -> bool:
+    """Bit for bit."""
+    bits = {name: value.reshape(-1).view(torch.uint8) for name, value in found.items()}
+    return found.keys() == expected.keys() and all(torch.equal(bits[n], v.reshape(-1).view(torch.uint8)) for n, v in expected.items())
+
+
+def changed(weights: Weights, share: float, seed: int) -> Weights:
+    random = torch.Generator().manual_seed(seed)
+    return {n: torch.where(torch.rand(v.shape, generator=random) < share, v + 1, v) for n, v in weights.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_receiver_follows_a_sender_through_deltas_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+    weights = model(dtype=dtype)
+    buckets = buckets_for(weights)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    sender, receiver = Sender(tmp_path / "here", buckets, deltas=True), Receiver(tmp_path / "there", buckets)
+    shares = []
+    for step in range(4):
+        moved = 0
+        for written in sender.send(weights.items()):
+            index = written.bucket.index
+            if written.delta_bytes is None:
+                receiver.write(index, np.asarray(held_bytes(tmp_path / "here", written)))
+                moved += written.nbytes
+            else:
+                receiver.patch(index, np.fromfile(delta_file(tmp_path / "here", written.bucket), np.uint8))
+                moved += written.delta_bytes
+            Verifier().check(tmp_path / "there" / written.bucket.file, written.checksum)
+        assert same(held(tmp_path / "there", buckets), weights)
+        shares.append(moved / sum(bucket.data_bytes for bucket in buckets))
+        weights = changed(weights, 0.02, step)
+    assert shares[0] == 1
+    assert max(shares[1:]) < 0.08
+
+
+def held_bytes(folder: Path, written: Written) -> np.ndarray:
+    content = np.fromfile(folder / written.bucket.file, np.uint8)
+    return content[len(written.bucket.header) :]
+
+
+def test_the_checksum_is_xxh3_of_the_whole_file_and_changes_with_any_bit(tmp_path: Path) -> None:
+    weights = model()
+    sender = Sender(tmp_path, buckets_for(weights), deltas=False)
+    for written in sender.send(weights.items()):
+        file = tmp_path / written.bucket.file
+        assert written.checksum == xxhash.xxh3_64_intdigest(file.read_bytes())
+        with file.open("r+b") as content:
+            content.seek(-1, 2)
+            last = content.read(1)
+            content.seek(-1, 2)
+            content.write(bytes([last[0] ^ 1]))
+        with pytest.raises(CorruptBucket, match=f"{file} is not what the trainer wrote"):
+            Verifier().check(file, written.checksum)
+
+
+def test_special_values_and_signs_of_zero_count_as_changes_and_arrive(tmp_path: Path) -> None:
+    bits = torch.tensor([0, 0x80000000 - 2**32, 0x7F800000, 0x7FC00001, 0x7FC00002], dtype=torch.int32)
+    before, after = {"x": bits.view(torch.float32)}, {"x": bits.flip(0).view(torch.float32)}
+    buckets = buckets_for(before)
+    sender = Sender(tmp_path, buckets, deltas=True)
+    list(sender.send(before.items()))
+    [again] = sender.send(before.items())
+    [written] = sender.send(after.items())
+    assert (again.changed, written.changed) == (0, 4)
+    assert same(held(tmp_path, buckets), after)
+
+
+def test_a_bucket_that_changed_all_over_is_sent_whole(tmp_path: Path) -> None:
+    weights = model()
+    sender = Sender(tmp_path, buckets_for(weights), deltas=True)
+    first = list(sender.send(weights.items()))
+    second = list(sender.send(model(1).items()))
+    assert [written.delta_bytes for written in (*first, *second)] == [None] * (len(first) + len(second))
+    assert [written.base for written in second] == [written.checksum for written in first]
+
+
+def test_what_is_not_looked_for_counts_as_changed(tmp_path: Path) -> None:
+    weights = model()
+    sender = Sender(tmp_path, buckets_for(weights), deltas=False)
+    list(sender.send(weights.items()))
+    assert all(w.changed == w.elements and w.delta_bytes is None for w in sender.send(weights.items()))
+
+
+def test_files_are_kept_and_overwritten(tmp_path: Path) -> None:
+    weights = model()
+    sender = Sender(tmp_path, buckets_for(weights), deltas=False)
+    list(sender.send(weights.items()))
+    inodes = {file.name: file.stat().st_ino for file in tmp_path.iterdir()}
+    list(sender.send(model(1).items()))
+    assert {file.name: file.stat().st_ino for file in tmp_path.iterdir()} == inodes
+
+
+def test_views_that_are_not_contiguous_are_written_as_they_read(tmp_path: Path) -> None:
+    weights = {"x": torch.arange(12.0).reshape(3, 4).T, "y": torch.arange(10.0)[::2]}
+    buckets = buckets_for(weights)
+    list(Sender(tmp_path, buckets, deltas=False).send(weights.items()))
+    assert same(held(tmp_path, buckets), {name: value.contiguous() for name, value in weights.items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {n: v for n, v in w.items() if n != "last"}, "does not export last any more"),
+        (lambda w: {**w, "more": torch.zeros(1)}, "exports more, which it did not export at first"),
+        (lambda w: {**w, "small": torch.zeros(6)}, "at first it was Shape.name='small'"),
+        (lambda w: {**w, "small": w["small"].double()}, "at first it was Shape.name='small'"),
+    ],
+    ids=["missing", "more", "shape", "dtype"],
+)
+def test_another_export_than_the_first_is_refused(tmp_path: Path, change: object, message: str) -> None:
+    weights = model()
+    sender = Sender(tmp_path, buckets_for(weights), deltas=False)
+    other: Weights = change(weights)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=message):
+        list(sender.send(other.items()))
+
+
+def test_a_bucket_is_told_before_the_next_one_is_exported(tmp_path: Path) -> None:
+    """The pipeline rests on it."""
+    weights = model()
+    asked: list[str] = []
+
+    def export() -> Iterator[tuple[str, Tensor]]:
+        for name, value in weights.items():
+            asked.append(name)
+            yield name, value
+
+    buckets = buckets_for(weights)
+    sending = Sender(tmp_path, buckets, deltas=False).send(export())
+    assert next(sending).bucket == buckets[0]
+    assert asked == [shape.name for shape in buckets[0].shapes]
+
+
+def test_who_keeps_files_mapped_sees_what_is_sent_next_and_files_that_replaced_them(tmp_path: Path) -> None:
+    reader, verifier = PartReader(), Verifier()
+    buckets = buckets_for(model())
+    sender = Sender(tmp_path, buckets, deltas=False)
+    for seed in (0, 1, 2):
+        if seed == 2:
+            for file in tmp_path.iterdir():
+                file.unlink()
+            sender = Sender(tmp_path, buckets, deltas=False)
+        found: Weights = {}
+        for written in sender.send(model(seed).items()):
+            path = tmp_path / written.bucket.file
+            verifier.check(path, written.checksum)
+            found |= {name: value.clone() for name, value in reader.parameters(path)}
+        assert same(found, model(seed))
+
+
+def test_a_file_written_anew_under_its_name_is_read_as_it_is_now(tmp_path: Path) -> None:
+    reader, file = PartReader(), tmp_path / "part.safetensors"
+    for names in (["a"], ["a", "b"], ["b"]):
+        weights = {name: torch.full((len(names) * 5000,), float(number)) for number, name in enumerate(names)}
+        save_file(weights, file)
+        assert same({name: value.clone() for name, value in reader.parameters(file)}, weights)

@@ -1,0 +1,80 @@
+"""The driver on a cluster: `python -m agenticrun_workers.driver`, submitted by the operator as a Ray job on the head pod.
+
+It reads the mounted run, trains, and tells the reporter how it goes. Its exit code (`ExitCode`) says the same as its final
+report, for the case that the reporter is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+
+from agenticrun_api import AgenticRun, FinalReport, parse_run
+from agenticrun_api.names import (
+    ENV_ATTEMPT,
+    ENV_SUBMISSION_ID,
+    REPORTER_PORT,
+    REPORTER_TOKEN_FILE,
+    RUN_FILE,
+    WORK_DIR,
+)
+from agenticrun_workers.driver.attempt import Session, exit_code, fail_early
+from agenticrun_workers.driver.checkpoints import folder_of
+from agenticrun_workers.driver.progress import Attempt
+from agenticrun_workers.driver.requests import Requests
+from agenticrun_workers.reporting.client import ReporterClient
+from agenticrun_workers.reporting.sink import ProgressSink
+from agenticrun_workers.storage import Folder
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Run one attempt and exit."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    report = asyncio.run(_attempt(yaml.safe_load(Path(RUN_FILE).read_text())))
+    log.info("%s (%s): %s", report.outcome, report.reason, report.message)
+    sys.exit(exit_code(report))
+
+
+async def _attempt(document: dict[str, Any]) -> FinalReport:
+    attempt = Attempt(document["metadata"]["uid"], os.environ[ENV_SUBMISSION_ID], int(os.environ[ENV_ATTEMPT]))
+    requests = Requests()
+    sink = ReporterClient(f"http://127.0.0.1:{REPORTER_PORT}", Path(REPORTER_TOKEN_FILE).read_text().strip(), requests.apply)
+    await sink.start()
+    try:
+        run = parse_run(document)
+        session = _session(run, attempt, sink, requests)
+        ray.init(address="auto", namespace=run.metadata.name, logging_level=logging.WARNING)
+    except Exception as error:  # whatever keeps the attempt from beginning is its report
+        log.exception("the attempt cannot begin")
+        return await fail_early(sink, attempt, error)
+    for number in (signal.SIGTERM, signal.SIGINT):  # after ray.init, which sets a handler of its own
+        asyncio.get_running_loop().add_signal_handler(number, requests.stop.set)
+    return await session.execute()
+
+
+def _session(run: AgenticRun, attempt: Attempt, sink: ProgressSink, requests: Requests) -> Session:
+    checkpoint = run.spec.checkpoint
+    base = folder_of(checkpoint.uri if checkpoint else WORK_DIR, run.metadata.name, run.metadata.uid)
+    return Session(
+        run=run,
+        attempt=attempt,
+        output=Folder(base).local_path or Path(WORK_DIR) / run.metadata.name,
+        checkpoints=base if checkpoint else None,
+        resume=checkpoint.resume if checkpoint else "Never",
+        sink=sink,
+        requests=requests,
+    )
+
+
+if __name__ == "__main__":
+    main()

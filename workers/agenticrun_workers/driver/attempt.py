@@ -1,0 +1,171 @@
+"""One attempt of a run on an initialised Ray: the same for the driver on a cluster and for local mode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray.exceptions
+
+from agenticrun_api import Activity, AgenticRun, FinalReport, InvalidRun, Outcome, Reason
+from agenticrun_api.names import ExitCode
+from agenticrun_workers.driver.actors import RunCluster
+from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
+from agenticrun_workers.driver.guards import GuardTripped
+from agenticrun_workers.driver.loop import Loop, LoopParts, checkpoint_status
+from agenticrun_workers.driver.metrics import success_of
+from agenticrun_workers.driver.progress import Attempt, ProgressBoard
+from agenticrun_workers.driver.requests import Requests, StopRequested
+from agenticrun_workers.driver.samples import SampleWriter
+from agenticrun_workers.driver.shared_devices import SharedDevices
+from agenticrun_workers.driver.validation import Validator
+from agenticrun_workers.driver.warmup import Warmup
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.reporting.clock import rfc3339
+from agenticrun_workers.reporting.sink import ProgressSink
+from agenticrun_workers.reporting.trackers import build_trackers
+from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
+from agenticrun_workers.rollout.gate import StalenessGate
+from agenticrun_workers.rollout.group_plan import GroupPlan
+from agenticrun_workers.rollout.replay import record_or_replay
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE = 4096
+
+
+@dataclass(frozen=True)
+class Session:
+    """What surrounds an attempt.
+
+    Args:
+        output: folder of metrics.jsonl and TensorBoard's events.
+        checkpoints: path or URI of the run's checkpoints; None saves nothing.
+        resume: as `spec.checkpoint.resume`.
+    """
+
+    run: AgenticRun
+    attempt: Attempt
+    output: Path
+    checkpoints: str | None
+    resume: str
+    sink: ProgressSink
+    requests: Requests
+
+    async def execute(self) -> FinalReport:
+        """Train to the end, report how it went to the sink, and return the report. Raises nothing; cancelling it ends it at once."""
+        board = ProgressBoard(self.sink, self.attempt, self.run.spec.pipeline.max_steps)
+        board.activity(Activity.STARTING, "starting actors")
+        try:
+            message = await self._train(board)
+            report = _report(Outcome.SUCCEEDED, Reason.RUN_SUCCEEDED, message, retryable=False)
+        except asyncio.CancelledError:
+            report = _report(Outcome.STOPPED, "Stopped", f"interrupted after {board.step} steps, without saving", retryable=True)
+        except Exception as error:  # every failure becomes a report
+            report = report_of(error, board.step)
+            log.log(logging.INFO if report.outcome is Outcome.STOPPED else logging.ERROR, "%s", report.message, exc_info=error)
+        await board.finish(report)
+        return report
+
+    async def _train(self, board: ProgressBoard) -> str:
+        spec = self.run.spec
+        keep = spec.checkpoint.keep if spec.checkpoint else 1
+        store = CheckpointStore(self.checkpoints, self.run.metadata.uid or "local", keep) if self.checkpoints else None
+        cluster = RunCluster(self.run)
+        try:
+            await self.requests.unless_stopped(cluster.start())
+            # A later attempt goes on from its own run's checkpoints, whatever the first one began with.
+            resume = self.resume if self.attempt.attempt == 1 else "Auto"
+            restored = await store.restore(resume, cluster.trainers.loaders) if store else None
+            state = restored[1] if restored else None
+            if restored:
+                board.resumed(restored[1].step, checkpoint_status(restored[0]))
+            samples = SampleWriter(self.output, spec.tracking, spec.pipeline)
+            shown = GroupPlan.of(spec.pipeline, transcripts=spec.tracking.sample_logs, frames=samples.frames)
+            controller = _controller(self.run, cluster, shown, state)
+            rollout = await record_or_replay(spec.pipeline, controller, cluster.stores, state.step if state else 0)
+            trackers = await asyncio.to_thread(build_trackers, self.run, self.output, state.step if state else 0)
+            parts = LoopParts(
+                pipeline=spec.pipeline,
+                trainers=cluster.trainers,
+                engines=cluster.engines,
+                rollout=rollout,
+                validator=Validator(cluster.envs, spec.pipeline, transcripts=spec.tracking.sample_logs, frames=samples.frames),
+                warmup=Warmup(cluster.envs, cluster.trainers, spec.pipeline, cluster.discard),
+                discard=cluster.discard,
+                checkpoints=store,
+                trackers=trackers,
+                samples=samples,
+                board=board,
+                requests=self.requests,
+                devices=SharedDevices(cluster.trainers, cluster.engines) if spec.colocated else None,
+                failures=cluster.failures,
+            )
+            loop = Loop(parts, state)
+            try:
+                await loop.run()
+            finally:
+                await rollout.stop()
+                for tracker in trackers:
+                    await asyncio.to_thread(tracker.close)
+        finally:
+            await cluster.stop()
+        return summary(spec.pipeline.max_steps, loop)
+
+
+async def fail_early(sink: ProgressSink, attempt: Attempt, error: Exception) -> FinalReport:
+    """Report an attempt that failed before its session existed."""
+    report = report_of(error, 0)
+    await ProgressBoard(sink, attempt, 0).finish(report)
+    return report
+
+
+def _controller(run: AgenticRun, cluster: RunCluster, plan: GroupPlan, state: DriverState | None) -> RolloutController:
+    pipeline = run.spec.pipeline
+    per_batch = pipeline.rollout_batch_size // plan.group_size
+    gate = StalenessGate.resumed(per_batch, pipeline.train_envs.groups, pipeline.staleness.max, state.step if state else 0)
+    position = RolloutPosition(state.next_group, state.again) if state else RolloutPosition()
+    return RolloutController(cluster.envs, gate, plan, discard=cluster.discard, position=position)
+
+
+def report_of(error: BaseException, step: int) -> FinalReport:
+    """What an exception means for the run. Ray wraps what an actor raised; the report tells the original."""
+    cause = error
+    while isinstance(cause, ray.exceptions.RayTaskError):
+        cause = cause.cause
+    if isinstance(cause, StopRequested):
+        return _report(Outcome.STOPPED, "Stopped", f"stopped as asked after {step} steps", retryable=True)
+    if isinstance(cause, InvalidConfig | InvalidRun):
+        return _report(Outcome.FAILED, Reason.INVALID_CONFIG, str(cause), retryable=False)
+    if isinstance(cause, GuardTripped):
+        return _report(Outcome.FAILED, "GuardTripped", str(cause), retryable=False)
+    if isinstance(cause, ray.exceptions.RayActorError):
+        line = str(cause).strip().splitlines()[0]
+        return _report(Outcome.FAILED, "WorkerLost", f"in step {step}: an actor that training needs is gone: {line}", retryable=True)
+    line = next(iter(str(cause).strip().splitlines()), "")
+    return _report(Outcome.FAILED, "TrainingFailed", f"in step {step}: {type(cause).__name__}: {line}", retryable=True)
+
+
+def exit_code(report: FinalReport) -> ExitCode:
+    """How a process ends after this report."""
+    if report.outcome is Outcome.SUCCEEDED:
+        return ExitCode.SUCCEEDED
+    if report.outcome is Outcome.STOPPED:
+        return ExitCode.STOPPED
+    return ExitCode.FAILED if report.retryable else ExitCode.INVALID_CONFIG
+
+
+def summary(steps: int, loop: Loop) -> str:
+    """One line for people at the end of a run."""
+    success = success_of(loop.last_validation)
+    if success is None:
+        return f"trained {steps} steps"
+    baselines = ", ".join(f"{name} {value:.2f}" for name, value in sorted(loop.baselines.items()))
+    return f"trained {steps} steps; validation success {success:.2f}" + (f" ({baselines})" if baselines else "")
+
+
+def _report(outcome: Outcome, reason: str, message: str, *, retryable: bool) -> FinalReport:
+    return FinalReport(outcome=outcome, reason=reason, message=message[:MAX_MESSAGE], retryable=retryable, time=rfc3339(time.time()))

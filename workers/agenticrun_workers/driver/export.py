@@ -1,0 +1,65 @@
+"""The policy of a checkpoint as a Hugging Face folder: loaded by one process, without Ray, whatever number of ranks has saved it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from agenticrun_api import AgenticRun
+from agenticrun_workers.driver.manifest import check_sizes, read_manifest
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.models.tokenizer import load_tokenizer
+from agenticrun_workers.rollout.env_worker import describe_envs
+from agenticrun_workers.storage import DamagedFile, Folder, UnusableStorage
+from agenticrun_workers.trainer.rank import ACTOR
+
+
+def export_checkpoint(run: AgenticRun, checkpoint: str, folder: Path) -> int:
+    """Write weights, config and tokenizer of a checkpoint's policy into `folder`, and return the checkpoint's step.
+
+    Args:
+        run: the run that the checkpoint is of; its model and environments say what to load the weights into.
+        checkpoint: path or URI of a checkpoint (step-N), or of a folder of them: then its newest.
+
+    Raises:
+        InvalidConfig: no complete checkpoint there, a damaged one, or one of another model.
+    """
+    from agenticrun_workers.trainer import CheckpointMismatch
+    from agenticrun_workers.trainer.strategies import build_policy_to_export
+
+    found, step = _find(checkpoint)
+    source = first_model(run)
+    strategy = build_policy_to_export(run.spec.pipeline, source)
+    try:
+        strategy.load(str(found / ACTOR))
+    except (CheckpointMismatch, DamagedFile) as error:
+        raise InvalidConfig("--checkpoint", f"{found}: {error}") from error
+    strategy.export_folder(folder, {})
+    load_tokenizer(source.tokenizer()).save_pretrained(folder)
+    return step
+
+
+def first_model(run: AgenticRun) -> ModelSource:
+    """The model that the run begins with. One of random weights is made here, as its first trainer would."""
+    from agenticrun_workers.models.files import make_model_files
+
+    model, pipeline = run.spec.model, run.spec.pipeline
+    source = ModelSource.of(model)
+    if model.initialize is None:
+        return source
+    return source.with_files(make_model_files(model.initialize, describe_envs(pipeline), pipeline.sequence_length))
+
+
+def _find(checkpoint: str) -> tuple[Folder, int]:
+    """The folder of a complete checkpoint, and its step."""
+    try:
+        folder = Folder(checkpoint)
+        names = [name for name in folder.folders() if name.startswith("step-") and name[5:].isdigit()]
+        steps = sorted(names, key=lambda name: int(name[5:]), reverse=True)
+        for candidate in [folder, *(folder / name for name in steps)]:
+            if (manifest := read_manifest(candidate)) is not None:
+                check_sizes(candidate, manifest)
+                return candidate, manifest.step
+    except (UnusableStorage, DamagedFile) as error:
+        raise InvalidConfig("--checkpoint", str(error)) from error
+    raise InvalidConfig("--checkpoint", f"{checkpoint} holds no complete checkpoint, and no folder step-N with one")

@@ -1,0 +1,344 @@
+"""The training loop. It reads like the algorithm:
+
+    for each step v:
+        give the engines the weights of version v            every modelUpdateFrequency steps
+        validate                                             every evalSteps
+        roll out a batch                                     the gate of version v opens; Colocated: then engines sleep
+        old and reference log-probs, values                  on the trainer ranks
+        credit of each turn: rewards, KL, baselines          from scalars, here
+        advantages, critic, actor                            on the trainer ranks: version v + 1
+        adapt the KL coefficient, watch the guards, log      samples every loggingSteps
+        save                                                 every saveSteps
+
+With `staleness.max = 0` the gate lets exactly one batch begin per version, which is the synchronous algorithm; with more,
+rollout goes on while this loop trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from agenticrun_api import Activity, Pipeline
+from agenticrun_api.status import CheckpointStatus
+from agenticrun_workers.driver import credit
+from agenticrun_workers.driver.checkpoints import Checkpoint, CheckpointStore, DriverState, SaveModule
+from agenticrun_workers.driver.credit import TurnCredits
+from agenticrun_workers.driver.guards import GuardWatch
+from agenticrun_workers.driver.metrics import (
+    Metrics,
+    engine_metrics,
+    gap_metrics,
+    restarted_tokens,
+    rollout_metrics,
+    success_of,
+    sync_metrics,
+    timing_metrics,
+    validation_metrics,
+)
+from agenticrun_workers.driver.progress import ProgressBoard
+from agenticrun_workers.driver.requests import Requests, StopRequested
+from agenticrun_workers.driver.samples import SampleWriter
+from agenticrun_workers.driver.shared_devices import SharedDevices
+from agenticrun_workers.driver.validation import Validator, warmup_success
+from agenticrun_workers.driver.warmup import Warmup
+from agenticrun_workers.reporting.metrics_log import Tracker
+from agenticrun_workers.rollout.controller import Batch, Discard, RolloutPosition
+from agenticrun_workers.rollout.groups import EpisodeResult, Group
+from agenticrun_workers.trainer.policy_rank import Prepared
+from agenticrun_workers.weights.sync import SyncReport, WeightSync
+
+if TYPE_CHECKING:
+    from agenticrun_workers.inference import EngineStats
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Trainer(Protocol):
+    """What the loop asks of the trainer ranks."""
+
+    @property
+    def savers(self) -> Mapping[str, SaveModule]: ...
+
+    async def freeze_reference(self) -> None: ...
+
+    async def prepare(self, groups: tuple[Group, ...], version: int) -> Prepared: ...
+
+    async def train(self, credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics: ...
+
+    @property
+    def weights(self) -> WeightSync: ...
+
+
+class Rollout(Protocol):
+    """What the loop asks of whoever makes batches: the rollout controller, or a recording."""
+
+    @property
+    def position(self) -> RolloutPosition: ...
+
+    def advance(self, version: int) -> None: ...
+
+    async def batch(self) -> Batch: ...
+
+
+class Engines(Protocol):
+    """What the loop asks of the engines."""
+
+    async def update_weights(
+        self, weights: WeightSync, version: int, handover: Callable[[], Awaitable[None]] | None = None
+    ) -> SyncReport: ...
+
+    async def stats(self) -> Mapping[str, EngineStats]: ...
+
+
+@dataclass
+class LoopParts:
+    """Everything that the loop drives."""
+
+    pipeline: Pipeline
+    trainers: Trainer
+    engines: Engines
+    rollout: Rollout
+    validator: Validator
+    warmup: Warmup
+    discard: Discard
+    checkpoints: CheckpointStore | None
+    trackers: list[Tracker]
+    samples: SampleWriter
+    board: ProgressBoard
+    requests: Requests
+    devices: SharedDevices | None = None
+    """Where engines and trainers take turns."""
+    failures: list[asyncio.Future[None]] = field(default_factory=list)
+    """Each fails when a part of the run cannot be kept alive."""
+
+
+class Loop:
+    """One attempt, from its checkpoint (or the beginning) to the last step.
+
+    Args:
+        resume: the driver's state of the checkpoint that the trainers have loaded; None for a fresh run.
+    """
+
+    def __init__(self, parts: LoopParts, resume: DriverState | None) -> None:
+        self._parts = parts
+        self._pipeline = parts.pipeline
+        self._fresh = resume is None
+        self._step = resume.step if resume else 0
+        self._best = resume.best_success if resume else None
+        self._baselines = dict(resume.baselines) if resume else {}
+        kept: Mapping[str, Any] = resume.parts if resume else {}
+        self._kl = credit.kl_controller(self._pipeline, kept.get(KL_PART))
+        self._guards = GuardWatch(self._pipeline.guards, kept.get(GUARDS_PART))
+        self._synced: int | None = None
+        """The version that the engines have; None before the first sync of this attempt."""
+        self._sync: SyncReport | None = None
+        """The sync of this step, where there was one."""
+        self._engine_stats: Mapping[str, EngineStats] = {}
+        self._seconds: dict[str, float] = {}
+        self.last_validation: Metrics = {}
+        """The newest val/... metrics."""
+
+    @property
+    def baselines(self) -> Metrics:
+        """val/<tag>/random_success and val/<tag>/warmup_success."""
+        return self._baselines
+
+    async def run(self) -> None:
+        """Train to the end. Raises `StopRequested` after saving if asked to stop."""
+        try:
+            if self._fresh:
+                await self._begin()
+            self._parts.board.started()
+            while self._step < self._pipeline.max_steps:
+                with self._timed("step"):
+                    await self._sync_weights_if_due()
+                    await self._validate_if_due()
+                    batch = await self._roll_out()
+                    groups = self._chosen(batch)
+                    prepared = await self._prepare(groups)
+                    credits = self._assign_credit(groups, prepared)
+                    metrics = await self._train(batch, groups, credits, prepared)
+                self._step += 1
+                await self._log(batch, metrics)
+                await self._save_if_due()
+                self._guards.enforce()
+            await self._sync_weights_if_due()
+            await self._validate_if_due()
+            await self._save()
+        except StopRequested:
+            self._parts.board.activity(Activity.STOPPING)
+            if not self._fresh:
+                await self._save()
+            raise
+
+    async def _begin(self) -> None:
+        """What comes before step 0 of a fresh run: the supervised warm-up, what the random policy scores, and the reference."""
+        self._parts.board.activity(Activity.WARMUP)
+        steps = self._pipeline.warmup.steps if self._pipeline.warmup else 0
+        done = 0
+        async for metrics in self._parts.warmup.steps():
+            self._parts.requests.check_stop()
+            done += 1
+            self._parts.board.metrics(metrics)
+            self._parts.board.activity(Activity.WARMUP, f"warm-up step {done} of {steps}, loss {metrics['warmup/loss']:.3f}")
+        await self._parts.trainers.freeze_reference()
+        if self._parts.validator.enabled:
+            self._baselines = await self._guarded(self._parts.validator.random_baseline())
+        self._fresh = False
+
+    async def _sync_weights_if_due(self) -> None:
+        """Also before a validation, which is about the newest weights."""
+        due = self._step % self._pipeline.model_update_frequency == 0 or self._parts.validator.due(self._step)
+        if self._synced is None or (due and self._synced != self._step):
+            with self._timed("sync"):
+                await self._trainers_compute()
+                handover = self._parts.devices.to_engines if self._parts.devices else None
+                self._sync = await self._parts.engines.update_weights(self._parts.trainers.weights, self._step, handover)
+            self._synced = self._step
+
+    async def _validate_if_due(self) -> None:
+        if not self._parts.validator.due(self._step):
+            return
+        self._parts.board.activity(Activity.VALIDATION)
+        with self._timed("val"):
+            results = await self._guarded(self._parts.validator.run())
+        metrics = validation_metrics(results)
+        self._parts.samples.write(self._step, results, validation=True)
+        if self._step == 0:
+            self._baselines |= warmup_success(metrics)
+        self.last_validation = metrics
+        success = success_of(metrics)
+        if success is not None:
+            self._best = success if self._best is None else max(success, self._best)
+            metrics = {**metrics, "val/success/best": self._best}
+        metrics = {**self._baselines, **metrics}
+        for tracker in self._parts.trackers:
+            tracker.log(self._step, metrics)
+        self._parts.board.metrics(metrics)
+
+    async def _roll_out(self) -> Batch:
+        self._parts.board.activity(Activity.ROLLOUT)
+        self._parts.rollout.advance(self._step)
+        with self._timed("rollout"):
+            return await self._guarded(self._parts.rollout.batch())
+
+    async def _prepare(self, groups: tuple[Group, ...]) -> Prepared:
+        """Old and reference log-probs and values of the trajectories that are trained on.
+
+        From here to the end of the step a stop request waits: a batch that was served is trained on.
+        """
+        self._parts.board.activity(Activity.TRAINING)
+        await self._trainers_compute()
+        with self._timed("old_log_probs_values"):
+            return await self._parts.trainers.prepare(groups, self._step + 1)
+
+    def _assign_credit(self, groups: tuple[Group, ...], prepared: Prepared) -> TurnCredits:
+        """Rewards, KL and baselines as one number per turn."""
+        with self._timed("credit"):
+            return credit.assign(self._pipeline, results_of(groups), prepared.kl, self._kl.coef)
+
+    async def _train(self, batch: Batch, groups: tuple[Group, ...], credits: TurnCredits, prepared: Prepared) -> Metrics:
+        """Advantages, then all optimizer steps of this batch, and the next KL coefficient."""
+        with self._timed("train"):
+            train_actor = self._step >= self._pipeline.critic_warmup
+            metrics = await self._parts.trainers.train(credits, self._step + 1, train_actor=train_actor)
+            await self._parts.discard(batch.results)
+        metrics = {**rollout_metrics(batch, self._step), **credits.metrics, **metrics}
+        metrics["group/filtered"] = metrics.get("group/filtered", 0.0) + len(batch.groups) - len(groups)
+        metrics["rollout/truncated_sampling"] = float(self._pipeline.actor_infer.generating.allow_truncated_sampling)
+        metrics |= gap_metrics(prepared.gaps)
+        if prepared.kl is not None:
+            metrics["critic/kl_coef"] = self._kl.coef
+            self._kl, metrics["critic/kl"] = credit.updated(self._kl, results_of(groups), prepared.kl)
+        return metrics
+
+    def _chosen(self, batch: Batch) -> tuple[Group, ...]:
+        """The groups that are trained on: with a variance filter, the most uncertain share."""
+        variance_filter = self._pipeline.algorithm.variance_filter
+        return batch.groups if variance_filter is None else credit.most_uncertain(batch.groups, variance_filter.keep)
+
+    async def _log(self, batch: Batch, metrics: Metrics) -> None:
+        engine_stats = await self._parts.engines.stats()
+        seconds, self._seconds = self._seconds, {}
+        metrics |= timing_metrics(seconds, metrics["tokens/prompt"] + metrics["tokens/response"])
+        metrics |= sync_metrics(self._sync, lora=self._pipeline.actor_train.lora is not None)
+        if self._parts.devices:
+            metrics["system/handovers"] = float(self._parts.devices.handovers)
+        self._sync = None
+        metrics |= engine_metrics(self._engine_stats, engine_stats, seconds["step"])
+        metrics["rollout/aborted_tokens"] += restarted_tokens(self._engine_stats, engine_stats)
+        self._engine_stats = engine_stats
+        watched = self._guards.observe(metrics)
+        metrics |= watched.metrics
+        for tracker in self._parts.trackers:
+            tracker.log(self._step, metrics)
+        self._parts.board.step_done(self._step, metrics)
+        for message in watched.messages:
+            log.warning("%s", message)
+            self._parts.board.activity(Activity.TRAINING, message)
+        if self._parts.samples.due(self._step):
+            self._parts.samples.write(self._step, batch.results)
+        for transcript in (result.transcript for result in batch.results if result.transcript):
+            self._parts.board.sample(transcript)
+
+    async def _save_if_due(self) -> None:
+        asked = self._parts.requests.take_checkpoint()
+        every = self._pipeline.save_steps
+        if asked or (every and self._step % every == 0 and self._step < self._pipeline.max_steps):
+            await self._save()
+
+    async def _save(self) -> None:
+        if self._parts.checkpoints is None:
+            return
+        self._parts.board.activity(Activity.CHECKPOINT)
+        await self._trainers_compute()
+        position = self._parts.rollout.position
+        state = DriverState(
+            step=self._step,
+            next_group=position.next_group,
+            again=position.again,
+            best_success=self._best,
+            baselines=self._baselines,
+            parts={KL_PART: self._kl.coef, GUARDS_PART: self._guards.state},
+        )
+        with self._timed("checkpoint"):
+            saved = await self._parts.checkpoints.save(state, self._parts.trainers.savers)
+        self._parts.board.checkpoint(checkpoint_status(saved))
+
+    async def _trainers_compute(self) -> None:
+        """Before anything that computes with the trainers' models: where engines share the devices, they go to sleep."""
+        if self._parts.devices:
+            with self._timed("handover"):
+                await self._parts.devices.to_trainers()
+
+    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for `work`, a stop request, or a part of the run that cannot be kept alive."""
+        return await self._parts.requests.unless_stopped(work, self._parts.failures)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+
+KL_PART, GUARDS_PART = "kl_coef", "guards"
+"""Names in a checkpoint's driver state."""
+
+
+def results_of(groups: tuple[Group, ...]) -> list[EpisodeResult]:
+    """All trajectories, by group and member."""
+    return [result for group in groups for result in group.results]
+
+
+def checkpoint_status(checkpoint: Checkpoint) -> CheckpointStatus:
+    """As a snapshot tells it."""
+    return CheckpointStatus(step=checkpoint.step, uri=str(checkpoint.folder), time=checkpoint.time)

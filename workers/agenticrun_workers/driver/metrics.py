@@ -1,0 +1,187 @@
+"""Metrics of a step, under ROLL's names where it has one (rl-semantics, "Metrics"). docs/metrics.md explains each."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from agenticrun_workers.rollout.controller import Batch
+from agenticrun_workers.rollout.groups import EpisodeResult
+from agenticrun_workers.types import StopReason
+from agenticrun_workers.weights.transport import Transport
+
+if TYPE_CHECKING:
+    from agenticrun_workers.inference import EngineStats
+    from agenticrun_workers.weights.sync import SyncReport
+
+Metrics = dict[str, float]
+
+
+def rollout_metrics(batch: Batch, version: int) -> Metrics:
+    """What a batch says about the policy that played it. `version` is the policy version about to be trained."""
+    results = batch.results
+    response = sum(result.response_tokens for result in results)
+    turns_K = np.concatenate([result.response_tokens_K for result in results])
+    return {
+        **_spread("rollout/score", [result.score for result in results]),
+        **_spread("rollout/turns", [result.turns for result in results]),
+        **_success("rollout/success/mean", results),
+        "rollout/discarded": float(len(batch.counts.untrainable)),
+        "rollout/queue_depth": float(batch.queue_depth),
+        **{f"staleness/{name}": value for name, value in _ages(results, version).items()},
+        "rollout/aborted_tokens": float(batch.counts.aborted_tokens),
+        "group/filtered": float(batch.counts.filtered),
+        "group/length_bias": batch.counts.length_bias,
+        "group/rerolled": float(batch.counts.rerolled),
+        "group/dropped": float(batch.counts.dropped),
+        "group/stale": float(batch.counts.stale),
+        "tokens/prompt": float(sum(result.tokens for result in results) - response),
+        "tokens/response": float(response),
+        **_spread("tokens/prompt_length", [result.tokens - result.response_tokens for result in results]),
+        **_spread("tokens/response_length", [result.response_tokens for result in results]),
+        **_spread("tokens/turn_response_length", turns_K),
+        "system/samples": float(sum(result.samples for result in results)),
+        **_stop_reasons([*results, *batch.counts.untrainable]),
+        **_of_envs("env", results),
+        **_judge_failures(batch.counts.untrainable),
+    }
+
+
+def validation_metrics(results: list[EpisodeResult]) -> Metrics:
+    """Means over each tag's episodes, success above all, and over all episodes."""
+    metrics = _of_envs("val", results)
+    for tag, played in _by_tag(results).items():
+        metrics[f"val/{tag}/turns"] = float(np.mean([result.turns for result in played]))
+        metrics[f"val/{tag}/response_length"] = float(np.mean([result.response_tokens for result in played]))
+        metrics |= {f"val/{tag}/{name}": value for name, value in _stop_reasons(played).items() if value}
+    metrics["val/score/mean"] = float(np.mean([result.score for result in results]))
+    success = success_of(metrics)
+    return metrics if success is None else {**metrics, "val/success/mean": success}
+
+
+def success_of(metrics: Mapping[str, float]) -> float | None:
+    """Mean success over the tags of `validation_metrics`; None where no environment measures it."""
+    values = [value for name, value in metrics.items() if name.startswith("val/") and name.endswith("/success")]
+    return float(np.mean(values)) if values else None
+
+
+def timing_metrics(seconds: Mapping[str, float], tokens: float) -> Metrics:
+    """Where a step's time went.
+
+    Args:
+        seconds: by phase; `step` is the whole step, `val` the validation inside it.
+        tokens: prompt and response tokens of the step's batch.
+    """
+    working = seconds["step"] - seconds.get("val", 0.0)
+    return {
+        **{f"time/{phase}": value for phase, value in seconds.items()},
+        "weight_sync/seconds": seconds.get("sync", 0.0),
+        "system/tps": tokens / working,
+        **({"train/tokens_per_second": tokens / seconds["train"]} if seconds.get("train") else {}),
+    }
+
+
+def sync_metrics(report: SyncReport | None, *, lora: bool) -> Metrics:
+    """What a step's weight sync moved; None for a step without one. `lora`: adapters alone train."""
+    if report is None:
+        return {"weight_sync/bytes": 0.0}
+    transports = {f"weight_sync/{transport}": float(transport is report.transport) for transport in Transport}
+    merged = {"weight_sync/lora_merged": float(not report.adapters)} if lora else {}
+    return {"weight_sync/bytes": float(report.nbytes), "weight_sync/changed_share": report.changed_share, **transports, **merged}
+
+
+def engine_metrics(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats], seconds: float) -> Metrics:
+    """What the engines did between two looks, `seconds` apart.
+
+    An engine that began in between counts from its beginning. rollout/utilization is the share of the time that engines computed.
+    """
+    metrics: Metrics = {}
+    busy: list[float] = []
+    for engine, now in after.items():
+        then = before.get(engine)
+        tokens = now.generated_tokens - (then.generated_tokens if then else 0)
+        busy.append((now.busy_seconds - (then.busy_seconds if then else 0.0)) / seconds)
+        metrics[f"engine/{engine}/tokens_per_second"] = tokens / seconds
+        metrics[f"engine/{engine}/queue"] = float(now.waiting)
+    return metrics | ({"rollout/utilization": float(np.mean(busy))} if busy else {})
+
+
+def gap_metrics(gaps: Mapping[str, tuple[float, float]]) -> Metrics:
+    """Mean |trainer's - engine's log-prob| on the same weights, of all engines and of each, from (sum, tokens) by engine."""
+    total, tokens = sum(found for found, _ in gaps.values()), sum(count for _, count in gaps.values())
+    each = {f"engine/{engine}/logprob_gap": found / count for engine, (found, count) in gaps.items() if engine and count}
+    return each | ({"engine/logprob_gap": total / tokens} if tokens else {})
+
+
+def restarted_tokens(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats]) -> float:
+    """Tokens that the engines threw away between two looks because weights changed."""
+    return float(sum(now.aborted_tokens - (before[engine].aborted_tokens if engine in before else 0) for engine, now in after.items()))
+
+
+def _spread(name: str, values: ArrayLike) -> Metrics:
+    """Mean, largest and smallest. `values` has at least one."""
+    values_N = np.asarray(values, np.float64)
+    return {f"{name}/mean": float(values_N.mean()), f"{name}/max": float(values_N.max()), f"{name}/min": float(values_N.min())}
+
+
+def _ages(results: Sequence[EpisodeResult], version: int) -> Metrics:
+    ages = _spread("age", [version - result.oldest_version for result in results])
+    return {"mean": ages["age/mean"], "max": ages["age/max"]}
+
+
+def _success(name: str, results: Iterable[EpisodeResult]) -> Metrics:
+    """Mean over the episodes whose environments measure success."""
+    measured = [result for result in results if "success" in result.metrics]
+    if not measured:
+        return {}
+    return {name: float(np.average([result.metrics["success"] for result in measured], weights=_shares(measured)))}
+
+
+def _shares(results: Sequence[EpisodeResult]) -> list[float]:
+    """How much of its episode each trajectory is: an episode counts once, however many trajectories its agent made of it."""
+    episodes = [(result.key.stream, result.key.group, result.key.member) for result in results]
+    trajectories = Counter(episodes)
+    return [1.0 / trajectories[episode] for episode in episodes]
+
+
+def _stop_reasons(results: Iterable[EpisodeResult]) -> Metrics:
+    counts = Counter(result.stop_reason for result in results)
+    total = max(1, counts.total())
+    return {f"stop/{reason}": counts[reason] / total for reason in StopReason}
+
+
+def _judge_failures(untrainable: Iterable[EpisodeResult]) -> Metrics:
+    """judge/<name>/failures: episodes that a judge gave no score to."""
+    names = (name for result in untrainable for name in result.metrics if name.startswith("judge/") and name.endswith("/failures"))
+    return {name: float(count) for name, count in Counter(names).items()}
+
+
+def _of_envs(prefix: str, results: list[EpisodeResult]) -> Metrics:
+    """Scores, and means of what environments measure: per action for `action_*`, per episode else.
+
+    The values of an episode are the means over its trajectories.
+    """
+    metrics: Metrics = {}
+    for tag, played in _by_tag(results).items():
+        shares = _shares(played)
+        metrics[f"{prefix}/{tag}/score"] = float(np.average([result.score for result in played], weights=shares))
+        sums: dict[str, float] = defaultdict(float)
+        for result, share in zip(played, shares, strict=True):
+            for name, value in result.metrics.items():
+                sums[name] += share * value
+        actions, episodes = sums.get("num_actions", 0.0), round(sum(shares))
+        for name, value in sums.items():
+            per_action = name.startswith("action_") and actions
+            metrics[f"{prefix}/{tag}/{name}"] = value / (actions if per_action else episodes)
+    return metrics
+
+
+def _by_tag(results: list[EpisodeResult]) -> dict[str, list[EpisodeResult]]:
+    by_tag: dict[str, list[EpisodeResult]] = defaultdict(list)
+    for result in results:
+        by_tag[result.tag].append(result)
+    return by_tag

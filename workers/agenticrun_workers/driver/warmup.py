@@ -1,0 +1,68 @@
+"""Supervised warm-up before the first RL step: uniformly random valid play of the environments, or the answers of a data set.
+
+Random play teaches how an answer looks and never which one is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from agenticrun_api import Pipeline
+from agenticrun_workers.driver.batch_plan import balance
+from agenticrun_workers.driver.trainer_group import TrainerGroup
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.rollout.controller import Discard
+from agenticrun_workers.rollout.env_pool import Players
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, every_trajectory, tag_cycle
+from agenticrun_workers.trainer.rank import Metrics
+from agenticrun_workers.types import Stream
+
+CHUNK_STEPS = 25
+"""Steps whose episodes are played at once: they need no policy, so they cost fewer calls in bulk."""
+
+
+class Warmup:
+    """`pipeline.warmup`, step by step."""
+
+    def __init__(self, players: Players, trainers: TrainerGroup, pipeline: Pipeline, discard: Discard) -> None:
+        self._players = players
+        self._trainers = trainers
+        self._pipeline = pipeline
+        self._discard = discard
+        self._tags = tag_cycle(pipeline.train_envs.shares())
+
+    async def steps(self) -> AsyncIterator[Metrics]:
+        """Metrics of each supervised step. Yields nothing where the run asks for no warm-up.
+
+        Raises `InvalidConfig` if a whole step has nothing to train on.
+        """
+        warmup = self._pipeline.warmup
+        if warmup is None:
+            return
+        size = warmup.batch_size
+        for first in range(0, warmup.steps, CHUNK_STEPS):
+            last = min(first + CHUNK_STEPS, warmup.steps)
+            played = await self._play(range(first * size, last * size))
+            for start in range(0, len(played), size):
+                yield await self._step(played[start : start + size])
+            await self._discard([result for result in every_trajectory(played) if result.trainable])
+
+    async def _step(self, played: list[EpisodeResult]) -> Metrics:
+        good = [result for result in every_trajectory(played) if result.trainable]
+        if not good:
+            error = played[0].error or played[0].stop_reason
+            raise InvalidConfig("spec.pipeline.warmup", f"none of the {len(played)} episodes or items of a step can be trained on: {error}")
+        shares = balance(good, self._trainers.parts)
+        metrics = await self._trainers.warm_up([[(r.key, r.store) for r in share] for share in shares])
+        return {**metrics, "warmup/discarded": float(sum(not result.trainable for result in every_trajectory(played)))}
+
+    async def _play(self, groups: range) -> list[EpisodeResult]:
+        """One result per group, in order."""
+        played = await asyncio.gather(*(self._players.play(self._task(group)) for group in groups))
+        return [result for results in played for result in results]
+
+    def _task(self, group: int) -> GroupTask:
+        shown = self._pipeline.warmup is not None and self._pipeline.warmup.source == "Dataset"
+        tag = self._tags[group % len(self._tags)]
+        return GroupTask(Stream.WARMUP, group, tag, (0,), random_policy=not shown, demonstration=shown)

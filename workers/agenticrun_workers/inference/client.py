@@ -1,0 +1,184 @@
+"""GenerationClient: sends requests of many episodes to the engines, and wakes each episode when its answer is there.
+
+Requests made in one tick of the event loop travel together (`request_port`). A session stays on its engine, where its prefix is
+cached; a new one goes to the less loaded of two random engines. When an engine dies, its requests go to another one or wait for
+its replacement: the prompt holds all tokens so far, so nothing but the response under way is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray.exceptions
+
+from agenticrun_workers.inference.request_port import Abort, Answer, Frames, connect
+from agenticrun_workers.types import Generation, GenerationRequest
+
+log = logging.getLogger(__name__)
+
+RECONNECT_SECONDS = 0.5
+
+
+class RequestRefused(Exception):
+    """An engine will never serve this request; the message is the engine's."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    request: GenerationRequest
+    done: asyncio.Future[Generation]
+
+
+class _EngineLink:
+    """One engine as this client sees it."""
+
+    def __init__(self, engine_id: str, handle: Any) -> None:
+        self.engine_id = engine_id
+        self.handle = handle
+        self.in_flight: dict[str, _Waiting] = {}
+        self.outgoing: list[GenerationRequest] = []
+        self.reported_load = 0
+        self.frames: Frames | None = None
+        """The connection, while there is one: requests wait in `in_flight` until then."""
+        self.listener: asyncio.Task[None] | None = None
+
+    @property
+    def load(self) -> int:
+        return max(self.reported_load, len(self.in_flight))
+
+
+class GenerationClient:
+    """`generate` for the agents of one env worker.
+
+    Args:
+        name: unique among the clients of a run.
+        keep: is given the task that listens to an engine. One that fails, other than because the engine is gone, leaves requests
+            that wait for ever.
+    """
+
+    def __init__(self, name: str, seed: int = 0, keep: Callable[[asyncio.Task[None]], None] = lambda _: None) -> None:
+        self._name = name
+        self._keep = keep
+        self._random = random.Random(seed)
+        self._links: dict[str, _EngineLink] = {}
+        self._sessions: dict[str, str] = {}
+        self._unsent: list[_Waiting] = []
+        self._flush_planned = False
+
+    def set_engines(self, engines: Mapping[str, Any]) -> None:
+        """Use exactly these engine actors from now on. A new id under way serves what waited."""
+        for engine_id in set(self._links) - set(engines):
+            self._drop(self._links[engine_id])
+        for engine_id, handle in engines.items():
+            if engine_id not in self._links:
+                link = self._links[engine_id] = _EngineLink(engine_id, handle)
+                link.listener = asyncio.create_task(self._listen(link), name=f"listen-{engine_id}")
+                self._keep(link.listener)
+        self._plan_flush()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one response. Raises `RequestRefused`. Cancelling it stops the sampling."""
+        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        self._unsent.append(waiting)
+        self._plan_flush()
+        try:
+            return await waiting.done
+        except asyncio.CancelledError:
+            self._give_up(waiting)
+            raise
+
+    def end_session(self, session: str) -> None:
+        """The trajectory is over: forget which engine held its prefix."""
+        self._sessions.pop(session, None)
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        if waiting in self._unsent:
+            self._unsent.remove(waiting)
+        for link in self._links.values():
+            if link.in_flight.get(waiting.request.request_id) is waiting:
+                del link.in_flight[waiting.request.request_id]
+                if link.frames is not None:
+                    link.frames.write(Abort([waiting.request.request_id]))
+
+    def _plan_flush(self) -> None:
+        if not self._flush_planned:
+            self._flush_planned = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_planned = False
+        if not self._links:
+            return  # set_engines flushes again
+        unsent, self._unsent = self._unsent, []
+        for waiting in unsent:
+            link = self._choose(waiting.request.session)
+            link.in_flight[waiting.request.request_id] = waiting
+            link.outgoing.append(waiting.request)
+        for link in self._links.values():
+            requests, link.outgoing = link.outgoing, []
+            if requests and link.frames is not None:
+                link.frames.write(requests)
+
+    def _choose(self, session: str) -> _EngineLink:
+        held = self._sessions.get(session)
+        if held in self._links:
+            return self._links[held]
+        candidates = self._random.sample(list(self._links.values()), k=min(2, len(self._links)))
+        link = min(candidates, key=lambda candidate: candidate.load)
+        self._sessions[session] = link.engine_id
+        return link
+
+    async def _listen(self, link: _EngineLink) -> None:
+        """Keep a connection to a living engine, and deliver what comes."""
+        try:
+            while True:
+                address = await link.handle.requests_address.remote()
+                try:
+                    frames = await connect(address, self._name)
+                except OSError as error:
+                    log.warning("engine %s cannot be reached at %s:%d (%s)", link.engine_id, address.host, address.port, error)
+                else:
+                    await self._listen_to(link, frames)
+                await asyncio.sleep(RECONNECT_SECONDS)
+        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
+            log.warning("engine %s is gone (%s): its %d requests go on elsewhere", link.engine_id, error, len(link.in_flight))
+            if self._links.get(link.engine_id) is link:
+                self._drop(link)
+
+    async def _listen_to(self, link: _EngineLink, frames: Frames) -> None:
+        """Until the connection breaks. What had been asked on an earlier one is asked again: the engine has dropped it."""
+        if link.in_flight:
+            frames.write([waiting.request for waiting in link.in_flight.values()])
+        link.outgoing, link.frames = [], frames
+        try:
+            while True:
+                answers, link.reported_load = await frames.read()
+                for answer in answers:
+                    self._deliver(link, answer)
+        except (OSError, EOFError):
+            pass
+        finally:
+            link.frames = None
+            frames.close()
+
+    def _drop(self, link: _EngineLink) -> None:
+        del self._links[link.engine_id]
+        if link.listener is not None and link.listener is not asyncio.current_task():
+            link.listener.cancel()
+        self._unsent += link.in_flight.values()
+        link.in_flight = {}
+        self._plan_flush()
+
+    def _deliver(self, link: _EngineLink, answer: Answer) -> None:
+        waiting = link.in_flight.pop(answer.request_id, None)
+        if waiting is None or waiting.done.done():
+            return
+        if answer.generation is None:
+            waiting.done.set_exception(RequestRefused(answer.error))
+        else:
+            waiting.done.set_result(replace(answer.generation, engine=link.engine_id))

@@ -1,0 +1,148 @@
+"""What a judge sees and says, and judges by name."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from agenticrun_workers.agents import ChatFormat
+from agenticrun_workers.plugins import ErrorTypes, PluginConfigError, PluginImportError, PluginNotFound, Registry, snake_case
+from agenticrun_workers.types import Trajectory
+
+TEMPLATE_FIELDS = ("transcript", "prompt", "answer", "item", "score", "metrics", "tag")
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedTurn:
+    """One exchange as text."""
+
+    prompt: str
+    """What the policy was shown since its last answer, with the marks of the chat template."""
+    answer: str
+    reward: float
+    valid: bool = True
+    action: str | None = None
+    """What the agent read in the answer; None: no action."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedEpisode:
+    """A finished episode as text. `item` is the data set's, `metrics` are the environment's."""
+
+    tag: str
+    turns: tuple[JudgedTurn, ...]
+    item: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> str:
+        """The first prompt."""
+        return self.turns[0].prompt
+
+    @property
+    def answer(self) -> str:
+        """The last answer."""
+        return self.turns[-1].answer
+
+    @property
+    def score(self) -> float:
+        """Sum of the environment's rewards."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def transcript(self) -> str:
+        """The whole conversation."""
+        return "".join(turn.prompt + turn.answer for turn in self.turns)
+
+    @property
+    def content_hash(self) -> bytes:
+        """Equal for equal episodes."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=repr).encode()).digest()
+
+    def fill(self, template: str) -> str:
+        """A template with {transcript}, {prompt}, {answer}, {score}, {tag}, {item[column]} and {metrics[name]} filled in."""
+        return template.format_map({name: getattr(self, name) for name in TEMPLATE_FIELDS})
+
+
+def judged_episode(trajectory: Trajectory, chat: ChatFormat, item: Mapping[str, Any] | None) -> JudgedEpisode:
+    """The texts of a trajectory."""
+    turns = [
+        JudgedTurn(chat.shown(turn.prompt_T), chat.text(turn.response_T), turn.reward, turn.valid, turn.action) for turn in trajectory.turns
+    ]
+    return JudgedEpisode(trajectory.tag, tuple(turns), item or {}, dict(trajectory.metrics))
+
+
+class JudgeFailed(Exception):
+    """Why there is no score. As a value, of one episode; raised, of a whole call."""
+
+
+Judgement = float | JudgeFailed
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """Scores episodes, several in one call."""
+
+    calls_at_once: int
+    """Calls that may be under way at a time."""
+    episodes_per_call: int | None
+    """Most episodes of one call, beside `rewards[].maxBatchSize`; None: no limit of its own."""
+
+    async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
+        """A score for each episode in order, or why there is none. Whatever it raises fails every episode of the call."""
+        ...
+
+
+class JudgeNotFound(PluginNotFound):
+    """No judge of that name."""
+
+
+class JudgeImportError(PluginImportError):
+    """The judge's module could not be imported."""
+
+
+class JudgeConfigError(PluginConfigError):
+    """The judge does not know a config key, or refuses a value."""
+
+
+_registry: Registry[Any] = Registry("judge", "agenticrun.judges", ErrorTypes(JudgeNotFound, JudgeImportError, JudgeConfigError))
+
+register_judge = _registry.register
+
+
+def make_judge(type: str, config: Mapping[str, Any]) -> Judge:
+    """A registered judge, a `module:Class` that is one, or a `module:function` of an episode made into one.
+
+    Raises `JudgeNotFound`, `JudgeImportError` or `JudgeConfigError`, each saying what to do.
+    """
+    from agenticrun_workers.rollout.rewards.function import FunctionJudge
+
+    target = _registry.find(type)
+    if inspect.isclass(target):
+        judge: Judge = _registry.make(type, config)
+        return judge
+    arguments = {snake_case(key): value for key, value in config.items()}
+    try:
+        return FunctionJudge(target, arguments)
+    except (TypeError, ValueError) as error:
+        raise JudgeConfigError(f"judge {type!r} refuses its config: {error}") from error
+
+
+def check_template(template: str, name: str) -> None:
+    """Raise `ValueError` if the template asks for what an episode does not have."""
+    example = JudgedEpisode("tag", (JudgedTurn("", "", 0.0),), _Anything(), _Anything())
+    try:
+        example.fill(template)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(f"{name} {template!r}: {error!r}; known fields are {', '.join(TEMPLATE_FIELDS)}") from error
+
+
+class _Anything(dict[str, Any]):
+    """Has every key: which columns an item has is known only when it comes."""
+
+    def __missing__(self, key: str) -> str:
+        return key

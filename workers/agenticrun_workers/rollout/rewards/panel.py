@@ -1,0 +1,199 @@
+"""JudgePanel: all judges of a run, around one env worker's finished episodes.
+
+Episodes that finish at about the same time are judged in one call, equal ones once. A judge that fails, is late or says
+something that is no finite number costs the episode (env_error: it is played again) and never becomes a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+
+from agenticrun_api import Pipeline
+from agenticrun_api.environments import RewardSpec
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.plugins import PluginConfigError, PluginError
+from agenticrun_workers.rollout.rewards.judge import Judge, JudgedEpisode, JudgeFailed, Judgement, make_judge
+from agenticrun_workers.types import StopReason, Trajectory
+
+log = logging.getLogger(__name__)
+
+MAX_CACHED = 65_536
+"""Scores that one judge's cache holds; the least recently used goes first."""
+
+MAX_TOLD = 20
+"""Distinct problems of one judge that are logged."""
+
+WINDOW_SECONDS = 0.005
+"""How long an episode waits for others to share its call."""
+
+
+class JudgePanel:
+    """Applies judges to finished episodes; see `of`. `deterministic` judges each episode alone: batching changes last digits."""
+
+    def __init__(self, judges: list[tuple[RewardSpec, Judge]], *, deterministic: bool = False) -> None:
+        self._seats = [_Seat(spec, judge, deterministic) for spec, judge in judges]
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> JudgePanel:
+        """The judges of `pipeline.rewards`. Raises `InvalidConfig` with the judge's own words."""
+        judges = []
+        for index, spec in enumerate(pipeline.rewards):
+            try:
+                judges.append((spec, make_judge(spec.type, spec.config)))
+            except PluginError as error:
+                field = "config" if isinstance(error, PluginConfigError) else "type"
+                raise InvalidConfig(f"spec.pipeline.rewards[{index}].{field}", str(error)) from error
+        return cls(judges, deterministic=pipeline.deterministic)
+
+    def judges(self, tag: str) -> bool:
+        """Whether any judge looks at this environment's episodes."""
+        return any(seat.looks_at(tag) for seat in self._seats)
+
+    async def apply(self, trajectory: Trajectory, episode: JudgedEpisode) -> Trajectory:
+        """The trajectory with weight * score of each judge added to the reward of its last turn. Raises nothing.
+
+        Metrics: `reward/<name>` (the score, unweighted), `judge/<name>/{seconds,cached}`, and `judge/<name>/failures` if it
+        failed: the trajectory then ends with env_error.
+        """
+        if not trajectory.turns:
+            return trajectory
+        seats = [seat for seat in self._seats if seat.looks_at(trajectory.tag)]
+        verdicts = await asyncio.gather(*(seat.verdict(episode) for seat in seats))
+        metrics = dict(trajectory.metrics)
+        added, failures = 0.0, []
+        for seat, verdict in zip(seats, verdicts, strict=True):
+            name = seat.spec.name
+            metrics |= {f"judge/{name}/seconds": verdict.seconds, f"judge/{name}/cached": float(verdict.cached)}
+            if isinstance(verdict.judgement, JudgeFailed):
+                metrics[f"judge/{name}/failures"] = 1.0
+                failures.append(f"judge {name}: {verdict.judgement}")
+            else:
+                metrics[f"reward/{name}"] = verdict.judgement
+                added += seat.spec.weight * verdict.judgement
+        if failures:
+            return replace(trajectory, stop_reason=StopReason.ENV_ERROR, error="; ".join(failures), metrics=metrics)
+        *others, last = trajectory.turns
+        return replace(trajectory, turns=(*others, replace(last, reward=last.reward + added)), metrics=metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    judgement: Judgement
+    seconds: float
+    """From asking to knowing, waiting included."""
+    cached: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """One judge, its queue and its memory."""
+
+    spec: RewardSpec
+    judge: Judge
+    deterministic: bool
+    _known: OrderedDict[bytes, asyncio.Future[Judgement]] = field(default_factory=OrderedDict)
+    _queue: list[tuple[JudgedEpisode, asyncio.Future[Judgement]]] = field(default_factory=list)
+    _window: asyncio.TimerHandle | None = None
+    _calls: set[asyncio.Task[None]] = field(default_factory=set)
+    _free: asyncio.Semaphore = field(init=False)
+    _told: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._free = asyncio.Semaphore(self.judge.calls_at_once)
+
+    def looks_at(self, tag: str) -> bool:
+        return not self.spec.tags or tag in self.spec.tags
+
+    async def verdict(self, episode: JudgedEpisode) -> _Verdict:
+        """Ask the judge, or remember; an equal episode that is being judged now is waited for."""
+        begin = time.perf_counter()
+        key = episode.content_hash if self.spec.cache else b""
+        known = self._known.get(key)
+        if known is None:
+            asked = self._enqueue(episode)
+            if self.spec.cache:
+                self._remember(key, asked)
+        else:
+            asked = known
+            self._known.move_to_end(key)
+        judgement = await asyncio.shield(asked)
+        return _Verdict(judgement, time.perf_counter() - begin, cached=known is not None)
+
+    def _remember(self, key: bytes, asked: asyncio.Future[Judgement]) -> None:
+        """Until it fails: a failure is not kept, so that the next equal episode asks again."""
+        self._known[key] = asked
+        if len(self._known) > MAX_CACHED:
+            self._known.popitem(last=False)
+
+        def forget_failure(done: asyncio.Future[Judgement]) -> None:
+            if self._known.get(key) is done and isinstance(done.result(), JudgeFailed):
+                del self._known[key]
+
+        asked.add_done_callback(forget_failure)
+
+    def _enqueue(self, episode: JudgedEpisode) -> asyncio.Future[Judgement]:
+        loop = asyncio.get_running_loop()
+        asked: asyncio.Future[Judgement] = loop.create_future()
+        self._queue.append((episode, asked))
+        if len(self._queue) >= self._batch_size:
+            self._flush()
+        elif self._window is None:
+            self._window = loop.call_later(WINDOW_SECONDS, self._flush)
+        return asked
+
+    @property
+    def _batch_size(self) -> int:
+        limits = (self.spec.max_batch_size, self.judge.episodes_per_call or self.spec.max_batch_size)
+        return 1 if self.deterministic else min(limits)
+
+    def _flush(self) -> None:
+        """Everything that waits becomes one call."""
+        if self._window is not None:
+            self._window.cancel()
+            self._window = None
+        batch, self._queue = self._queue, []
+        if batch:
+            call = asyncio.create_task(self._call(batch), name=f"judge-{self.spec.name}")
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+
+    async def _call(self, batch: list[tuple[JudgedEpisode, asyncio.Future[Judgement]]]) -> None:
+        async with self._free:
+            judgements = await self._judgements([episode for episode, _ in batch])
+        for (_, asked), judgement in zip(batch, judgements, strict=True):
+            asked.set_result(judgement)
+
+    async def _judgements(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
+        limit = self.spec.timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                judgements = [_checked(judgement) for judgement in await self.judge.judge(episodes)]
+            if len(judgements) != len(episodes):
+                raise JudgeFailed(f"it gave {len(judgements)} scores for {len(episodes)} episodes")
+        except TimeoutError:
+            judgements = [JudgeFailed(f"it took more than {limit:g} s")] * len(episodes)
+        except JudgeFailed as failure:
+            judgements = [failure] * len(episodes)
+        except Exception as error:  # a judge is a user's code and may raise anything
+            judgements = [JudgeFailed(f"{type(error).__name__}: {error}")] * len(episodes)
+        for problem in {str(judgement) for judgement in judgements if isinstance(judgement, JudgeFailed)}:
+            self._tell(problem)
+        return judgements
+
+    def _tell(self, message: str) -> None:
+        """Log each distinct problem once."""
+        if message not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(message)
+            log.warning("judge %s: %s", self.spec.name, message)
+
+
+def _checked(judgement: Judgement) -> Judgement:
+    if isinstance(judgement, JudgeFailed):
+        return judgement
+    score = float(judgement)
+    return score if math.isfinite(score) else JudgeFailed(f"its score is {score}")

@@ -1,0 +1,74 @@
+"""A Hugging Face sequence classifier as a judge."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from agenticrun_workers.rollout.rewards.judge import JudgedEpisode, Judgement, check_template, register_judge
+
+
+@register_judge("reward_model")
+class RewardModelJudge:
+    """Scores the text of an episode with a classifier. Needs torch on the env pods, and holds one model per env worker.
+
+    The score is the logit of a model with one label, else the probability of `label`.
+
+    Args:
+        path: folder or hub name of the model and its tokenizer.
+        template: the text that is scored; see `JudgedEpisode.fill`.
+        label: index of the class whose probability is the score; for models with several labels.
+        max_length: tokens of a text; longer ones lose their beginning, because the end decides.
+        device: as torch names it.
+        trust_remote_code: allow the model's own code.
+    """
+
+    episodes_per_call: int | None = None
+    calls_at_once = 1
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        template: str = "{transcript}",
+        label: int | None = None,
+        max_length: int = 4096,
+        device: str = "cpu",
+        trust_remote_code: bool = False,
+    ) -> None:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        check_template(template, "template")
+        self._template = template
+        self._label = label
+        self._max_length = max_length
+        self._device = device
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, truncation_side="left", trust_remote_code=trust_remote_code)
+            model: Any = AutoModelForSequenceClassification.from_pretrained(path, trust_remote_code=trust_remote_code)
+            self._model = model.to(device).eval()
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"{path} cannot be loaded as a sequence classifier: {error}") from error
+        labels = self._model.config.num_labels
+        if (labels == 1) != (label is None) or (label is not None and not 0 <= label < labels):
+            raise ValueError(f"label: {path} has {labels} label(s); name one from 0 to {labels - 1} if there are several, else none")
+        if self._tokenizer.pad_token is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        self._model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
+
+    async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
+        """See `Judge`. One forward pass in a thread."""
+        texts = [episode.fill(self._template) for episode in episodes]
+        return list(await asyncio.get_running_loop().run_in_executor(self._thread, self._score, texts))
+
+    def _score(self, texts: list[str]) -> list[float]:
+        import torch
+
+        batch = self._tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=self._max_length)
+        with torch.inference_mode():
+            logits_BL = self._model(**batch.to(self._device)).logits.float()
+        scores_B = logits_BL[:, 0] if self._label is None else logits_BL.softmax(-1)[:, self._label]
+        scores: list[float] = scores_B.tolist()
+        return scores

@@ -1,0 +1,260 @@
+"""One module with its optimizer in a folder (torch.distributed.checkpoint), readable by any number of ranks.
+
+Every rank writes its shards; rank 0 writes `module.json` last, with the size and checksum of every file. A rank that loads compares
+each file that it reads with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from agenticrun_workers.models.lora import describe_lora
+from agenticrun_workers.storage import MODULE_RECORD, DamagedFile, FileEntry, Folder
+from agenticrun_workers.trainer.checkpoint_files import ShardReader, ShardWriter
+from agenticrun_workers.trainer.strategy import CheckpointMismatch
+
+T = TypeVar("T")
+
+Location = str | os.PathLike[str]
+"""A local path or an fsspec URI."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """`module.json`."""
+
+    architecture: str
+    parameters: int
+    """Numbers in all of them."""
+    shapes: str
+    """SHA-256 of their sorted names and shapes."""
+    ranks: int
+    torch: str
+    progress: dict[str, int]
+    files: dict[str, FileEntry]
+    adapters: dict[str, Any] | None = None
+    """What low-rank adapters the parameters are (`describe_lora`); None: they are whole weights."""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({**vars(self), "files": {name: entry.to_json() for name, entry in self.files.items()}}, indent=1).encode()
+
+    @staticmethod
+    def read(folder: Folder) -> Record:
+        """Raises `CheckpointMismatch` if there is none, `DamagedFile` if it cannot be understood."""
+        try:
+            value = json.loads(folder.read(MODULE_RECORD))
+            return Record(**{**value, "files": {name: FileEntry.from_json(entry) for name, entry in value["files"].items()}})
+        except FileNotFoundError as error:
+            raise CheckpointMismatch(f"{folder} holds no trainer checkpoint") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedFile(f"{folder}/{MODULE_RECORD}", f"cannot be read ({error})") from error
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """What is saved of a module, as state dicts of torch.distributed.checkpoint: their tensors are whole, DTensors, or know their part."""
+
+    architecture: str
+    parameters: int
+    """Numbers in all of them."""
+    adapters: dict[str, Any] | None
+    model: dict[str, Any]
+    """By parameter name. With adapters, they alone."""
+    optimizer: dict[str, Any]
+    """As `get_optimizer_state_dict` gives it; empty for a frozen module."""
+
+
+def save(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer | None, progress: dict[str, int]) -> None:
+    """Write this rank's shards, without an optimizer the weights alone; they are durable when it returns. Collective."""
+    save_state(location, _module_state(module, optimizer), progress)
+
+
+def load(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer | None, progress: dict[str, int]) -> dict[str, int]:
+    """Restore what `save` or `save_state` wrote into a module. See `load_state`."""
+    state = _module_state(module, optimizer)
+    progress = load_state(location, state, progress)
+    set_state_dict(
+        module, _listed(optimizer), model_state_dict=state.model, optim_state_dict=state.optimizer, options=_options(module, strict=False)
+    )
+    return progress
+
+
+def save_state(location: Location, state: ModuleState, progress: dict[str, int]) -> None:
+    """Write this rank's part of a state; it is durable when it returns. Collective."""
+    folder = Folder(location)
+    rank, ranks = _rank()
+    whole = {"model": state.model, "optimizer": state.optimizer, "rng": {str(rank): _random_state()}}
+    writer = ShardWriter(folder)
+    _unwrapped(lambda: save_shards(whole, storage_writer=writer, no_dist=ranks == 1))
+    written: list[dict[str, FileEntry]] = [{}] * ranks
+    if ranks > 1:
+        dist.all_gather_object(written, writer.written)
+    else:
+        written = [writer.written]
+    if rank == 0:
+        shapes = {name: list(shape) for name, shape in sorted(_shapes(state.model).items())}
+        record = Record(
+            architecture=state.architecture,
+            parameters=state.parameters,
+            shapes=hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
+            ranks=ranks,
+            torch=torch.__version__,
+            progress=dict(progress),
+            files={name: entry for part in written for name, entry in sorted(part.items())},
+            adapters=state.adapters,
+        )
+        folder.write(MODULE_RECORD, record.to_bytes())
+
+
+def load_state(location: Location, state: ModuleState, progress: dict[str, int]) -> dict[str, int]:
+    """Read what `save_state` wrote, by however many ranks, into the tensors of `state`; return its progress. Collective.
+
+    `progress` gives the counters that the checkpoint lacks.
+
+    Each rank goes on with its own random state. A rank that is new since then starts one, from its number and rank 0's state.
+
+    Raises: every rank the same,
+        CheckpointMismatch: naming the first parameter that is missing, unknown or of another shape. Nothing has changed then.
+        DamagedFile: the tensors may have become a mixture: load another checkpoint into them, or give them up.
+    """
+    folder = Folder(location)
+
+    def look() -> tuple[Record, ShardReader, Metadata]:
+        record = Record.read(folder)
+        reader = ShardReader(folder, record.files)
+        metadata = reader.read_metadata()
+        _check_adapters(folder, record.adapters, state.adapters)
+        _check(folder, metadata, state.model)
+        return record, reader, metadata
+
+    record, reader, metadata = _agreed(look)
+    rank, ranks = _rank()
+    source = rank if rank < record.ranks else 0
+    random = {kind: value for kind, value in _random_state().items() if f"rng.{source}.{kind}" in metadata.state_dict_metadata}
+    whole: dict[str, Any] = {"model": state.model, "optimizer": state.optimizer, "rng": {str(source): random}}
+    _unwrapped(lambda: load_shards(whole, storage_reader=reader, no_dist=ranks == 1))
+    _set_random_state(whole["rng"][str(source)], None if source == rank else rank)
+    return progress | record.progress
+
+
+def _module_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModuleState:
+    model_state, optimizer_state = get_state_dict(module, _listed(optimizer), options=_options(module))
+    if describe_lora(module) is not None:  # torch leaves frozen ones in under the second names of tied parameters
+        frozen = {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+        model_state = {name: value for name, value in model_state.items() if name not in frozen}
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return ModuleState(architecture_of(module), parameters, describe_lora(module), model_state, optimizer_state)
+
+
+def _options(module: nn.Module, *, strict: bool = True) -> StateDictOptions:
+    """Under adapters, they alone."""
+    return StateDictOptions(ignore_frozen_params=describe_lora(module) is not None, strict=strict)
+
+
+def _listed(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimizer]:
+    return [] if optimizer is None else [optimizer]
+
+
+def _check(folder: Folder, metadata: Metadata, model_state: dict[str, Any]) -> None:
+    stored = {
+        name.removeprefix("model."): tuple(entry.size)
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    wanted = _shapes(model_state)
+    for name in [*wanted, *stored]:
+        if stored.get(name) != wanted.get(name):
+            raise CheckpointMismatch(
+                f"{name.removeprefix('model.')}: the model has {_shape(wanted.get(name))}, "
+                f"the checkpoint in {folder} has {_shape(stored.get(name))}; "
+                "set spec.model to the model that was trained, or spec.checkpoint.resume to Never"
+            )
+
+
+def _check_adapters(folder: Folder, stored: dict[str, Any] | None, wanted: dict[str, Any] | None) -> None:
+    if stored == wanted:
+        return
+    if stored is None or wanted is None:
+        difference = ["the model has no adapters, the checkpoint has", "the model has adapters, the checkpoint has none"][stored is None]
+    else:
+        name = next(name for name in wanted if stored.get(name) != wanted[name])
+        difference = f"the model has {name} {wanted[name]}, the checkpoint {stored.get(name)}"
+    raise CheckpointMismatch(
+        f"lora: {difference} ({folder}); set spec.pipeline.actorTrain.lora to what was trained, or spec.checkpoint.resume to Never"
+    )
+
+
+def _shapes(model_state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model_state.items() if hasattr(value, "shape")}
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "no such parameter" if shape is None else f"shape {list(shape)}"
+
+
+def architecture_of(module: nn.Module) -> str:
+    """As Hugging Face calls it; the class, without FSDP's prefix, for what has no config."""
+    types = (getattr(getattr(part, "config", None), "model_type", None) for part in module.modules())
+    return next((str(name) for name in types if name), type(module).__name__.removeprefix("FSDP"))
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return state | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state  # type: ignore[no-untyped-call]
+
+
+def _set_random_state(state: dict[str, Tensor], new_rank: int | None) -> None:
+    if new_rank is not None:
+        torch.manual_seed(zlib.crc32(state["cpu"].numpy().tobytes(), new_rank))
+        return
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _rank() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _agreed(work: Callable[[], T]) -> T:
+    """Do what every rank does; if one fails, all raise its error instead of waiting for it in the next collective."""
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    errors = [error]
+    if (ranks := _rank()[1]) > 1:
+        errors = [None] * ranks
+        dist.all_gather_object(errors, error)
+    for error in filter(None, errors):
+        raise error
+    return result  # type: ignore[return-value]  # no error: there is one
+
+
+def _unwrapped(work: Callable[[], object]) -> None:
+    """Do it; raise the first rank's own error instead of torch's `CheckpointException`, which is no `Exception`."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank needs none
+            work()
+    except CheckpointException as error:
+        cause, _ = error.failures[min(error.failures)]
+        raise cause from error

@@ -1,0 +1,113 @@
+"""What algorithms, losses and optimizers are told, in the API's words. Imports torch."""
+
+from __future__ import annotations
+
+from agenticrun_api import Pipeline
+from agenticrun_api import algorithm as api
+from agenticrun_api.algorithm import Algorithm
+from agenticrun_api.training import Training
+from agenticrun_workers.algorithms.correction import CorrectionSpec, FilterSpec, WeightSpec
+from agenticrun_workers.algorithms.losses import Cispo, Decoupled, Kimi15, Ppo, Tis, Topr, Vanilla, Variant
+from agenticrun_workers.algorithms.token_advantages import TokenSpec
+from agenticrun_workers.driver.batch_plan import optimizer_steps_per_batch
+from agenticrun_workers.trainer import LossSpec, OptimizerSpec, ValueLossSpec
+
+
+def needs_old_logprobs(pipeline: Pipeline) -> bool:
+    """Whether log-probs must be computed at the batch's start; else the detached current ones are the old ones (rl-semantics)."""
+    algorithm = pipeline.algorithm
+    return (
+        optimizer_steps_per_batch(pipeline) > 1
+        or algorithm.reward_kl is not None
+        or algorithm.pg_variant == "decoupled"
+        or pipeline.train_infer_correction is not None
+    )
+
+
+def loss_temperature(pipeline: Pipeline) -> float:
+    """Of the log-probs that are trained: the sampling's, or 1 where truncated sampling is allowed (rl-semantics, "Samples")."""
+    generating = pipeline.actor_infer.generating
+    return 1.0 if generating.allow_truncated_sampling else generating.temperature
+
+
+def loss_spec(pipeline: Pipeline) -> LossSpec:
+    algorithm = pipeline.algorithm
+    return LossSpec(
+        variant=_variant(algorithm),
+        ratio=algorithm.ratio_type,
+        aggregation=algorithm.loss_agg_mode,
+        aggregation_norm=algorithm.loss_agg_norm or 1.0,
+        entropy_coef=algorithm.entropy_loss_coef,
+        kl_coef=algorithm.loss_kl.coef if algorithm.loss_kl else 0.0,
+        kl_kind=algorithm.loss_kl.kind if algorithm.loss_kl else "k3",
+        temperature=loss_temperature(pipeline),
+    )
+
+
+def value_loss_spec(pipeline: Pipeline) -> ValueLossSpec:
+    algorithm = pipeline.algorithm
+    clip = pipeline.critic.value_clip if pipeline.critic else None
+    return ValueLossSpec(clip=clip, aggregation=algorithm.loss_agg_mode, aggregation_norm=algorithm.loss_agg_norm or 1.0)
+
+
+def token_spec(pipeline: Pipeline) -> TokenSpec:
+    algorithm = pipeline.algorithm
+    return TokenSpec(
+        estimator=algorithm.name,
+        gamma=algorithm.gamma,
+        lambd=algorithm.lambd,
+        turn_level=algorithm.turn_level,
+        reward_kl=algorithm.reward_kl.kind if algorithm.reward_kl else None,
+        whiten_rewards=algorithm.whiten_rewards,
+        whiten_advantages=algorithm.whiten_advantages,
+        reward_clip=algorithm.reward_clip,
+        advantage_clip=algorithm.advantage_clip,
+        correction=_correction(pipeline),
+    )
+
+
+def optimizer_spec(pipeline: Pipeline, training: Training) -> OptimizerSpec:
+    """Of the model that trains so: `pipeline.actor_train.training` or the critic's."""
+    return OptimizerSpec(
+        learning_rate=training.learning_rate,
+        schedule=training.lr_scheduler_type,
+        warmup_steps=training.warmup_steps,
+        total_steps=pipeline.max_steps * optimizer_steps_per_batch(pipeline),
+        supervised_learning_rate=pipeline.warmup.learning_rate if pipeline.warmup else None,
+        weight_decay=training.weight_decay,
+        beta1=training.adam_beta1,
+        beta2=training.adam_beta2,
+        max_grad_norm=training.max_grad_norm,
+        max_skipped_steps=pipeline.guards.max_skipped_steps,
+    )
+
+
+def _variant(algorithm: Algorithm) -> Variant:
+    match algorithm.pg_variant:
+        case "vanilla":
+            return Vanilla()
+        case "ppo":
+            return Ppo(algorithm.pg_clip_low, algorithm.pg_clip_high, algorithm.dual_clip)
+        case "decoupled":
+            cap = (algorithm.decoupled or api.Decoupled()).cap
+            return Decoupled(algorithm.pg_clip_low, algorithm.pg_clip_high, algorithm.dual_clip, cap)
+        case "tis":
+            tis = algorithm.tis or api.Tis()
+            return Tis(tis.lower_bound, tis.upper_bound)
+        case "topr":
+            topr = algorithm.topr or api.Topr()
+            return Topr(topr.positive_weight, topr.negative_weight)
+        case "cispo":
+            cispo = algorithm.cispo or api.Cispo()
+            return Cispo(cispo.epsilon_low, cispo.epsilon_high, cispo.unified_mask)
+        case "kimi15":
+            return Kimi15((algorithm.kimi15 or api.Kimi15()).tau)
+
+
+def _correction(pipeline: Pipeline) -> CorrectionSpec | None:
+    correction = pipeline.train_infer_correction
+    if correction is None:
+        return None
+    weight = correction.is_weight
+    filters = tuple(FilterSpec(f.level, f.ratio_low, f.ratio_high, f.diff_low, f.diff_high) for f in correction.filters)
+    return CorrectionSpec(WeightSpec(weight.level, weight.upper_bound) if weight else None, filters)

@@ -1,0 +1,204 @@
+"""A module in DeepSpeed's engine: what ZeRO shards, gradients over any number of micro-batches, and steps that are counted."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from agenticrun_workers.models.devices import compute_device
+from agenticrun_workers.trainer.microbatch import MicroBatch
+from agenticrun_workers.trainer.modules import PolicyModule
+from agenticrun_workers.trainer.optimizer import OptimizerSpec, StepCounts
+
+if compute_device().type == "cpu":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at the import; else DeepSpeed guesses, and warns
+    os.environ.setdefault("LOCAL_SIZE", "1")  # else DeepSpeed asks a program for the NUMA nodes whenever it reduces gradients
+
+import deepspeed
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
+
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+"""A faster all-reduce between CPUs of one machine. DeepSpeed compiles it at the first use; images have no compiler."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state of a parameter."""
+
+
+class ZeroEngine(StepCounts):
+    """Takes a policy's optimizer steps with ZeRO, and counts them. Collective, all of it.
+
+    Gradients are sums over ranks and micro-batches. DeepSpeed takes the mean over ranks: losses go in times their number.
+
+    Args:
+        module: on this rank's device, the same on all ranks; after this it is ZeRO's.
+        spec: learning rate, schedule, clipping. DeepSpeed clips, as `torch.nn.utils.clip_grad_norm_` does, and leaves everything as
+            it is when the norm is not finite.
+        config: DeepSpeed's.
+    """
+
+    def __init__(self, module: PolicyModule, spec: OptimizerSpec, config: Mapping[str, Any]) -> None:
+        super().__init__(spec)
+        self.module = module
+        self.stage: int = config["zero_optimization"]["stage"]
+        device = next(module.parameters()).device
+        os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed's name for the number of the device
+        self.adam = torch.optim.AdamW(
+            [parameter for parameter in module.parameters() if parameter.requires_grad],
+            lr=spec.learning_rate,
+            betas=(spec.beta1, spec.beta2),
+            eps=spec.epsilon,
+            weight_decay=spec.weight_decay,
+        )
+        rounded = {id(p): p.detach().to("cpu", copy=True) for _, p in self.trained()} if config["bf16"]["enabled"] else {}
+        self._engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=self.adam, config=dict(config))
+        self._engine.eval()
+        if self.stage == 3:  # read by the scoring, not by the forward pass of its own layer
+            deepspeed.zero.register_external_parameter(module, module.model.get_output_embeddings().weight)
+        self._start_adam()
+        if rounded:  # DeepSpeed makes masters from what it computes with
+            for _, parameter in self.trained():
+                self.set_master(parameter, rounded.pop(id(parameter)))
+            self.masters_set()
+
+    def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """The module's, for a backward pass."""
+        logprobs_N, entropies_N = self._engine(batch, temperature)
+        return logprobs_N, entropies_N
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of one micro-batch. `last`: of this step."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss * dist.get_world_size())
+
+    def step(self, rate: float, *, scheduled: bool = True) -> float:
+        """As `Updater.step`."""
+        first_broken = self._first_broken() if self.hopeless else None
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        self.settle(norm, scheduled=scheduled, first_broken=first_broken)
+        return norm
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that the optimizer has, each once."""
+        return ((name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients so far, whole, by parameter name; they are cleared."""
+        found = {name: safe_get_full_grad(parameter).clone() for name, parameter in self.trained()}
+        for _, parameter in self.trained():  # DeepSpeed has no other way to drop them than a step that it must skip
+            if self.stage == 3:
+                safe_set_local_grad(parameter, torch.full_like(parameter.ds_tensor, torch.nan))  # type: ignore[attr-defined]  # DeepSpeed's
+            else:
+                safe_set_full_grad(parameter, torch.full_like(parameter, torch.nan, dtype=torch.float32))
+        self._engine.step()
+        assert not self._engine.was_step_applied(), "DeepSpeed took a step with gradients that are not finite"
+        return found
+
+    @property
+    def adam_steps(self) -> float:
+        """Steps that AdamW corrects its moments for."""
+        return float(self.adam.state[self._flat_masters()[0]]["step"])
+
+    def set_adam_steps(self, steps: float) -> None:
+        for flat in self._flat_masters():
+            self.adam.state[flat]["step"].fill_(steps)
+
+    def master(self, parameter: nn.Parameter) -> Tensor:
+        """Its float32 value, whole."""
+        value: Tensor = safe_get_full_fp32_param(parameter)
+        return value
+
+    def moment(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """One of `MOMENTS`, whole."""
+        value: Tensor = safe_get_full_optimizer_state(parameter, name)
+        return value
+
+    def set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Give it this whole float32 value, also to compute with."""
+        value = value.to(parameter.device)
+        if self.stage == 3:
+            safe_set_local_fp32_param(parameter, _part(parameter, value))
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(value)
+        else:
+            safe_set_full_fp32_param(parameter, value)
+
+    def set_moment(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+        value = value.to(parameter.device)
+        if self.stage == 3:
+            safe_set_local_optimizer_state(parameter, _part(parameter, value), name)
+        else:
+            safe_set_full_optimizer_state(parameter, value, name)
+
+    def masters_set(self) -> None:
+        """After `set_master` of all parameters: compute with them."""
+        if self.stage < 3:
+            self.optimizer.update_lp_params()
+
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        """Its value as it computes, from all ranks' shards."""
+        if self.stage < 3:
+            return parameter.detach()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def move(self, device: torch.device) -> None:
+        """Take AdamW's moments to the device, and the masters where they are not what is computed with.
+
+        DeepSpeed's own `offload_states` wants its fused AdamW, and leaves nothing to export from. Here the weights stay.
+        """
+        for flat in self._flat_masters():  # copied also from CPU to CPU, where tests see then what a GPU would
+            if self.stage < 3 or all(flat is not computed for computed in self.optimizer.fp16_partitioned_groups_flat):
+                flat.data = flat.data.to(device, copy=True)
+            state = self.adam.state[flat]
+            state.update({name: state[name].to(device, copy=True) for name in MOMENTS})
+        if self.stage < 3:  # DeepSpeed's parameters know their parts of the tensors that have moved
+            self.optimizer._link_all_hp_params()
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _first_broken(self) -> str:
+        """The first parameter with a gradient that is not finite on any rank."""
+        broken = [name for name, parameter in self.trained() if not safe_get_full_grad(parameter).isfinite().all()]
+        return broken[0] if broken else "their joint norm"
+
+    def _flat_masters(self) -> list[Tensor]:
+        """This rank's float32 weights as the optimizer has them."""
+        if self.stage == 3:
+            flat: list[Tensor] = self.optimizer.fp32_partitioned_groups_flat
+            return flat
+        return [flat for group in self.adam.param_groups for flat in group["params"]]
+
+    def _start_adam(self) -> None:
+        """Give AdamW its state, as its first step would: a checkpoint can be written or read before it."""
+        for flat in self._flat_masters():
+            zeros = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
+            self.adam.state[flat] = {"step": torch.zeros(()), **zeros}
+        if self.stage < 3:
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _part(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """This rank's part of a whole value, as ZeRO-3 cuts it: flat, the last rank's filled up with zeros."""
+    size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+    padded = torch.nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
+    return padded[size * dist.get_rank() :][:size]

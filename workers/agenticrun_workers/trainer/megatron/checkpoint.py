@@ -1,0 +1,157 @@
+"""Checkpoints of Megatron's parallel state, in the names, shapes and format of the other strategies' checkpoints.
+
+A rank writes and reads its rectangles of Hugging Face's tensors, so that a checkpoint belongs to no parallel layout.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from agenticrun_workers.trainer.checkpoint import Location, ModuleState, load_state, save_state
+from agenticrun_workers.trainer.megatron.architecture import Architecture
+from agenticrun_workers.trainer.megatron.parallel import Place
+from agenticrun_workers.trainer.megatron.pieces import Piece
+from agenticrun_workers.trainer.megatron.updater import MOMENTS, MegatronUpdater
+from agenticrun_workers.trainer.megatron.weights import Parameter, Weights
+
+MODULE = "model."
+"""The prefix of Hugging Face's names in the other strategies' module."""
+MASTER = "master"
+
+
+class Rectangles(Tensor):
+    """A rank's parts of one tensor, as torch.distributed.checkpoint writes and reads them (its protocol `_Checkpointable`).
+
+    A tensor without memory of its own: that is the only kind of object that the protocol is looked for on.
+    """
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Rectangles:
+        made: Rectangles = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        return made
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:  # noqa: ARG002  # the arguments of `__new__`
+        self._parts: dict[torch.Size, Tensor] = {}
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, *_: object) -> object:
+        raise NotImplementedError(f"{func}: rectangles are saved and loaded, never computed with")
+
+    def include(self, offset: tuple[int, ...], values: Tensor) -> None:
+        """`values` become part of what is written, or are overwritten by what is read."""
+        self._parts[torch.Size(offset)] = values
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.shape))
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offset, part.shape) for offset, part in self._parts.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._parts[index.offset]
+
+
+class Checkpoints:
+    """Saves and loads weights and optimizer of one model. All calls are collective."""
+
+    def __init__(self, model: Architecture, weights: Weights, updater: MegatronUpdater, place: Place) -> None:
+        self._model, self._weights, self._updater, self._place = model, weights, updater, place
+
+    @torch.no_grad()
+    def save(self, location: Location, progress: dict[str, int]) -> None:
+        """Write this rank's part. See `save_state`."""
+        tensors = self._empty()
+        for number, parameter in enumerate(self._weights.parameters):
+            writes = number % self._place.groups.dp_cp.size() == self._place.groups.dp_cp.rank()
+            for kind in (MASTER, *MOMENTS):
+                local = self._whole_local(parameter, kind)
+                for piece in parameter.pieces if writes and not self._is_copy(parameter) else ():
+                    if all(piece.sizes) and not (piece.replicated and self._place.tensor_rank):
+                        tensors[kind][piece.name].include(piece.offset, piece.read(local).cpu())
+        save_state(location, self._state(tensors, self._steps()), progress)
+
+    @torch.no_grad()
+    def load(self, location: Location, progress: dict[str, int]) -> dict[str, int]:
+        """Read this rank's part. See `load_state`."""
+        tensors = self._empty()
+        targets: list[tuple[Parameter, str, list[tuple[Piece, Tensor]]]] = []
+        for parameter in self._weights.parameters:
+            for kind in (MASTER, *MOMENTS):
+                parts = [(piece, torch.zeros(piece.sizes, dtype=self._dtype)) for piece in parameter.pieces if all(piece.sizes)]
+                for piece, values in parts:
+                    tensors[kind][piece.name].include(piece.offset, values)
+                targets.append((parameter, kind, parts))
+        state = self._state(tensors, 0.0)
+        progress = load_state(location, state, progress)
+        steps = next(iter(state.optimizer["state"].values()))["step"]
+        for parameter, kind, parts in targets:
+            self._set(parameter, kind, parts, steps)
+        self._updater.publish()
+        return progress
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The masters' and moments'."""
+        return next(shard.master.dtype for _, shard in self._updater.shards())
+
+    def _empty(self) -> dict[str, dict[str, Rectangles]]:
+        """Every tensor of the model by kind and name, without a part."""
+        shapes = self._weights.shapes()
+        return {kind: {name: Rectangles(shape, self._dtype) for name, shape in shapes.items()} for kind in (MASTER, *MOMENTS)}
+
+    def _state(self, tensors: dict[str, dict[str, Rectangles]], steps: float) -> ModuleState:
+        """As the state dicts of a module with torch's AdamW."""
+        group = {key: value for key, value in torch.optim.AdamW([torch.zeros(0)]).param_groups[0].items() if key != "params"}
+        ours = {key: value for key, value in self._updater.adam.param_groups[0].items() if key in group}
+        names = list(tensors[MASTER])
+        moments = {MODULE + name: {kind: tensors[kind][name] for kind in MOMENTS} | {"step": torch.tensor(steps)} for name in names}
+        model = {MODULE + name: tensors[MASTER][name] for name in names}
+        if self._model.tied:  # a module's state dict has a tied weight under both names
+            model[MODULE + "lm_head.weight"] = model[MODULE + "model.embed_tokens.weight"]
+        return ModuleState(
+            architecture=self._model.model_type,
+            parameters=sum(torch.Size(shape).numel() for shape in self._weights.shapes().values()),
+            adapters=None,
+            model=model,
+            optimizer={"state": moments, "param_groups": [group | ours | {"params": [MODULE + name for name in names]}]},
+        )
+
+    def _whole_local(self, parameter: Parameter, kind: str) -> Tensor:
+        """The master or a moment of all of this rank's parameter, from the ranks that update parts of it."""
+        shard = self._updater.shard(parameter)
+        whole = torch.zeros(parameter.tensor.shape, dtype=self._dtype, device=parameter.tensor.device)
+        if shard is not None:
+            values = shard.master if kind == MASTER else self._updater.adam.state[shard.master].get(kind)
+            if values is not None:  # moments begin with the first step
+                whole.view(-1)[shard.start : shard.end] = values.view(-1)
+        if self._updater.distributed:
+            dist.all_reduce(whole, group=self._place.groups.dp_cp)
+        return whole
+
+    def _steps(self) -> float:
+        return next((float(self._updater.adam.state[shard.master].get("step", 0.0)) for _, shard in self._updater.shards()), 0.0)
+
+    def _set(self, parameter: Parameter, kind: str, parts: list[tuple[Piece, Tensor]], steps: Tensor) -> None:
+        shard = self._updater.shard(parameter)
+        if shard is None:
+            return
+        whole = torch.zeros(parameter.tensor.shape, dtype=self._dtype)
+        for piece, values in parts:
+            piece.write(whole, values)
+        if kind == MASTER:
+            self._updater.set_master(parameter, whole)
+        else:
+            mine = whole.view(-1)[shard.start : shard.end].view(shard.master.shape).to(shard.master.device)
+            self._updater.adam.state[shard.master] |= {kind: mine.clone(), "step": steps.clone()}
+
+    def _is_copy(self, parameter: Parameter) -> bool:
+        return self._weights.copied_output and parameter.name.startswith("output_layer.")

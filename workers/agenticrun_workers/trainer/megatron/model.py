@@ -1,0 +1,157 @@
+"""The trained network on one rank: its pipeline stage, from a micro-batch to one log-prob per selected token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional
+
+from agenticrun_workers.trainer.megatron.architecture import Architecture
+from agenticrun_workers.trainer.megatron.layers import block_spec
+from agenticrun_workers.trainer.megatron.log_probs import score
+from agenticrun_workers.trainer.megatron.options import MegatronOptions
+from agenticrun_workers.trainer.megatron.parallel import Place
+from agenticrun_workers.trainer.megatron.pieces import padded_vocabulary, vocabulary_rows
+from agenticrun_workers.trainer.microbatch import MicroBatch
+
+
+def transformer_config(model: Architecture, options: MegatronOptions, dtype: torch.dtype) -> TransformerConfig:
+    """Raises `ValueError` for options that Megatron finds wrong together."""
+    try:
+        return TransformerConfig(
+            tensor_model_parallel_size=options.tensor,
+            pipeline_model_parallel_size=options.pipeline,
+            context_parallel_size=options.context,
+            num_layers=model.layers,
+            hidden_size=model.hidden,
+            ffn_hidden_size=model.feed_forward,
+            num_attention_heads=model.heads,
+            num_query_groups=model.groups,
+            kv_channels=model.head_size,
+            layernorm_epsilon=model.norm_epsilon,
+            normalization="RMSNorm",
+            add_bias_linear=False,
+            add_qkv_bias=model.qkv_bias,
+            qk_layernorm=model.qk_norm,
+            gated_linear_unit=True,
+            activation_func=functional.silu,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            perform_initialization=False,
+            variable_seq_lengths=True,
+            moe_token_dispatcher_type="alltoall",  # there are no experts, but Megatron checks it against the line above
+            calculate_per_token_loss=True,
+            batch_p2p_sync=False,
+            **options.transformer,
+        )
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"strategy.config: {error}") from error
+
+
+class MegatronModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
+    """One stage of the pipeline. The decoder is Megatron's; positions, attention and scores are ours."""
+
+    def __init__(self, config: TransformerConfig, model: Architecture, place: Place) -> None:
+        super().__init__(
+            config,
+            block_spec(config, model.attention_scaling),
+            vocab_size=padded_vocabulary(model, place.tensor_size),
+            max_sequence_length=model.max_positions,
+            position_embedding_type="none",
+            pre_process=place.first_stage,
+            post_process=place.last_stage,
+            share_embeddings_and_output_weights=model.tied,
+            pg_collection=place.groups,
+        )
+        self._place = place
+        self._first_token, self._tokens = vocabulary_rows(model, place.tensor_rank, place.tensor_size)
+        self._padding_token = model.padding_token
+        self._frequencies = model.inverse_frequencies.to(torch.cuda.current_device())
+
+    def forward(self, batch: MicroBatch, temperature: float) -> Tensor:
+        """The last stage's log-probs and entropies of the selected tokens, [2, N]; another stage's hidden states, [T, B, H].
+
+        Rows are as long as `row_multiple` of the options wants (`even_rows`).
+        """
+        here = self._columns(batch.ids_BT.shape[1])
+        positions_BT = batch.position_ids_BT
+        if positions_BT is None:
+            positions_BT = torch.arange(batch.ids_BT.shape[1], device=batch.ids_BT.device)[None]
+        angles_BTD = positions_BT[:, here, None].float() * self._frequencies
+        rotary_TB1D = torch.cat((angles_BTD, angles_BTD), -1).transpose(0, 1)[:, :, None]
+        hidden_TBH: Tensor = self.decoder(
+            hidden_states=self._embed(batch.ids_BT[:, here]) if self.pre_process else None,
+            attention_mask=self._mask(batch, here),
+            rotary_pos_emb=rotary_TB1D,
+        )
+        return self._score(hidden_TBH, batch, here, temperature) if self.post_process else hidden_TBH
+
+    def _embed(self, ids_BT: Tensor) -> Tensor:
+        """[T, B, H]; under sequence parallelism this rank's part of T."""
+        embedded_TBH: Tensor = self.embedding(input_ids=ids_BT, position_ids=None)
+        if self._padding_token is None:
+            return embedded_TBH
+        padding_TB = torch.eq(ids_BT.T, self._padding_token)
+        if self.config.sequence_parallel:
+            padding_TB = padding_TB.chunk(self._place.tensor_size)[self._place.tensor_rank]
+        return torch.where(padding_TB[..., None], embedded_TBH.detach(), embedded_TBH).contiguous()  # stages send it so
+
+    def _columns(self, length: int) -> slice:
+        """The tokens of each row that this context-parallel rank computes."""
+        part = length // self._place.context_size
+        return slice(self._place.context_rank * part, (self._place.context_rank + 1) * part)
+
+    def _mask(self, batch: MicroBatch, here: slice) -> Tensor | None:
+        """Where each token may look, [B, 1, T here, T]; None: at all before it."""
+        if batch.position_ids_BT is None and self._place.context_size == 1:
+            return None
+        columns_T = torch.arange(batch.ids_BT.shape[1], device=batch.ids_BT.device)
+        mask_BTT = (columns_T[here, None] >= columns_T)[None]
+        if batch.position_ids_BT is not None:
+            sequences_BT = (batch.position_ids_BT == 0).cumsum(-1)
+            mask_BTT = mask_BTT & (sequences_BT[:, here, None] == sequences_BT[:, None])
+        return mask_BTT[:, None]
+
+    def _score(self, hidden_TBH: Tensor, batch: MicroBatch, here: slice, temperature: float) -> Tensor:
+        groups = self._place.groups
+        if self.config.sequence_parallel:
+            hidden_TBH = gather_from_sequence_parallel_region(hidden_TBH, tensor_parallel_output_grad=True, group=groups.tp)
+        else:
+            hidden_TBH = copy_to_tensor_model_parallel_region(hidden_TBH, group=groups.tp)
+        mine_N = (batch.columns_N >= here.start) & (batch.columns_N < here.stop)
+        hidden_NH = hidden_TBH[batch.columns_N[mine_N] - here.start, batch.rows_N[mine_N]]
+        weight_VH = (self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight)[
+            : self._tokens
+        ]
+        scores_2N = torch.stack(score(hidden_NH, weight_VH, batch.targets_N[mine_N], self._first_token, temperature, groups.tp))
+        if self._place.context_size == 1:
+            return scores_2N
+        whole_2N = scores_2N.new_zeros(2, len(mine_N)).index_copy(1, mine_N.nonzero()[:, 0], scores_2N)
+        # Each context-parallel rank computes the whole loss from all scores, and sends the gradient of its own backwards.
+        combined: Tensor = reduce_from_tensor_model_parallel_region(whole_2N, group=groups.cp)
+        return combined
+
+
+def even_rows(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """The micro-batch with padding after its rows, so that parallel ranks get equal parts of each."""
+    length = batch.ids_BT.shape[1]
+    extra = -length % multiple
+    if not extra:
+        return batch
+    changes: dict[str, Any] = {"ids_BT": functional.pad(batch.ids_BT, (0, extra))}
+    if batch.position_ids_BT is not None:  # each padding token is a sequence of its own
+        changes["position_ids_BT"] = functional.pad(batch.position_ids_BT, (0, extra))
+    return replace(batch, **changes)

@@ -1,0 +1,99 @@
+"""This process in Megatron's parallel groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from agenticrun_workers.models.devices import compute_device
+from agenticrun_workers.trainer.megatron.options import MegatronOptions
+from agenticrun_workers.trainer.ranks import join_alone
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank and size in each kind of group; ranks count from 0."""
+
+    rank: int
+    world: int
+    tensor_rank: int
+    tensor_size: int
+    stage: int
+    """Of the pipeline."""
+    stages: int
+    context_rank: int
+    context_size: int
+    data_rank: int
+    data_size: int
+    groups: ProcessGroupCollection
+
+    @property
+    def first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.stage == self.stages - 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its data rank."""
+        return self.tensor_rank == self.context_rank == self.stage == 0
+
+    @property
+    def scores(self) -> bool:
+        """Whether this rank's loss and metrics are those of its data rank: one of those that see the last hidden state."""
+        return self.tensor_rank == self.context_rank == 0 and self.last_stage
+
+    def rank_of(self, tensor_rank: int, stage: int) -> int:
+        """The rank in data and context rank 0. Megatron numbers ranks in the order tensor, context, data, pipeline."""
+        return tensor_rank + stage * (self.world // self.stages)
+
+
+def join(options: MegatronOptions) -> Place:
+    """Make the groups, or take those that an earlier model of the same layout made. Collective.
+
+    Raises:
+        ValueError: the ranks cannot be divided so, or the process has another layout.
+    """
+    if not dist.is_initialized():
+        join_alone(compute_device())
+    world, sizes = dist.get_world_size(), (options.tensor, options.pipeline, options.context)
+    if world % options.model_ranks:
+        raise ValueError(
+            f"{world} trainer ranks are not a multiple of {options.model_ranks} = tensor_model_parallel_size {options.tensor} x "
+            f"pipeline_model_parallel_size {options.pipeline} x context_parallel_size {options.context}: change strategy.config or the "
+            "trainer's replicas and GPUs"
+        )
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(*sizes[:2], context_parallel_size=sizes[2], create_gloo_process_groups=False)
+        if torch.cuda.is_available():
+            model_parallel_cuda_manual_seed(0)
+    place = _look()
+    if (place.tensor_size, place.stages, place.context_size) != sizes:
+        raise ValueError(
+            f"this process already has the layout tensor {place.tensor_size}, pipeline {place.stages}, context {place.context_size}"
+        )
+    return place
+
+
+def _look() -> Place:
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return Place(
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        tensor_rank=groups.tp.rank(),
+        tensor_size=groups.tp.size(),
+        stage=groups.pp.rank(),
+        stages=groups.pp.size(),
+        context_rank=groups.cp.rank(),
+        context_size=groups.cp.size(),
+        data_rank=groups.dp.rank(),
+        data_size=groups.dp.size(),
+        groups=groups,
+    )

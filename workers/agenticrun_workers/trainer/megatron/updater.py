@@ -1,0 +1,168 @@
+"""Megatron's optimizer under our schedule, which never takes a step that would break the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from agenticrun_workers.trainer.megatron.options import MegatronOptions
+from agenticrun_workers.trainer.megatron.weights import Parameter, Weights
+from agenticrun_workers.trainer.optimizer import OptimizerSpec, StepCounts
+from agenticrun_workers.trainer.ranks import Ranks
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The elements of a parameter that this rank's optimizer updates: all, or with the distributed optimizer a range of them."""
+
+    master: Tensor
+    """In the optimizer's precision."""
+    start: int
+    end: int
+
+
+class MegatronUpdater(StepCounts):
+    """Takes the optimizer steps, and counts them."""
+
+    def __init__(
+        self, module: DistributedDataParallel, weights: Weights, spec: OptimizerSpec, options: MegatronOptions, ranks: Ranks
+    ) -> None:
+        super().__init__(spec)
+        dtype = weights.parameters[0].tensor.dtype
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=spec.learning_rate,
+            weight_decay=spec.weight_decay,
+            adam_beta1=spec.beta1,
+            adam_beta2=spec.beta2,
+            adam_eps=spec.epsilon,
+            clip_grad=0.0,  # by `step`, which looks at the norm first
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            use_distributed_optimizer=bool(options.data_parallel.get("use_distributed_optimizer")),
+        )
+        # No overrides: weight decay on every parameter, as the other strategies have it.
+        self._whole = get_megatron_optimizer(config, [module], config_overrides={}, use_gloo_process_groups=False)
+        (self._optimizer,) = self._whole.chained_optimizers
+        self._module, self._weights, self._ranks = module, weights, ranks
+        self._device = weights.parameters[0].tensor.device
+
+    @property
+    def adam(self) -> torch.optim.Optimizer:
+        """torch's optimizer inside Megatron's, whose parameters are the masters of `shard`."""
+        adam: torch.optim.Optimizer = self._optimizer.optimizer
+        return adam
+
+    def step(self, rate: float, *, scheduled: bool = True) -> float:
+        """As `Updater.step`. Collective."""
+        first_broken = self._first_broken() if self.hopeless else None
+        self._whole.prepare_grads()
+        norm = self._norm()
+        if math.isfinite(norm):
+            shrink = self.spec.max_grad_norm / (norm + 1e-6)
+            for group in self._whole.param_groups:
+                group["lr"] = rate
+                if shrink < 1:
+                    for parameter in group["params"]:
+                        parameter.grad.mul_(shrink)
+            self._whole.step_with_ready_grads()
+        self.clear()
+        self.settle(norm, scheduled=scheduled, first_broken=first_broken)
+        return norm
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._module.zero_grad_buffer()
+        self._whole.zero_grad()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients so far, whole on rank 0, by Hugging Face's names; they are cleared. Collective."""
+        if self.distributed:
+            self._gather_gradients()
+        found = {name: gradient.clone() for name, gradient in self._weights.whole(lambda p: p.tensor.main_grad)}  # type: ignore[attr-defined]
+        self.clear()
+        return found
+
+    def shard(self, parameter: Parameter) -> Shard | None:
+        """What this rank's optimizer updates of a parameter; None: nothing."""
+        tensor = parameter.tensor
+        if not self.distributed:
+            return Shard(getattr(tensor, "main_param", tensor), 0, tensor.numel())
+        if tensor not in self._optimizer.model_param_group_index_map:
+            return None
+        group, number = self._optimizer.model_param_group_index_map[tensor]
+        span = self._optimizer._get_model_param_range_map(tensor)["param"]
+        return Shard(self._optimizer.optimizer.param_groups[group]["params"][number], span.start, span.end)
+
+    @property
+    def distributed(self) -> bool:
+        """Whether data-parallel ranks update a part of each parameter only."""
+        return isinstance(self._optimizer, DistributedOptimizer)
+
+    def shards(self) -> Iterator[tuple[Parameter, Shard]]:
+        """Everything that this rank's optimizer updates."""
+        for parameter in self._weights.parameters:
+            if (shard := self.shard(parameter)) is not None:
+                yield parameter, shard
+
+    @torch.no_grad()
+    def set_master(self, parameter: Parameter, values: Tensor) -> None:
+        """Give the master of this rank's parameter these values, as far as it is updated here."""
+        if (shard := self.shard(parameter)) is not None:
+            shard.master.view(-1).copy_(values.reshape(-1)[shard.start : shard.end])
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that lies in the device's memory between steps."""
+        for buffer in self._module.buffers:
+            yield from (buffer.param_data, buffer.grad_data) if buffer.param_data is not None else (buffer.grad_data,)
+        for parameter in self._weights.parameters:
+            yield parameter.tensor
+        for _, shard in self.shards():
+            yield shard.master
+            yield from (value for value in self.adam.state[shard.master].values() if isinstance(value, Tensor))
+
+    def publish(self) -> None:
+        """After the masters were changed from outside: the model's parameters follow. Collective."""
+        for parameter, shard in self.shards():
+            parameter.tensor.data.view(-1)[shard.start : shard.end].copy_(shard.master.view(-1))
+        if self.distributed:
+            self._module.start_param_sync(force_sync=True)
+
+    def _norm(self) -> float:
+        """Of the whole gradient. Megatron's own would round it to float32."""
+        squares = [gradient.double().square().sum() for gradient in self._whole.get_main_grads_for_grad_norm()]
+        total = torch.stack([torch.zeros((), dtype=torch.float64, device=self._device), *squares]).sum()
+        dist.all_reduce(total, group=self._whole.get_grad_stats_parallel_group())
+        return math.sqrt(total.item())
+
+    def _gather_gradients(self) -> None:
+        """Give every data-parallel rank all of the sums, of which the distributed optimizer leaves it its share only."""
+        for buffer in self._module.buffers:
+            for bucket in buffer.buckets:
+                share = bucket.grad_data.numel() // buffer.data_parallel_world_size
+                parts = list(bucket.grad_data.split(share))
+                dist.all_gather(parts, parts[buffer.data_parallel_group.rank()].clone(), group=buffer.data_parallel_group)
+
+    def _first_broken(self) -> str:
+        """The first parameter with a gradient that is not finite on any rank."""
+        names = self._weights.names()
+        broken = set(self._broken_names())
+        flags = self._ranks.max([float(name in broken) for name in names])
+        return next((name for name, flag in zip(names, flags, strict=True) if flag), "their joint norm")
+
+    def _broken_names(self) -> Iterator[str]:
+        for parameter in self._weights.parameters:
+            gradient: Tensor = parameter.tensor.main_grad  # type: ignore[attr-defined]
+            for piece in parameter.pieces:
+                if not piece.view(gradient).isfinite().all():
+                    yield piece.name

@@ -1,0 +1,163 @@
+"""Samples into micro-batches of about equal rows, bounded by a token budget: padded, or packed.
+
+Right padding under causal attention needs no mask: a token never looks to its right. It is therefore exact and takes the
+fastest attention kernel, and sorting by length keeps the waste small. Packing fills what is left of a row with shorter
+sequences. Rows are never longer than the longest sequence, so attention costs no more than with padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agenticrun_workers.trainer.strategy import Sample
+
+Positions = NDArray[np.intp]
+Place = tuple[int, int]
+"""Row of a sample and the column where it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """B rows of T tokens, and the N selected tokens in them, ordered by sample and position."""
+
+    samples: list[int]
+    """The samples in it, as indices into the list that was split."""
+    positions: list[Positions]
+    """Selected positions of each of them; position t of a sample is about predicting its token t."""
+    ids_BT: Tensor
+    position_ids_BT: Tensor | None
+    """Restarting with each sequence if rows are packed; None: every row is one sequence."""
+    rows_N: Tensor
+    columns_N: Tensor
+    """Where the token before each selected one stands: the prediction is read there."""
+    targets_N: Tensor
+    """The selected tokens; 0 for the position after a sample's last token."""
+    sequence_N: Tensor
+    """Index into `samples`."""
+    used: int
+    """Tokens that are not padding."""
+
+    def pick(self, samples: list[Sample], name: str, dtype: torch.dtype) -> Tensor:
+        """One value per selected token, [N], from the array `name` of the samples that were split.
+
+        Raises:
+            ValueError: one of them has no such array.
+        """
+        parts: list[NDArray[Any]] = [np.zeros(0)]
+        for number, chosen in zip(self.samples, self.positions, strict=True):
+            values_T: NDArray[Any] | None = getattr(samples[number], name)
+            if values_T is None:
+                raise ValueError(f"sample {number} lacks {name}, which the loss reads")
+            parts.append(values_T[chosen])
+        return torch.from_numpy(np.concatenate(parts, dtype=np.float64)).to(self.ids_BT.device, dtype)
+
+    def put(self, values_N: Tensor, into: Sequence[NDArray[np.float32]]) -> None:
+        """Write one value per selected token into the arrays of all samples, in their original order."""
+        sizes = [len(chosen) for chosen in self.positions]
+        for sample, chosen, part in zip(self.samples, self.positions, torch.split(values_N.float().cpu(), sizes), strict=True):
+            into[sample][chosen] = part.numpy()
+
+
+def weighted(sample: Sample) -> Positions:
+    """The positions that a loss reads; the first token has no prediction."""
+    return np.flatnonzero(sample.weight_T[1:]) + 1
+
+
+def responses(sample: Sample) -> Positions:
+    """The positions of response tokens."""
+    return np.flatnonzero(sample.turns_T[1:] >= 0) + 1
+
+
+def responses_and_end(sample: Sample) -> Positions:
+    """The positions of response tokens, and the one after the last token."""
+    return np.append(responses(sample), len(sample.tokens_T))
+
+
+def split(
+    samples: list[Sample], select: Callable[[Sample], Positions], max_tokens: int, device: torch.device, *, packed: bool = False
+) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` tokens, padding included; a longer sample is one of its own. Each sample is in one.
+
+    What no selected token's prediction needs is not computed. Samples without selected tokens are left out.
+    """
+    chosen = {i: positions for i, sample in enumerate(samples) if len(positions := select(sample))}
+    lengths = {i: int(positions[-1]) for i, positions in chosen.items()}
+    layouts = _pack(lengths, max_tokens) if packed else _pad(lengths, max_tokens)
+    return [_lay_out(samples, chosen, places, device, packed) for places in layouts]
+
+
+def filler(device: torch.device) -> MicroBatch:
+    """A micro-batch without selected tokens, so that every rank can run the same number of them."""
+    nothing = torch.zeros(0, dtype=torch.long, device=device)
+    return MicroBatch([], [], torch.zeros(1, 1, dtype=torch.long, device=device), None, nothing, nothing, nothing, nothing, 0)
+
+
+def _pad(lengths: dict[int, int], max_tokens: int) -> list[dict[int, Place]]:
+    batches: list[dict[int, Place]] = []
+    for i in sorted(lengths, key=lambda i: (lengths[i], i)):
+        if not batches or (len(batches[-1]) + 1) * lengths[i] > max_tokens:
+            batches.append({})
+        batches[-1][i] = (len(batches[-1]), 0)
+    return batches
+
+
+def _pack(lengths: dict[int, int], max_tokens: int) -> list[dict[int, Place]]:
+    """First fit, longest first, into rows as long as the longest sequence of the micro-batch."""
+    batches: list[dict[int, Place]] = []
+    waiting = sorted(lengths, key=lambda i: (-lengths[i], i))
+    while waiting:
+        width = lengths[waiting[0]]
+        most_rows = max(1, max_tokens // width)
+        places: dict[int, Place] = {}
+        ends: list[int] = []
+        for i in waiting:
+            row = next((row for row, end in enumerate(ends) if end + lengths[i] <= width), len(ends))
+            if row == len(ends):
+                if row == most_rows:
+                    continue
+                ends.append(0)
+            places[i] = (row, ends[row])
+            ends[row] += lengths[i]
+        batches.append(places)
+        waiting = [i for i in waiting if i not in places]
+    return batches
+
+
+def _lay_out(
+    samples: list[Sample], chosen: dict[int, Positions], places: dict[int, Place], device: torch.device, packed: bool
+) -> MicroBatch:
+    order = sorted(places)
+    lengths = [int(chosen[i][-1]) for i in order]
+    shape = (1 + max(row for row, _ in places.values()), max(lengths))
+    ids_BT = np.zeros(shape, np.int64)
+    position_ids_BT = np.tile(np.arange(shape[1]), (shape[0], 1))
+    for i, length in zip(order, lengths, strict=True):
+        row, start = places[i]
+        ids_BT[row, start : start + length] = samples[i].tokens_T[:length]
+        position_ids_BT[row, start : start + length] = np.arange(length)
+    counts = [len(chosen[i]) for i in order]
+    rows_N = np.repeat([places[i][0] for i in order], counts)
+    columns_N = np.concatenate([chosen[i] + places[i][1] - 1 for i in order])
+    targets_N = np.concatenate([np.append(samples[i].tokens_T, 0)[chosen[i]] for i in order])
+
+    def to(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device)
+
+    return MicroBatch(
+        order,
+        [chosen[i] for i in order],
+        to(ids_BT),
+        to(position_ids_BT) if packed else None,
+        to(rows_N),
+        to(columns_N),
+        to(targets_N),
+        to(np.repeat(np.arange(len(order)), counts)),
+        sum(lengths),
+    )

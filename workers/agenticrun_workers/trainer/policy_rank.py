@@ -1,0 +1,247 @@
+"""Trainer ranks: the policy, and the reference and the critic where they have no pods of their own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agenticrun_api import Pipeline, Role
+from agenticrun_api.spec import InitializeModel
+from agenticrun_workers.algorithms.segments import Floats
+from agenticrun_workers.driver.batch_plan import RankPlan
+from agenticrun_workers.driver.credit import TurnCredits
+from agenticrun_workers.models.source import ModelSources
+from agenticrun_workers.rollout.env_worker import Texts
+from agenticrun_workers.serialization import pack, unpack
+from agenticrun_workers.trainer.rank import ACTOR, CRITIC, REFERENCE, Metrics, combine
+from agenticrun_workers.trainer.reference_update import TakesReference
+from agenticrun_workers.types import EpisodeKey
+from agenticrun_workers.weights.buckets import Bucket, Shape
+from agenticrun_workers.weights.merge_plan import Expansion
+from agenticrun_workers.weights.written import BroadcastFailed, Written
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from agenticrun_workers.trainer.adapters import Adapters
+    from agenticrun_workers.trainer.rank_batch import RankBatch
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a rank says about its trajectories before they are credited."""
+
+    kl: Mapping[EpisodeKey, Floats] | None
+    """Summed KL of each turn to the reference, where the reward has a KL penalty."""
+    gaps: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By engine: |trainer's - engine's log-prob| on the same weights, summed, and the number of tokens."""
+
+
+def summed_gaps(gaps: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """`Prepared.gaps` over all ranks."""
+    engines = sorted({engine for part in gaps for engine in part})
+    parts = {engine: [part[engine] for part in gaps if engine in part] for engine in engines}
+    return {engine: (sum(total for total, _ in found), sum(tokens for _, tokens in found)) for engine, found in parts.items()}
+
+
+class TrainerActor(TakesReference):
+    """One rank. `hosted` says which models beside the policy it holds."""
+
+    role = Role.TRAINER
+
+    def __init__(self, rank: int, world_size: int, pipeline: Pipeline, hosted: frozenset[str] = frozenset()) -> None:
+        super().__init__(rank, world_size, pipeline)
+        self._hosted = hosted
+        self._batch: RankBatch | None = None
+
+    def make_model(self, model: InitializeModel, texts: Texts) -> dict[str, bytes]:
+        """The files of `spec.model.initialize`. Raises `InvalidConfig`."""
+        from agenticrun_workers.models.files import make_model_files
+
+        return make_model_files(model, texts, self._pipeline.sequence_length)
+
+    def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> int:
+        """Join the other ranks and load the models on so many torch threads. Raises `InvalidConfig`.
+
+        Returns:
+            the part of each batch that this rank gets (`LogProbStrategy.data_rank`).
+        """
+        from agenticrun_workers.trainer import config_translation as specs
+        from agenticrun_workers.trainer import strategies
+
+        self._join(rendezvous, threads)
+        pipeline = self._pipeline
+        self._source = sources.policy
+        self._strategy = strategies.build_strategy(pipeline, sources.policy)
+        self._reference = strategies.build_reference(pipeline, sources.reference, shared=True) if REFERENCE in self._hosted else None
+        self._critic = strategies.build_critic(pipeline, sources.critic, shared=True) if CRITIC in self._hosted else None
+        self._loss = specs.loss_spec(pipeline)
+        self._value_loss = specs.value_loss_spec(pipeline)
+        self._token_spec = specs.token_spec(pipeline)
+        self._needs_old = specs.needs_old_logprobs(pipeline)
+        return self._strategy.data_rank
+
+    def warm_up(self, keys: list[tuple[EpisodeKey, int]]) -> Metrics:
+        """One supervised step on these (key, store). Collective."""
+        from agenticrun_workers.trainer.samples import supervised_samples
+
+        weight = self._pipeline.warmup.observation_weight if self._pipeline.warmup else 0.0
+        samples = [sample for trajectory in self._fetch(keys) for sample in supervised_samples(trajectory, weight)]
+        return dict(self._strategy.supervised_step(samples))
+
+    def prepare(self, packed: bytes, *said: bytes) -> bytes:
+        """Fetch a batch (a packed `RankPlan`) and let the models speak about it. Collective; returns a packed `Prepared`.
+
+        Args:
+            said: packed `Said` of models on other pods, about all trajectories of the batch.
+        """
+        from agenticrun_workers.trainer.rank_batch import RankBatch
+
+        self._plan: RankPlan = unpack(packed)
+        batch = self._batch = RankBatch(self._fetch(self._plan.items), self._pipeline.algorithm.bootstrap_truncated)
+        if self._needs_old:
+            batch.old_logprobs = self._strategy.compute_log_probs(batch.samples)
+        if self._reference is not None:
+            batch.ref_logprobs = self._reference.compute_log_probs(batch.samples)
+        if self._critic is not None:
+            batch.ask_critic(self._critic.compute_values)
+        batch.hear([unpack(part) for part in said])
+        reward_kl = self._pipeline.algorithm.reward_kl
+        kl = None if reward_kl is None else dict(zip([key for key, _ in self._plan.items], batch.turn_kl(reward_kl.kind), strict=True))
+        return pack(Prepared(kl, batch.logprob_gaps(self._strategy.policy_version)))
+
+    def credit(self, packed: bytes) -> tuple[Metrics, bytes]:
+        """Advantages of the prepared batch from packed `TurnCredits`. Collective.
+
+        Returns:
+            metrics, equal on every rank, and packed `Targets` for a critic on other pods.
+        """
+        credits: TurnCredits = unpack(packed)
+        assert self._batch is not None, "prepare comes first"
+        keys = [key for key, _ in self._plan.items]
+        metrics = self._batch.credited(
+            self._token_spec,
+            [credits.per_turn[key] for key in keys],
+            [credits.trains[key] for key in keys],
+            credits.kind,
+            credits.kl_coef,
+            self._strategy.sum_over_data,
+        )
+        targets = self._batch.targets() if self._pipeline.uses_critic and self._critic is None else {}
+        return dict(metrics), pack(targets)
+
+    def train(self, version: int, train_actor: bool) -> Metrics:
+        """All optimizer steps of the credited batch: the critic's, then the actor's. The policy becomes `version`.
+
+        Collective; the metrics are equal on every rank.
+        """
+        batch, self._batch = self._batch, None
+        assert batch is not None, "credit comes first"
+        mini_batches = [batch.chosen(indices) for indices in self._plan.mini_batches]
+        metrics: Metrics = {}
+        if self._critic is not None:
+            metrics |= combine([dict(self._critic.train_step(samples, self._value_loss)) for samples in mini_batches])
+        if train_actor:
+            metrics |= combine([dict(self._strategy.train_step(samples, self._loss)) for samples in mini_batches])
+        self._strategy.policy_version = version
+        return metrics
+
+    def policy_version(self) -> int:
+        """How often this policy was trained on a batch."""
+        return self._strategy.policy_version
+
+    def expansion(self) -> Expansion | str | None:
+        """On all ranks of a policy that trains adapters; collective.
+
+        Returns:
+            on rank 0, what nodes need to make whole weights of the adapters, or why they cannot.
+        """
+        from agenticrun_workers.weights.lora_merge import expansion_of
+
+        adapters = self._adapters()
+        if self._rank == 0:
+            return expansion_of(adapters, self._source)
+        deque(adapters.base(), maxlen=0)
+        return None
+
+    def weight_shapes(self, adapters: bool = False) -> list[Shape]:
+        """The parameters that `export_weights` will write, on rank 0. Collective."""
+        from agenticrun_workers.weights.sender import shapes_of
+
+        return shapes_of(self._exported(adapters))
+
+    def open_buckets(self, buckets: tuple[Bucket, ...], folder: str, deltas: bool, adapters: bool = False) -> None:
+        """On rank 0: where `export_weights` writes; see `Sender`. Whole weights and adapters have buckets of their own."""
+        from agenticrun_workers.weights.sender import Sender
+
+        sender = Sender(Path(folder), buckets, deltas=deltas)
+        if adapters:
+            self._adapter_sender = sender
+        else:
+            self._sender = sender
+
+    def close_whole_buckets(self) -> None:
+        """On rank 0: let go of the memory of whole weights."""
+        del self._sender
+
+    def export_weights(self, adapters: bool = False) -> Iterator[Written]:
+        """On rank 0: write all parameters, or the adapters, into their buckets, and say so one by one. Collective with `assist_export`."""
+        sender = self._adapter_sender if adapters else self._sender
+        yield from sender.send(self._exported(adapters))
+
+    def host_broadcast(self, host: str, port: int, world: int) -> None:
+        """On rank 0: meet the engines, at its last `rendezvous`. Raises `BroadcastFailed`."""
+        from agenticrun_workers.models.devices import compute_device
+        from agenticrun_workers.weights.collective import WeightGroup
+
+        self._group: WeightGroup | None = None
+        try:
+            self._group = WeightGroup(host, port, 0, world, compute_device(), self._taken_listener())
+        except RuntimeError as error:
+            raise BroadcastFailed(str(error)) from error
+
+    def broadcast_weights(self) -> None:
+        """On rank 0: send all parameters to the engines. Collective with `assist_export`. Raises `BroadcastFailed`."""
+        group = self._group
+        broken: RuntimeError | None = None
+        assert group is not None, "host_broadcast comes first"
+        for _, tensor in self._strategy.export_weights():  # to its end, whatever happens: the other ranks take part in it
+            if broken is None:
+                try:
+                    group.send(tensor)
+                except RuntimeError as error:
+                    broken = error
+                    group.close()
+        if broken is not None:
+            self._group = None
+            raise BroadcastFailed(str(broken)) from broken
+
+    def assist_export(self, adapters: bool = False) -> None:
+        """On the other ranks, while rank 0 exports."""
+        deque(self._exported(adapters), maxlen=0)
+
+    def offload(self) -> None:
+        """Leave the device to an engine: all models go to host memory. Collective."""
+        for strategy in self._strategies():
+            strategy.offload()
+
+    def onload(self) -> None:
+        """Come back to the device. Collective."""
+        for strategy in self._strategies():
+            strategy.onload()
+
+    def _exported(self, adapters: bool) -> Iterator[tuple[str, Tensor]]:
+        return self._adapters().weights() if adapters else self._strategy.export_weights()
+
+    def _adapters(self) -> Adapters:
+        assert self._strategy.adapters is not None, "the run trains adapters"
+        return self._strategy.adapters
+
+    def _strategies(self) -> list[Any]:
+        return [strategy for strategy in (self._strategy, self._reference, self._critic) if strategy is not None]
+
+    def _part(self, name: str) -> Any:
+        return {ACTOR: self._strategy, CRITIC: self._critic, REFERENCE: self._reference}[name]

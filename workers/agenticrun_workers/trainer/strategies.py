@@ -1,0 +1,116 @@
+"""Builds trainers from the API's words, on a trainer pod. Imports torch; Megatron-Core and DeepSpeed only where a run trains with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from agenticrun_api import Pipeline
+from agenticrun_api.training import ActorTrain, Critic
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.models import ModelLoadError
+from agenticrun_workers.models.files import load
+from agenticrun_workers.models.heads import UnsupportedModel
+from agenticrun_workers.models.lora import LoraSpec, UnknownTarget, add_lora
+from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.seeds import derive
+from agenticrun_workers.trainer import CriticStrategy, ReferenceStrategy, TorchCritic, TorchPolicy, TorchReference, TrainStrategy
+from agenticrun_workers.trainer.config_translation import loss_temperature, optimizer_spec
+from agenticrun_workers.trainer.options import FsdpOptions
+
+OPTIONS = "spec.pipeline.actorTrain.strategy.config"
+
+
+def build_strategy(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
+    """The policy's trainer of this rank. Raises `InvalidConfig`."""
+    spec = pipeline.actor_train.strategy
+    optimizer = optimizer_spec(pipeline, pipeline.actor_train.training)
+    dtype: torch.dtype = getattr(torch, source.dtype)
+    arguments = {"temperature": loss_temperature(pipeline), **_batches(pipeline.actor_train)}
+    with _refusing("spec.model.path", OPTIONS):
+        if spec.name == "megatron":
+            from agenticrun_workers.trainer.megatron import MegatronPolicy
+
+            with source.folder() as path:
+                return MegatronPolicy(path, dtype, optimizer, config=spec.config, trust_remote_code=source.trust_remote_code, **arguments)
+        load_policy = _policy_loader(pipeline, source)
+        if spec.name == "deepspeed":
+            from agenticrun_workers.trainer.deepspeed_policy import DeepSpeedPolicy
+
+            return DeepSpeedPolicy(load_policy, optimizer, config=spec.config, dtype=dtype, **arguments)
+        return TorchPolicy(load_policy, optimizer, dtype=dtype, options=FsdpOptions.parse(spec.config), **arguments)
+
+
+def build_policy_to_export(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
+    """The policy on this one process, whatever trained it: all strategies write checkpoints of one kind. Raises `InvalidConfig`."""
+    optimizer = optimizer_spec(pipeline, pipeline.actor_train.training)
+    with _refusing("spec.model.path", OPTIONS):
+        return TorchPolicy(_policy_loader(pipeline, source), optimizer, dtype=getattr(torch, source.dtype))
+
+
+def build_reference(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> ReferenceStrategy:
+    """The frozen policy of this rank. `shared`: it lives on the policy's ranks. Raises `InvalidConfig`."""
+    arguments = {"temperature": loss_temperature(pipeline), **_batches(pipeline.actor_train)}
+    with _refusing("spec.pipeline.reference.path", OPTIONS):
+        return TorchReference(partial(load, source), options=_options(pipeline, shared), **arguments)
+
+
+def build_critic(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> CriticStrategy:
+    """The value model of this rank. `shared`: it lives on the policy's ranks. Raises `InvalidConfig`."""
+    assert pipeline.critic is not None, "gae has a critic"
+    optimizer = optimizer_spec(pipeline, pipeline.critic.training)
+    with _refusing("spec.pipeline.critic.path", OPTIONS):
+        return TorchCritic(
+            partial(load, source, _masters(source)),
+            optimizer,
+            dtype=getattr(torch, source.dtype),
+            options=_options(pipeline, shared),
+            **_batches(pipeline.critic),
+        )
+
+
+def _options(pipeline: Pipeline, shared: bool) -> FsdpOptions:
+    """Reference and critic are sharded as an fsdp2 policy is; on pods of their own each rank has its own part of a batch."""
+    spec = pipeline.actor_train.strategy
+    if spec.name != "fsdp2":
+        return FsdpOptions()
+    options = FsdpOptions.parse(spec.config)
+    return options if shared else options.without_sequence_parallelism()
+
+
+def _policy_loader(pipeline: Pipeline, source: ModelSource) -> Callable[[], PreTrainedModel]:
+    """Loads the policy with the weights that are trained: in the masters' dtype, with adapters where only these are trained."""
+    lora = pipeline.actor_train.lora
+    load_whole = partial(load, source, _masters(source))
+    if lora is None:
+        return load_whole
+    spec = LoraSpec(rank=lora.rank, alpha=lora.alpha, target_modules=tuple(lora.target_modules))
+    return lambda: add_lora(load_whole(), spec, derive(pipeline.seed, "lora"))
+
+
+def _masters(source: ModelSource) -> torch.dtype:
+    """Master weights are float32, or float64."""
+    dtype: torch.dtype = getattr(torch, source.dtype)
+    return torch.promote_types(dtype, torch.float32)
+
+
+@contextmanager
+def _refusing(model: str, options: str) -> Iterator[None]:
+    """A model that cannot be used, or an option of the strategy that makes no sense, is a mistake in this field."""
+    try:
+        yield
+    except (ModelLoadError, UnsupportedModel) as error:
+        raise InvalidConfig(model, str(error)) from error
+    except UnknownTarget as error:
+        raise InvalidConfig("spec.pipeline.actorTrain.lora.targetModules", str(error)) from error
+    except ValueError as error:
+        raise InvalidConfig(options, str(error)) from error
+
+
+def _batches(trained: ActorTrain | Critic) -> dict[str, Any]:
+    return {"max_tokens": trained.training.max_tokens_per_micro_batch, "packing": trained.training.sequence_packing}
