@@ -61,7 +61,16 @@ def make_batch(trajectories: int, seed: int = 0) -> Batch:
         return scale * rng.standard_normal(size, np.float32)
 
     old = -np.abs(noise(1.0))
-    tokens = Tokens(cu, cu, turns_L, np.ones(trajectories, np.bool_), old + noise(0.05), old, old + noise(0.1), noise(1.0))
+    tokens = Tokens(
+        cu,
+        cu,
+        turns_L,
+        np.ones(trajectories, np.bool_),
+        old + noise(0.05),
+        old,
+        old + noise(0.1),
+        noise(1.0),
+    )
     start_pages = rng.integers(0, 256, (turns // 4, 32), np.uint8)
     episodes = Episodes(
         cu_turns_N1=np.arange(trajectories + 1, dtype=np.int64) * TURNS,
@@ -92,13 +101,25 @@ def alone(sums: np.ndarray) -> np.ndarray:
     return sums
 
 
-LEVEL_FILTERS = tuple(FilterSpec(level, 0.8, 1.2, -0.5, 0.5) for level in ("token", "segment", "geometric", "sequence"))
+LEVEL_FILTERS = tuple(
+    FilterSpec(level, 0.8, 1.2, -0.5, 0.5)
+    for level in ("token", "segment", "geometric", "sequence")
+)
 CASES: dict[str, Callable[[Batch], object]] = {
     "clone": lambda b: b.tensor.clone(),
-    "gae": lambda b: token_advantages(TokenSpec("gae", 0.99, 0.95), b.tokens, b.episodes.rewards_K, "reward", 0.0, alone),
-    "reinforce": lambda b: token_advantages(TokenSpec("reinforce", 0.99), b.tokens, b.episodes.rewards_K, "reward", 0.0, alone),
+    "gae": lambda b: token_advantages(
+        TokenSpec("gae", 0.99, 0.95), b.tokens, b.episodes.rewards_K, "reward", 0.0, alone
+    ),
+    "reinforce": lambda b: token_advantages(
+        TokenSpec("reinforce", 0.99), b.tokens, b.episodes.rewards_K, "reward", 0.0, alone
+    ),
     "gigpo": lambda b: token_advantages(
-        TokenSpec("gigpo"), b.tokens, assign_credit(CreditSpec("gigpo"), b.episodes).per_turn_K, "advantage", 0.0, alone
+        TokenSpec("gigpo"),
+        b.tokens,
+        assign_credit(CreditSpec("gigpo"), b.episodes).per_turn_K,
+        "advantage",
+        0.0,
+        alone,
     ),
     "correction": lambda b: token_advantages(
         TokenSpec("grpo", correction=CorrectionSpec(WeightSpec("token"), LEVEL_FILTERS)),
@@ -113,7 +134,9 @@ CASES: dict[str, Callable[[Batch], object]] = {
 
 def seconds(batches: dict[int, Batch], repeats: int) -> dict[int, dict[str, float]]:
     """Median time of every case at every size, all taken in turns, so that a busy machine is busy for all of them."""
-    times: dict[tuple[int, str], list[float]] = {(size, name): [] for size in batches for name in CASES}
+    times: dict[tuple[int, str], list[float]] = {
+        (size, name): [] for size in batches for name in CASES
+    }
     for _ in range(repeats):
         for size, batch in batches.items():
             for name, case in CASES.items():
@@ -121,12 +144,16 @@ def seconds(batches: dict[int, Batch], repeats: int) -> dict[int, dict[str, floa
                 result = case(batch)
                 times[size, name].append(time.perf_counter() - began)
                 del result
-    return {size: {name: statistics.median(times[size, name]) for name in CASES} for size in batches}
+    return {
+        size: {name: statistics.median(times[size, name]) for name in CASES} for size in batches
+    }
 
 
 def extra_memory(batch: Batch, case: Callable[[Batch], object]) -> float:
     """Peak memory above what was held before, in tensors of the batch's size."""
-    ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed and kept would be handed out uncounted
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # or memory that was freed and kept would be handed out uncounted
     before = _kilobytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     result = case(batch)
@@ -153,7 +180,9 @@ def measure(sizes: tuple[int, ...], repeats: int) -> dict[str, float]:
     seconds(batches, 1)
     times = seconds(batches, repeats)
     for size, of in times.items():
-        cases = "   ".join(f"{name} {1e3 * of[name]:6.1f} ms ({of[name] / of['clone']:4.1f})" for name in LIMITS)
+        cases = "   ".join(
+            f"{name} {1e3 * of[name]:6.1f} ms ({of[name] / of['clone']:4.1f})" for name in LIMITS
+        )
         print(f"{size:5} trajectories   clone {1e3 * of['clone']:6.1f} ms   {cases}", flush=True)
     smallest, largest = sizes[0], sizes[-1]
     figures = {"clone_milliseconds": 1e3 * times[smallest]["clone"]}
@@ -161,14 +190,25 @@ def measure(sizes: tuple[int, ...], repeats: int) -> dict[str, float]:
         if name in LIMITS:
             figures[f"{name}_over_clone"] = times[smallest][name] / times[smallest]["clone"]
             figures[f"{name}_memory"] = extra_memory(batches[smallest], case)
-            figures[f"{name}_growth"] = (times[largest][name] / largest) / (times[smallest][name] / smallest)
-        figures |= {f"{name}_nanoseconds_per_token_{size}": 1e9 * times[size][name] / (size * TOKENS) for size in sizes}
+            figures[f"{name}_growth"] = (times[largest][name] / largest) / (
+                times[smallest][name] / smallest
+            )
+        figures |= {
+            f"{name}_nanoseconds_per_token_{size}": 1e9 * times[size][name] / (size * TOKENS)
+            for size in sizes
+        }
     return {name: round(value, 3) for name, value in figures.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a sixteenth of the trajectories: a smoke test, not a result")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a sixteenth of the trajectories: a smoke test, not a result",
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
@@ -185,7 +225,11 @@ def main() -> None:
         )
     if arguments.json:
         compiled = backend.passes.__name__.rpartition(".")[2]
-        write_record(arguments.json, figures, f"{compiled} on {backend.threads()} threads, numpy {np.__version__}")
+        write_record(
+            arguments.json,
+            figures,
+            f"{compiled} on {backend.threads()} threads, numpy {np.__version__}",
+        )
 
 
 if __name__ == "__main__":

@@ -51,34 +51,61 @@ def run(engine: str, trainer: str, steps: int) -> Result:
             "spec.pipeline.actorTrain.strategy.name": trainer,
             "spec.pipeline.maxSteps": str(steps),
         }
-        overrides = [word for path, value in settings.items() for word in ("--set", f"{path}={value}")]
-        command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "-f", str(EXAMPLE), "-o", folder, *overrides]
+        overrides = [
+            word for path, value in settings.items() for word in ("--set", f"{path}={value}")
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "agenticrun_workers.cli",
+            "run",
+            "-f",
+            str(EXAMPLE),
+            "-o",
+            folder,
+            *overrides,
+        ]
         began = time.monotonic()
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             print(done.stdout)
         done.check_returncode()
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        ]
         rows = [line for line in lines if "critic/score/mean" in line]
         return Result(
             steps=len(rows),
             reward=fmean(row["critic/score/mean"] for row in rows),
             gap=fmean(row["engine/logprob_gap"] for row in rows),
             tokens_per_second=fmean(row["system/tps"] for row in rows),
-            sync_seconds=fmean(row["weight_sync/seconds"] for row in rows if row["weight_sync/seconds"]),
+            sync_seconds=fmean(
+                row["weight_sync/seconds"] for row in rows if row["weight_sync/seconds"]
+            ),
             wall_seconds=time.monotonic() - began,
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=ENGINES)
     parser.add_argument("--trainers", nargs="*", choices=TRAINERS, default=TRAINERS)
     parser.add_argument("--quick", action="store_true", help="one step: a smoke test, not a result")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
-    print(f"{'engine':14}{'trainer':12}{'reward':>8}{'gap':>11}{'tok/s':>8}{'sync s':>8}{'wall s':>8}")
+    print(
+        f"{'engine':14}{'trainer':12}{'reward':>8}{'gap':>11}{'tok/s':>8}{'sync s':>8}{'wall s':>8}"
+    )
     for engine in arguments.engines:
         for trainer in arguments.trainers:
             found = run(engine, trainer, 1 if arguments.quick else 4)
@@ -87,7 +114,9 @@ def main() -> None:
                 f"{found.wall_seconds:8.0f}{'' if found.gap < LARGEST_GAP else '  the gap is too large'}",
                 flush=True,
             )
-            figures |= {f"{engine}_{trainer}_{name}": round(value, 9) for name, value in vars(found).items()}
+            figures |= {
+                f"{engine}_{trainer}_{name}": round(value, 9) for name, value in vars(found).items()
+            }
     if arguments.json:
         write_record(arguments.json, figures)
 

@@ -65,7 +65,9 @@ class Work:
     @staticmethod
     def make(requests: int, new_tokens: int, seed: int) -> Work:
         rng = np.random.default_rng(seed)
-        return Work(rng.integers(1, len(MODEL.words), (requests, 64)).tolist(), new_tokens, concurrency=32)
+        return Work(
+            rng.integers(1, len(MODEL.words), (requests, 64)).tolist(), new_tokens, concurrency=32
+        )
 
     @property
     def tokens(self) -> int:
@@ -73,7 +75,13 @@ class Work:
 
     def request(self, number: int) -> GenerationRequest:
         sampling = SamplingParams(max_new_tokens=self.new_tokens)
-        return GenerationRequest(f"r{number}", f"s{number}", np.array(self.prompts[number], np.int32), sampling, seed=number)
+        return GenerationRequest(
+            f"r{number}",
+            f"s{number}",
+            np.array(self.prompts[number], np.int32),
+            sampling,
+            seed=number,
+        )
 
     async def ask(self, one: Any) -> float:
         """Seconds until `one(number)` has returned for all prompts, so many at a time."""
@@ -121,11 +129,24 @@ async def ask_by_http(engine: str, url: str, work: Work) -> float:
 
         async def one(number: int) -> None:
             if engine == "sglang":
-                sampling = {"max_new_tokens": work.new_tokens, "temperature": 1.0, "ignore_eos": True}
-                body: dict[str, Any] = {"input_ids": work.prompts[number], "sampling_params": sampling, "return_logprob": True}
+                sampling = {
+                    "max_new_tokens": work.new_tokens,
+                    "temperature": 1.0,
+                    "ignore_eos": True,
+                }
+                body: dict[str, Any] = {
+                    "input_ids": work.prompts[number],
+                    "sampling_params": sampling,
+                    "return_logprob": True,
+                }
                 path = "/generate"
             else:
-                sampling = {"max_tokens": work.new_tokens, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+                sampling = {
+                    "max_tokens": work.new_tokens,
+                    "temperature": 1.0,
+                    "ignore_eos": True,
+                    "logprobs": 0,
+                }
                 body = {"token_ids": work.prompts[number], "sampling_params": sampling}
                 path = "/inference/v1/generate"
             async with session.post(f"{url}{path}", json=body) as response:
@@ -138,8 +159,15 @@ async def ask_by_http(engine: str, url: str, work: Work) -> float:
 def ask_by_own_client(engine: str, url: str, work: Work) -> float:
     """Seconds of the engine's own benchmark client."""
     python = engines_folder(engine) / engine / "bin" / "python"
-    command = [str(python), str(CLIENTS / f"{engine}_client.py"), url, *(["policy"] if engine == "vllm" else [])]
-    done = subprocess.run(command, input=json.dumps(asdict(work)), capture_output=True, text=True, check=False)
+    command = [
+        str(python),
+        str(CLIENTS / f"{engine}_client.py"),
+        url,
+        *(["policy"] if engine == "vllm" else []),
+    ]
+    done = subprocess.run(
+        command, input=json.dumps(asdict(work)), capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return float(json.loads(done.stdout.splitlines()[-1])["seconds"])
@@ -167,7 +195,9 @@ def pipeline_for(engine: str) -> Pipeline:
     return parse_run(run).spec.pipeline
 
 
-async def measure(engine: str, model: Path, requests: int, rounds: int) -> dict[str, dict[str, float]]:
+async def measure(
+    engine: str, model: Path, requests: int, rounds: int
+) -> dict[str, dict[str, float]]:
     """Tokens per second by way, for each of LENGTHS."""
     options = {"num_cpus": 0, "max_concurrency": 1000}
     actor: Any = ray.remote(MeasuredActor).options(**options).remote("engine-0")
@@ -175,10 +205,16 @@ async def measure(engine: str, model: Path, requests: int, rounds: int) -> dict[
     await ask_through_client(actor, Work.make(8, 64, 0), "warm-up")
     found = {}
     for length, new_tokens in LENGTHS.items():
-        seconds: dict[str, list[float]] = {"ours": [], "lean": [], **({"own": []} if engine != "transformers" else {})}
+        seconds: dict[str, list[float]] = {
+            "ours": [],
+            "lean": [],
+            **({"own": []} if engine != "transformers" else {}),
+        }
         for number in range(rounds):
             work = Work.make(requests, new_tokens, number + 1)
-            seconds["ours"].append(await ask_through_client(actor, work, f"client-{length}{number}"))
+            seconds["ours"].append(
+                await ask_through_client(actor, work, f"client-{length}{number}")
+            )
             if engine == "transformers":
                 seconds["lean"].append(await actor.ask_engine.remote(work))
             else:
@@ -191,27 +227,45 @@ async def measure(engine: str, model: Path, requests: int, rounds: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=ENGINES)
-    parser.add_argument("--quick", action="store_true", help="few prompts, one round: a smoke test, not a result")
+    parser.add_argument(
+        "--quick", action="store_true", help="few prompts, one round: a smoke test, not a result"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     requests, rounds = (32, 1) if arguments.quick else (256, 5)
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="engines-") as folder:
         runtime = {"env_vars": {LOG_FOLDER: folder}}
-        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=runtime)
+        ray.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env=runtime,
+        )
         model = Path(folder) / "model"
         initialize_model(model, MODEL)
-        print(f"{'engine':14}{'tokens':>8}{'ours tok/s':>12}{'own tok/s':>12}{'lean tok/s':>12}{'share':>8}")
+        print(
+            f"{'engine':14}{'tokens':>8}{'ours tok/s':>12}{'own tok/s':>12}{'lean tok/s':>12}{'share':>8}"
+        )
         for engine in arguments.engines:
             for length, found in asyncio.run(measure(engine, model, requests, rounds)).items():
                 share = found["ours"] / max(speed for way, speed in found.items() if way != "ours")
                 own = f"{found['own']:.0f}" if "own" in found else "-"
                 limit = "" if length else f"  (at least {LIMIT})"
-                print(f"{engine:14}{LENGTHS[length]:8}{found['ours']:12.0f}{own:>12}{found['lean']:12.0f}{share:8.3f}{limit}", flush=True)
+                print(
+                    f"{engine:14}{LENGTHS[length]:8}{found['ours']:12.0f}{own:>12}{found['lean']:12.0f}{share:8.3f}{limit}",
+                    flush=True,
+                )
                 figures[f"client_share_{length}{engine}"] = share
-                figures |= {f"{length}{engine}_{way}_tokens_per_second": speed for way, speed in found.items()}
+                figures |= {
+                    f"{length}{engine}_{way}_tokens_per_second": speed
+                    for way, speed in found.items()
+                }
         ray.shutdown()
     if arguments.json:
         write_record(arguments.json, figures)

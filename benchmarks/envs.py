@@ -71,7 +71,13 @@ class ReferenceFrozenLake:
             return self.board(), 0.0, False, False, self.info(False, False, False)
         before = self.env.s
         _, reward, terminated, truncated, _ = self.env.step(number)
-        return self.board(), float(reward), terminated, truncated, self.info(True, before != self.env.s, reward > 0)
+        return (
+            self.board(),
+            float(reward),
+            terminated,
+            truncated,
+            self.info(True, before != self.env.s, reward > 0),
+        )
 
     def step_without_text(self, action: str) -> tuple[object, bool]:
         result = self.env.step(self.numbers[action.lower()])
@@ -85,7 +91,12 @@ class ReferenceFrozenLake:
 
     @staticmethod
     def info(valid: bool, effective: bool, success: bool) -> dict[str, Any]:
-        metrics = {"action_is_valid": valid, "action_is_effective": effective, "num_actions": 1, "success": success}
+        metrics = {
+            "action_is_valid": valid,
+            "action_is_effective": effective,
+            "num_actions": 1,
+            "success": success,
+        }
         return {"metrics": {name: float(value) for name, value in metrics.items()}}
 
 
@@ -102,7 +113,9 @@ def seconds_of_reset(reset: Reset, seeds: Iterator[int]) -> float:
     return spent / done
 
 
-def seconds_of_step(reset: Reset, step: Step, actions: tuple[str, ...], seeds: Iterator[int]) -> float:
+def seconds_of_step(
+    reset: Reset, step: Step, actions: tuple[str, ...], seeds: Iterator[int]
+) -> float:
     """Of one step, over episodes of random actions; resets are not counted."""
     rng = random.Random(0)
     spent, done = 0.0, 0
@@ -146,11 +159,25 @@ def _theirs(env: ReferenceFrozenLake | ReferenceSokoban) -> tuple[Reset, Step]:
     return env.reset, step
 
 
-def speed(world: str, players: dict[str, tuple[Reset, Step]], actions: tuple[str, ...], rounds: int) -> dict[str, float]:
+def speed(
+    world: str, players: dict[str, tuple[Reset, Step]], actions: tuple[str, ...], rounds: int
+) -> dict[str, float]:
     """Figures of a world. `players`: ours, the reference, and other ways to step it."""
     seeds = iter(range(2**40, 2**41))
-    resets = side_by_side({name: partial(seconds_of_reset, players[name][0], seeds) for name in ("ours", "reference")}, rounds)
-    steps = side_by_side({name: partial(seconds_of_step, *player, actions, seeds) for name, player in players.items()}, rounds)
+    resets = side_by_side(
+        {
+            name: partial(seconds_of_reset, players[name][0], seeds)
+            for name in ("ours", "reference")
+        },
+        rounds,
+    )
+    steps = side_by_side(
+        {
+            name: partial(seconds_of_step, *player, actions, seeds)
+            for name, player in players.items()
+        },
+        rounds,
+    )
     found = {
         f"{world}_reset_ratio": resets["reference"] / resets["ours"],
         f"{world}_step_ratio": steps["reference"] / steps["ours"],
@@ -177,7 +204,9 @@ def difficulty(levels: int) -> dict[str, float]:
         if None in values["ours"]:
             raise AssertionError("a level cannot be solved")
         found[f"sokoban_{name}_p"] = ks_p_value(values["ours"], values["reference"])
-        found |= {f"sokoban_{name}_mean_{who}": float(np.mean(some)) for who, some in values.items()}
+        found |= {
+            f"sokoban_{name}_mean_{who}": float(np.mean(some)) for who, some in values.items()
+        }
     return found
 
 
@@ -203,13 +232,21 @@ def figures(quick: bool) -> dict[str, float]:
     lake, sokoban = ReferenceFrozenLake(), ReferenceSokoban()
     found = speed(
         "frozen_lake",
-        {"ours": _ours(FrozenLake()), "reference": _theirs(lake), "without_text": (lake.reset, lake.step_without_text)},
+        {
+            "ours": _ours(FrozenLake()),
+            "reference": _theirs(lake),
+            "without_text": (lake.reset, lake.step_without_text),
+        },
         lake.actions,
         rounds,
     )
     found |= speed(
         "sokoban",
-        {"ours": _ours(Sokoban()), "reference": _theirs(sokoban), "without_picture": _theirs(ReferenceSokoban(draws=False))},
+        {
+            "ours": _ours(Sokoban()),
+            "reference": _theirs(sokoban),
+            "without_picture": _theirs(ReferenceSokoban(draws=False)),
+        },
         Sokoban().actions,
         rounds,
     )
@@ -218,8 +255,14 @@ def figures(quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and a tenth of the levels: a smoke test, not a result")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer rounds and a tenth of the levels: a smoke test, not a result",
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

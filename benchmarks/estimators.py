@@ -38,12 +38,16 @@ def learn(name: str, seed: int, changes: list[str]) -> Outcome:
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    lines = ["algorithm            random  warm-up  step 50  step 100  step 200  final  passed  CPU s"]
+    lines = [
+        "algorithm            random  warm-up  step 50  step 100  step 200  final  passed  CPU s"
+    ]
     for name, o in outcomes.items():
         shown = "  ".join(f"{o.curve.get(step, float('nan')):7.3f}" for step in (50, 100, 200))
         passed = "yes" if o.final >= GOAL else "no"
         spent = o.cpu_warmup + o.cpu_rollout + o.cpu_training
-        lines.append(f"{name:19}  {o.random:6.3f}  {o.warmup:7.3f}  {shown}  {o.final:5.3f}  {passed:6}  {spent:5.0f}")
+        lines.append(
+            f"{name:19}  {o.random:6.3f}  {o.warmup:7.3f}  {shown}  {o.final:5.3f}  {passed:6}  {spent:5.0f}"
+        )
     return "\n".join(lines)
 
 
@@ -57,9 +61,16 @@ def plot(outcomes: dict[str, Outcome], file: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5))
     for name, outcome in outcomes.items():
         curve = {0: outcome.warmup, **outcome.curve}
-        axes.plot(list(curve), list(curve.values()), marker="o", markersize=3, linewidth=1.5, label=name)
+        axes.plot(
+            list(curve), list(curve.values()), marker="o", markersize=3, linewidth=1.5, label=name
+        )
     axes.axhline(GOAL, color="grey", linestyle=":", linewidth=1, label=f"goal {GOAL}")
-    axes.set(xlabel="training step", ylabel="success on unseen maps (greedy)", ylim=(0, 1), xlim=(0, None))
+    axes.set(
+        xlabel="training step",
+        ylabel="success on unseen maps (greedy)",
+        ylim=(0, 1),
+        xlim=(0, None),
+    )
     axes.set_title("FrozenLake 4x4, tiny Llama, one seed each")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=8)
@@ -70,7 +81,9 @@ def plot(outcomes: dict[str, Outcome], file: Path) -> None:
 
 def main() -> None:
     names = sorted(file.stem for file in EXAMPLES.glob("*.yaml"))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="4 steps each")
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--seed", type=int, default=42)
@@ -78,7 +91,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plot", type=Path, help="draw the curves here")
     arguments = parser.parse_args()
-    changes = ["pipeline.maxSteps=4", "pipeline.evalSteps=2", "pipeline.warmup.steps=4"] if arguments.quick else []
+    changes = (
+        ["pipeline.maxSteps=4", "pipeline.evalSteps=2", "pipeline.warmup.steps=4"]
+        if arguments.quick
+        else []
+    )
     with ProcessPoolExecutor(arguments.jobs) as pool:
         runs = {name: pool.submit(learn, name, arguments.seed, changes) for name in arguments.only}
         outcomes = {name: run.result() for name, run in runs.items()}
@@ -86,10 +103,16 @@ def main() -> None:
     if arguments.plot:
         plot(outcomes, arguments.plot)
     if arguments.json:
-        figures = {f"{name}_step{step}": value for name, o in outcomes.items() for step, value in o.curve.items()}
+        figures = {
+            f"{name}_step{step}": value
+            for name, o in outcomes.items()
+            for step, value in o.curve.items()
+        }
         figures |= {f"{name}_final": o.final for name, o in outcomes.items()}
         passed = {"algorithms_passed": sum(o.final >= GOAL for o in outcomes.values())}
-        write_record(arguments.json, {**figures, **passed}, f"{arguments.jobs} at a time on one thread each")
+        write_record(
+            arguments.json, {**figures, **passed}, f"{arguments.jobs} at a time on one thread each"
+        )
 
 
 if __name__ == "__main__":

@@ -83,16 +83,22 @@ class Learner:
     """One seed's run."""
 
     def __init__(self, run: AgenticRun, seed: int, folder: Path) -> None:
-        assert run.spec.model.initialize is not None, "this benchmark is about runs that make their own model"
+        assert run.spec.model.initialize is not None, (
+            "this benchmark is about runs that make their own model"
+        )
         self._pipeline = run.spec.pipeline.model_copy(update={"seed": seed})
         initialize = run.spec.model.initialize.model_copy(update={"seed": seed})
-        for name, content in make_model_files(initialize, describe_envs(self._pipeline), self._pipeline.sequence_length).items():
+        for name, content in make_model_files(
+            initialize, describe_envs(self._pipeline), self._pipeline.sequence_length
+        ).items():
             (folder / name).write_bytes(content)
         tokenizer = load_tokenizer(str(folder))
         self._chat = ChatFormat(tokenizer)
         self._agents = build_agents(self._pipeline, tokenizer)
         self._tags = tag_cycle(self._pipeline.train_envs.shares())
-        self._engine = TransformersEngine(lambda: load_model(str(folder)), max_length=self._pipeline.sequence_length)
+        self._engine = TransformersEngine(
+            lambda: load_model(str(folder)), max_length=self._pipeline.sequence_length
+        )
         sources = ModelSources.of(ModelSource(str(folder)), self._pipeline)
         hosted = {CRITIC} if self._pipeline.uses_critic else set()
         hosted |= {REFERENCE} if self._pipeline.uses_reference else set()
@@ -100,7 +106,11 @@ class Learner:
         self._trainer.setup(sources, ("", 0), torch.get_num_threads())
         self._weights = folder / "weights"
         self._weights.mkdir()
-        self._trainer.open_buckets(buckets_of(self._trainer.weight_shapes(), BUCKET_BYTES), str(self._weights), deltas=False)
+        self._trainer.open_buckets(
+            buckets_of(self._trainer.weight_shapes(), BUCKET_BYTES),
+            str(self._weights),
+            deltas=False,
+        )
         self._kl = kl_controller(self._pipeline, None)
 
     async def learn(self) -> Outcome:
@@ -109,20 +119,33 @@ class Learner:
         began = time.process_time()
         await self._warm_up()
         warmed = time.process_time()
-        outcome = Outcome(self._pipeline.seed, await self.success(random=True), await self.success(), cpu_warmup=warmed - began)
-        print(f"seed {outcome.seed}: random {outcome.random:.3f}, after warm-up {outcome.warmup:.3f}", flush=True)
+        outcome = Outcome(
+            self._pipeline.seed,
+            await self.success(random=True),
+            await self.success(),
+            cpu_warmup=warmed - began,
+        )
+        print(
+            f"seed {outcome.seed}: random {outcome.random:.3f}, after warm-up {outcome.warmup:.3f}",
+            flush=True,
+        )
         for step in range(1, self._pipeline.max_steps + 1):
             await self._step(step, outcome)
             if step % self._pipeline.eval_steps == 0 or step == self._pipeline.max_steps:
                 outcome.curve[step] = await self.success()
                 spent = outcome.cpu_warmup + outcome.cpu_rollout + outcome.cpu_training
-                print(f"seed {outcome.seed}: step {step}, success {outcome.curve[step]:.3f}, {spent:.0f} s of CPU", flush=True)
+                print(
+                    f"seed {outcome.seed}: step {step}, success {outcome.curve[step]:.3f}, {spent:.0f} s of CPU",
+                    flush=True,
+                )
         await self._engine.stop()
         return outcome
 
     async def success(self, *, random: bool = False) -> float:
         """Mean success on the validation levels."""
-        played = await self._play(Stream.VALIDATION, range(self._pipeline.val_batch_size), 1, random=random)
+        played = await self._play(
+            Stream.VALIDATION, range(self._pipeline.val_batch_size), 1, random=random
+        )
         return float(np.mean([trajectory.metrics.get("success", 0.0) for trajectory in played]))
 
     async def _warm_up(self) -> None:
@@ -136,7 +159,9 @@ class Learner:
         if self._pipeline.uses_reference:
             self._trainer.begin_update(0)
             for written in self._trainer.export_weights():
-                self._trainer.take_bucket(str(self._weights / written.bucket.file), written.checksum)
+                self._trainer.take_bucket(
+                    str(self._weights / written.bucket.file), written.checksum
+                )
             self._trainer.finish_update()
         await self._publish(0)
 
@@ -155,7 +180,9 @@ class Learner:
     def _train(self, played: list[Trajectory], version: int) -> None:
         results = [EpisodeResult.of(trajectory) for trajectory in played]
         numbers = sorted({result.key.group for result in results})
-        groups = tuple(Group(n, results[0].tag, tuple(r for r in results if r.key.group == n)) for n in numbers)
+        groups = tuple(
+            Group(n, results[0].tag, tuple(r for r in results if r.key.group == n)) for n in numbers
+        )
         if self._pipeline.algorithm.variance_filter is not None:
             groups = most_uncertain(groups, self._pipeline.algorithm.variance_filter.keep)
         results = [result for group in groups for result in group.results]
@@ -175,7 +202,9 @@ class Learner:
 
         await self._engine.update_weights(parts(), version)
 
-    async def _play(self, stream: Stream, groups: Iterable[int], members: int, *, random: bool = False) -> list[Trajectory]:
+    async def _play(
+        self, stream: Stream, groups: Iterable[int], members: int, *, random: bool = False
+    ) -> list[Trajectory]:
         keys = [EpisodeKey(stream, group, member) for group in groups for member in range(members)]
         return list(await asyncio.gather(*(self._play_one(key, random) for key in keys)))
 
@@ -183,9 +212,13 @@ class Learner:
         tag = self._tags[key.group % len(self._tags)]
         spec = self._pipeline.env(tag)
         env: Env = make_env(spec.type, spec.config)
-        generate: Generate = random_valid_policy(env, self._chat) if random else self._engine.generate
+        generate: Generate = (
+            random_valid_policy(env, self._chat) if random else self._engine.generate
+        )
         agent = self._agents[tag, key.stream]
-        trajectory = await agent.collect_trajectory(episode(self._pipeline.seed, key, tag), env, generate)
+        trajectory = await agent.collect_trajectory(
+            episode(self._pipeline.seed, key, tag), env, generate
+        )
         assert isinstance(trajectory, Trajectory)
         assert trajectory.stop_reason.trainable, trajectory.error
         return trajectory
@@ -197,35 +230,55 @@ def table(outcomes: list[Outcome]) -> str:
         total = o.cpu_warmup + o.cpu_rollout + o.cpu_training
         parts = f"{total:6.0f} ({o.cpu_warmup:.0f} + {o.cpu_rollout:.0f} + {o.cpu_training:.0f})"
         best = max(o.curve.values())
-        lines.append(f"{o.seed:4}  {o.random:6.3f}  {o.warmup:7.3f}  {o.final:5.3f}  {best:5.3f}  {'yes' if o.passed else 'no':6}  {parts}")
+        lines.append(
+            f"{o.seed:4}  {o.random:6.3f}  {o.warmup:7.3f}  {o.final:5.3f}  {best:5.3f}  {'yes' if o.passed else 'no':6}  {parts}"
+        )
     return "\n".join(lines)
 
 
 def figures(outcomes: list[Outcome]) -> dict[str, float]:
-    result: dict[str, float] = {"seeds": len(outcomes), "seeds_passed": sum(o.passed for o in outcomes)}
+    result: dict[str, float] = {
+        "seeds": len(outcomes),
+        "seeds_passed": sum(o.passed for o in outcomes),
+    }
     for o in outcomes:
         result |= {f"seed{o.seed}_random": o.random, f"seed{o.seed}_warmup": o.warmup}
         result |= {f"seed{o.seed}_step{step}": value for step, value in o.curve.items()}
-        result[f"seed{o.seed}_cpu_seconds"] = round(o.cpu_warmup + o.cpu_rollout + o.cpu_training, 1)
-        result[f"seed{o.seed}_cpu_seconds_per_step"] = round((o.cpu_rollout + o.cpu_training) / o.steps, 3)
+        result[f"seed{o.seed}_cpu_seconds"] = round(
+            o.cpu_warmup + o.cpu_rollout + o.cpu_training, 1
+        )
+        result[f"seed{o.seed}_cpu_seconds_per_step"] = round(
+            (o.cpu_rollout + o.cpu_training) / o.steps, 3
+        )
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", nargs="?", type=Path, default=EXAMPLE, help="an AgenticRun with model.initialize")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "run", nargs="?", type=Path, default=EXAMPLE, help="an AgenticRun with model.initialize"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--quick", action="store_true", help="one seed, a sixth of the steps")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="PATH=VALUE", help="change the spec, for example pipeline.maxSteps=50"
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="change the spec, for example pipeline.maxSteps=50",
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     run = load_run_with(arguments.run, arguments.set)
     if arguments.quick:
-        run = load_run_with(arguments.run, [*arguments.set, f"pipeline.maxSteps={max(1, run.spec.pipeline.max_steps // 6)}"])
+        run = load_run_with(
+            arguments.run,
+            [*arguments.set, f"pipeline.maxSteps={max(1, run.spec.pipeline.max_steps // 6)}"],
+        )
     outcomes: list[Outcome] = []
     for seed in arguments.seeds[:1] if arguments.quick else arguments.seeds:
         with tempfile.TemporaryDirectory() as folder:

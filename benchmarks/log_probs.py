@@ -31,10 +31,16 @@ TEMPERATURE = 0.8
 GIBIBYTE = 2**30
 
 
-def naive(hidden_NH: Tensor, weight_VH: Tensor, bias_V: None, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def naive(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: None, targets_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """From all logits at once."""
-    logprobs_NV = torch.log_softmax(torch.nn.functional.linear(hidden_NH, weight_VH, bias_V) / temperature, dim=-1)
-    return logprobs_NV.gather(-1, targets_N[:, None])[:, 0], -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+    logprobs_NV = torch.log_softmax(
+        torch.nn.functional.linear(hidden_NH, weight_VH, bias_V) / temperature, dim=-1
+    )
+    return logprobs_NV.gather(-1, targets_N[:, None])[:, 0], -(logprobs_NV.exp() * logprobs_NV).sum(
+        -1
+    )
 
 
 WAYS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"chunked": score, "naive": naive}
@@ -46,7 +52,9 @@ def measure(way: str, tokens: int, vocabulary: int) -> dict[str, float]:
     hidden_NH = torch.randn(tokens, HIDDEN, generator=generator).requires_grad_()
     weight_VH = (0.3 * torch.randn(vocabulary, HIDDEN, generator=generator)).requires_grad_()
     targets_N = torch.randint(vocabulary, (tokens,), generator=generator)
-    ctypes.CDLL(None).malloc_trim(0)  # or memory that was freed and kept would be handed out uncounted
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # or memory that was freed and kept would be handed out uncounted
     before = _bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     began = time.perf_counter()
@@ -63,8 +71,13 @@ def _bytes(name: str) -> int:
 def in_a_process(way: str, tokens: int, vocabulary: int) -> dict[str, float]:
     """`measure` in a process of its own, so that no other pass's memory is counted or used again."""
     command = [sys.executable, __file__, "--measure", way, str(tokens), str(vocabulary)]
-    measured: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    print(f"{way:8} {tokens:6} tokens   {measured['seconds']:7.1f} s   peak {measured['bytes'] / GIBIBYTE:6.2f} GiB", flush=True)
+    measured: dict[str, float] = json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    )
+    print(
+        f"{way:8} {tokens:6} tokens   {measured['seconds']:7.1f} s   peak {measured['bytes'] / GIBIBYTE:6.2f} GiB",
+        flush=True,
+    )
     return measured
 
 
@@ -91,10 +104,18 @@ def figures(tokens: int, naive_tokens: int, vocabulary: int) -> dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a sixteenth of the vocabulary and of the tokens: a smoke test, not a result")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a sixteenth of the vocabulary and of the tokens: a smoke test, not a result",
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--measure", nargs=3, metavar=("WAY", "TOKENS", "VOCABULARY"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--measure", nargs=3, metavar=("WAY", "TOKENS", "VOCABULARY"), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
     if arguments.measure:
         way, tokens, vocabulary = arguments.measure

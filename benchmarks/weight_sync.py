@@ -87,7 +87,9 @@ class Meets:
         return total.intdigest()
 
     def meet(self, rank: int, port: int) -> None:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+        )
 
     def broadcast(self) -> float:
         dist.barrier()
@@ -123,7 +125,11 @@ class Trainer(Meets, TrainerActor):
         """Flip the lowest bit of this share of the elements."""
         random = np.random.default_rng(seed)
         for _, value in self._held:
-            bits = value.reshape(-1).view(torch.int16 if value.element_size() == 2 else torch.int32).numpy()
+            bits = (
+                value.reshape(-1)
+                .view(torch.int16 if value.element_size() == 2 else torch.int32)
+                .numpy()
+            )
             for start in range(0, len(bits), 1 << 22):
                 part = bits[start : start + (1 << 22)]
                 part ^= (random.random(len(part), np.float32) < share).astype(bits.dtype)
@@ -154,7 +160,9 @@ class Engine(Meets, EngineActor):
         return list(model.named_parameters())
 
     async def version_sampled(self) -> int:
-        request = GenerationRequest(str(time.monotonic_ns()), "s", np.arange(5, dtype=np.int32), SamplingParams(1))
+        request = GenerationRequest(
+            str(time.monotonic_ns()), "s", np.arange(5, dtype=np.int32), SamplingParams(1)
+        )
         return int((await self._engine.generate(request)).versions_T[0])
 
 
@@ -200,7 +208,10 @@ async def measure(dtype: torch.dtype, quick: bool, syncs: int, threads: int) -> 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     await asyncio.gather(trainer.meet.remote(0, port), engine.meet.remote(1, port))
-    broadcasts = [(await asyncio.gather(trainer.broadcast.remote(), engine.broadcast.remote()))[0] for _ in range(3)]
+    broadcasts = [
+        (await asyncio.gather(trainer.broadcast.remote(), engine.broadcast.remote()))[0]
+        for _ in range(3)
+    ]
     copies += await trainer.copy_seconds.remote(syncs)
     copy = statistics.median(copies)
     figures["megabytes"] = size / 1e6
@@ -217,26 +228,47 @@ async def measure(dtype: torch.dtype, quick: bool, syncs: int, threads: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="two layers, small vocabulary")
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--syncs", type=int, default=7, help="timed syncs of each kind")
-    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="torch threads of trainer and engine")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=max(1, (os.cpu_count() or 2) // 2),
+        help="torch threads of trainer and engine",
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's name. Its default of 15 would measure what else runs here
-    ray.init(address="local", num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=1,
+        object_store_memory=100 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
     figures: dict[str, float] = {}
     for name in arguments.dtypes.split(","):
-        found = asyncio.run(measure(getattr(torch, name), arguments.quick, arguments.syncs, arguments.threads))
+        found = asyncio.run(
+            measure(getattr(torch, name), arguments.quick, arguments.syncs, arguments.threads)
+        )
         figures |= {f"{figure}_{name}": value for figure, value in found.items()}
         print(name, {figure: round(value, 4) for figure, value in found.items()}, flush=True)
     ray.shutdown()
     for figure in LIMITS:
-        figures[figure] = max(value for name, value in figures.items() if name.startswith(f"{figure}_"))
+        figures[figure] = max(
+            value for name, value in figures.items() if name.startswith(f"{figure}_")
+        )
         print(f"{figure} {figures[figure]:.3f} (limit {LIMITS[figure]})")
     if arguments.json:
-        write_record(arguments.json, figures, f"trainer and engine of {arguments.threads} threads each in processes of their own")
+        write_record(
+            arguments.json,
+            figures,
+            f"trainer and engine of {arguments.threads} threads each in processes of their own",
+        )
 
 
 if __name__ == "__main__":

@@ -65,7 +65,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
     for item in items:
         item.add_marker(item.path.relative_to(root).parts[0])
-    items.sort(key=lambda item: SLOW_FILES.index(item.path.name) if item.path.name in SLOW_FILES else len(SLOW_FILES))
+    items.sort(
+        key=lambda item: (
+            SLOW_FILES.index(item.path.name) if item.path.name in SLOW_FILES else len(SLOW_FILES)
+        )
+    )
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,21 @@ class Stages:
 
     def run(self, name: str, command: list[str], env: dict[str, str] | None = None) -> bool:
         """Run one stage in the foreground; True if it succeeded."""
-        print(f"\n=== {name}: {' '.join(Path(part).name if '/' in part else part for part in command)}", flush=True)
+        print(
+            f"\n=== {name}: {' '.join(Path(part).name if '/' in part else part for part in command)}",
+            flush=True,
+        )
         start = time.monotonic()
-        ok = subprocess.run(command, cwd=ROOT, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL, check=False).returncode == 0
+        ok = (
+            subprocess.run(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                check=False,
+            ).returncode
+            == 0
+        )
         self.took.append((name, time.monotonic() - start, ok))
         return ok
 
@@ -38,7 +50,9 @@ class Stages:
         print("\n=== stages")
         for name, seconds, ok in self.took:
             print(f"{name:<14} {seconds / 60:6.1f} min  {'ok' if ok else 'FAILED'}")
-        print(f"{'all':<14} {sum(seconds for _, seconds, _ in self.took) / 60:6.1f} min", flush=True)
+        print(
+            f"{'all':<14} {sum(seconds for _, seconds, _ in self.took) / 60:6.1f} min", flush=True
+        )
         return all(ok for _, _, ok in self.took)
 
 
@@ -50,15 +64,26 @@ def test(stages: Stages) -> None:
     stages.run("unit", [*PYTEST, *SIDE_BY_SIDE, "tests/unit"])
     if not stages.run("engines", ["make", "--no-print-directory", "engines"]):
         return
-    if not stages.run("cluster", [*DEVCLUSTER, "up"]) or not stages.run("images", [*DEVCLUSTER, "images"]):
+    if not stages.run("cluster", [*DEVCLUSTER, "up"]) or not stages.run(
+        "images", [*DEVCLUSTER, "images"]
+    ):
         return
-    kubeconfig = subprocess.run([*DEVCLUSTER, "kubeconfig"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    stages.run("integration", [*PYTEST, *SIDE_BY_SIDE, "tests/integration"], {"KUBECONFIG": kubeconfig})
+    kubeconfig = subprocess.run(
+        [*DEVCLUSTER, "kubeconfig"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    stages.run(
+        "integration", [*PYTEST, *SIDE_BY_SIDE, "tests/integration"], {"KUBECONFIG": kubeconfig}
+    )
     stages.run("e2e", [*PYTEST, "tests/e2e"], {"KUBECONFIG": kubeconfig})
 
 
 def main() -> int:
-    was_up = subprocess.run([*DEVCLUSTER, "status", "--wait", "30"], cwd=ROOT, capture_output=True, check=False).returncode == 0
+    was_up = (
+        subprocess.run(
+            [*DEVCLUSTER, "status", "--wait", "30"], cwd=ROOT, capture_output=True, check=False
+        ).returncode
+        == 0
+    )
     stages = Stages()
     try:
         test(stages)

@@ -23,16 +23,36 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shortest", type=float, default=0.05, metavar="SECONDS", help="stall (default %(default)s)")
-    parser.add_argument("--longest", type=float, default=1.0, metavar="SECONDS", help="stall (default %(default)s)")
-    parser.add_argument(
-        "--every", type=float, default=1.0, metavar="SECONDS", help="from one stall to the next, on average (default %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--all", type=float, default=0.2, metavar="SHARE", help="of the stalls that stop every process (default %(default)s)"
+        "--shortest",
+        type=float,
+        default=0.05,
+        metavar="SECONDS",
+        help="stall (default %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of when, how long and whom (default %(default)s)")
+    parser.add_argument(
+        "--longest", type=float, default=1.0, metavar="SECONDS", help="stall (default %(default)s)"
+    )
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="from one stall to the next, on average (default %(default)s)",
+    )
+    parser.add_argument(
+        "--all",
+        type=float,
+        default=0.2,
+        metavar="SHARE",
+        help="of the stalls that stop every process (default %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of when, how long and whom (default %(default)s)"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     if not options.command:
@@ -57,7 +77,9 @@ def _ended(command: subprocess.Popen[bytes], seconds: float) -> bool:
     """Whether the command has, within `seconds`; the orphans that have are reaped."""
     end = time.monotonic() + seconds
     while command.poll() is None and time.monotonic() < end:
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != command.pid:
+        while (
+            ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) and ended.si_pid != command.pid:
             os.waitpid(ended.si_pid, 0)
         time.sleep(0.02)
     return command.returncode is not None
@@ -83,7 +105,10 @@ def _descendants(root: int) -> list[int]:
     stopped = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            pid, (state, parent, *_) = int(stat.parent.name), stat.read_text(errors="replace").rpartition(")")[2].split()
+            pid, (state, parent, *_) = (
+                int(stat.parent.name),
+                stat.read_text(errors="replace").rpartition(")")[2].split(),
+            )
             children.setdefault(int(parent), []).append(pid)
             if state == "T":
                 stopped.add(pid)

@@ -8,7 +8,10 @@ import sys
 import time
 
 import aiohttp
-from vllm.benchmarks.lib.endpoint_request_func import RequestFuncInput, async_request_openai_completions
+from vllm.benchmarks.lib.endpoint_request_func import (
+    RequestFuncInput,
+    async_request_openai_completions,
+)
 
 
 async def main(url: str, model: str) -> None:
@@ -29,7 +32,9 @@ async def main(url: str, model: str) -> None:
         for prompt in work["prompts"]
     ]
     slots = asyncio.Semaphore(work["concurrency"])
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(600)) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(600)
+    ) as session:
 
         async def one(request: RequestFuncInput) -> None:
             async with slots:

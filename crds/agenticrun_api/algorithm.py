@@ -13,7 +13,13 @@ Over = Literal["batch", "group", "none"]
 
 GROUP_BASELINE = ("grpo", "rloo", "dr_grpo", "gigpo", "reinforce_plus_plus_baseline")
 """Estimators that compare the members of a group."""
-TOKEN_RETURNS = ("gae", "reinforce", "agentic_reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+TOKEN_RETURNS = (
+    "gae",
+    "reinforce",
+    "agentic_reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+)
 """Estimators whose rewards sit on tokens and are discounted over them."""
 CLIPPED = ("ppo", "decoupled")
 
@@ -22,7 +28,9 @@ def _cel_list(names: tuple[str, ...]) -> str:
     return "[" + ", ".join(f"'{name}'" for name in names) + "]"
 
 
-def _read_by(field: str, default: Any, readers: tuple[str, ...], *, of: str = "name", optional: bool = False) -> Rule:
+def _read_by(
+    field: str, default: Any, readers: tuple[str, ...], *, of: str = "name", optional: bool = False
+) -> Rule:
     """A field that only some values of `of` read: anybody else must leave it at its default."""
     literal = f"'{default}'" if isinstance(default, str) else str(default).lower()
     unset = f"!has(self.{camel(field)})" if optional else f"self.{camel(field)} == {literal}"
@@ -83,7 +91,10 @@ class Truncated(Model):
             "self.mode != 'softPenalty' || (has(self.limit) && has(self.buffer) && self.buffer <= self.limit)",
             "mode softPenalty needs limit (response tokens of a trajectory) and buffer (the last ones of them, where the penalty grows)",
             ".mode",
-            lambda t: t.mode != "softPenalty" or (t.limit is not None and t.buffer is not None and t.buffer <= t.limit),
+            lambda t: (
+                t.mode != "softPenalty"
+                or (t.limit is not None and t.buffer is not None and t.buffer <= t.limit)
+            ),
         ),
         Rule(
             "self.mode == 'softPenalty' || (!has(self.limit) && !has(self.buffer))",
@@ -162,7 +173,9 @@ class Algorithm(Model):
         _read_by("step_reward_weight", 1.0, ("gigpo",)),
         _read_by("norm_mean_type", "group", ("gigpo",)),
         _read_by("norm_std_type", "group", ("grpo", "gigpo")),
-        _read_by("ratio_type", "token", ("ppo", "tis", "topr", "cispo", "decoupled"), of="pg_variant"),
+        _read_by(
+            "ratio_type", "token", ("ppo", "tis", "topr", "cispo", "decoupled"), of="pg_variant"
+        ),
         _read_by("pg_clip_low", 0.2, CLIPPED, of="pg_variant"),
         _read_by("pg_clip_high", 0.2, CLIPPED, of="pg_variant"),
         _read_by("dual_clip", None, CLIPPED, of="pg_variant", optional=True),
@@ -252,7 +265,9 @@ class Algorithm(Model):
     ppo_epochs: Annotated[int, Field(ge=1, le=64)] = 1
     """Passes over a batch, of actor and critic."""
     entropy_loss_coef: Coefficient = 0.0
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "seq-mean-token-mean"
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "seq-mean-token-mean"
     """How tokens become one loss. A sequence is a sample: a trajectory, or a turn of a step-wise agent."""
     loss_agg_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
 
@@ -287,7 +302,9 @@ class RatioFilter(Model):
             "has(self.ratioLow) || has(self.ratioHigh) || has(self.diffLow) || has(self.diffHigh)",
             "a filter needs at least one bound: ratioLow, ratioHigh, diffLow or diffHigh",
             "",
-            lambda f: any(bound is not None for bound in (f.ratio_low, f.ratio_high, f.diff_low, f.diff_high)),
+            lambda f: any(
+                bound is not None for bound in (f.ratio_low, f.ratio_high, f.diff_low, f.diff_high)
+            ),
         ),
     )
 

@@ -39,7 +39,12 @@ class Model(BaseModel):
     """camelCase in YAML, snake_case in Python, immutable, unknown fields refused."""
 
     model_config = ConfigDict(
-        alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, extra="forbid", frozen=True, use_attribute_docstrings=True
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
     )
 
     RULES: ClassVar[tuple[Rule, ...]] = ()
@@ -48,7 +53,9 @@ class Model(BaseModel):
     def _rules_hold(self) -> Self:
         for rule in self.RULES:
             if rule.check is not None and not rule.check(self):
-                raise PydanticCustomError("rule", "{message}", {"message": rule.message, "path": rule.path})
+                raise PydanticCustomError(
+                    "rule", "{message}", {"message": rule.message, "path": rule.path}
+                )
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,9 +67,15 @@ QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$"
 
 Quantity = Annotated[
     str,
-    BeforeValidator(lambda value: str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value),
+    BeforeValidator(
+        lambda value: (
+            str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+        )
+    ),
     Field(pattern=QUANTITY_PATTERN, max_length=24),
-    WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": QUANTITY_PATTERN, "maxLength": 24}),
+    WithJsonSchema(
+        {"x-kubernetes-int-or-string": True, "pattern": QUANTITY_PATTERN, "maxLength": 24}
+    ),
 ]
 """A Kubernetes resource quantity, for example 500m, 2, 4Gi."""
 
@@ -72,7 +85,9 @@ Count = Annotated[int, Field(ge=0, le=10_000_000)]
 Positive = Annotated[int, Field(ge=1, le=10_000_000)]
 PlugIn = Annotated[str, Field(min_length=1, max_length=253)]
 """A registered name, or `module:Class`."""
-Tag = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")]
+Tag = Annotated[
+    str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")
+]
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 Text = Annotated[str, Field(max_length=4096)]
 Open = dict[str, Any]

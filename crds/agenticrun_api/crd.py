@@ -51,7 +51,12 @@ def custom_resource_definition() -> dict[str, Any]:
         **_validations(AgenticRun),
     }
     columns = [
-        {"name": name, "type": kind, "jsonPath": path, **({"priority": priority} if priority else {})}
+        {
+            "name": name,
+            "type": kind,
+            "jsonPath": path,
+            **({"priority": priority} if priority else {}),
+        }
         for name, kind, path, priority in COLUMNS
     ]
     version = {
@@ -91,7 +96,10 @@ def model_schema(model: type[BaseModel]) -> dict[str, Any]:
 def _status_schema() -> dict[str, Any]:
     schema = model_schema(AgenticRunStatus)
     for name, key in (("conditions", "type"), ("metrics", "name"), ("roles", "name")):
-        schema["properties"][name] |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+        schema["properties"][name] |= {
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": [key],
+        }
     without: dict[str, Any] = _without_defaults(schema)
     return without
 
@@ -102,7 +110,10 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
         (inner,) = (part for part in node["anyOf"] if part.get("type") != "null")
         node = {**{k: v for k, v in node.items() if k not in ("anyOf", "default")}, **inner}
     if "$ref" in node:
-        node = {**defs[node["$ref"].rsplit("/", 1)[1]], **{k: v for k, v in node.items() if k != "$ref"}}
+        node = {
+            **defs[node["$ref"].rsplit("/", 1)[1]],
+            **{k: v for k, v in node.items() if k != "$ref"},
+        }
     out: dict[str, Any] = {key: node[key] for key in _KEEP if key in node}
     if "const" in node:
         out |= {"type": "string", "enum": [node["const"]]}
@@ -117,7 +128,10 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
         out["items"] = _structural(node["items"], defs, _item_type(model))
     if "properties" in node:
         fields = _field_types(model)
-        out["properties"] = {name: _structural(child, defs, fields.get(name)) for name, child in node["properties"].items()}
+        out["properties"] = {
+            name: _structural(child, defs, fields.get(name))
+            for name, child in node["properties"].items()
+        }
         if required := node.get("required"):
             out["required"] = required
         if model is not None:
@@ -147,7 +161,9 @@ def _validations(model: type) -> dict[str, Any]:
 def _field_types(model: type | None) -> dict[str, type | None]:
     if not (isinstance(model, type) and issubclass(model, Model)):
         return {}
-    return {info.alias or name: _plain(info.annotation) for name, info in model.model_fields.items()}
+    return {
+        info.alias or name: _plain(info.annotation) for name, info in model.model_fields.items()
+    }
 
 
 def _plain(annotation: Any) -> Any:

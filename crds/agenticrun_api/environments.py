@@ -128,7 +128,9 @@ class EnvGroups(Model):
     group_size: Annotated[int, Field(ge=1, le=4096)] = 1
     """Episodes of the same level in a group."""
     tags: Annotated[list[Tag], Field(min_length=1, max_length=64)]
-    partition: Annotated[list[Annotated[int, Field(ge=0, le=65_536)]], Field(max_length=64)] | None = None
+    partition: (
+        Annotated[list[Annotated[int, Field(ge=0, le=65_536)]], Field(max_length=64)] | None
+    ) = None
     """Groups of each tag; without it they are divided evenly."""
 
     def shares(self) -> dict[str, int]:

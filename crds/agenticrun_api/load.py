@@ -56,9 +56,16 @@ def parse(model: type[M], document: Any) -> M:
 
 
 def _line(detail: ErrorDetails) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).lstrip(".")
+    path = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]
+    ).lstrip(".")
     path += str(detail.get("ctx", {}).get("path", "")) if detail["type"] == "rule" else ""
     message = "unknown field" if detail["type"] == "extra_forbidden" else detail["msg"]
     given = detail.get("input")
-    shown = "" if detail["type"] in ("missing", "rule", "extra_forbidden") or isinstance(given, dict | list) else f" (got {given!r})"
+    shown = (
+        ""
+        if detail["type"] in ("missing", "rule", "extra_forbidden")
+        or isinstance(given, dict | list)
+        else f" (got {given!r})"
+    )
     return f"{path}: {message}{shown}"

@@ -57,7 +57,9 @@ def _apply(document: dict[str, Any], change: str) -> None:
     for place in range(len(keys) - 1):
         node = _child(node, keys, place, empty_for=keys[place + 1])
         if not isinstance(node, dict | list):
-            raise ValueError(f"{_shown(keys[: place + 1])}: is {node!r}, which has no {keys[place + 1]!r}")
+            raise ValueError(
+                f"{_shown(keys[: place + 1])}: is {node!r}, which has no {keys[place + 1]!r}"
+            )
     try:
         parsed = _value(value)
     except yaml.YAMLError as error:
@@ -77,7 +79,9 @@ def _key_in(node: Any, keys: list[Key], place: int) -> Key:
     key = keys[place]
     if isinstance(node, list):
         if not str(key).isdigit():
-            raise ValueError(f"{_shown(keys[:place])}: is a list: write {_shown(keys[:place])}[0] for its first entry")
+            raise ValueError(
+                f"{_shown(keys[:place])}: is a list: write {_shown(keys[:place])}[0] for its first entry"
+            )
         if int(key) >= len(node):
             raise ValueError(f"{_shown(keys[: place + 1])}: the list has {len(node)} entries")
         return int(key)
@@ -105,4 +109,6 @@ def _value(text: str) -> Any:
 
 def _shown(keys: list[Key]) -> str:
     """As in error messages: `spec.pipeline.envs[0].maxSteps`."""
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(
+        "."
+    )

@@ -6,11 +6,25 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from agenticrun_api.algorithm import GROUP_BASELINE, Algorithm, Guards, RewardNormalization, TrainInferCorrection
+from agenticrun_api.algorithm import (
+    GROUP_BASELINE,
+    Algorithm,
+    Guards,
+    RewardNormalization,
+    TrainInferCorrection,
+)
 from agenticrun_api.base import Count, Model, Positive, Rule
 from agenticrun_api.environments import EnvGroups, EnvSpec, Path, RewardSpec, TrainEnvGroups
 from agenticrun_api.pipeline_rules import PIPELINE_RULES
-from agenticrun_api.training import ActorInfer, ActorTrain, Critic, Eval, Reference, Warmup, WeightSync
+from agenticrun_api.training import (
+    ActorInfer,
+    ActorTrain,
+    Critic,
+    Eval,
+    Reference,
+    Warmup,
+    WeightSync,
+)
 
 
 class Staleness(Model):

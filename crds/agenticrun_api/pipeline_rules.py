@@ -15,11 +15,16 @@ _ALGORITHM = "self.algorithm"
 
 def _corrects(p: Any) -> bool:
     correction = p.train_infer_correction
-    return p.algorithm.pg_variant == "decoupled" or (correction is not None and correction.is_weight is not None)
+    return p.algorithm.pg_variant == "decoupled" or (
+        correction is not None and correction.is_weight is not None
+    )
 
 
 def _whitens(p: Any) -> bool:
-    return bool(p.algorithm.whiten_advantages or p.algorithm.whiten_rewards) or "reinforce_plus_plus" in p.algorithm.name
+    return (
+        bool(p.algorithm.whiten_advantages or p.algorithm.whiten_rewards)
+        or "reinforce_plus_plus" in p.algorithm.name
+    )
 
 
 _CORRECTS = f"({_ALGORITHM}.pgVariant == 'decoupled' || (has(self.trainInferCorrection) && has(self.trainInferCorrection.isWeight)))"
@@ -38,13 +43,19 @@ BATCH_RULES = (
         f"!has({_MINI}) || {_MINI} % self.trainEnvs.groupSize == 0",
         "actorTrain.training.miniBatchSize must be a multiple of trainEnvs.groupSize: groups are kept whole",
         ".actorTrain.training.miniBatchSize",
-        lambda p: not p.actor_train.training.mini_batch_size or p.actor_train.training.mini_batch_size % p.train_envs.group_size == 0,
+        lambda p: (
+            not p.actor_train.training.mini_batch_size
+            or p.actor_train.training.mini_batch_size % p.train_envs.group_size == 0
+        ),
     ),
     Rule(
         f"!has({_MINI}) || self.rolloutBatchSize % {_MINI} == 0",
         "rolloutBatchSize must be a multiple of actorTrain.training.miniBatchSize",
         ".actorTrain.training.miniBatchSize",
-        lambda p: not p.actor_train.training.mini_batch_size or p.rollout_batch_size % p.actor_train.training.mini_batch_size == 0,
+        lambda p: (
+            not p.actor_train.training.mini_batch_size
+            or p.rollout_batch_size % p.actor_train.training.mini_batch_size == 0
+        ),
     ),
     Rule(
         "!has(self.valEnvs) || self.valBatchSize % self.valEnvs.groupSize == 0",
@@ -103,14 +114,19 @@ ALGORITHM_RULES = (
             p.reward_normalization is None
             or p.reward_normalization.grouping != "group"
             or p.train_envs.group_size >= 2
-            or "group" not in (p.reward_normalization.norm_mean_type, p.reward_normalization.norm_std_type)
+            or "group"
+            not in (p.reward_normalization.norm_mean_type, p.reward_normalization.norm_std_type)
         ),
     ),
     Rule(
         f"!has(self.rewardNormalization) || self.rewardNormalization.grouping != 'state' || {_ALGORITHM}.name == 'step_reinforce'",
         "rewardNormalization.grouping state compares turns at equal states, which only step_reinforce has",
         ".rewardNormalization.grouping",
-        lambda p: p.reward_normalization is None or p.reward_normalization.grouping != "state" or p.algorithm.name == "step_reinforce",
+        lambda p: (
+            p.reward_normalization is None
+            or p.reward_normalization.grouping != "state"
+            or p.algorithm.name == "step_reinforce"
+        ),
     ),
     Rule(
         f"!{_WHITENS} || self.rolloutBatchSize >= 2",
@@ -143,7 +159,11 @@ WARMUP_RULES = (
         "!has(self.warmup) || self.warmup.observationWeight == 0.0 || self.envs.exists(e, e.agent.type != 'step_wise')",
         "step-wise agents see no observation after an answer: leave observationWeight out",
         ".warmup.observationWeight",
-        lambda p: p.warmup is None or p.warmup.observation_weight == 0 or any(env.agent.type != "step_wise" for env in p.envs),
+        lambda p: (
+            p.warmup is None
+            or p.warmup.observation_weight == 0
+            or any(env.agent.type != "step_wise" for env in p.envs)
+        ),
     ),
 )
 
@@ -165,7 +185,11 @@ OFF_POLICY_RULES = (
         f"{_ALGORITHM}.pgVariant != 'decoupled' || !has(self.trainInferCorrection) || !has(self.trainInferCorrection.isWeight)",
         "pgVariant decoupled holds the weight of isWeight already: leave one of them out",
         ".trainInferCorrection.isWeight",
-        lambda p: p.algorithm.pg_variant != "decoupled" or p.train_infer_correction is None or p.train_infer_correction.is_weight is None,
+        lambda p: (
+            p.algorithm.pg_variant != "decoupled"
+            or p.train_infer_correction is None
+            or p.train_infer_correction.is_weight is None
+        ),
     ),
     Rule(
         f"!self.actorInfer.generating.allowTruncatedSampling || (!has(self.trainInferCorrection) && {_ALGORITHM}.pgVariant != 'decoupled')",
@@ -220,4 +244,12 @@ REPLAY_RULES = (
     ),
 )
 
-PIPELINE_RULES = (*BATCH_RULES, *TAG_RULES, *ALGORITHM_RULES, *WARMUP_RULES, *OFF_POLICY_RULES, *DETERMINISTIC_RULES, *REPLAY_RULES)
+PIPELINE_RULES = (
+    *BATCH_RULES,
+    *TAG_RULES,
+    *ALGORITHM_RULES,
+    *WARMUP_RULES,
+    *OFF_POLICY_RULES,
+    *DETERMINISTIC_RULES,
+    *REPLAY_RULES,
+)

@@ -70,7 +70,10 @@ class Progress(Model):
     tokens_per_second: FiniteFloat | None = None
     staleness: FiniteFloat | None = None
     metrics: Annotated[
-        dict[Annotated[str, Field(max_length=MAX_METRIC_NAME, pattern=r"^[A-Za-z0-9_./@<>-]+$")], FiniteFloat],
+        dict[
+            Annotated[str, Field(max_length=MAX_METRIC_NAME, pattern=r"^[A-Za-z0-9_./@<>-]+$")],
+            FiniteFloat,
+        ],
         Field(max_length=MAX_METRICS),
     ] = {}
     """The newest step's most telling numbers, the most telling first. The whole set is in metrics.jsonl."""

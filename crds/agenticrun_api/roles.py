@@ -23,7 +23,9 @@ class PodRole(Model):
     """GPUs of a pod, requested under `gpuResourceName`. A trainer pod runs one rank per GPU (one without), an inference pod as many
     engines as its GPUs are enough for (one without)."""
     gpu_resource_name: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu"
-    node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=16)] = {}
+    node_selector: Annotated[
+        dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=16)
+    ] = {}
     tolerations: OpenList = []
     """As in a pod spec."""
     affinity: dict[str, Any] = {}

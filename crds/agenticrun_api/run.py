@@ -18,7 +18,13 @@ DNS_1035 = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 class Metadata(Model):
     """The part of metadata that a run's own code reads; the rest passes through unread."""
 
-    model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, validate_by_alias=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        extra="ignore",
+        frozen=True,
+    )
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH, pattern=DNS_1035)]
     namespace: str = "default"

@@ -34,7 +34,9 @@ class InitializeModel(Model):
     heads: Annotated[int, Field(ge=1, le=128)] = 4
     intermediate_size: Annotated[int, Field(ge=8, le=32_768)] = 256
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    words: Annotated[list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=4096)] = []
+    words: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=4096)
+    ] = []
     """Words of the vocabulary beside those that the run's environments declare."""
 
 
@@ -110,7 +112,9 @@ class Wandb(Model):
     project: Annotated[str, Field(min_length=1, max_length=253)]
     entity: Annotated[str, Field(min_length=1, max_length=253)] | None = None
     group: Annotated[str, Field(min_length=1, max_length=253)] | None = None
-    tags: Annotated[list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=32)] = []
+    tags: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=32)
+    ] = []
     mode: Literal["online", "offline"] = "online"
     """offline: written beside metrics.jsonl, to be sent later with `wandb sync`."""
 
@@ -147,7 +151,10 @@ def _immutable(field: str, required: bool) -> Rule:
     same = f"self.{field} == oldSelf.{field}"
     present = f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || {same})"
     return Rule(
-        same if required else present, f"{field} cannot change once the run exists: delete the run and apply it again", f".{field}", None
+        same if required else present,
+        f"{field} cannot change once the run exists: delete the run and apply it again",
+        f".{field}",
+        None,
     )
 
 
@@ -157,7 +164,16 @@ class AgenticRunSpec(Model):
     RULES = (
         *(
             _immutable(field, required=True)
-            for field in ("model", "roles", "pipeline", "rayVersion", "imagePullPolicy", "imagePullSecrets", "placement", "tracking")
+            for field in (
+                "model",
+                "roles",
+                "pipeline",
+                "rayVersion",
+                "imagePullPolicy",
+                "imagePullSecrets",
+                "placement",
+                "tracking",
+            )
         ),
         *(_immutable(field, required=False) for field in ("image", "code", "checkpoint")),
         Rule(
@@ -177,7 +193,11 @@ class AgenticRunSpec(Model):
             "!has(self.checkpoint) || !has(self.checkpoint.volumeClaim) || self.checkpoint.uri.startsWith('/checkpoints')",
             "checkpoint.uri must lie below /checkpoints, where checkpoint.volumeClaim is mounted",
             ".checkpoint.uri",
-            lambda s: s.checkpoint is None or s.checkpoint.volume_claim is None or s.checkpoint.uri.startswith("/checkpoints"),
+            lambda s: (
+                s.checkpoint is None
+                or s.checkpoint.volume_claim is None
+                or s.checkpoint.uri.startswith("/checkpoints")
+            ),
         ),
         Rule(
             "self.placement != 'Colocated' || !has(self.roles) || !has(self.roles.inference)",
@@ -189,7 +209,10 @@ class AgenticRunSpec(Model):
             "self.model.attnImplementation == 'sdpa' || self.pipeline.actorTrain.strategy.name != 'megatron'",
             "megatron has an attention of its own: leave attnImplementation out",
             ".model.attnImplementation",
-            lambda s: s.model.attn_implementation == "sdpa" or s.pipeline.actor_train.strategy.name != "megatron",
+            lambda s: (
+                s.model.attn_implementation == "sdpa"
+                or s.pipeline.actor_train.strategy.name != "megatron"
+            ),
         ),
         Rule(
             "self.placement != 'Colocated' || self.pipeline.staleness.max == 0.0",
@@ -209,7 +232,9 @@ class AgenticRunSpec(Model):
     """Image of all pods; default: the operator's for the engine that the run samples with (chart values images)."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     image_pull_secrets: Annotated[list[Name], Field(max_length=16)] = []
-    ray_version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", max_length=16)] = RAY_VERSION
+    ray_version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", max_length=16)] = (
+        RAY_VERSION
+    )
     """The Ray inside the image; at least 2.52 for token authentication."""
     model: ModelSpec
     code: CodeSpec | None = None

@@ -21,7 +21,9 @@ def _rfc3339(text: str) -> str:
     return text
 
 
-Time = Annotated[str, Field(max_length=40, json_schema_extra={"format": "date-time"}), AfterValidator(_rfc3339)]
+Time = Annotated[
+    str, Field(max_length=40, json_schema_extra={"format": "date-time"}), AfterValidator(_rfc3339)
+]
 """RFC 3339 in UTC, whole seconds."""
 
 MAX_METRICS = 64

@@ -45,7 +45,9 @@ class Lora(Model):
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """The adapters' product is scaled by alpha / rank."""
-    target_modules: Annotated[list[Annotated[str, Field(min_length=1, max_length=253)]], Field(max_length=64)] = []
+    target_modules: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=253)]], Field(max_length=64)
+    ] = []
     """Names of the linear layers that get adapters, as peft reads them; default: all but the output layer."""
 
 
@@ -145,7 +147,9 @@ class InferStrategySpec(Model):
         sizes = {name: config.get(name, 1) for name in _PARALLEL_SIZES[self.name]}
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name} must be a whole number of GPUs, at least 1 (got {size!r})")
+                raise ValueError(
+                    f"{name} must be a whole number of GPUs, at least 1 (got {size!r})"
+                )
         return prod(sizes.values())
 
 
@@ -158,7 +162,9 @@ class Generating(Model):
             "topP, topK and minP sample from another distribution than the one that is trained: leave them out, or set "
             "allowTruncatedSampling: true to accept the bias",
             ".allowTruncatedSampling",
-            lambda g: g.allow_truncated_sampling or (g.top_p == 1.0 and g.top_k == 0 and g.min_p == 0.0),
+            lambda g: (
+                g.allow_truncated_sampling or (g.top_p == 1.0 and g.top_k == 0 and g.min_p == 0.0)
+            ),
         ),
     )
 
@@ -224,7 +230,9 @@ class Eval(Model):
 
     samples: Annotated[int, Field(ge=1, le=4096)] = 1
     """Episodes of each level."""
-    pass_at: Annotated[list[Annotated[int, Field(ge=1, le=4096)]], Field(min_length=1, max_length=16)] = [1]
+    pass_at: Annotated[
+        list[Annotated[int, Field(ge=1, le=4096)]], Field(min_length=1, max_length=16)
+    ] = [1]
     """The k of pass@k (Chen et al. 2021, arXiv 2107.03374); each at most `samples`."""
     generating: ValidationGenerating | None = None
     """Sampling; default: actorInfer.validationGenerating."""

@@ -35,14 +35,19 @@ class Treasure:
     def step(self, action):
         """Play the text of an answer. Any text can come: what makes no sense is a normal step with action_is_valid 0."""
         if action not in self.valid_actions():
-            return StepResult("invalid", reward=0.0, terminated=False, metrics={"action_is_valid": 0.0})
+            return StepResult(
+                "invalid", reward=0.0, terminated=False, metrics={"action_is_valid": 0.0}
+            )
         guess = int(action)
         found = guess == self.treasure
         return StepResult(
             "found" if found else "higher" if guess < self.treasure else "lower",
             reward=float(found),
             terminated=found,
-            metrics={"success": float(found), "action_is_valid": 1.0},  # env/<tag>/success is what validation shows
+            metrics={
+                "success": float(found),
+                "action_is_valid": 1.0,
+            },  # env/<tag>/success is what validation shows
         )
 
     def valid_actions(self):

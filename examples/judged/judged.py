@@ -19,7 +19,10 @@ class Quiz:
         return self.item["word"]
 
     def step(self, action):
-        metrics = {"success": float(action == self.item["solution"]), "action_is_valid": float(action in WORDS)}
+        metrics = {
+            "success": float(action == self.item["solution"]),
+            "action_is_valid": float(action in WORDS),
+        }
         return StepResult("over", reward=0.0, terminated=True, metrics=metrics)
 
     def valid_actions(self):

@@ -1,5 +1,6 @@
 """The agent and the environment of docs/math.md: your own, in the style of AReaL's guide."""
-# ruff: noqa: B007, C408, RUF059, SIM108 - these lines are the guide's
+# ruff: noqa: B007, C408, RUF059 - these lines are the guide's
+
 import asyncio
 
 from agenticrun_workers.agents import BundledGenerationOutputs, GenerationConfig, Prompt, ScoredSequence, register_agent

@@ -5,7 +5,14 @@ import random
 
 from agenticrun_workers.envs import StepResult
 
-OPPOSITE = {"hot": "cold", "cold": "hot", "day": "night", "night": "day", "up": "down", "down": "up"}
+OPPOSITE = {
+    "hot": "cold",
+    "cold": "hot",
+    "day": "night",
+    "night": "day",
+    "up": "down",
+    "down": "up",
+}
 
 
 class Opposites:
@@ -32,7 +39,10 @@ class Opposites:
             self.left[0] if self.left else "over",
             reward=right / self.length,
             terminated=not self.left,
-            metrics={"success": float(self.right == self.length), "action_is_valid": float(action in OPPOSITE)},
+            metrics={
+                "success": float(self.right == self.length),
+                "action_is_valid": float(action in OPPOSITE),
+            },
         )
 
     def valid_actions(self):

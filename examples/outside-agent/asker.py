@@ -18,8 +18,12 @@ def play(base_url, task):
     messages = list(task.messages)
     answer = client.chat.completions.create(model=task.model, messages=messages)
     messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
-    client.chat.completions.create(model=task.model, messages=messages)  # the environment judges the last answer
+    client.chat.completions.create(
+        model=task.model, messages=messages
+    )  # the environment judges the last answer
 
 
 if __name__ == "__main__":
-    play(os.environ["OPENAI_BASE_URL"], SimpleNamespace(**json.loads(os.environ["AGENTICRUN_TASK"])))
+    play(
+        os.environ["OPENAI_BASE_URL"], SimpleNamespace(**json.loads(os.environ["AGENTICRUN_TASK"]))
+    )

@@ -4,7 +4,14 @@ import random
 
 from agenticrun_workers.envs import StepResult
 
-OPPOSITE = {"hot": "cold", "cold": "hot", "day": "night", "night": "day", "up": "down", "down": "up"}
+OPPOSITE = {
+    "hot": "cold",
+    "cold": "hot",
+    "day": "night",
+    "night": "day",
+    "up": "down",
+    "down": "up",
+}
 
 
 class Words:

@@ -47,15 +47,25 @@ class App:
         await self._check_apis()
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         direct = settings.head_access is HeadAccess.DIRECT
-        transport: HeadTransport = DirectTransport(self._session) if direct else ProxyTransport(self._kube)
-        self._reconciler = Reconciler(self._kube, RunHead(transport), settings.images, settings.full_look_seconds)
-        self._leadership = Leadership(self._kube, settings.lease_namespace, settings.lease_name, settings.identity)
-        self.workers = Workers(self.queue, self._reconciler.reconcile, self._leadership.held, settings.workers)
+        transport: HeadTransport = (
+            DirectTransport(self._session) if direct else ProxyTransport(self._kube)
+        )
+        self._reconciler = Reconciler(
+            self._kube, RunHead(transport), settings.images, settings.full_look_seconds
+        )
+        self._leadership = Leadership(
+            self._kube, settings.lease_namespace, settings.lease_name, settings.identity
+        )
+        self.workers = Workers(
+            self.queue, self._reconciler.reconcile, self._leadership.held, settings.workers
+        )
         self.workers.start()
         self._metrics: web.AppRunner = await serve_metrics(settings.metrics_port)
         self._background = [
             asyncio.create_task(self._leadership.run(), name="lease"),
-            asyncio.create_task(resync(self.queue, self._kube.list_run_keys, settings.resync_seconds), name="resync"),
+            asyncio.create_task(
+                resync(self.queue, self._kube.list_run_keys, settings.resync_seconds), name="resync"
+            ),
         ]
 
     async def stop(self) -> None:
@@ -91,14 +101,21 @@ class App:
         """Raises if a worker or a background task has died: only a bug does that, and a restart helps."""
         dead = [task.get_name() for task in self._background if task.done()]
         if dead or self.workers.alive < self._settings.workers:
-            raise RuntimeError(f"{self.workers.alive} of {self._settings.workers} workers alive; ended: {dead}")
+            raise RuntimeError(
+                f"{self.workers.alive} of {self._settings.workers} workers alive; ended: {dead}"
+            )
 
     def _note_event(self) -> None:
         self._last_event = time.monotonic()
         LAST_EVENT.set_to_current_time()
 
     async def _check_apis(self) -> None:
-        for path, what in (("/apis/ray.io/v1", "KubeRay's CRDs (ray.io/v1)"), ("/apis/agenticrun.dev/v1alpha1", "the AgenticRun CRD")):
+        for path, what in (
+            ("/apis/ray.io/v1", "KubeRay's CRDs (ray.io/v1)"),
+            ("/apis/agenticrun.dev/v1alpha1", "the AgenticRun CRD"),
+        ):
             answer = await self._kube.raw("GET", path)
             if answer.status == 404:
-                raise MissingApi(f"{what} are not installed in this cluster: install them, then start the operator")
+                raise MissingApi(
+                    f"{what} are not installed in this cluster: install them, then start the operator"
+                )

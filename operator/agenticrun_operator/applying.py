@@ -53,7 +53,9 @@ class Applier:
         """What may only happen once the status is stored. Returns why the job action failed, if it did: it is planned again."""
         trouble = await self._act_on_job(plan.job, head) if plan.job and head else None
         for delete in plan.delete:
-            await self._kube.delete(delete.child.kind, document["metadata"]["namespace"], delete.child.name, delete.uid)
+            await self._kube.delete(
+                delete.child.kind, document["metadata"]["namespace"], delete.child.name, delete.uid
+            )
         for event in plan.events:
             await self._kube.post_event(document, event)
         return trouble

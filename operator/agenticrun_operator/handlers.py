@@ -51,7 +51,9 @@ def register(registry: kopf.OperatorRegistry, app: App) -> None:
     async def run_event(name: str, namespace: str | None, meta: kopf.Meta, **_: Any) -> None:
         app.run_changed((str(namespace), name), str(meta["resourceVersion"]))
 
-    @kopf.on.event("ray.io", "v1", "rayclusters", labels={LABEL_RUN: kopf.PRESENT}, registry=registry)
+    @kopf.on.event(
+        "ray.io", "v1", "rayclusters", labels={LABEL_RUN: kopf.PRESENT}, registry=registry
+    )
     async def cluster_event(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
         app.child_changed((str(namespace), labels[LABEL_RUN]))
 

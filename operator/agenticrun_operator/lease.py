@@ -61,7 +61,9 @@ class Leadership:
             mine = False  # someone was faster
         except ClusterError as error:
             log.warning("lease %s: %s", self._name, error)
-            mine = self.held.is_set() and clock - self._renewed_at < DURATION_SECONDS - RENEW_SECONDS
+            mine = (
+                self.held.is_set() and clock - self._renewed_at < DURATION_SECONDS - RENEW_SECONDS
+            )
         else:
             if mine:
                 self._renewed_at = clock
@@ -81,7 +83,11 @@ class Leadership:
     async def _acquire(self, now: datetime, clock: float) -> bool:
         lease = await self._store.get("Lease", self._namespace, self._name)
         stamp = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        ours = {"holderIdentity": self._identity, "leaseDurationSeconds": DURATION_SECONDS, "renewTime": stamp}
+        ours = {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": DURATION_SECONDS,
+            "renewTime": stamp,
+        }
         if lease is None:
             await self._store.create(
                 {
@@ -99,7 +105,12 @@ class Leadership:
         if spec.get("holderIdentity") and not self._expired(spec, clock):
             return False
         transitions = int(spec.get("leaseTransitions") or 0) + 1
-        await self._store.put({**lease, "spec": {**spec, **ours, "acquireTime": stamp, "leaseTransitions": transitions}})
+        await self._store.put(
+            {
+                **lease,
+                "spec": {**spec, **ours, "acquireTime": stamp, "leaseTransitions": transitions},
+            }
+        )
         return True
 
     def _expired(self, spec: Manifest, clock: float) -> bool:
@@ -107,7 +118,12 @@ class Leadership:
         seen = (str(spec.get("holderIdentity")), str(spec.get("renewTime")))
         if seen != self._seen:
             self._seen, self._seen_at = seen, clock
-        return clock - self._seen_at > timedelta(seconds=int(spec.get("leaseDurationSeconds") or DURATION_SECONDS)).total_seconds()
+        return (
+            clock - self._seen_at
+            > timedelta(
+                seconds=int(spec.get("leaseDurationSeconds") or DURATION_SECONDS)
+            ).total_seconds()
+        )
 
     def _tell(self, mine: bool) -> None:
         if mine and not self.held.is_set():

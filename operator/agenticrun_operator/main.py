@@ -15,7 +15,9 @@ from agenticrun_operator.settings import Settings
 def main() -> None:
     """Run until SIGTERM or SIGINT."""
     settings = Settings()
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+    )
     for name in ("kopf", "aiohttp.access"):
         logging.getLogger(name).setLevel(logging.WARNING)
     asyncio.run(serve(settings))

@@ -5,16 +5,26 @@ from __future__ import annotations
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, generate_latest
 
-RECONCILES = Counter("agenticrun_operator_reconciles_total", "Reconciliations, by result.", ["result"])
-RECONCILE_SECONDS = Histogram(
-    "agenticrun_operator_reconcile_seconds", "Duration of a reconciliation.", buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+RECONCILES = Counter(
+    "agenticrun_operator_reconciles_total", "Reconciliations, by result.", ["result"]
 )
-API_REQUESTS = Counter("agenticrun_operator_api_requests_total", "Requests to the kube-apiserver, watches aside.", ["method", "status"])
+RECONCILE_SECONDS = Histogram(
+    "agenticrun_operator_reconcile_seconds",
+    "Duration of a reconciliation.",
+    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
+)
+API_REQUESTS = Counter(
+    "agenticrun_operator_api_requests_total",
+    "Requests to the kube-apiserver, watches aside.",
+    ["method", "status"],
+)
 STATUS_WRITES = Counter("agenticrun_operator_status_writes_total", "Writes of a run's status.")
 SUBMISSIONS = Counter("agenticrun_operator_submissions_total", "Drivers submitted to Ray.")
 QUEUE_LENGTH = Gauge("agenticrun_operator_queue_length", "Runs that wait for a worker.")
 LEADER = Gauge("agenticrun_operator_leader", "1 while this process holds the lease.")
-LAST_EVENT = Gauge("agenticrun_operator_last_event_timestamp_seconds", "When the newest watch event came.")
+LAST_EVENT = Gauge(
+    "agenticrun_operator_last_event_timestamp_seconds", "When the newest watch event came."
+)
 
 
 async def serve_metrics(port: int) -> web.AppRunner:

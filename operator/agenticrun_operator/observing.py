@@ -11,7 +11,13 @@ from agenticrun_api import AgenticRun, Phase
 from agenticrun_operator.cluster import Head, HeadAddress, Kube
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.planning import Observed, Pod, read_pod
-from agenticrun_operator.resources import Child, Manifest, code_config_map, mounted_children, token_secrets
+from agenticrun_operator.resources import (
+    Child,
+    Manifest,
+    code_config_map,
+    mounted_children,
+    token_secrets,
+)
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,15 @@ class Observer:
     async def surroundings(self, run: AgenticRun) -> Surroundings:
         """The RayCluster and the pods; the other children too, unless the run is in the middle of training."""
         namespace, name = run.key
-        pods, cluster = await asyncio.gather(self._kube.list_pods(namespace, name), self._kube.get("RayCluster", namespace, name))
+        pods, cluster = await asyncio.gather(
+            self._kube.list_pods(namespace, name), self._kube.get("RayCluster", namespace, name)
+        )
         children: dict[Child, Manifest | None] = {Child("RayCluster", name): cluster}
         missing_code = None
-        settled = run.status.phase is Phase.RUNNING and run.status.observed_generation == run.metadata.generation
+        settled = (
+            run.status.phase is Phase.RUNNING
+            and run.status.observed_generation == run.metadata.generation
+        )
         if not run.status.phase.finished and (cluster is None or not settled):
             children |= await self._all_children(run)
             code = code_config_map(run)
@@ -52,10 +63,18 @@ class Observer:
     async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
         wanted = [Child.of(item) for item in mounted_children(run)]
         wanted += [secret for secret, _ in token_secrets(run)]
-        found = await asyncio.gather(*(self._kube.get(child.kind, run.metadata.namespace, child.name) for child in wanted))
+        found = await asyncio.gather(
+            *(self._kube.get(child.kind, run.metadata.namespace, child.name) for child in wanted)
+        )
         return dict(zip(wanted, found, strict=True))
 
-    async def look(self, run: AgenticRun, around: Surroundings, job_trouble: str | None, last_status_write: datetime | None) -> Observed:
+    async def look(
+        self,
+        run: AgenticRun,
+        around: Surroundings,
+        job_trouble: str | None,
+        last_status_write: datetime | None,
+    ) -> Observed:
         """The surroundings, with what the head says about the newest attempt."""
         observed = Observed(
             children=around.children,
@@ -68,7 +87,9 @@ class Observer:
         cluster = observed.child("RayCluster", run.metadata.name)
         if job is None or head is None or cluster is None:
             return observed
-        seen, progress = await asyncio.gather(self._head.job(head, job.submission_id), self._head.progress(head))
+        seen, progress = await asyncio.gather(
+            self._head.job(head, job.submission_id), self._head.progress(head)
+        )
         return replace(observed, job=seen, progress=progress)
 
     async def head_address(self, run: AgenticRun, around: Surroundings) -> HeadAddress | None:
@@ -80,7 +101,12 @@ class Observer:
         if tokens is None:
             return None
         reporter_token, ray_token = tokens
-        return HeadAddress(PodAddress(run.metadata.namespace, pod.name, pod.ip), run.metadata.uid, ray_token, reporter_token)
+        return HeadAddress(
+            PodAddress(run.metadata.namespace, pod.name, pod.ip),
+            run.metadata.uid,
+            ray_token,
+            reporter_token,
+        )
 
     async def _read_tokens(self, run: AgenticRun) -> tuple[str, str] | None:
         values = []

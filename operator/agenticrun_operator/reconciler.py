@@ -12,7 +12,15 @@ from agenticrun_api.names import KIND
 from agenticrun_operator.applying import Applier
 from agenticrun_operator.cluster import Conflict, Denied, Head, Kube, NotFound, Refused
 from agenticrun_operator.observing import Observer, Surroundings
-from agenticrun_operator.planning import Observed, Plan, Submit, plan, plan_denied, plan_refused, plan_unreadable
+from agenticrun_operator.planning import (
+    Observed,
+    Plan,
+    Submit,
+    plan,
+    plan_denied,
+    plan_refused,
+    plan_unreadable,
+)
 from agenticrun_operator.resources import Manifest, WorkerImages
 from agenticrun_operator.workqueue import Item, Key
 
@@ -38,7 +46,14 @@ def utc_now() -> datetime:
 class Reconciler:
     """Reconciles keys. Holds no truth: everything that matters is in the runs' status."""
 
-    def __init__(self, kube: Kube, head: Head, images: WorkerImages, full_look_seconds: float, clock: Callable[[], datetime] = utc_now):
+    def __init__(
+        self,
+        kube: Kube,
+        head: Head,
+        images: WorkerImages,
+        full_look_seconds: float,
+        clock: Callable[[], datetime] = utc_now,
+    ):
         self._kube = kube
         self._observer = Observer(kube, head)
         self._applier = Applier(kube, head)
@@ -50,7 +65,10 @@ class Reconciler:
     def knows(self, key: Key, resource_version: str) -> bool:
         """Whether this version of the run was read or written here, so that its watch event is no news."""
         memory = self._memory.get(key)
-        return memory is not None and memory.document["metadata"]["resourceVersion"] == resource_version
+        return (
+            memory is not None
+            and memory.document["metadata"]["resourceVersion"] == resource_version
+        )
 
     async def reconcile(self, item: Item) -> float | None:
         """Take the run one step on. Returns after how many seconds to look again, if nothing happens before."""
@@ -71,7 +89,10 @@ class Reconciler:
 
     def _is_stale(self, memory: Memory) -> bool:
         running = memory.document.get("status", {}).get("phase") == Phase.RUNNING.value
-        return not running or (self._clock() - memory.looked_at).total_seconds() > self._full_look_seconds
+        return (
+            not running
+            or (self._clock() - memory.looked_at).total_seconds() > self._full_look_seconds
+        )
 
     async def _look_fully(self, key: Key) -> Memory | None:
         """Read everything anew; None when there is nothing to reconcile."""
@@ -87,7 +108,11 @@ class Reconciler:
             return None
         around = await self._observer.surroundings(run)
         now = self._clock()
-        memory = replace(before, document=document, around=around, looked_at=now) if before else Memory(document, around, now)
+        memory = (
+            replace(before, document=document, around=around, looked_at=now)
+            if before
+            else Memory(document, around, now)
+        )
         self._memory[key] = memory
         return memory
 
@@ -132,7 +157,9 @@ class Reconciler:
         return head is not None and head.incarnation == job.incarnation
 
     async def _plan(self, run: AgenticRun, memory: Memory) -> Plan:
-        observed = await self._observer.look(run, memory.around, memory.job_trouble, memory.wrote_at)
+        observed = await self._observer.look(
+            run, memory.around, memory.job_trouble, memory.wrote_at
+        )
         return plan(run, observed, self._clock(), self._images)
 
     async def _give_up(self, document: Manifest, error: InvalidRun) -> None:

@@ -22,7 +22,9 @@ class HeadAccess(StrEnum):
 class Settings(BaseSettings):
     """What an installation decides."""
 
-    model_config = SettingsConfigDict(env_prefix="AGENTICRUN_", frozen=True, use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        env_prefix="AGENTICRUN_", frozen=True, use_attribute_docstrings=True
+    )
 
     namespaces: Annotated[tuple[str, ...], NoDecode] = ()
     """Comma separated; empty: the whole cluster."""
@@ -51,9 +53,15 @@ class Settings(BaseSettings):
 
     @property
     def images(self) -> WorkerImages:
-        return WorkerImages(self.worker_image, {"sglang": self.worker_image_sglang, "vllm": self.worker_image_vllm})
+        return WorkerImages(
+            self.worker_image, {"sglang": self.worker_image_sglang, "vllm": self.worker_image_vllm}
+        )
 
     @field_validator("namespaces", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+        return (
+            tuple(part.strip() for part in value.split(",") if part.strip())
+            if isinstance(value, str)
+            else value
+        )

@@ -22,7 +22,13 @@ log = logging.getLogger(__name__)
 class Workers:
     """A few supervised tasks. Gated by leadership: without it they wait."""
 
-    def __init__(self, queue: WorkQueue, reconcile: Callable[[Item], Awaitable[float | None]], leading: asyncio.Event, count: int):
+    def __init__(
+        self,
+        queue: WorkQueue,
+        reconcile: Callable[[Item], Awaitable[float | None]],
+        leading: asyncio.Event,
+        count: int,
+    ):
         self._queue = queue
         self._reconcile = reconcile
         self._leading = leading
@@ -31,7 +37,10 @@ class Workers:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._work(), name=f"worker-{index}") for index in range(self._count)]
+        self._tasks = [
+            asyncio.create_task(self._work(), name=f"worker-{index}")
+            for index in range(self._count)
+        ]
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -75,7 +84,9 @@ class Workers:
         return delay
 
 
-async def resync(queue: WorkQueue, list_keys: Callable[[], Awaitable[list[Key]]], seconds: float) -> None:
+async def resync(
+    queue: WorkQueue, list_keys: Callable[[], Awaitable[list[Key]]], seconds: float
+) -> None:
     """Enqueue all runs now and then, whatever the watches missed. Ends when cancelled."""
     while True:
         await asyncio.sleep(seconds)

@@ -20,7 +20,11 @@ def images(cluster: Cluster) -> Images:
     done = devcluster("images", *(["--engines", ",".join(ENGINES)] if ENGINES else []))
     assert done.returncode == 0, "tools/devcluster images failed, see its output above"
     built = json.loads(done.stdout)
-    return Images(built["operator"], built["worker"], {engine: built[f"worker-{engine}"] for engine in ENGINES})
+    return Images(
+        built["operator"],
+        built["worker"],
+        {engine: built[f"worker-{engine}"] for engine in ENGINES},
+    )
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +37,33 @@ def operator(cluster: Cluster, images: Images) -> Iterator[Operator]:
         "watchNamespaces": [RUNS],
         "logLevel": "debug",
     }
-    with others_paused(cluster), cluster.new_namespace(RUNS), cluster.new_namespace(SYSTEM) as system:
-        cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "charts/agenticrun/crds/agenticruns.yaml"))
+    with (
+        others_paused(cluster),
+        cluster.new_namespace(RUNS),
+        cluster.new_namespace(SYSTEM) as system,
+    ):
+        cluster.kubectl(
+            "apply",
+            "--server-side",
+            "--force-conflicts",
+            "-f",
+            str(ROOT / "charts/agenticrun/crds/agenticruns.yaml"),
+        )
         chart = str(ROOT / "charts/agenticrun")
-        install = ("helm", "install", RELEASE, chart, "-n", SYSTEM, "--skip-crds", "-f", "-", "--wait", "--timeout", "10m")
+        install = (
+            "helm",
+            "install",
+            RELEASE,
+            chart,
+            "-n",
+            SYSTEM,
+            "--skip-crds",
+            "-f",
+            "-",
+            "--wait",
+            "--timeout",
+            "10m",
+        )
         system.command(*install, stdin=json.dumps(values))
         yield Operator(system)
         cluster.in_namespace(RUNS).kubectl("delete", "agenticruns", "--all", "--wait=true")
@@ -54,11 +81,18 @@ def runs(cluster: Cluster, operator: Operator, request: pytest.FixtureRequest) -
             print(operator.log())
     finally:
         inside.kubectl("delete", "agenticruns", "--all", "--wait=true")
-        eventually(lambda: not inside.list("pods,rayclusters"), 300, "the pods of the test's runs are gone", interval=0.5)
+        eventually(
+            lambda: not inside.list("pods,rayclusters"),
+            300,
+            "the pods of the test's runs are gone",
+            interval=0.5,
+        )
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Remember a failure, so that fixtures can show what the cluster looked like."""
     report = yield
     if report.when == "call":

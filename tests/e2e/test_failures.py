@@ -42,25 +42,44 @@ def test_a_killed_driver_resumes_and_the_name_can_be_used_again_at_once(runs: Cl
     pods = Pods(runs, name)
     with Watch(runs, name) as watch:
         runs.apply(gate, document)
-        saved = watch.wait(lambda seen: seen.step >= 4 and "checkpoint" in seen.status, 600, "a checkpoint and a step after it")
+        saved = watch.wait(
+            lambda seen: seen.step >= 4 and "checkpoint" in seen.status,
+            600,
+            "a checkpoint and a step after it",
+        )
         ray_cluster = runs.get("raycluster", name)
         assert len(pods.kill_driver()) == 1
         pods.allow(100)
-        killed = watch.wait(lambda seen: seen.status["restarts"] == 1, 300, "the loss of the driver is noticed", since=saved)
-        end = watch.wait(lambda seen: seen.phase == "Succeeded", 600, "the run completes in its second attempt")
-        attempts = [seen for seen in watch.history if seen.status.get("job", {}).get("attempt") == 2]
+        killed = watch.wait(
+            lambda seen: seen.status["restarts"] == 1,
+            300,
+            "the loss of the driver is noticed",
+            since=saved,
+        )
+        end = watch.wait(
+            lambda seen: seen.phase == "Succeeded", 600, "the run completes in its second attempt"
+        )
+        attempts = [
+            seen for seen in watch.history if seen.status.get("job", {}).get("attempt") == 2
+        ]
 
-        assert _uid(runs.get("raycluster", name)) == _uid(ray_cluster), "the driver restarts on the same cluster"
+        assert _uid(runs.get("raycluster", name)) == _uid(ray_cluster), (
+            "the driver restarts on the same cluster"
+        )
         assert killed.condition("Training")["reason"] in ("DriverFailed", "DriverLost")
         assert (end.status["restarts"], end.status["job"]["attempt"], end.step) == (1, 2, 14)
-        assert min(seen.step for seen in attempts) >= saved.status["checkpoint"]["step"], "training went on from the checkpoint"
+        assert min(seen.step for seen in attempts) >= saved.status["checkpoint"]["step"], (
+            "training went on from the checkpoint"
+        )
         assert end.status["startTime"] == saved.status["startTime"]
 
         with held_back(runs, name):
             runs.kubectl("delete", "agenticrun", name)
             runs.apply(document)
             waiting = watch.wait(
-                lambda seen: seen.condition("ClusterProvisioned").get("reason") == "WaitingForPreviousRun",
+                lambda seen: (
+                    seen.condition("ClusterProvisioned").get("reason") == "WaitingForPreviousRun"
+                ),
                 300,
                 "the second run waits for the first one's cluster",
                 after=end,
@@ -75,7 +94,9 @@ def test_a_killed_driver_resumes_and_the_name_can_be_used_again_at_once(runs: Cl
 
     runs.kubectl("delete", "agenticrun", name)
     runs.kubectl("delete", "configmap", gate["metadata"]["name"])
-    eventually(lambda: not _objects(runs) - empty, 300, "deletion leaves nothing behind", interval=0.5)
+    eventually(
+        lambda: not _objects(runs) - empty, 300, "deletion leaves nothing behind", interval=0.5
+    )
     eventually(lambda: not _volumes(runs), 300, "its volume is gone", interval=0.5)
 
 
@@ -95,7 +116,11 @@ def held_back(runs: Cluster, name: str) -> Iterator[None]:
 
 
 def _volumes(runs: Cluster) -> list[dict[str, Any]]:
-    return [item for item in runs.list("persistentvolumes") if item["spec"].get("claimRef", {}).get("namespace") == runs.namespace]
+    return [
+        item
+        for item in runs.list("persistentvolumes")
+        if item["spec"].get("claimRef", {}).get("namespace") == runs.namespace
+    ]
 
 
 def _uid(found: dict[str, Any] | None) -> str:
@@ -116,14 +141,21 @@ def test_what_cannot_work_says_why(runs: Cluster, images: Images) -> None:
     broken = small_lake("broken-env", max_steps=5, save_steps=0, code={"configMap": "my-envs"})
     broken["spec"].pop("checkpoint")
     broken["spec"]["pipeline"]["envs"][0] |= {"type": "my_lake:Lake", "config": {}}
-    unpullable = small_lake("no-image", max_steps=5, save_steps=0, image=f"{images.worker.rsplit(':', 1)[0]}:no-such-tag")
+    unpullable = small_lake(
+        "no-image",
+        max_steps=5,
+        save_steps=0,
+        image=f"{images.worker.rsplit(':', 1)[0]}:no-such-tag",
+    )
     for role in unpullable["spec"]["roles"].values():
         role |= {"cpus": "1m", "memory": "16Mi"}
     with Watch(runs, "broken-env") as broken_watch, Watch(runs, "no-image") as image_watch:
         runs.apply(code, broken)
         runs.apply(unpullable)
         shown = image_watch.wait(
-            lambda seen: seen.condition("RolesReady").get("reason") == "ImagePullFailed", 300, "the pull failure shows"
+            lambda seen: seen.condition("RolesReady").get("reason") == "ImagePullFailed",
+            300,
+            "the pull failure shows",
         )
         assert "no-such-tag" in shown.condition("RolesReady")["message"]
         assert shown.at - _first_failed_pull(runs, "no-image") < SEEN_SECONDS
@@ -137,14 +169,23 @@ def test_what_cannot_work_says_why(runs: Cluster, images: Images) -> None:
     assert "No module named 'no_such_module'" in failed.status["message"]
     assert (failed.status["restarts"], failed.status["job"]["attempt"]) == (0, 1)
     assert failed.status["job"]["status"] == "FAILED", "the driver ended by itself"
-    eventually(lambda: not runs.list("rayclusters,pods"), 300, "the cluster of the failed run is deleted", interval=0.5)
+    eventually(
+        lambda: not runs.list("rayclusters,pods"),
+        300,
+        "the cluster of the failed run is deleted",
+        interval=0.5,
+    )
     time.sleep(3)
-    assert [run["status"]["phase"] for run in runs.list("agenticruns")] == ["Failed"], "it is not tried again"
+    assert [run["status"]["phase"] for run in runs.list("agenticruns")] == ["Failed"], (
+        "it is not tried again"
+    )
 
 
 def _first_failed_pull(runs: Cluster, name: str) -> float:
     """When the kubelet first said so of a pod of this run, in seconds since the epoch."""
     failures = [
-        item for item in runs.list("events") if item["reason"] == "Failed" and item["involvedObject"]["name"].startswith(f"{name}-")
+        item
+        for item in runs.list("events")
+        if item["reason"] == "Failed" and item["involvedObject"]["name"].startswith(f"{name}-")
     ]
     return min(datetime.fromisoformat(item["firstTimestamp"]).timestamp() for item in failures)

@@ -26,11 +26,18 @@ OPERATOR_DOWN_SECONDS = float(os.environ.get("AGENTICRUN_E2E_OPERATOR_DOWN_SECON
 """How long the operator stays away after the driver has finished. A drill sets 300."""
 MAX_LAG_SECONDS = 5.0
 """Between the end of a step, of a second at least, and its arrival in .status, as a rule."""
-ROLE_OF_ACTOR = {"TrainerActor": Role.TRAINER, "TrajectoryStore": Role.TRAINER, "EngineActor": Role.INFERENCE, "EnvWorker": Role.ENV}
+ROLE_OF_ACTOR = {
+    "TrainerActor": Role.TRAINER,
+    "TrajectoryStore": Role.TRAINER,
+    "EngineActor": Role.INFERENCE,
+    "EnvWorker": Role.ENV,
+}
 
 
 @pytest.mark.timeout(1800 + OPERATOR_DOWN_SECONDS, func_only=True)
-def test_a_run_trains_to_the_end_whatever_the_operator_goes_through(runs: Cluster, operator: Operator) -> None:
+def test_a_run_trains_to_the_end_whatever_the_operator_goes_through(
+    runs: Cluster, operator: Operator
+) -> None:
     document = small_lake(NAME, max_steps=MAX_STEPS, save_steps=10, eval_steps=MAX_STEPS, gpus=1)
     gate = behind_gate(document, steps=14, seconds=1.0)
     pods = Pods(runs, NAME)
@@ -48,20 +55,34 @@ def test_a_run_trains_to_the_end_whatever_the_operator_goes_through(runs: Cluste
         pods.allow(22)
         operator.delete_pod()
         pods.allow(32)
-        watch.wait(lambda seen: seen.step > 22, 300, "steps are reported after the operator's restart")
+        watch.wait(
+            lambda seen: seen.step > 22, 300, "steps are reported after the operator's restart"
+        )
 
         operator.scale(0)
         assert watch.history[-1].phase == "Running"
         pods.allow(2 * MAX_STEPS)
-        eventually(lambda: has_finished(pods), 600, "the driver finishes while no operator runs", interval=2)
+        eventually(
+            lambda: has_finished(pods),
+            600,
+            "the driver finishes while no operator runs",
+            interval=2,
+        )
         time.sleep(OPERATOR_DOWN_SECONDS)
         assert watch.history[-1].phase == "Running", "nobody but the operator writes the status"
         operator.scale(1)
-        end = watch.wait(lambda seen: seen.phase == "Succeeded", 300, "the final report is in the status")
+        end = watch.wait(
+            lambda seen: seen.phase == "Succeeded", 300, "the final report is in the status"
+        )
 
     the_operators_troubles_changed_nothing(before, end)
     the_status_tells_the_end(end)
-    eventually(lambda: not runs.list("rayclusters,pods"), 300, "the cluster of a successful run is deleted", interval=0.5)
+    eventually(
+        lambda: not runs.list("rayclusters,pods"),
+        300,
+        "the cluster of a successful run is deleted",
+        interval=0.5,
+    )
     assert runs.get("agenticrun", NAME) is not None, "only the cluster goes, never the run"
 
 
@@ -84,7 +105,10 @@ def gpus_are_scheduled(pods: Pods) -> None:
     assert len(set(devices)) == 2
     for role in (Role.DRIVER, Role.ENV):
         for pod in pods.of(role):
-            assert all("nvidia.com/gpu" not in container["resources"].get("limits", {}) for container in pod["spec"]["containers"])
+            assert all(
+                "nvidia.com/gpu" not in container["resources"].get("limits", {})
+                for container in pod["spec"]["containers"]
+            )
 
 
 def actors_are_on_the_pods_of_their_roles(pods: Pods) -> None:
@@ -92,7 +116,9 @@ def actors_are_on_the_pods_of_their_roles(pods: Pods) -> None:
     role_of_ip = {pod["status"]["podIP"]: role for role in Role for pod in pods.of(role)}
     assert len(role_of_ip) == 4
     ip_of_node = pods.ray_nodes()
-    found = {actor["class_name"]: role_of_ip[ip_of_node[actor["node_id"]]] for actor in pods.actors()}
+    found = {
+        actor["class_name"]: role_of_ip[ip_of_node[actor["node_id"]]] for actor in pods.actors()
+    }
     assert {name: found[name] for name in ROLE_OF_ACTOR} == ROLE_OF_ACTOR
     assert {name for name, role in found.items() if role is Role.DRIVER} == {"JobSupervisor"}
 

@@ -16,7 +16,9 @@ def byte_level_tokenizer(corpus: str, chat_template: str) -> PreTrainedTokenizer
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator([corpus * 3], BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet))
+    core.train_from_iterator(
+        [corpus * 3], BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet)
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",

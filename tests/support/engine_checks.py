@@ -38,9 +38,17 @@ class Models:
     plain_b: PreTrainedModel = field(init=False)
 
     def __post_init__(self) -> None:
-        self.a, self.b = tiny_model(self.folder / "a", seed=0), tiny_model(self.folder / "b", seed=1)
-        self.parts_a, self.parts_b = weight_parts(self.a, self.folder / "parts-a"), weight_parts(self.b, self.folder / "parts-b")
-        self.plain_a, self.plain_b = (load_model(str(folder), device=torch.device("cpu")) for folder in (self.a, self.b))
+        self.a, self.b = (
+            tiny_model(self.folder / "a", seed=0),
+            tiny_model(self.folder / "b", seed=1),
+        )
+        self.parts_a, self.parts_b = (
+            weight_parts(self.a, self.folder / "parts-a"),
+            weight_parts(self.b, self.folder / "parts-b"),
+        )
+        self.plain_a, self.plain_b = (
+            load_model(str(folder), device=torch.device("cpu")) for folder in (self.a, self.b)
+        )
 
 
 def prompt(length: int, seed: int = 0) -> IntArray:
@@ -48,9 +56,17 @@ def prompt(length: int, seed: int = 0) -> IntArray:
 
 
 def ask(
-    prompt_T: IntArray, new: int = 8, temperature: float = 1.0, *, seed: int = 0, session: str = "s", **sampling: object
+    prompt_T: IntArray,
+    new: int = 8,
+    temperature: float = 1.0,
+    *,
+    seed: int = 0,
+    session: str = "s",
+    **sampling: object,
 ) -> GenerationRequest:
-    return GenerationRequest(f"r-{next(_numbers)}", session, prompt_T, SamplingParams(new, temperature, **sampling), seed)  # type: ignore[arg-type]
+    return GenerationRequest(
+        f"r-{next(_numbers)}", session, prompt_T, SamplingParams(new, temperature, **sampling), seed
+    )  # type: ignore[arg-type]
 
 
 async def files(paths: Sequence[Path]) -> AsyncIterator[Path]:
@@ -58,7 +74,12 @@ async def files(paths: Sequence[Path]) -> AsyncIterator[Path]:
         yield path
 
 
-def same_logprobs(model: PreTrainedModel, request: GenerationRequest, generation: Generation, temperature: float = 1.0) -> None:
+def same_logprobs(
+    model: PreTrainedModel,
+    request: GenerationRequest,
+    generation: Generation,
+    temperature: float = 1.0,
+) -> None:
     expected_T = plain_logprobs(model, request.prompt_tokens, generation.tokens_T, temperature)
     difference_T = np.abs(generation.logprobs_T - expected_T)
     assert difference_T.max() < EXACT
@@ -66,7 +87,10 @@ def same_logprobs(model: PreTrainedModel, request: GenerationRequest, generation
 
 
 async def half_done(
-    engine: InferenceEngine, act: Callable[[], object], request: Callable[[], GenerationRequest], delay: float
+    engine: InferenceEngine,
+    act: Callable[[], object],
+    request: Callable[[], GenerationRequest],
+    delay: float,
 ) -> Generation:
     """A response, with something done to the engine `delay` seconds after it was asked for."""
     response = asyncio.create_task(engine.generate(request()))

@@ -33,7 +33,15 @@ from processes import lives
 from tiny_model import CONTEXT
 from update_conformance import UpdateConformance
 
-__all__ = ["EngineConformance", "Models", "ServerConformance", "ask", "files", "prompt", "same_logprobs"]
+__all__ = [
+    "EngineConformance",
+    "Models",
+    "ServerConformance",
+    "ask",
+    "files",
+    "prompt",
+    "same_logprobs",
+]
 
 
 class EngineConformance(UpdateConformance):
@@ -48,7 +56,9 @@ async def meet(engine: TakesBroadcast) -> WeightGroup:
     """The trainer's end of a group with one engine."""
     listener, world = socket.create_server(("127.0.0.1", 0)), 1 + engine.broadcast_ranks
     port = listener.getsockname()[1]
-    joining = asyncio.to_thread(WeightGroup, "127.0.0.1", port, 0, world, torch.device("cpu"), listener)
+    joining = asyncio.to_thread(
+        WeightGroup, "127.0.0.1", port, 0, world, torch.device("cpu"), listener
+    )
     trainer, _ = await asyncio.gather(joining, engine.join_broadcast("127.0.0.1", port, 1, world))
     return trainer
 
@@ -63,27 +73,37 @@ def processes(engine: ServerEngine) -> list[int]:
 class ServerConformance(EngineConformance):
     """Of engines that are servers of their own. The last tests end both engines."""
 
-    async def test_the_same_seed_samples_the_same_as_in_the_embedded_engine(self, engine: InferenceEngine, models: Models) -> None:
+    async def test_the_same_seed_samples_the_same_as_in_the_embedded_engine(
+        self, engine: InferenceEngine, models: Models
+    ) -> None:
         """Also where top_k, top_p or min_p cut the distribution, and after a pause in the middle of the response."""
         embedded = TransformersEngine(partial(load_model, str(models.a)), max_length=CONTEXT)
         await embedded.start()
         cuts: list[dict[str, object]] = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}]
-        requests = [ask(prompt(9 + n, n), 100, 0.8, seed=2**61 + n, **cuts[n % 4]) for n in range(8)]
+        requests = [
+            ask(prompt(9 + n, n), 100, 0.8, seed=2**61 + n, **cuts[n % 4]) for n in range(8)
+        ]
         responses = [asyncio.create_task(engine.generate(request)) for request in requests]
         await asyncio.sleep(0.05)
         await engine.pause()
         await engine.resume()
         for request, generation in zip(requests, await asyncio.gather(*responses), strict=True):
-            assert generation.tokens_T.tolist() == (await embedded.generate(request)).tokens_T.tolist()
+            assert (
+                generation.tokens_T.tolist() == (await embedded.generate(request)).tokens_T.tolist()
+            )
         await embedded.stop()
 
-    async def test_weights_come_by_the_trainers_broadcast_too(self, engine: ServerEngine, models: Models) -> None:
+    async def test_weights_come_by_the_trainers_broadcast_too(
+        self, engine: ServerEngine, models: Models
+    ) -> None:
         weights = load_file(models.b / "model.safetensors")
         trainer = await meet(engine)
         names, shapes = list(weights), [list(weight.shape) for weight in weights.values()]
         version = next(self._versions)
         sent = asyncio.to_thread(lambda: [trainer.send(weight) for weight in weights.values()])
-        await asyncio.gather(engine.update_from_broadcast(names, ["float32"] * len(names), shapes, version), sent)
+        await asyncio.gather(
+            engine.update_from_broadcast(names, ["float32"] * len(names), shapes, version), sent
+        )
         request = ask(prompt(5), 6, 0.0)
         generation = await engine.generate(request)
         same_logprobs(models.plain_b, request, generation)
@@ -95,7 +115,9 @@ class ServerConformance(EngineConformance):
         weights = load_file(models.b / "model.safetensors")
         trainer = await meet(engine)
         names, shapes = list(weights), [list(weight.shape) for weight in weights.values()]
-        update = asyncio.create_task(engine.update_from_broadcast(names, ["float32"] * len(names), shapes, 10_000))
+        update = asyncio.create_task(
+            engine.update_from_broadcast(names, ["float32"] * len(names), shapes, 10_000)
+        )
         await asyncio.to_thread(trainer.send, next(iter(weights.values())))
         del trainer
         with pytest.raises(EngineError):
@@ -106,7 +128,9 @@ class ServerConformance(EngineConformance):
         request = ask(prompt(5), 6, 0.0)
         same_logprobs(models.plain_a, request, await engine.generate(request))
 
-    async def test_a_server_that_is_killed_fails_the_requests_in_flight_and_those_after(self, engine: ServerEngine) -> None:
+    async def test_a_server_that_is_killed_fails_the_requests_in_flight_and_those_after(
+        self, engine: ServerEngine
+    ) -> None:
         await engine.pause()  # so that none is finished before the kill
         responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(3)]
         await asyncio.sleep(0.3)
@@ -120,10 +144,16 @@ class ServerConformance(EngineConformance):
         assert not [pid for pid in pids if lives(pid)]
         await engine.stop()
 
-    async def test_a_stopped_engine_leaves_no_process_no_port_and_no_file_but_its_log(self, fresh: ServerEngine) -> None:
+    async def test_a_stopped_engine_leaves_no_process_no_port_and_no_file_but_its_log(
+        self, fresh: ServerEngine
+    ) -> None:
         pids = processes(fresh)
         port, log = int(fresh._process.url.rpartition(":")[2]), fresh._process.log  # type: ignore[union-attr]
-        folders = {entry for entry in Path(tempfile.gettempdir()).iterdir() if entry.name.startswith("agenticrun-engine-")}
+        folders = {
+            entry
+            for entry in Path(tempfile.gettempdir()).iterdir()
+            if entry.name.startswith("agenticrun-engine-")
+        }
         assert len(pids) >= 4
         await fresh.pause()  # so that it is not finished before the stop
         response = asyncio.create_task(fresh.generate(ask(prompt(4), 450)))

@@ -14,7 +14,9 @@ FILES = sorted((Path(__file__).parents[2] / "examples/gpu").glob("*.yaml"))
 
 TINY = {"architecture": "llama", "hiddenSize": 64, "layers": 2, "heads": 2, "intermediateSize": 64}
 """Heads of 32: vLLM's attention for CPUs takes no smaller ones."""
-ABOUT_GPUS = frozenset({"tp_size", "tensor_parallel_size", "mem_fraction_static", "gpu_memory_utilization"})
+ABOUT_GPUS = frozenset(
+    {"tp_size", "tensor_parallel_size", "mem_fraction_static", "gpu_memory_utilization"}
+)
 """Options of engines; without GPUs the fractions would be of the machine's memory."""
 
 
@@ -39,7 +41,13 @@ def without_gpus(document: dict[str, Any], *, embedded_engine: bool = False) -> 
     ranks = 2 if embedded_engine and spec["roles"]["trainer"]["gpus"] > 1 else 1
     spec["roles"] = {"trainer": {"replicas": ranks}}
     pipeline = spec["pipeline"]
-    pipeline |= {"maxSteps": 1, "rolloutBatchSize": 4, "evalSteps": 0, "saveSteps": 0, "sequenceLength": 256}
+    pipeline |= {
+        "maxSteps": 1,
+        "rolloutBatchSize": 4,
+        "evalSteps": 0,
+        "saveSteps": 0,
+        "sequenceLength": 256,
+    }
     pipeline["trainEnvs"] |= {"groups": 2, "groupSize": 2}
     del pipeline["valEnvs"], pipeline["valBatchSize"]
     for env in pipeline["envs"]:
@@ -52,5 +60,7 @@ def without_gpus(document: dict[str, Any], *, embedded_engine: bool = False) -> 
     if embedded_engine:
         pipeline["actorInfer"]["strategy"] = {"name": "transformers"}
     else:
-        engine["config"] = {name: value for name, value in engine["config"].items() if name not in ABOUT_GPUS}
+        engine["config"] = {
+            name: value for name, value in engine["config"].items() if name not in ABOUT_GPUS
+        }
     return parse_run(small)

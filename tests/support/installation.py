@@ -33,7 +33,12 @@ class Operator:
         if replicas:
             self.wait_ready()
         else:
-            eventually(lambda: not self.system.list("pods"), 600, "the operator's pod is gone", interval=0.5)
+            eventually(
+                lambda: not self.system.list("pods"),
+                600,
+                "the operator's pod is gone",
+                interval=0.5,
+            )
 
     def delete_pod(self) -> None:
         """Kill the operator's pod; its Deployment makes a new one. Returns when that one is ready."""
@@ -62,7 +67,9 @@ class Images:
 @contextmanager
 def others_paused(cluster: Cluster) -> Iterator[None]:
     """Scale every other operator of the cluster to 0, and back at the end: two must not serve one namespace."""
-    everywhere = json.loads(cluster.kubectl("get", "deployments", "--all-namespaces", "-l", _OPERATORS, "-o", "json"))["items"]
+    everywhere = json.loads(
+        cluster.kubectl("get", "deployments", "--all-namespaces", "-l", _OPERATORS, "-o", "json")
+    )["items"]
     paused = [
         (item["metadata"]["namespace"], item["metadata"]["name"], item["spec"]["replicas"])
         for item in everywhere
@@ -74,4 +81,6 @@ def others_paused(cluster: Cluster) -> Iterator[None]:
         yield
     finally:
         for namespace, name, replicas in paused:
-            cluster.in_namespace(namespace).kubectl("scale", f"deployment/{name}", f"--replicas={replicas}")
+            cluster.in_namespace(namespace).kubectl(
+                "scale", f"deployment/{name}", f"--replicas={replicas}"
+            )

@@ -16,11 +16,22 @@ from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory,
 def trajectory(*rewards: float, tag: str = "A", member: int = 0) -> Trajectory:
     """One turn of three tokens per reward."""
     ones = np.ones(3, np.int32)
-    turns = tuple(Turn(ones, ones, np.zeros(3, np.float32), np.zeros(3, np.int32), reward) for reward in rewards)
-    return Trajectory(EpisodeKey(Stream.TRAIN, 0, member), tag, turns, StopReason.COMPLETED, metrics={"success": 1.0})
+    turns = tuple(
+        Turn(ones, ones, np.zeros(3, np.float32), np.zeros(3, np.int32), reward)
+        for reward in rewards
+    )
+    return Trajectory(
+        EpisodeKey(Stream.TRAIN, 0, member),
+        tag,
+        turns,
+        StopReason.COMPLETED,
+        metrics={"success": 1.0},
+    )
 
 
-def episode(answer: str = "yes", *, tag: str = "A", item: Mapping[str, Any] | None = None) -> JudgedEpisode:
+def episode(
+    answer: str = "yes", *, tag: str = "A", item: Mapping[str, Any] | None = None
+) -> JudgedEpisode:
     return JudgedEpisode(tag, (JudgedTurn("really?", answer, 0.0),), item or {}, {"success": 1.0})
 
 
@@ -35,7 +46,9 @@ class FakeJudge:
     calls_at_once = 8
 
     def __init__(
-        self, score: Callable[[JudgedEpisode], Judgement] = lambda episode: float(len(episode.answer)), seconds: float = 0.0
+        self,
+        score: Callable[[JudgedEpisode], Judgement] = lambda episode: float(len(episode.answer)),
+        seconds: float = 0.0,
     ) -> None:
         self._score = score
         self._seconds = seconds

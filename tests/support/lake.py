@@ -9,7 +9,13 @@ from typing import Any
 import yaml
 
 from agenticrun_api import Role
-from agenticrun_api.names import LABEL_ROLE, LABEL_RUN, REPORTER_PORT, REPORTER_TOKEN_FILE, TOKEN_HEADER
+from agenticrun_api.names import (
+    LABEL_ROLE,
+    LABEL_RUN,
+    REPORTER_PORT,
+    REPORTER_TOKEN_FILE,
+    TOKEN_HEADER,
+)
 from testcluster import ROOT, Cluster
 
 HEAD_CONTAINER = "ray"
@@ -55,7 +61,9 @@ class GatedLake(FrozenLake):
 """
 
 
-def small_lake(name: str, *, max_steps: int, save_steps: int, eval_steps: int = 0, gpus: int = 0, **spec: Any) -> dict[str, Any]:
+def small_lake(
+    name: str, *, max_steps: int, save_steps: int, eval_steps: int = 0, gpus: int = 0, **spec: Any
+) -> dict[str, Any]:
     """examples/frozen-lake.yaml with few episodes per step and small pods. `spec` replaces whole fields of the spec.
 
     Args:
@@ -92,9 +100,17 @@ def behind_gate(document: dict[str, Any], *, steps: int, seconds: float = 0.0) -
     """
     name = "gated-lake"
     document["spec"]["code"] = {"configMap": name}
-    document["spec"]["pipeline"]["envs"][0] |= {"type": "gated_lake:GatedLake", "stepTimeoutSeconds": 3600}
+    document["spec"]["pipeline"]["envs"][0] |= {
+        "type": "gated_lake:GatedLake",
+        "stepTimeoutSeconds": 3600,
+    }
     module = _GATED_LAKE.format(gate=_GATE, seconds=seconds, episodes=steps * EPISODES)
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"gated_lake.py": module}}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name},
+        "data": {"gated_lake.py": module},
+    }
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,9 @@ class Pods:
 
     def execute(self, pod: dict[str, Any], *command: str) -> str:
         """Run a command in the pod's Ray container."""
-        return self.cluster.kubectl("exec", pod["metadata"]["name"], "-c", HEAD_CONTAINER, "--", *command)
+        return self.cluster.kubectl(
+            "exec", pod["metadata"]["name"], "-c", HEAD_CONTAINER, "--", *command
+        )
 
     def head(self) -> dict[str, Any]:
         (pod,) = self.of(Role.DRIVER)
@@ -130,11 +148,22 @@ class Pods:
     def allow(self, steps: int) -> None:
         """Let a run that is behind a gate make steps up to this one."""
         for pod in self.of(Role.ENV):
-            self.execute(pod, "sh", "-c", f"echo {steps * EPISODES} > {_GATE}.new && mv {_GATE}.new {_GATE}")
+            self.execute(
+                pod, "sh", "-c", f"echo {steps * EPISODES} > {_GATE}.new && mv {_GATE}.new {_GATE}"
+            )
 
     def actors(self) -> list[dict[str, Any]]:
         """The living actors as Ray's state API lists them."""
-        command = ("ray", "list", "actors", "--detail", "--format", "json", "--filter", "state=ALIVE")
+        command = (
+            "ray",
+            "list",
+            "actors",
+            "--detail",
+            "--format",
+            "json",
+            "--filter",
+            "state=ALIVE",
+        )
         found: list[dict[str, Any]] = json.loads(self.execute(self.head(), *command))
         return found
 

@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from agenticrun_workers.models import load_model
 from agenticrun_workers.models.saving import write_model
@@ -44,7 +50,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
@@ -78,20 +89,50 @@ class Case:
     packing: bool = False
 
 
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 CASES = [
     Case("data", 2),
     Case("tensor", 2, {"tensor_model_parallel_size": 2}),
     Case("sequence", 2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     Case("pipeline", 2, {"pipeline_model_parallel_size": 2}),
     Case("context", 2, {"context_parallel_size": 2}, ("llama", "qwen3")),
-    Case("packed", 2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, ("qwen3",), packing=True),
+    Case(
+        "packed",
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        ("qwen3",),
+        packing=True,
+    ),
     Case("packed context", 2, {"context_parallel_size": 2}, ("llama",), packing=True),
     Case("recompute", 2, {"tensor_model_parallel_size": 2, **RECOMPUTE}, ("llama",)),
-    Case("distributed optimizer", 2, {"use_distributed_optimizer": True, "overlap_grad_reduce": True}, dtype="float32"),
+    Case(
+        "distributed optimizer",
+        2,
+        {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+        dtype="float32",
+    ),
     Case("bfloat16", 2, {"use_distributed_optimizer": True}, ("qwen3",), dtype="bfloat16"),
-    Case("all", 4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}, ("llama",)),
-    Case("sharded tensor", 4, {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True}, ("qwen3",), dtype="float32"),
+    Case(
+        "all",
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+        ("llama",),
+    ),
+    Case(
+        "sharded tensor",
+        4,
+        {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
+        ("qwen3",),
+        dtype="float32",
+    ),
 ]
 
 
@@ -130,15 +171,22 @@ def weights_of(policy: TrainStrategy) -> dict[str, np.ndarray]:
 
 def train(policy: Any, steps: list[list[Sample]]) -> Result:
     """A gradient, then three steps of which the second is supervised, then log-probs."""
-    gradient = {name: value.double().numpy().copy() for name, value in policy.gradients(part(steps[0], policy), LOSS).items()}
+    gradient = {
+        name: value.double().numpy().copy()
+        for name, value in policy.gradients(part(steps[0], policy), LOSS).items()
+    }
     metrics = [dict(run_step(policy, steps, number)) for number in range(len(steps))]
     logprobs = policy.compute_log_probs(part(steps[0], policy))
-    return Result(gradient, metrics, logprobs, weights_of(policy), (policy.data_rank, policy.data_size))
+    return Result(
+        gradient, metrics, logprobs, weights_of(policy), (policy.data_rank, policy.data_size)
+    )
 
 
 def run_step(policy: Any, steps: list[list[Sample]], number: int) -> Mapping[str, float]:
     mine = part(steps[number], policy)
-    result: Mapping[str, float] = policy.supervised_step(mine) if number == 1 else policy.train_step(mine, LOSS)
+    result: Mapping[str, float] = (
+        policy.supervised_step(mine) if number == 1 else policy.train_step(mine, LOSS)
+    )
     return result
 
 

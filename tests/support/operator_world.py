@@ -15,9 +15,24 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from agenticrun_api import Activity, AgenticRunStatus, FinalReport, Outcome, Progress, Role, parse_run
+from agenticrun_api import (
+    Activity,
+    AgenticRunStatus,
+    FinalReport,
+    Outcome,
+    Progress,
+    Role,
+    parse_run,
+)
 from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN, LABEL_RUN_UID
-from agenticrun_operator.cluster import AlreadyExists, ClusterError, Conflict, HeadAddress, HeadUnreachable, NotFound
+from agenticrun_operator.cluster import (
+    AlreadyExists,
+    ClusterError,
+    Conflict,
+    HeadAddress,
+    HeadUnreachable,
+    NotFound,
+)
 from agenticrun_operator.planning import Event, Job, NoJob, NoReport, Unreachable
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.reconciler import Reconciler
@@ -116,13 +131,21 @@ class World:
         cluster = self.objects.get(("RayCluster", NAME))
         if cluster is None:
             return
-        have = [item["metadata"]["labels"][LABEL_ROLE] for (kind, _), item in self.objects.items() if kind == "Pod"]
-        groups = {group["groupName"]: group["replicas"] for group in cluster["spec"]["workerGroupSpecs"]}
+        have = [
+            item["metadata"]["labels"][LABEL_ROLE]
+            for (kind, _), item in self.objects.items()
+            if kind == "Pod"
+        ]
+        groups = {
+            group["groupName"]: group["replicas"] for group in cluster["spec"]["workerGroupSpecs"]
+        }
         for role, wanted in {Role.DRIVER.value: 1, **groups}.items():
             for _ in range(wanted - have.count(role)):
                 self._make_pod(cluster, role)
         for pod in self.pods():
-            pod["status"]["conditions"] = [{"type": "Ready", "status": "True" if ready else "False"}]
+            pod["status"]["conditions"] = [
+                {"type": "Ready", "status": "True" if ready else "False"}
+            ]
 
     def _make_pod(self, cluster: Manifest, role: str) -> None:
         name = f"{NAME}-{role}-{next(self._ids)}"
@@ -131,14 +154,32 @@ class World:
         owners = [{"kind": "RayCluster", "name": NAME, "uid": owner["uid"], "controller": True}]
         status = {
             "podIP": f"10.0.0.{next(self._ids)}",
-            "containerStatuses": [{"name": "ray", "containerID": "c", "restartCount": 0, "state": {"running": {}}}],
+            "containerStatuses": [
+                {"name": "ray", "containerID": "c", "restartCount": 0, "state": {"running": {}}}
+            ],
         }
-        metadata = {"name": name, "namespace": NAMESPACE, "labels": labels, "ownerReferences": owners}
-        self._store({"kind": "Pod", "metadata": metadata, "spec": {"containers": [{"name": "ray", "image": IMAGE}]}, "status": status})
+        metadata = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "labels": labels,
+            "ownerReferences": owners,
+        }
+        self._store(
+            {
+                "kind": "Pod",
+                "metadata": metadata,
+                "spec": {"containers": [{"name": "ray", "image": IMAGE}]},
+                "status": status,
+            }
+        )
 
     def pods(self, role: Role | None = None) -> list[Manifest]:
         found = [item for (kind, _), item in self.objects.items() if kind == "Pod"]
-        return [pod for pod in found if role is None or pod["metadata"]["labels"][LABEL_ROLE] == role.value]
+        return [
+            pod
+            for pod in found
+            if role is None or pod["metadata"]["labels"][LABEL_ROLE] == role.value
+        ]
 
     def delete_pod(self, role: Role) -> None:
         for pod in self.pods(role)[:1]:
@@ -152,7 +193,9 @@ class World:
     def incarnation(self) -> str | None:
         """Of the head that is there now."""
         for pod in self.pods(Role.DRIVER):
-            return f"{pod['metadata']['uid']}/{pod['status']['containerStatuses'][0]['restartCount']}"
+            return (
+                f"{pod['metadata']['uid']}/{pod['status']['containerStatuses'][0]['restartCount']}"
+            )
         return None
 
     # -- the driver ----------------------------------------------------------------------------------------------------
@@ -167,16 +210,24 @@ class World:
             job.status = "RUNNING"
             self.reports[job.incarnation.split("/")[0]] = self.progress_of(job, step, **fields)
 
-    def end_driver(self, outcome: Outcome | None, retryable: bool = True, exit_code: int = 1) -> None:
+    def end_driver(
+        self, outcome: Outcome | None, retryable: bool = True, exit_code: int = 1
+    ) -> None:
         """The running driver ends: with a final report, or, without an outcome, killed."""
         for job in self.live_jobs():
             if outcome:
                 final = FinalReport(
-                    outcome=outcome, reason="Told", message="the driver's words", retryable=retryable, time=format_time(self.now)
+                    outcome=outcome,
+                    reason="Told",
+                    message="the driver's words",
+                    retryable=retryable,
+                    time=format_time(self.now),
                 )
                 before = self.reports.get(job.incarnation.split("/")[0])
                 step, steps = (before.step, before.max_steps) if before else (0, 2)
-                self.reports[job.incarnation.split("/")[0]] = self.progress_of(job, step, final=final, max_steps=steps)
+                self.reports[job.incarnation.split("/")[0]] = self.progress_of(
+                    job, step, final=final, max_steps=steps
+                )
             job.status = "SUCCEEDED" if outcome is Outcome.SUCCEEDED else "FAILED"
             job.exit_code = 0 if outcome is Outcome.SUCCEEDED else exit_code
             job.message = "Job entrypoint command failed"
@@ -191,7 +242,13 @@ class World:
             policy_version=step,
             time=format_time(self.now),
             last_step_time=format_time(self.now),
-            **{"activity": Activity.TRAINING, "max_steps": 2, "seconds_per_step": 3.0, "reward": 0.5, **fields},
+            **{
+                "activity": Activity.TRAINING,
+                "max_steps": 2,
+                "seconds_per_step": 3.0,
+                "reward": 0.5,
+                **fields,
+            },
         )
 
     # -- protocols.Kube ------------------------------------------------------------------------------------------------
@@ -206,7 +263,9 @@ class World:
 
     async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
         self._point("list pods")
-        return copy.deepcopy([pod for pod in self.pods() if pod["metadata"]["labels"][LABEL_RUN] == run_name])
+        return copy.deepcopy(
+            [pod for pod in self.pods() if pod["metadata"]["labels"][LABEL_RUN] == run_name]
+        )
 
     async def create(self, manifest: Manifest) -> None:
         self._point(f"create {manifest['kind']}")
@@ -220,7 +279,10 @@ class World:
     async def apply(self, manifest: Manifest, seen: Manifest) -> None:
         self._point(f"apply {manifest['kind']}")
         found = self.objects.get((manifest["kind"], manifest["metadata"]["name"]))
-        if found is None or found["metadata"]["resourceVersion"] != seen["metadata"]["resourceVersion"]:
+        if (
+            found is None
+            or found["metadata"]["resourceVersion"] != seen["metadata"]["resourceVersion"]
+        ):
             raise Conflict(manifest["metadata"]["name"])
         found |= copy.deepcopy({key: value for key, value in manifest.items() if key != "metadata"})
 
@@ -237,7 +299,9 @@ class World:
         stored = self.objects.get((KIND, NAME))
         if stored is None:
             raise NotFound(NAME)
-        if any(stored["metadata"][key] != run["metadata"][key] for key in ("uid", "resourceVersion")):
+        if any(
+            stored["metadata"][key] != run["metadata"][key] for key in ("uid", "resourceVersion")
+        ):
             raise Conflict(NAME)
         stored["status"] = status.to_dict()
         stored["metadata"]["resourceVersion"] = str(next(self._ids))
@@ -289,12 +353,24 @@ class World:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _known(self, submission_id: str) -> FakeJob | None:
-        return next((job for job in self.jobs if (job.submission_id, job.incarnation) == (submission_id, self.incarnation())), None)
+        return next(
+            (
+                job
+                for job in self.jobs
+                if (job.submission_id, job.incarnation) == (submission_id, self.incarnation())
+            ),
+            None,
+        )
 
     def _reachable(self, head: HeadAddress) -> bool:
         secret = self.objects.get(("Secret", f"{NAME}-ray-token"))
-        known = secret is not None and b64decode(secret["data"]["auth_token"]).decode() == head.ray_token
-        return known and any(pod["status"]["podIP"] == head.pod.ip for pod in self.pods(Role.DRIVER))
+        known = (
+            secret is not None
+            and b64decode(secret["data"]["auth_token"]).decode() == head.ray_token
+        )
+        return known and any(
+            pod["status"]["podIP"] == head.pod.ip for pod in self.pods(Role.DRIVER)
+        )
 
     def _store(self, manifest: Manifest) -> None:
         number = next(self._ids)
@@ -321,7 +397,9 @@ class Operator:
         self._start()
 
     def _start(self) -> None:
-        self.reconciler = Reconciler(self.world, self.world, IMAGES, 20.0, clock=lambda: self.world.now)
+        self.reconciler = Reconciler(
+            self.world, self.world, IMAGES, 20.0, clock=lambda: self.world.now
+        )
 
     async def reconcile(self, changed: bool = True) -> float | None:
         """One reconciliation. A crash ends the process, and another one starts; trouble with the cluster is left for the next one."""

@@ -13,7 +13,14 @@ from agenticrun_workers.agents import AgentLimits, ChatFormat, Episode, OutsideA
 from agenticrun_workers.agents.outside.session import Policy, Session
 from agenticrun_workers.agents.outside.tool_calls import HERMES
 from agenticrun_workers.plugins import compile_pattern
-from agenticrun_workers.types import EpisodeKey, FinishReason, Generation, GenerationRequest, Stream, Trajectory
+from agenticrun_workers.types import (
+    EpisodeKey,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Stream,
+    Trajectory,
+)
 from byte_level import byte_level_tokenizer
 
 CHATML_WITH_TOOLS = (
@@ -37,7 +44,9 @@ CORPUS = "system\nuser\nassistant\nThe sum is what you get: answer, please. tool
 
 TOKENIZER = byte_level_tokenizer(CORPUS, CHATML_WITH_TOOLS)
 CHAT = ChatFormat(TOKENIZER)
-EPISODE = Episode(EpisodeKey(Stream.TRAIN, 3, 1), "outside", env_seed=5, sampling_seed=9, item={"question": "1+1"})
+EPISODE = Episode(
+    EpisodeKey(Stream.TRAIN, 3, 1), "outside", env_seed=5, sampling_seed=9, item={"question": "1+1"}
+)
 LIMITS = AgentLimits(max_turns=12, max_tokens_per_step=300, sequence_length=4000, temperature=0.8)
 
 
@@ -62,7 +71,9 @@ class Says:
     It samples letter by letter, as no tokenizer would write its words, so that whoever tokenises them again is found out.
     """
 
-    def __init__(self, texts: Iterable[str] | Callable[[GenerationRequest], str], delay: float = 0.0) -> None:
+    def __init__(
+        self, texts: Iterable[str] | Callable[[GenerationRequest], str], delay: float = 0.0
+    ) -> None:
         rest = iter(()) if callable(texts) else iter(texts)
         self._next = texts if callable(texts) else lambda request: next(rest)
         self.delay = delay
@@ -79,12 +90,18 @@ class Says:
             self.given_up += 1
             raise
         text = self._next(request)
-        tokens = [token for letter in text for token in TOKENIZER.encode(letter, add_special_tokens=False)]
-        tokens_T = np.array([*tokens, CHAT.end_of_turn], np.int32)[: request.sampling.max_new_tokens]
+        tokens = [
+            token for letter in text for token in TOKENIZER.encode(letter, add_special_tokens=False)
+        ]
+        tokens_T = np.array([*tokens, CHAT.end_of_turn], np.int32)[
+            : request.sampling.max_new_tokens
+        ]
         size, number = len(tokens_T), len(self.asked) + 1
         finish = FinishReason.STOP if tokens_T[-1] == CHAT.end_of_turn else FinishReason.LENGTH
         logprobs_T = -np.arange(1, size + 1, dtype=np.float32) - 1000 * number
-        made = Generation(tokens_T, logprobs_T, np.full(size, number, np.int32), finish, engine=f"e{number}")
+        made = Generation(
+            tokens_T, logprobs_T, np.full(size, number, np.int32), finish, engine=f"e{number}"
+        )
         self.asked.append((request, made))
         return made
 
@@ -102,16 +119,26 @@ async def say(base_url: str, messages: list[Any], **more: Any) -> Any:
 
 
 def session(policy: Any, limits: AgentLimits = LIMITS) -> Session:
-    return Session(Policy(TOKENIZER, CHAT, limits, "policy", compile_pattern("toolCallPattern", HERMES)), EPISODE, policy)
+    return Session(
+        Policy(TOKENIZER, CHAT, limits, "policy", compile_pattern("toolCallPattern", HERMES)),
+        EPISODE,
+        policy,
+    )
 
 
-def play(policy: Says, env: object = None, limits: AgentLimits = LIMITS, **config: object) -> list[Trajectory]:
+def play(
+    policy: Says, env: object = None, limits: AgentLimits = LIMITS, **config: object
+) -> list[Trajectory]:
     """The trajectories of one episode of an outside agent with this config."""
     agent = OutsideAgent(tokenizer=TOKENIZER, limits=limits, **config)  # type: ignore[arg-type]
-    return asyncio.run(asyncio.wait_for(agent.collect_trajectory(EPISODE, env or Question(), policy), 60))  # type: ignore[arg-type]
+    return asyncio.run(
+        asyncio.wait_for(agent.collect_trajectory(EPISODE, env or Question(), policy), 60)
+    )  # type: ignore[arg-type]
 
 
-def check_token_for_token(trajectories: list[Trajectory], asked: list[tuple[GenerationRequest, Generation]]) -> None:
+def check_token_for_token(
+    trajectories: list[Trajectory], asked: list[tuple[GenerationRequest, Generation]]
+) -> None:
     """Every answer is trained in exactly one place, after exactly the tokens that the engine was asked about, with its own numbers."""
     unseen = list(asked)
     for trajectory in trajectories:
@@ -127,5 +154,7 @@ def check_token_for_token(trajectories: list[Trajectory], asked: list[tuple[Gene
             assert turn.versions_T.tolist() == said.versions_T[:size].tolist()
             before += turn.response_T.tolist()
         assert trajectory.tokens_T.tolist() == before
-        assert trajectory.response_mask_T.sum() == sum(len(turn.response_T) for turn in trajectory.turns)
+        assert trajectory.response_mask_T.sum() == sum(
+            len(turn.response_T) for turn in trajectory.turns
+        )
     assert not unseen

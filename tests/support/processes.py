@@ -28,7 +28,9 @@ def children(pid: int) -> list[int]:
 
 def of_session(leader: int) -> list[str]:
     """State and command of each living process of a session. Zombies only wait for init to notice."""
-    found = subprocess.run(["ps", "-o", "stat=,args=", "--sid", str(leader)], capture_output=True, text=True)
+    found = subprocess.run(
+        ["ps", "-o", "stat=,args=", "--sid", str(leader)], capture_output=True, text=True
+    )
     return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
 
 

@@ -21,7 +21,14 @@ ADDED = {"entropy_coef": 0.03, "kl_coef": 0.05, "temperature": 0.8, "aggregation
 def make_model(folder: Path) -> Path:
     """A tiny model whose log-probs differ much from token to token."""
     initialize_model(
-        folder, InitializeSpec(tuple("abcdefghijklmnop"), hidden_size=16, intermediate_size=32, heads=2, initializer_range=0.3)
+        folder,
+        InitializeSpec(
+            tuple("abcdefghijklmnop"),
+            hidden_size=16,
+            intermediate_size=32,
+            heads=2,
+            initializer_range=0.3,
+        ),
     )
     return folder
 
@@ -30,14 +37,20 @@ LOSSES: dict[str, LossSpec] = {
     "vanilla": LossSpec(Vanilla(), aggregation="token-mean", **ADDED),
     "ppo": LossSpec(Ppo(0.1, 0.15), aggregation="seq-mean-token-mean", **ADDED),
     "ppo dual clip": LossSpec(Ppo(0.1, 0.15, 1.2), "segment", aggregation="token-mean", **ADDED),
-    "ppo sequence": LossSpec(Ppo(0.02, 0.03), "sequence", aggregation="seq-mean-token-mean", **ADDED),
+    "ppo sequence": LossSpec(
+        Ppo(0.02, 0.03), "sequence", aggregation="seq-mean-token-mean", **ADDED
+    ),
     "tis": LossSpec(Tis(0.8, 1.1), aggregation="seq-mean-token-sum", **ADDED),
     "topr segment": LossSpec(Topr(0.7, 1.3), "segment", aggregation="seq-mean-token-mean", **ADDED),
     "cispo": LossSpec(Cispo(unified_mask=True), aggregation="token-mean", **ADDED),
-    "cispo sequence": LossSpec(Cispo(0.01, 0.02), "sequence", aggregation="seq-mean-token-sum-norm", **ADDED),
+    "cispo sequence": LossSpec(
+        Cispo(0.01, 0.02), "sequence", aggregation="seq-mean-token-sum-norm", **ADDED
+    ),
     "kimi15": LossSpec(Kimi15(0.3), aggregation="seq-mean-token-mean", **ADDED, kl_kind="k2"),
     "decoupled": LossSpec(Decoupled(0.1, 0.1, cap=1.1), aggregation="seq-mean-token-mean", **ADDED),
-    "decoupled segment": LossSpec(Decoupled(0.1, 0.1, 1.5, cap=1.2), "segment", aggregation="token-mean", **ADDED),
+    "decoupled segment": LossSpec(
+        Decoupled(0.1, 0.1, 1.5, cap=1.2), "segment", aggregation="token-mean", **ADDED
+    ),
 }
 """Every variant and ratio level, with entropy and KL."""
 
@@ -57,7 +70,12 @@ def batch(model: PreTrainedModel, loss: LossSpec, seed: int = 0, count: int = 9)
             parts += [np.full(rng.integers(1, 4), -1), np.full(rng.integers(1, 5), turn)]
         turns_T = np.concatenate(parts).astype(np.int32)
         tokens_T = rng.integers(VOCABULARY, size=len(turns_T)).astype(np.int32)
-        weight_T = (turns_T >= 0) & (rng.random(len(turns_T)) < 0.8) & (number != 4) & ((number != 5) | (turns_T != 0))
+        weight_T = (
+            (turns_T >= 0)
+            & (rng.random(len(turns_T)) < 0.8)
+            & (number != 4)
+            & ((number != 5) | (turns_T != 0))
+        )
         logprobs_T = token_log_probs(model, tokens_T, loss.temperature).detach().double().numpy()
 
         def near(spread: float, base_T: np.ndarray = logprobs_T) -> np.ndarray:
@@ -72,7 +90,9 @@ def batch(model: PreTrainedModel, loss: LossSpec, seed: int = 0, count: int = 9)
             old_logprobs_T=old_T,
             ref_logprobs_T=near(0.5),
             engine_logprobs_T=near(0.2, old_T),
-            is_weights_T=None if isinstance(loss.variant, Decoupled) else rng.uniform(0.2, 1.2, len(turns_T)).astype(np.float32),
+            is_weights_T=None
+            if isinstance(loss.variant, Decoupled)
+            else rng.uniform(0.2, 1.2, len(turns_T)).astype(np.float32),
             returns_T=rng.normal(size=len(turns_T)).astype(np.float32),
             old_values_T=(rng.normal(size=len(turns_T)) * 0.3).astype(np.float32),
             score=float(rng.normal()),
@@ -85,10 +105,15 @@ def token_log_probs(model: PreTrainedModel, tokens_T: np.ndarray, temperature: f
     """Log-prob of every token, [T]; 0 for the first. The sequence alone, without padding."""
     ids_T = torch.from_numpy(tokens_T).long()
     logits_TV = model(ids_T[None]).logits[0, :-1] / temperature
-    return torch.cat([logits_TV.new_zeros(1), torch.log_softmax(logits_TV, -1).gather(-1, ids_T[1:, None])[:, 0]])
+    return torch.cat(
+        [logits_TV.new_zeros(1), torch.log_softmax(logits_TV, -1).gather(-1, ids_T[1:, None])[:, 0]]
+    )
 
 
 def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Over all parameters: the largest absolute difference of gradients, relative to the parameter's gradient norm."""
     assert found.keys() == expected.keys()
-    return max(((found[name] - gradient).abs().max() / gradient.norm()).item() for name, gradient in expected.items())
+    return max(
+        ((found[name] - gradient).abs().max() / gradient.norm()).item()
+        for name, gradient in expected.items()
+    )

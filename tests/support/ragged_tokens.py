@@ -52,17 +52,28 @@ class Trajectory:
     @property
     def ends(self) -> list[bool]:
         """Per response token: the last of its turn."""
-        return [i == len(turn.response) - 1 for turn in self.turns for i in range(len(turn.response))]
+        return [
+            i == len(turn.response) - 1 for turn in self.turns for i in range(len(turn.response))
+        ]
 
     @property
     def rewards(self) -> list[float]:
         """Per response token: its turn's number on the last one."""
-        return [turn.number if i == len(turn.response) - 1 else 0.0 for turn in self.turns for i in range(len(turn.response))]
+        return [
+            turn.number if i == len(turn.response) - 1 else 0.0
+            for turn in self.turns
+            for i in range(len(turn.response))
+        ]
 
 
 tokens = st.builds(Token, LOGPROBS, LOGPROBS, LOGPROBS, NUMBERS)
 turns = st.builds(Turn, NUMBERS, st.integers(0, 2), st.lists(tokens, max_size=3).map(tuple))
-trajectories = st.builds(Trajectory, st.lists(st.lists(turns, max_size=3).map(tuple), max_size=3).map(tuple), NUMBERS, st.booleans())
+trajectories = st.builds(
+    Trajectory,
+    st.lists(st.lists(turns, max_size=3).map(tuple), max_size=3).map(tuple),
+    NUMBERS,
+    st.booleans(),
+)
 batches = st.lists(trajectories, max_size=5)
 
 
@@ -75,7 +86,10 @@ def pack(batch: Sequence[Trajectory]) -> tuple[Tokens, NDArray[np.float64]]:
         for sequence in trajectory.sequences:
             for turn in sequence:
                 rows += [nothing] * turn.prompt
-                rows += [(len(numbers), token.engine, token.old, token.ref, token.value) for token in turn.response]
+                rows += [
+                    (len(numbers), token.engine, token.old, token.ref, token.value)
+                    for token in turn.response
+                ]
                 numbers.append(turn.number)
             seqlens.append(len(rows))
         trajectory_ends.append(len(rows))
@@ -98,4 +112,7 @@ def pack(batch: Sequence[Trajectory]) -> tuple[Tokens, NDArray[np.float64]]:
 def of_responses(packed: Tokens, values_L: NDArray[np.generic]) -> list[list[float]]:
     """The values at each trajectory's response tokens."""
     cuts = zip(packed.cu_trajectories_N1[:-1], packed.cu_trajectories_N1[1:], strict=True)
-    return [[float(values_L[i]) for i in range(begin, end) if packed.turns_L[i] >= 0] for begin, end in cuts]
+    return [
+        [float(values_L[i]) for i in range(begin, end) if packed.turns_L[i] >= 0]
+        for begin, end in cuts
+    ]

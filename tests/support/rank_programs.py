@@ -21,7 +21,13 @@ import torch.distributed as dist
 RankWork = Callable[..., Any]
 
 
-def launch(program: Path, world: int, out: Path, arguments: list[str], environment: dict[str, str] | None = None) -> list[Any]:
+def launch(
+    program: Path,
+    world: int,
+    out: Path,
+    arguments: list[str],
+    environment: dict[str, str] | None = None,
+) -> list[Any]:
     """What `take_part` in each of `world` ranks of this program returned, by rank.
 
     Args:
@@ -29,9 +35,16 @@ def launch(program: Path, world: int, out: Path, arguments: list[str], environme
         arguments: for the work.
         environment: added to this process's.
     """
-    full = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **(environment or {})}
+    full = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        **(environment or {}),
+    }
     command = [sys.executable, str(program), str(world), str(out), *arguments]
-    done = subprocess.run(command, env=full, stderr=subprocess.PIPE, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        command, env=full, stderr=subprocess.PIPE, text=True, timeout=500, check=False
+    )
     assert done.returncode == 0, done.stderr
     return [pickle.loads(_result(out, rank, world).read_bytes()) for rank in range(world)]
 
@@ -73,7 +86,9 @@ def take_part(work: RankWork) -> None:
             sys.exit(f"a rank ended with status {os.waitstatus_to_exitcode(status)}")
 
 
-def _be_rank(work: RankWork, rank: int, world: int, listener: socket.socket, result: Path) -> NoReturn:
+def _be_rank(
+    work: RankWork, rank: int, world: int, listener: socket.socket, result: Path
+) -> NoReturn:
     """Join the others where the first one listens, work with the launcher's arguments, and leave what came of it."""
     status = 1
     try:

@@ -23,7 +23,15 @@ class RequestConformance(SamplingConformance):
 
     @pytest.mark.parametrize(
         ("ids", "new"),
-        [([VOCABULARY], 4), ([0, 10**6], 4), ([-1], 4), ([], 4), ([1] * CONTEXT, 1), ([1] * 10, CONTEXT), ([1], 0)],
+        [
+            ([VOCABULARY], 4),
+            ([0, 10**6], 4),
+            ([-1], 4),
+            ([], 4),
+            ([1] * CONTEXT, 1),
+            ([1] * 10, CONTEXT),
+            ([1], 0),
+        ],
     )
     async def test_requests_that_can_never_be_served_are_refused_and_do_no_harm(
         self, engine: InferenceEngine, ids: list[int], new: int
@@ -41,12 +49,16 @@ class RequestConformance(SamplingConformance):
         await engine.abort()
         await response
 
-    async def test_an_aborted_request_returns_what_it_has_and_no_other_is_touched(self, engine: InferenceEngine, models: Models) -> None:
+    async def test_an_aborted_request_returns_what_it_has_and_no_other_is_touched(
+        self, engine: InferenceEngine, models: Models
+    ) -> None:
         short, other = ask(prompt(4), 400), ask(prompt(5), 60)
         short = GenerationRequest("r", short.session, short.prompt_tokens, short.sampling)
         other = GenerationRequest("r1", other.session, other.prompt_tokens, other.sampling)
         for _ in TRIES:
-            responses = [asyncio.create_task(engine.generate(request)) for request in (short, other)]
+            responses = [
+                asyncio.create_task(engine.generate(request)) for request in (short, other)
+            ]
             await asyncio.sleep(0.1)
             await engine.abort(["r", "never-heard-of"])
             aborted, whole = await asyncio.wait_for(asyncio.gather(*responses), 60)
@@ -60,7 +72,9 @@ class RequestConformance(SamplingConformance):
     async def test_all_requests_can_be_aborted_at_once(self, engine: InferenceEngine) -> None:
         for _ in TRIES:
             aborted_before = engine.stats().aborted_tokens
-            responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(6)]
+            responses = [
+                asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(6)
+            ]
             await asyncio.sleep(0.1)
             await engine.abort()
             generations = await asyncio.wait_for(asyncio.gather(*responses), 60)
@@ -68,19 +82,30 @@ class RequestConformance(SamplingConformance):
             if finishes == {FinishReason.ABORT}:
                 break
         assert finishes == {FinishReason.ABORT}
-        assert engine.stats().aborted_tokens - aborted_before == sum(len(generation.tokens_T) for generation in generations)
+        assert engine.stats().aborted_tokens - aborted_before == sum(
+            len(generation.tokens_T) for generation in generations
+        )
 
-    async def test_an_abort_reaches_requests_that_are_still_on_their_way(self, engine: InferenceEngine) -> None:
+    async def test_an_abort_reaches_requests_that_are_still_on_their_way(
+        self, engine: InferenceEngine
+    ) -> None:
         for _ in TRIES:
-            responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(4)]
+            responses = [
+                asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(4)
+            ]
             await asyncio.sleep(0)
             await engine.abort()
-            finishes = {generation.finish for generation in await asyncio.wait_for(asyncio.gather(*responses), 60)}
+            finishes = {
+                generation.finish
+                for generation in await asyncio.wait_for(asyncio.gather(*responses), 60)
+            }
             if finishes == {FinishReason.ABORT}:
                 break
         assert finishes == {FinishReason.ABORT}
 
-    async def test_requests_of_a_paused_engine_can_be_aborted(self, engine: InferenceEngine) -> None:
+    async def test_requests_of_a_paused_engine_can_be_aborted(
+        self, engine: InferenceEngine
+    ) -> None:
         for _ in TRIES:
             early = asyncio.create_task(engine.generate(ask(prompt(4), 450)))
             await asyncio.sleep(0.1)
@@ -98,7 +123,9 @@ class RequestConformance(SamplingConformance):
             assert len(generation.tokens_T) < 450
         assert len((await engine.generate(ask(prompt(4), 3))).tokens_T) == 3
 
-    async def test_a_request_whose_caller_goes_away_is_aborted(self, engine: InferenceEngine) -> None:
+    async def test_a_request_whose_caller_goes_away_is_aborted(
+        self, engine: InferenceEngine
+    ) -> None:
         response = asyncio.create_task(engine.generate(ask(prompt(4), 450)))
         await asyncio.sleep(0.2)
         response.cancel()
@@ -106,7 +133,9 @@ class RequestConformance(SamplingConformance):
         assert len((await engine.generate(ask(prompt(4), 3))).tokens_T) == 3
         assert engine.stats().running == 0
 
-    async def test_a_paused_engine_samples_nothing_until_it_is_resumed(self, engine: InferenceEngine, models: Models) -> None:
+    async def test_a_paused_engine_samples_nothing_until_it_is_resumed(
+        self, engine: InferenceEngine, models: Models
+    ) -> None:
         requests = [ask(prompt(4, n), 120) for n in range(2)]
         early = asyncio.create_task(engine.generate(requests[0]))
         await asyncio.sleep(0.1)
@@ -115,6 +144,8 @@ class RequestConformance(SamplingConformance):
         done, _ = await asyncio.wait({early, late}, timeout=1.5)
         assert late not in done
         await engine.resume()
-        for request, generation in zip(requests, await asyncio.wait_for(asyncio.gather(early, late), 60), strict=True):
+        for request, generation in zip(
+            requests, await asyncio.wait_for(asyncio.gather(early, late), 60), strict=True
+        ):
             assert len(generation.tokens_T) == 120
             same_logprobs(models.plain_a, request, generation)

@@ -12,7 +12,16 @@ import numpy as np
 
 from agenticrun_workers.inference.request_port import Address, RequestPort
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.types import STATE_BYTES, EpisodeKey, FinishReason, Generation, GenerationRequest, IntArray, StopReason, Stream
+from agenticrun_workers.types import (
+    STATE_BYTES,
+    EpisodeKey,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    IntArray,
+    StopReason,
+    Stream,
+)
 
 Fate = Callable[[GroupTask, int], StopReason]
 
@@ -53,7 +62,9 @@ class FakePlayers:
     """
 
     def __init__(
-        self, fate: Fate = lambda task, member: StopReason.COMPLETED, scores: Callable[[GroupTask, int], float] = lambda task, member: 0.0
+        self,
+        fate: Fate = lambda task, member: StopReason.COMPLETED,
+        scores: Callable[[GroupTask, int], float] = lambda task, member: 0.0,
     ) -> None:
         self.fate = fate
         self.scores = scores
@@ -103,7 +114,11 @@ class Remote:
 class FakeEngine:
     """Answers every request with one text, except those that `ignores` says, and remembers what it was asked."""
 
-    def __init__(self, answer_T: IntArray, ignores: Callable[[GenerationRequest], bool] = lambda request: False) -> None:
+    def __init__(
+        self,
+        answer_T: IntArray,
+        ignores: Callable[[GenerationRequest], bool] = lambda request: False,
+    ) -> None:
         self.answer_T = answer_T
         self.ignores = ignores
         self.requests: list[GenerationRequest] = []
@@ -121,7 +136,12 @@ class FakeEngine:
             self._ignored[request.request_id] = asyncio.Event()
             await self._ignored[request.request_id].wait()
         size = len(self.answer_T)
-        return Generation(self.answer_T, np.full(size, -1.0, np.float32), np.zeros(size, np.int32), FinishReason.STOP)
+        return Generation(
+            self.answer_T,
+            np.full(size, -1.0, np.float32),
+            np.zeros(size, np.int32),
+            FinishReason.STOP,
+        )
 
     async def _abort(self, request_ids: list[str]) -> None:
         own = [_own_id(request_id) for request_id in request_ids]

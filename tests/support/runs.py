@@ -6,7 +6,13 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from agenticrun_api.algorithm import Algorithm, RatioFilter, RewardKl, TrainInferCorrection, Truncated
+from agenticrun_api.algorithm import (
+    Algorithm,
+    RatioFilter,
+    RewardKl,
+    TrainInferCorrection,
+    Truncated,
+)
 from agenticrun_api.base import Model
 from agenticrun_api.environments import EnvGroups
 from agenticrun_api.pipeline import Pipeline, Record, Staleness
@@ -90,24 +96,128 @@ RULE_CASES: tuple[RuleCase, ...] = (
         for field, value, reader, wrong, more_wrong, right, more_right in (
             ("gamma", 0.9, "algorithm gae", {"name": "grpo"}, (), {"name": "reinforce"}, ()),
             ("lambd", 0.9, "algorithm gae", {"name": "reinforce"}, (), {"name": "gae"}, _CRITIC),
-            ("turnLevel", True, "algorithm gae", {"name": "reinforce"}, (), {"name": "gae"}, _CRITIC),
-            ("bootstrapTruncated", True, "algorithm gae", {"name": "reinforce"}, (), {"name": "gae"}, _CRITIC),
-            ("rewardPlacement", "turn", "algorithm gae", {"name": "grpo"}, (), {"name": "reinforce"}, ()),
-            ("whitenRewards", True, "algorithm gae", {"name": "grpo"}, (), {"name": "reinforce"}, ()),
-            ("stepRewardGamma", 0.5, "algorithm gigpo", {"name": "grpo"}, (), {"name": "gigpo"}, ()),
-            ("episodeRewardWeight", 0.5, "algorithm gigpo", {"name": "grpo"}, (), {"name": "gigpo"}, ()),
-            ("stepRewardWeight", 0.5, "algorithm gigpo", {"name": "grpo"}, (), {"name": "gigpo"}, ()),
-            ("normMeanType", "batch", "algorithm gigpo", {"name": "grpo"}, (), {"name": "gigpo"}, ()),
+            (
+                "turnLevel",
+                True,
+                "algorithm gae",
+                {"name": "reinforce"},
+                (),
+                {"name": "gae"},
+                _CRITIC,
+            ),
+            (
+                "bootstrapTruncated",
+                True,
+                "algorithm gae",
+                {"name": "reinforce"},
+                (),
+                {"name": "gae"},
+                _CRITIC,
+            ),
+            (
+                "rewardPlacement",
+                "turn",
+                "algorithm gae",
+                {"name": "grpo"},
+                (),
+                {"name": "reinforce"},
+                (),
+            ),
+            (
+                "whitenRewards",
+                True,
+                "algorithm gae",
+                {"name": "grpo"},
+                (),
+                {"name": "reinforce"},
+                (),
+            ),
+            (
+                "stepRewardGamma",
+                0.5,
+                "algorithm gigpo",
+                {"name": "grpo"},
+                (),
+                {"name": "gigpo"},
+                (),
+            ),
+            (
+                "episodeRewardWeight",
+                0.5,
+                "algorithm gigpo",
+                {"name": "grpo"},
+                (),
+                {"name": "gigpo"},
+                (),
+            ),
+            (
+                "stepRewardWeight",
+                0.5,
+                "algorithm gigpo",
+                {"name": "grpo"},
+                (),
+                {"name": "gigpo"},
+                (),
+            ),
+            (
+                "normMeanType",
+                "batch",
+                "algorithm gigpo",
+                {"name": "grpo"},
+                (),
+                {"name": "gigpo"},
+                (),
+            ),
             ("normStdType", "batch", "algorithm grpo", {"name": "rloo"}, (), {"name": "grpo"}, ()),
-            ("ratioType", "sequence", "pgVariant ppo", {"pgVariant": "kimi15"}, (), {"pgVariant": "ppo"}, ()),
-            ("pgClipLow", 0.1, "pgVariant ppo", {"pgVariant": "tis"}, (), {"pgVariant": "decoupled"}, ()),
-            ("pgClipHigh", 0.1, "pgVariant ppo", {"pgVariant": "tis"}, (), {"pgVariant": "decoupled"}, ()),
+            (
+                "ratioType",
+                "sequence",
+                "pgVariant ppo",
+                {"pgVariant": "kimi15"},
+                (),
+                {"pgVariant": "ppo"},
+                (),
+            ),
+            (
+                "pgClipLow",
+                0.1,
+                "pgVariant ppo",
+                {"pgVariant": "tis"},
+                (),
+                {"pgVariant": "decoupled"},
+                (),
+            ),
+            (
+                "pgClipHigh",
+                0.1,
+                "pgVariant ppo",
+                {"pgVariant": "tis"},
+                (),
+                {"pgVariant": "decoupled"},
+                (),
+            ),
             ("dualClip", 3.0, "pgVariant ppo", {"pgVariant": "tis"}, (), {"pgVariant": "ppo"}, ()),
             ("tis", {}, "pgVariant tis", {"pgVariant": "ppo"}, (), {"pgVariant": "tis"}, ()),
             ("topr", {}, "pgVariant topr", {"pgVariant": "ppo"}, (), {"pgVariant": "topr"}, ()),
             ("cispo", {}, "pgVariant cispo", {"pgVariant": "ppo"}, (), {"pgVariant": "cispo"}, ()),
-            ("kimi15", {}, "pgVariant kimi15", {"pgVariant": "ppo"}, (), {"pgVariant": "kimi15"}, ()),
-            ("decoupled", {}, "pgVariant decoupled", {"pgVariant": "ppo"}, (), {"pgVariant": "decoupled"}, ()),
+            (
+                "kimi15",
+                {},
+                "pgVariant kimi15",
+                {"pgVariant": "ppo"},
+                (),
+                {"pgVariant": "kimi15"},
+                (),
+            ),
+            (
+                "decoupled",
+                {},
+                "pgVariant decoupled",
+                {"pgVariant": "ppo"},
+                (),
+                {"pgVariant": "decoupled"},
+                (),
+            ),
         )
     ),
     RuleCase(
@@ -129,7 +239,12 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "dr_grpo divides by a constant",
         _AGG,
         ((f"{_P}.algorithm", {"name": "dr_grpo"}),),
-        ((f"{_P}.algorithm", {"name": "dr_grpo", "lossAggMode": "seq-mean-token-sum-norm", "lossAggNorm": 512}),),
+        (
+            (
+                f"{_P}.algorithm",
+                {"name": "dr_grpo", "lossAggMode": "seq-mean-token-sum-norm", "lossAggNorm": 512},
+            ),
+        ),
     ),
     RuleCase(
         RewardKl,
@@ -143,7 +258,12 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "penalty is read by mode softPenalty",
         f"{_P}.algorithm.truncated.penalty",
         ((f"{_P}.algorithm.truncated", {"penalty": 0.5}),),
-        ((f"{_P}.algorithm.truncated", {"mode": "softPenalty", "limit": 64, "buffer": 16, "penalty": 0.5}),),
+        (
+            (
+                f"{_P}.algorithm.truncated",
+                {"mode": "softPenalty", "limit": 64, "buffer": 16, "penalty": 0.5},
+            ),
+        ),
     ),
     RuleCase(
         Truncated,
@@ -233,7 +353,17 @@ RULE_CASES: tuple[RuleCase, ...] = (
         Warmup,
         "observationWeight is about environments",
         f"{_P}.warmup.observationWeight",
-        ((f"{_P}.warmup", {"steps": 1, "source": "Dataset", "dataset": {"path": "a.jsonl"}, "observationWeight": 0.5}),),
+        (
+            (
+                f"{_P}.warmup",
+                {
+                    "steps": 1,
+                    "source": "Dataset",
+                    "dataset": {"path": "a.jsonl"},
+                    "observationWeight": 0.5,
+                },
+            ),
+        ),
         ((f"{_P}.warmup", {"steps": 1, "observationWeight": 0.5}),),
     ),
     RuleCase(
@@ -248,14 +378,29 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "rewards names a tag",
         f"{_P}.rewards",
         ((f"{_P}.rewards", [{"name": "judge", "type": "m:f", "tags": ["Pond"]}]),),
-        ((f"{_P}.rewards", [{"name": "judge", "type": "m:f", "tags": ["Lake"]}, {"name": "all", "type": "m:f"}]),),
+        (
+            (
+                f"{_P}.rewards",
+                [
+                    {"name": "judge", "type": "m:f", "tags": ["Lake"]},
+                    {"name": "all", "type": "m:f"},
+                ],
+            ),
+        ),
     ),
     RuleCase(
         Pipeline,
         "rewardNormalization over groups of one",
         f"{_P}.rewardNormalization.grouping",
-        ((f"{_P}.algorithm.name", "reinforce"), (f"{_P}.trainEnvs.groupSize", 1), (_NORM, {"grouping": "group", "normMeanType": "group"})),
-        ((f"{_P}.algorithm.name", "reinforce"), (_NORM, {"grouping": "group", "normMeanType": "group"})),
+        (
+            (f"{_P}.algorithm.name", "reinforce"),
+            (f"{_P}.trainEnvs.groupSize", 1),
+            (_NORM, {"grouping": "group", "normMeanType": "group"}),
+        ),
+        (
+            (f"{_P}.algorithm.name", "reinforce"),
+            (_NORM, {"grouping": "group", "normMeanType": "group"}),
+        ),
     ),
     RuleCase(
         Pipeline,
@@ -268,8 +413,16 @@ RULE_CASES: tuple[RuleCase, ...] = (
         Pipeline,
         "whitening needs at least two trajectories",
         f"{_P}.rolloutBatchSize",
-        ((f"{_P}.algorithm", {"name": "reinforce_plus_plus"}), (f"{_P}.rolloutBatchSize", 1), (f"{_P}.trainEnvs.groupSize", 1)),
-        ((f"{_P}.algorithm", {"name": "reinforce_plus_plus"}), (f"{_P}.rolloutBatchSize", 2), (f"{_P}.trainEnvs.groupSize", 1)),
+        (
+            (f"{_P}.algorithm", {"name": "reinforce_plus_plus"}),
+            (f"{_P}.rolloutBatchSize", 1),
+            (f"{_P}.trainEnvs.groupSize", 1),
+        ),
+        (
+            (f"{_P}.algorithm", {"name": "reinforce_plus_plus"}),
+            (f"{_P}.rolloutBatchSize", 2),
+            (f"{_P}.trainEnvs.groupSize", 1),
+        ),
     ),
     RuleCase(
         Pipeline,
@@ -303,21 +456,33 @@ RULE_CASES: tuple[RuleCase, ...] = (
         Pipeline,
         "with modelUpdateFrequency N",
         f"{_P}.modelUpdateFrequency",
-        ((f"{_P}.modelUpdateFrequency", 3), (f"{_P}.staleness", {"max": 1.5, "offPolicy": "Ignore"})),
+        (
+            (f"{_P}.modelUpdateFrequency", 3),
+            (f"{_P}.staleness", {"max": 1.5, "offPolicy": "Ignore"}),
+        ),
         ((f"{_P}.modelUpdateFrequency", 3), (f"{_P}.staleness", {"max": 2, "offPolicy": "Ignore"})),
     ),
     RuleCase(
         Pipeline,
         "pgVariant decoupled holds the weight",
         f"{_P}.trainInferCorrection.isWeight",
-        ((f"{_P}.algorithm.pgVariant", "decoupled"), (f"{_P}.trainInferCorrection", {"isWeight": {}})),
-        ((f"{_P}.algorithm.pgVariant", "decoupled"), (f"{_P}.trainInferCorrection", {"filters": [{"ratioHigh": 2}]})),
+        (
+            (f"{_P}.algorithm.pgVariant", "decoupled"),
+            (f"{_P}.trainInferCorrection", {"isWeight": {}}),
+        ),
+        (
+            (f"{_P}.algorithm.pgVariant", "decoupled"),
+            (f"{_P}.trainInferCorrection", {"filters": [{"ratioHigh": 2}]}),
+        ),
     ),
     RuleCase(
         Pipeline,
         "truncated sampling and corrections",
         f"{_P}.actorInfer.generating.allowTruncatedSampling",
-        ((f"{_P}.actorInfer.generating.allowTruncatedSampling", True), (f"{_P}.trainInferCorrection", {"isWeight": {}})),
+        (
+            (f"{_P}.actorInfer.generating.allowTruncatedSampling", True),
+            (f"{_P}.trainInferCorrection", {"isWeight": {}}),
+        ),
         ((f"{_P}.trainInferCorrection", {"isWeight": {}}),),
     ),
     RuleCase(
@@ -338,7 +503,10 @@ RULE_CASES: tuple[RuleCase, ...] = (
         Pipeline,
         "wall-clock limits are chance",
         f"{_P}.envs",
-        ((f"{_P}.deterministic", True), (f"{_P}.envs", [{"tag": "Lake", "type": "frozen_lake", "stepTimeoutSeconds": 5}])),
+        (
+            (f"{_P}.deterministic", True),
+            (f"{_P}.envs", [{"tag": "Lake", "type": "frozen_lake", "stepTimeoutSeconds": 5}]),
+        ),
         ((f"{_P}.envs", [{"tag": "Lake", "type": "frozen_lake", "stepTimeoutSeconds": 5}]),),
     ),
     RuleCase(
@@ -359,8 +527,14 @@ RULE_CASES: tuple[RuleCase, ...] = (
         EnvGroups,
         "partition must add up to groups",
         f"{_P}.trainEnvs.partition",
-        ((f"{_P}.envs", _TWO), (f"{_P}.trainEnvs", {"groups": 4, "groupSize": 4, "tags": _BOTH, "partition": [1, 2]})),
-        ((f"{_P}.envs", _TWO), (f"{_P}.trainEnvs", {"groups": 4, "groupSize": 4, "tags": _BOTH, "partition": [1, 3]})),
+        (
+            (f"{_P}.envs", _TWO),
+            (f"{_P}.trainEnvs", {"groups": 4, "groupSize": 4, "tags": _BOTH, "partition": [1, 2]}),
+        ),
+        (
+            (f"{_P}.envs", _TWO),
+            (f"{_P}.trainEnvs", {"groups": 4, "groupSize": 4, "tags": _BOTH, "partition": [1, 3]}),
+        ),
     ),
     RuleCase(
         EnvGroups,
@@ -438,7 +612,10 @@ RULE_CASES: tuple[RuleCase, ...] = (
         f"{_P}.warmup.observationWeight",
         (
             (f"{_P}.warmup", {"steps": 1, "observationWeight": 0.5}),
-            (f"{_P}.envs", [{"tag": "Lake", "type": "frozen_lake", "agent": {"type": "step_wise"}}]),
+            (
+                f"{_P}.envs",
+                [{"tag": "Lake", "type": "frozen_lake", "agent": {"type": "step_wise"}}],
+            ),
         ),
         ((f"{_P}.warmup", {"steps": 1, "observationWeight": 0.5}),),
     ),
@@ -503,14 +680,29 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "flash_attention_2 computes in bfloat16",
         "spec.model.attnImplementation",
         (("spec.model", {"path": "Qwen/Qwen3-0.6B", "attnImplementation": "flash_attention_2"}),),
-        (("spec.model", {"path": "Qwen/Qwen3-0.6B", "attnImplementation": "flash_attention_2", "dtype": "bfloat16"}),),
+        (
+            (
+                "spec.model",
+                {
+                    "path": "Qwen/Qwen3-0.6B",
+                    "attnImplementation": "flash_attention_2",
+                    "dtype": "bfloat16",
+                },
+            ),
+        ),
     ),
     RuleCase(
         AgenticRunSpec,
         "megatron has an attention of its own",
         "spec.model.attnImplementation",
-        (("spec.model.attnImplementation", "eager"), (f"{_P}.actorTrain", {"strategy": {"name": "megatron"}})),
-        (("spec.model.attnImplementation", "eager"), (f"{_P}.actorTrain", {"strategy": {"name": "deepspeed"}})),
+        (
+            ("spec.model.attnImplementation", "eager"),
+            (f"{_P}.actorTrain", {"strategy": {"name": "megatron"}}),
+        ),
+        (
+            ("spec.model.attnImplementation", "eager"),
+            (f"{_P}.actorTrain", {"strategy": {"name": "deepspeed"}}),
+        ),
     ),
     RuleCase(
         AgenticRunSpec,

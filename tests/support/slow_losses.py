@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenticrun_workers.algorithms.losses import Cispo, Decoupled, Kimi15, Ppo, Tis, Topr, Vanilla, Variant
+from agenticrun_workers.algorithms.losses import (
+    Cispo,
+    Decoupled,
+    Kimi15,
+    Ppo,
+    Tis,
+    Topr,
+    Vanilla,
+    Variant,
+)
 from agenticrun_workers.trainer import LossSpec, Sample
 
 
@@ -41,10 +50,22 @@ def _token_losses(model: PreTrainedModel, s: Sample, spec: LossSpec) -> list[Ten
     new = {t: logp_TV[t - 1, ids_T[t]] for t in counted}
     losses = []
     for t in counted:
-        level = {"token": [t], "segment": [u for u in counted if s.turns_T[u] == s.turns_T[t]], "sequence": counted}[spec.ratio]
+        level = {
+            "token": [t],
+            "segment": [u for u in counted if s.turns_T[u] == s.turns_T[t]],
+            "sequence": counted,
+        }[spec.ratio]
         ratio = torch.exp(sum(new[u] - float(s.old_logprobs_T[u]) for u in level) / len(level))
         behaviour = math.exp(float(s.old_logprobs_T[t]) - float(s.engine_logprobs_T[t]))
-        loss = variant_loss(spec.variant, ratio, new[t], float(s.old_logprobs_T[t]), float(s.advantages_T[t]), s.score, behaviour)
+        loss = variant_loss(
+            spec.variant,
+            ratio,
+            new[t],
+            float(s.old_logprobs_T[t]),
+            float(s.advantages_T[t]),
+            s.score,
+            behaviour,
+        )
         if s.is_weights_T is not None:
             loss = float(s.is_weights_T[t]) * loss
         difference = float(s.ref_logprobs_T[t]) - new[t]
@@ -54,7 +75,15 @@ def _token_losses(model: PreTrainedModel, s: Sample, spec: LossSpec) -> list[Ten
     return losses
 
 
-def variant_loss(variant: Variant, ratio: Tensor, new: Tensor, old: float, advantage: float, score: float, behaviour: float) -> Tensor:
+def variant_loss(
+    variant: Variant,
+    ratio: Tensor,
+    new: Tensor,
+    old: float,
+    advantage: float,
+    score: float,
+    behaviour: float,
+) -> Tensor:
     fixed = ratio.item()
     match variant:
         case Vanilla():
@@ -66,10 +95,24 @@ def variant_loss(variant: Variant, ratio: Tensor, new: Tensor, old: float, advan
         case Tis():
             return -min(max(fixed, variant.lower_bound), variant.upper_bound) * advantage * new
         case Topr():
-            return -(variant.positive_weight if score > 0 else variant.negative_weight * min(fixed, 1.0)) * advantage * new
+            return (
+                -(
+                    variant.positive_weight
+                    if score > 0
+                    else variant.negative_weight * min(fixed, 1.0)
+                )
+                * advantage
+                * new
+            )
         case Cispo():
-            held = (advantage > 0 and fixed > 1 + variant.epsilon_high) or (advantage < 0 and fixed < 1 - variant.epsilon_low)
-            weight = 0.0 if held and variant.unified_mask else min(max(fixed, 1 - variant.epsilon_low), 1 + variant.epsilon_high)
+            held = (advantage > 0 and fixed > 1 + variant.epsilon_high) or (
+                advantage < 0 and fixed < 1 - variant.epsilon_low
+            )
+            weight = (
+                0.0
+                if held and variant.unified_mask
+                else min(max(fixed, 1 - variant.epsilon_low), 1 + variant.epsilon_high)
+            )
             return -weight * advantage * new
         case Kimi15():
             return -advantage * new + variant.tau / 2 * (new - old) ** 2
@@ -78,7 +121,13 @@ def variant_loss(variant: Variant, ratio: Tensor, new: Tensor, old: float, advan
 def _clipped(variant: Ppo, ratio: Tensor, advantage: float) -> Tensor:
     inside = min(max(ratio.item(), 1 - variant.clip_low), 1 + variant.clip_high)
     bounded = ratio if inside == ratio.item() else torch.tensor(inside, dtype=ratio.dtype)
-    objective = ratio * advantage if ratio.item() * advantage <= inside * advantage else bounded * advantage
-    if variant.dual_clip is not None and advantage < 0 and objective.item() < variant.dual_clip * advantage:
+    objective = (
+        ratio * advantage if ratio.item() * advantage <= inside * advantage else bounded * advantage
+    )
+    if (
+        variant.dual_clip is not None
+        and advantage < 0
+        and objective.item() < variant.dual_clip * advantage
+    ):
         return torch.tensor(-variant.dual_clip * advantage, dtype=ratio.dtype)
     return -objective

@@ -85,7 +85,9 @@ class ReferenceSokoban(SokobanEnv):  # type: ignore[misc]
 
     def board(self) -> str:
         state = np.where((self.room_state == 5) & (self.room_fixed == 2), 6, self.room_state)
-        return "\n".join("".join(SYMBOLS[cell] for cell in row) for row in state.astype(int).tolist())
+        return "\n".join(
+            "".join(SYMBOLS[cell] for cell in row) for row in state.astype(int).tolist()
+        )
 
 
 def solution_length(board: str) -> int | None:
@@ -118,7 +120,8 @@ def box_distance(board: str) -> int:
     cells = {(r, c): symbol for r, row in enumerate(rows) for c, symbol in enumerate(row)}
     boxes, targets = sorted(_places(cells, "√X")), sorted(_places(cells, "O√S"))
     return min(
-        sum(abs(a - c) + abs(b - d) for (a, b), (c, d) in zip(boxes, pairing, strict=True)) for pairing in itertools.permutations(targets)
+        sum(abs(a - c) + abs(b - d) for (a, b), (c, d) in zip(boxes, pairing, strict=True))
+        for pairing in itertools.permutations(targets)
     )
 
 
@@ -134,7 +137,11 @@ def ks_p_value(ours: Sequence[int], theirs: Sequence[int], relabelings: int = 20
     """
     values, places = np.unique(np.concatenate([ours, theirs]), return_inverse=True)
     pooled = np.bincount(places, minlength=len(values))
-    drawn = np.random.default_rng(0).multivariate_hypergeometric(pooled, len(ours), size=relabelings)
+    drawn = np.random.default_rng(0).multivariate_hypergeometric(
+        pooled, len(ours), size=relabelings
+    )
     counts = np.vstack([np.bincount(places[: len(ours)], minlength=len(values)), drawn])
-    distances = np.abs(counts.cumsum(1) / len(ours) - (pooled - counts).cumsum(1) / len(theirs)).max(1)
+    distances = np.abs(
+        counts.cumsum(1) / len(ours) - (pooled - counts).cumsum(1) / len(theirs)
+    ).max(1)
     return float((distances[1:] >= distances[0] - 1e-12).mean())

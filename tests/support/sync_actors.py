@@ -60,12 +60,19 @@ def left_in_memory(run: str) -> list[str]:
 
 async def all_gone(run: str, left: int = 0) -> None:
     """So many folders of the run stay in memory, after a while."""
-    await eventually_in_loop(lambda: len(left_in_memory(run)) == left, 60, f"{left} folders of the run are in memory")
+    await eventually_in_loop(
+        lambda: len(left_in_memory(run)) == left, 60, f"{left} folders of the run are in memory"
+    )
 
 
 def make_model(folder: Path) -> None:
     """A model of about 50 kB of parameters."""
-    initialize_model(folder, InitializeSpec(WORDS, "qwen3", hidden_size=32, intermediate_size=64, heads=4, initializer_range=0.4))
+    initialize_model(
+        folder,
+        InitializeSpec(
+            WORDS, "qwen3", hidden_size=32, intermediate_size=64, heads=4, initializer_range=0.4
+        ),
+    )
 
 
 def version_of(folder: Path, version: int, share: float = 1.0) -> dict[str, Tensor]:
@@ -75,7 +82,9 @@ def version_of(folder: Path, version: int, share: float = 1.0) -> dict[str, Tens
         random = torch.Generator().manual_seed(step)
         for name, value in weights.items():
             chosen = torch.rand(value.shape, generator=random) < share
-            weights[name] = torch.where(chosen, value + 0.1 * torch.randn(value.shape, generator=random), value)
+            weights[name] = torch.where(
+                chosen, value + 0.1 * torch.randn(value.shape, generator=random), value
+            )
     return weights
 
 
@@ -107,7 +116,9 @@ class Exporter(TrainerActor):
         self._folder = folder
         self._strategy: Any = _Policy()
 
-    def become(self, version: int, share: float = 1.0, pause: float = 0.0, marker: Path = Path()) -> None:
+    def become(
+        self, version: int, share: float = 1.0, pause: float = 0.0, marker: Path = Path()
+    ) -> None:
         """Serve this version. With a pause, `marker` says that an export is at work."""
         self._strategy.weights = version_of(self._folder, version, share)
         self._strategy.pause, self._strategy.marker = pause, marker
@@ -124,7 +135,10 @@ class AdapterTrainer(TrainerActor):
     def __init__(self, folder: Path, pipeline: Pipeline, files: Path | None = None) -> None:
         super().__init__(0, 1, pipeline)
         self._source = ModelSource(str(files or folder))
-        self._strategy: Any = TorchPolicy(lambda: add_lora(load_model(str(folder)), LoraSpec(rank=2, alpha=4.0)), OptimizerSpec(1e-3))
+        self._strategy: Any = TorchPolicy(
+            lambda: add_lora(load_model(str(folder)), LoraSpec(rank=2, alpha=4.0)),
+            OptimizerSpec(1e-3),
+        )
 
     def become(self, version: int) -> None:
         random = torch.Generator().manual_seed(version)
@@ -157,7 +171,9 @@ class Engine(EngineActor):
 
     async def version_sampled(self) -> int:
         """The version of a token that it samples."""
-        request = GenerationRequest(str(time.monotonic_ns()), "s", np.arange(5, dtype=np.int32), SamplingParams(1))
+        request = GenerationRequest(
+            str(time.monotonic_ns()), "s", np.arange(5, dtype=np.int32), SamplingParams(1)
+        )
         return int((await asyncio.wait_for(self._engine.generate(request), 60)).versions_T[0])
 
 
@@ -195,11 +211,26 @@ class Drill:
         spec: fields of `weightSync`.
     """
 
-    def __init__(self, trainer: Any, run: str, node: Spawn, expanding: Spawn | None = None, home: str = "home", **spec: Any) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        run: str,
+        node: Spawn,
+        expanding: Spawn | None = None,
+        home: str = "home",
+        **spec: Any,
+    ) -> None:
         self.trainer = trainer
         self.nodes: list[Any] = []
         spec = {"bucket_bytes": BUCKET_BYTES, **spec}
-        self.sync = WeightSync(Spec(**spec), run, [trainer], home, self._kept(node), expanding and self._kept(expanding))
+        self.sync = WeightSync(
+            Spec(**spec),
+            run,
+            [trainer],
+            home,
+            self._kept(node),
+            expanding and self._kept(expanding),
+        )
 
     def _kept(self, make: Spawn) -> Spawn:
         def spawning(*arguments: Any) -> Any:
@@ -213,7 +244,9 @@ class Drill:
         await self.trainer.become.remote(version)
         await self.sync._whole.shapes()
 
-    async def update(self, engines: dict[str, tuple[Any, str]], version: int, *change: Any) -> SyncReport:
+    async def update(
+        self, engines: dict[str, tuple[Any, str]], version: int, *change: Any
+    ) -> SyncReport:
         """Send a version to engines, each with its place. `change`: the rest of what the trainer's `become` takes."""
         await self.trainer.become.remote(version, *change)
         receivers = {name: Receiver(handle, place) for name, (handle, place) in engines.items()}

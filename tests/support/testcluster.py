@@ -42,7 +42,9 @@ class Cluster:
 
     def command(self, *words: str, stdin: str | None = None) -> str:
         """Run a program with the cluster's environment; returns stdout, raises `CommandFailed`."""
-        done = subprocess.run(words, env=self.env, input=stdin, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, env=self.env, input=stdin, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise CommandFailed(words, done.stderr)
         return done.stdout
@@ -53,7 +55,9 @@ class Cluster:
 
     def apply(self, *documents: dict[str, Any], options: tuple[str, ...] = ()) -> str:
         """`kubectl apply -f -`, with the apiserver's warnings left out."""
-        return self.kubectl("apply", *options, "-f", "-", stdin=yaml.safe_dump_all(documents, sort_keys=False))
+        return self.kubectl(
+            "apply", *options, "-f", "-", stdin=yaml.safe_dump_all(documents, sort_keys=False)
+        )
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
         """One object, or None if there is none."""
@@ -66,14 +70,19 @@ class Cluster:
 
         def established() -> bool:
             conditions = (self.get("crd", name) or {}).get("status", {}).get("conditions") or []
-            return any(condition["type"] == "Established" and condition["status"] == "True" for condition in conditions)
+            return any(
+                condition["type"] == "Established" and condition["status"] == "True"
+                for condition in conditions
+            )
 
         eventually(established, 120, f"{name} is established", interval=0.5)
 
     def list(self, kinds: str, selector: str = "") -> list[dict[str, Any]]:
         """Objects of the given kinds (`pods,services`), optionally by label."""
         selected = ("--selector", selector) if selector else ()
-        items: list[dict[str, Any]] = json.loads(self.kubectl("get", kinds, *selected, "-o", "json"))["items"]
+        items: list[dict[str, Any]] = json.loads(
+            self.kubectl("get", kinds, *selected, "-o", "json")
+        )["items"]
         return items
 
     def in_namespace(self, namespace: str) -> Cluster:
@@ -82,12 +91,24 @@ class Cluster:
     @contextmanager
     def new_namespace(self, name: str) -> Iterator[Cluster]:
         """A namespace of one's own, deleted at the end with all that is in it; so is what a killed test has left of it."""
-        delete = ("delete", "namespace", name, "--ignore-not-found", "--wait=true", "--timeout=400s")
+        delete = (
+            "delete",
+            "namespace",
+            name,
+            "--ignore-not-found",
+            "--wait=true",
+            "--timeout=400s",
+        )
         self.kubectl(*delete)
         self.kubectl("create", "namespace", name)
         try:
             inside = self.in_namespace(name)
-            eventually(lambda: inside.get("serviceaccount", "default"), 120, f"the default service account of {name}", interval=0.5)
+            eventually(
+                lambda: inside.get("serviceaccount", "default"),
+                120,
+                f"the default service account of {name}",
+                interval=0.5,
+            )
             yield inside
         finally:
             self.kubectl(*delete)
@@ -95,14 +116,18 @@ class Cluster:
 
 def devcluster(*command: str) -> subprocess.CompletedProcess[str]:
     """Run one command of tools/devcluster; its progress goes to the test's stderr."""
-    return subprocess.run([*DEVCLUSTER, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    return subprocess.run(
+        [*DEVCLUSTER, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
+    )
 
 
 def cluster_environment() -> dict[str, str]:
     """This process's environment with the KUBECONFIG and PATH that `devcluster env` exports."""
     exports = devcluster("env")
     exports.check_returncode()
-    shown = subprocess.run(["bash", "-c", f"{exports.stdout}\nenv -0"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    shown = subprocess.run(
+        ["bash", "-c", f"{exports.stdout}\nenv -0"], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
     return dict(line.split("=", 1) for line in shown.split("\0") if "=" in line)
 
 

@@ -37,14 +37,20 @@ def tiny_model(folder: Path, *, seed: int = 0) -> Path:
 def weight_parts(model: Path, folder: Path, count: int = 2) -> list[Path]:
     """The model's weights in several safetensors files, as a trainer sends them."""
     folder.mkdir(parents=True)
-    weights = {name: value for file in sorted(model.glob("*.safetensors")) for name, value in load_file(file).items()}
+    weights = {
+        name: value
+        for file in sorted(model.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
     parts = [folder / f"bucket-{number}.safetensors" for number in range(count)]
     for number, part in enumerate(parts):
         save_file({name: weights[name] for name in sorted(weights)[number::count]}, part)
     return parts
 
 
-def plain_logprobs(model: PreTrainedModel, prompt_T: IntArray, response_T: IntArray, temperature: float = 1.0) -> FloatArray:
+def plain_logprobs(
+    model: PreTrainedModel, prompt_T: IntArray, response_T: IntArray, temperature: float = 1.0
+) -> FloatArray:
     """log_softmax(logits / temperature) of each response token, from one forward pass over the whole sequence."""
     ids = torch.from_numpy(np.concatenate([prompt_T, response_T])).long()[None]
     with torch.no_grad():

@@ -19,7 +19,9 @@ def tiny_document(**pipeline: Any) -> dict[str, Any]:
         "kind": "AgenticRun",
         "metadata": {"name": "tiny", "uid": "tiny-uid"},
         "spec": {
-            "model": {"initialize": {"hiddenSize": 16, "layers": 1, "heads": 2, "intermediateSize": 32}},
+            "model": {
+                "initialize": {"hiddenSize": 16, "layers": 1, "heads": 2, "intermediateSize": 32}
+            },
             "tracking": {"tensorboard": False},
             "pipeline": {
                 "seed": 3,
@@ -93,5 +95,7 @@ class TinySession:
 
     def training_steps(self) -> dict[int, dict[str, float]]:
         """The logged metrics of each training step."""
-        lines = [json.loads(line) for line in (self._folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (self._folder / "metrics.jsonl").read_text().splitlines()
+        ]
         return {line["step"]: line for line in lines if "system/tps" in line}

@@ -38,7 +38,9 @@ class UpdateConformance(RequestConformance):
         version = await self.load(engine, models.parts_b)
         assert engine.stats().policy_version == version
         for base_T in prompts:
-            updated, other = await asyncio.gather(*(each.generate(ask(base_T, 20, 0.0)) for each in (engine, fresh)))
+            updated, other = await asyncio.gather(
+                *(each.generate(ask(base_T, 20, 0.0)) for each in (engine, fresh))
+            )
             assert updated.tokens_T.tolist() == other.tokens_T.tolist()
             np.testing.assert_allclose(updated.logprobs_T, other.logprobs_T, atol=MEAN)
             assert set(updated.versions_T.tolist()) == {version}
@@ -50,7 +52,12 @@ class UpdateConformance(RequestConformance):
         for delay in DELAYS:
             old = await self.load(engine, models.parts_a)
             request = ask(prompt(8), 400)
-            generation = await half_done(engine, lambda: self.load(engine, models.parts_b), lambda request=request: request, delay)
+            generation = await half_done(
+                engine,
+                lambda: self.load(engine, models.parts_b),
+                lambda request=request: request,
+                delay,
+            )
             if len(set(generation.versions_T.tolist())) == 2:
                 break
         new = engine.stats().policy_version
@@ -60,23 +67,38 @@ class UpdateConformance(RequestConformance):
         first_T, second_T = generation.tokens_T[:count], generation.tokens_T[count:]
         context_T = np.concatenate([request.prompt_tokens, first_T])
         np.testing.assert_allclose(
-            generation.logprobs_T[:count], plain_logprobs(models.plain_a, request.prompt_tokens, first_T), atol=EXACT
+            generation.logprobs_T[:count],
+            plain_logprobs(models.plain_a, request.prompt_tokens, first_T),
+            atol=EXACT,
         )
-        np.testing.assert_allclose(generation.logprobs_T[count:], plain_logprobs(models.plain_b, context_T, second_T), atol=EXACT)
+        np.testing.assert_allclose(
+            generation.logprobs_T[count:],
+            plain_logprobs(models.plain_b, context_T, second_T),
+            atol=EXACT,
+        )
         await self.load(engine, models.parts_a)
 
-    async def test_a_response_begins_again_where_each_has_one_version(self, fresh: InferenceEngine, models: Models) -> None:
+    async def test_a_response_begins_again_where_each_has_one_version(
+        self, fresh: InferenceEngine, models: Models
+    ) -> None:
         for delay in DELAYS:
             aborted = fresh.stats().aborted_tokens
             request = ask(prompt(8), 300)
-            generation = await half_done(fresh, lambda: self.load(fresh, models.parts_a), lambda request=request: request, delay)
+            generation = await half_done(
+                fresh,
+                lambda: self.load(fresh, models.parts_a),
+                lambda request=request: request,
+                delay,
+            )
             if fresh.stats().aborted_tokens > aborted:
                 break
         assert fresh.stats().aborted_tokens > aborted
         assert generation.versions_T.tolist() == [fresh.stats().policy_version] * 300
         same_logprobs(models.plain_a, request, generation)
 
-    async def test_a_pause_outlasts_an_update(self, engine: InferenceEngine, models: Models) -> None:
+    async def test_a_pause_outlasts_an_update(
+        self, engine: InferenceEngine, models: Models
+    ) -> None:
         await engine.pause()
         version = await self.load(engine, models.parts_b)
         request = ask(prompt(4), 5, 0.0)
@@ -90,7 +112,14 @@ class UpdateConformance(RequestConformance):
         await self.load(engine, models.parts_a)
 
     @pytest.mark.parametrize(
-        "wrong", ["a parameter is missing", "a shape is wrong", "a name is unknown", "a file is missing", "a file is none"]
+        "wrong",
+        [
+            "a parameter is missing",
+            "a shape is wrong",
+            "a name is unknown",
+            "a file is missing",
+            "a file is none",
+        ],
     )
     async def test_after_a_failed_update_nothing_is_served_until_one_succeeds(
         self, engine: InferenceEngine, models: Models, wrong: str, tmp_path: Path
@@ -124,7 +153,9 @@ class UpdateConformance(RequestConformance):
         assert len((await asyncio.wait_for(waiting, 60)).tokens_T) == 150
         await self.load(engine, models.parts_a)
 
-    async def test_an_engine_that_slept_serves_after_the_next_update(self, engine: InferenceEngine, models: Models) -> None:
+    async def test_an_engine_that_slept_serves_after_the_next_update(
+        self, engine: InferenceEngine, models: Models
+    ) -> None:
         await engine.sleep()
         with pytest.raises(EngineError):
             await engine.generate(ask(prompt(4), 2))

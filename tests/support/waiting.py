@@ -10,7 +10,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def eventually(probe: Callable[[], T | None], seconds: float, what: str, interval: float = 0.02) -> T:
+def eventually(
+    probe: Callable[[], T | None], seconds: float, what: str, interval: float = 0.02
+) -> T:
     """The first truthy answer of `probe`; fails if there is none within `seconds`. `what` names what was waited for."""
     end = time.monotonic() + seconds
     while not (found := probe()):
@@ -19,7 +21,9 @@ def eventually(probe: Callable[[], T | None], seconds: float, what: str, interva
     return found
 
 
-async def eventually_in_loop(probe: Callable[[], T | None], seconds: float, what: str, interval: float = 0.02) -> T:
+async def eventually_in_loop(
+    probe: Callable[[], T | None], seconds: float, what: str, interval: float = 0.02
+) -> T:
     """`eventually` for what only becomes true while the event loop runs."""
     end = time.monotonic() + seconds
     while not (found := probe()):

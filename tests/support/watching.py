@@ -39,7 +39,9 @@ class Seen:
 
     def condition(self, kind: str) -> dict[str, Any]:
         """The condition of this type, or {}."""
-        return next((item for item in self.status.get("conditions", ()) if item["type"] == kind), {})
+        return next(
+            (item for item in self.status.get("conditions", ()) if item["type"] == kind), {}
+        )
 
 
 class Watch:
@@ -55,12 +57,19 @@ class Watch:
         selected = ("--field-selector", f"metadata.name={self._name}")
         command = ["kubectl", "-n", self._cluster.namespace, "get", "agenticruns", *selected]
         command += ["-o", "json", "--watch", "--output-watch-events"]
-        self._process = subprocess.Popen(command, env=self._cluster.env, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, env=self._cluster.env, stdout=subprocess.PIPE, text=True
+        )
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._process.terminate()
         self._process.wait()
         self._thread.join()
@@ -71,7 +80,14 @@ class Watch:
         with self._changed:
             return list(self._history)
 
-    def wait(self, wanted: Callable[[Seen], bool], seconds: float, what: str, after: Seen | None = None, since: Seen | None = None) -> Seen:
+    def wait(
+        self,
+        wanted: Callable[[Seen], bool],
+        seconds: float,
+        what: str,
+        after: Seen | None = None,
+        since: Seen | None = None,
+    ) -> Seen:
         """The first version that is as wanted, however soon another one follows. Fails after `seconds`, and if the run ends before.
 
         Args:
@@ -82,18 +98,26 @@ class Watch:
         with self._changed:
             begin = max(len(self._history) - 1, 0) if since is None else self._history.index(since)
             while True:
-                seen = [item for item in self._history[begin:] if after is None or item.uid != after.uid]
+                seen = [
+                    item for item in self._history[begin:] if after is None or item.uid != after.uid
+                ]
                 found = next((item for item in seen if wanted(item)), None)
                 if found is not None:
                     return found
                 ended = bool(seen) and seen[-1].phase in ("Failed", "Succeeded")
                 left = end - time.monotonic()
                 if left <= 0 or ended:
-                    raise AssertionError(f"{'the run ended' if ended else f'not within {seconds:.0f} s'}: {what}\n{self._last()}")
+                    raise AssertionError(
+                        f"{'the run ended' if ended else f'not within {seconds:.0f} s'}: {what}\n{self._last()}"
+                    )
                 self._changed.wait(left)
 
     def _last(self) -> str:
-        return json.dumps(self._history[-1].status, indent=1) if self._history else "the run was never seen"
+        return (
+            json.dumps(self._history[-1].status, indent=1)
+            if self._history
+            else "the run was never seen"
+        )
 
     def _read(self) -> None:
         """kubectl writes one event per line."""
@@ -104,5 +128,7 @@ class Watch:
                 continue
             document = event["object"]
             with self._changed:
-                self._history.append(Seen(time.time(), document["metadata"]["uid"], document.get("status", {})))
+                self._history.append(
+                    Seen(time.time(), document["metadata"]["uid"], document.get("status", {}))
+                )
                 self._changed.notify_all()

@@ -3,7 +3,9 @@
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a folder: Python then puts the package itself on the path instead of its parent
+if (
+    not __package__
+):  # run as a folder: Python then puts the package itself on the path instead of its parent
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from devcluster.cli import main

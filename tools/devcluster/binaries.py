@@ -56,7 +56,14 @@ PROGRAMS: tuple[GoProgram, ...] = (
             "k8s.io/component-base/version.gitMajor=1",
             f"k8s.io/component-base/version.gitMinor={_MINOR}",
         ),
-        links=("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"),
+        links=(
+            "kube-apiserver",
+            "kube-controller-manager",
+            "kube-scheduler",
+            "kubelet",
+            "kube-proxy",
+            "kubectl",
+        ),
     ),
     GoProgram("kuberay-operator", 60, package=_KUBERAY, module_folder=(_KUBERAY, "config")),
     GoProgram("coredns", 45),
@@ -105,7 +112,11 @@ class Binaries:
 
     def paths(self, programs: Sequence[GoProgram] = PROGRAMS) -> dict[str, Path]:
         """Path of every program and link by name."""
-        return {name: self.folder(program) / name for program in programs for name in (program.name, *program.links)}
+        return {
+            name: self.folder(program) / name
+            for program in programs
+            for name in (program.name, *program.links)
+        }
 
     @property
     def current(self) -> Path:
@@ -153,22 +164,31 @@ class Binaries:
         ]
         packages = _LineCounter()
         with (
-            progress(f"{title} (about {program.typical_seconds} s)", lambda: f"({packages.count} packages compiled)"),
+            progress(
+                f"{title} (about {program.typical_seconds} s)",
+                lambda: f"({packages.count} packages compiled)",
+            ),
             log.open("w") as sink,
         ):
-            process = subprocess.Popen(argv, cwd=source, env=_go_environment(), stderr=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                argv, cwd=source, env=_go_environment(), stderr=subprocess.PIPE, text=True
+            )
             assert process.stderr is not None
             for line in process.stderr:
                 packages.count += 1
                 sink.write(line)
             if process.wait() != 0:
                 sink.flush()
-                raise CommandFailed(f"building {program.name} failed; the end of {log}:\n{log.read_text()[-2000:]}")
+                raise CommandFailed(
+                    f"building {program.name} failed; the end of {log}:\n{log.read_text()[-2000:]}"
+                )
         for link in program.links:
             (partial / link).symlink_to(program.name)
         if program.module_folder is not None:
             module, folder = program.module_folder
-            where = run([go, "list", "-m", "-f", "{{.Dir}}", module], cwd=source, env=_go_environment()).strip()
+            where = run(
+                [go, "list", "-m", "-f", "{{.Dir}}", module], cwd=source, env=_go_environment()
+            ).strip()
             shutil.copytree(Path(where) / folder, partial / folder, copy_function=shutil.copyfile)
             run(["chmod", "-R", "u+w", partial / folder])  # Go's module cache is read-only
         partial.rename(target)
@@ -191,4 +211,9 @@ class _LineCounter:
 
 
 def _go_environment() -> dict[str, str]:
-    return {**os.environ, "GOFLAGS": "-mod=readonly -buildvcs=false", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"}
+    return {
+        **os.environ,
+        "GOFLAGS": "-mod=readonly -buildvcs=false",
+        "GOTOOLCHAIN": "local",
+        "CGO_ENABLED": "0",
+    }

@@ -12,7 +12,13 @@ from devcluster.shell import run, succeeds
 _DEBIAN = "bookworm"
 _BASE_PACKAGES = "ca-certificates,libnuma1,python3,python3-venv"  # with what Dockerfiles would add where it is missing
 # Documentation and package lists: half of the base.
-_NOT_NEEDED = ("usr/share/doc", "usr/share/locale", "usr/share/man", "var/cache/apt", "var/lib/apt/lists")
+_NOT_NEEDED = (
+    "usr/share/doc",
+    "usr/share/locale",
+    "usr/share/man",
+    "var/cache/apt",
+    "var/lib/apt/lists",
+)
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _CERTIFICATES_IN_BUILD = "/run/build-certificates.crt"
 
@@ -54,7 +60,10 @@ class Buildah:
         shutil.rmtree(root, ignore_errors=True)
         with progress(f"Debian {_DEBIAN} base image (about 60 s)"):
             log = self._settings.cache / "log" / "debootstrap.log"
-            run(["debootstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}", _DEBIAN, root], log=log)
+            run(
+                ["debootstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}", _DEBIAN, root],
+                log=log,
+            )
             for name in _NOT_NEEDED:
                 shutil.rmtree(root / name)
             container = self._run("from", "scratch").strip()
@@ -66,17 +75,37 @@ class Buildah:
     def build(self, recipe: Recipe, image: str) -> None:
         """Builds a Dockerfile of the repository on our base. Unchanged layers are taken from the store."""
         root = self._settings.repository
-        argv = ["bud", "--layers", "--isolation", "chroot", "--ignorefile", f"{recipe.dockerfile}.dockerignore"]
-        argv += ["--file", recipe.dockerfile, *recipe.build_arguments(BASE=self.base), "--tag", image]
-        if _CERTIFICATES.exists():  # the package indexes may be behind a certificate that only this machine knows
+        argv = [
+            "bud",
+            "--layers",
+            "--isolation",
+            "chroot",
+            "--ignorefile",
+            f"{recipe.dockerfile}.dockerignore",
+        ]
+        argv += [
+            "--file",
+            recipe.dockerfile,
+            *recipe.build_arguments(BASE=self.base),
+            "--tag",
+            image,
+        ]
+        if (
+            _CERTIFICATES.exists()
+        ):  # the package indexes may be behind a certificate that only this machine knows
             argv += ["--volume", f"{_CERTIFICATES}:{_CERTIFICATES_IN_BUILD}:ro"]
-            argv += [f"--build-arg={name}={_CERTIFICATES_IN_BUILD}" for name in ("SSL_CERT_FILE", "PIP_CERT")]
+            argv += [
+                f"--build-arg={name}={_CERTIFICATES_IN_BUILD}"
+                for name in ("SSL_CERT_FILE", "PIP_CERT")
+            ]
         try:
             with progress(f"building the {recipe.name} image"):
                 log = self._settings.cache / "log" / f"image-{recipe.name}.log"
                 self._run(*argv, ".", cwd=root, log=log)
         finally:
-            self._run("rm", "--all")  # a failed build leaves its working container, which holds gigabytes
+            self._run(
+                "rm", "--all"
+            )  # a failed build leaves its working container, which holds gigabytes
 
     def push(self, image: str, target: str) -> None:
         """Pushes to our registry. The fastest zstd: the layers cross a local link, so the processor is what counts."""

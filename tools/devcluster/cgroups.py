@@ -17,14 +17,24 @@ def is_v2(root: Path = _ROOT) -> bool:
 
 def hierarchies(root: Path = _ROOT) -> list[Path]:
     """The mounted hierarchies: the root itself in v2; in v1 one per controller, links such as cpu -> cpu,cpuacct once."""
-    return [root] if is_v2(root) else [folder for folder in sorted(root.iterdir()) if folder.is_dir() and not folder.is_symlink()]
+    return (
+        [root]
+        if is_v2(root)
+        else [
+            folder
+            for folder in sorted(root.iterdir())
+            if folder.is_dir() and not folder.is_symlink()
+        ]
+    )
 
 
 def create(name: str, root: Path = _ROOT) -> None:
     """Makes the parents and gives them what pods need: the controllers (v2), the CPUs and memory nodes (v1 cpuset)."""
     if is_v2(root):
         for controller in (root / "cgroup.controllers").read_text().split():
-            with contextlib.suppress(OSError):  # some controllers can't be delegated while the root has processes
+            with contextlib.suppress(
+                OSError
+            ):  # some controllers can't be delegated while the root has processes
                 (root / "cgroup.subtree_control").write_text(f"+{controller}")
     for hierarchy in hierarchies(root):
         folder = hierarchy / name

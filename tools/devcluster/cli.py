@@ -48,7 +48,9 @@ def _run(options: argparse.Namespace, settings: Settings, cluster: Cluster) -> i
     match options.command:
         case "up":
             cluster.up()
-            say(f'up: {cluster.name}; for kubectl and helm:  eval "$(python3 tools/devcluster env)"')
+            say(
+                f'up: {cluster.name}; for kubectl and helm:  eval "$(python3 tools/devcluster env)"'
+            )
         case "down":
             cluster.down(purge=options.purge)
         case "status":
@@ -62,7 +64,9 @@ def _run(options: argparse.Namespace, settings: Settings, cluster: Cluster) -> i
             print(f'export PATH={shlex.quote(str(Binaries(settings).current))}:"$PATH"')
         case "images":
             base = [recipe for recipe in RECIPES if options.name in ("", recipe.name)]
-            print(json.dumps(cluster.publish([*base, *variants(options.engines, gpus=options.gpus)])))
+            print(
+                json.dumps(cluster.publish([*base, *variants(options.engines, gpus=options.gpus)]))
+            )
         case "load":
             cluster.load(options.archive)
     return 0
@@ -80,23 +84,45 @@ def _engines(text: str) -> tuple[str, ...]:
     engines = tuple(text.split(","))
     unknown = [engine for engine in engines if engine not in ENGINES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no engine {unknown[0]!r}: there are {', '.join(ENGINES)}")
+        raise argparse.ArgumentTypeError(
+            f"no engine {unknown[0]!r}: there are {', '.join(ENGINES)}"
+        )
     return engines
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="devcluster", description="A real Kubernetes with KubeRay for tests and the demo.")
+    parser = argparse.ArgumentParser(
+        prog="devcluster", description="A real Kubernetes with KubeRay for tests and the demo."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("up", help="bring the cluster up, or do nothing when it is")
     down = commands.add_parser("down", help="remove the cluster; built programs and images stay")
     down.add_argument("--purge", action="store_true", help="remove the cache too")
-    status = commands.add_parser("status", help="say whether the cluster is up, and if not why; exit code 0 or 1")
-    status.add_argument("--wait", type=float, default=0, metavar="SECONDS", help="for one that is there but not yet, or just not, usable")
+    status = commands.add_parser(
+        "status", help="say whether the cluster is up, and if not why; exit code 0 or 1"
+    )
+    status.add_argument(
+        "--wait",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="for one that is there but not yet, or just not, usable",
+    )
     commands.add_parser("kubeconfig", help="print the path of the cluster's kubeconfig")
-    commands.add_parser("env", help="print shell exports of KUBECONFIG and of a PATH with kubectl and helm")
+    commands.add_parser(
+        "env", help="print shell exports of KUBECONFIG and of a PATH with kubectl and helm"
+    )
     commands.add_parser("build", help="build the cluster's programs (part of `up`)")
-    images = commands.add_parser("images", help="build changed images, make them available, print their references as JSON")
-    images.add_argument("name", nargs="?", default="", choices=("", "operator", "worker"), help="only this one of the two")
+    images = commands.add_parser(
+        "images", help="build changed images, make them available, print their references as JSON"
+    )
+    images.add_argument(
+        "name",
+        nargs="?",
+        default="",
+        choices=("", "operator", "worker"),
+        help="only this one of the two",
+    )
     images.add_argument(
         "--engines",
         type=_engines,
@@ -104,7 +130,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar=",".join(ENGINES),
         help="also the worker images with these inference engines (6 GB each): worker-<engine>",
     )
-    images.add_argument("--gpus", action="store_true", help="engines for GPUs; else those for machines without")
+    images.add_argument(
+        "--gpus", action="store_true", help="engines for GPUs; else those for machines without"
+    )
     load = commands.add_parser("load", help="load a docker-archive or oci-archive into the cluster")
     load.add_argument("archive", type=Path)
     return parser

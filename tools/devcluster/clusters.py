@@ -23,7 +23,9 @@ from devcluster.recipes import Recipe
 from devcluster.settings import KUBERAY_VERSION, Settings
 from devcluster.shell import run, succeeds, wait_until, write_if_changed
 
-_KUBERAY_MANIFESTS = f"github.com/ray-project/kuberay/ray-operator/config/default?ref={KUBERAY_VERSION}"
+_KUBERAY_MANIFESTS = (
+    f"github.com/ray-project/kuberay/ray-operator/config/default?ref={KUBERAY_VERSION}"
+)
 
 
 class Cluster(Protocol):
@@ -88,7 +90,14 @@ class HostCluster:
         """See Cluster."""
         with exclusive(self._lock):
             self._node.down(purge=purge)
-        say("the cluster is down; " + ("its cache is gone too" if purge else f"programs and images stay in {self._settings.cache}"))
+        say(
+            "the cluster is down; "
+            + (
+                "its cache is gone too"
+                if purge
+                else f"programs and images stay in {self._settings.cache}"
+            )
+        )
 
     def problems(self) -> list[str]:
         """See Cluster."""
@@ -103,7 +112,9 @@ class HostCluster:
     def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
         """See Cluster."""
         if self._node.problems() == ["down"]:
-            raise DevclusterError("the cluster is down; images go into its registry, so bring it up first")
+            raise DevclusterError(
+                "the cluster is down; images go into its registry, so bring it up first"
+            )
         return self._images.publish(recipes)
 
     def load(self, archive: Path) -> None:
@@ -150,7 +161,9 @@ class KindCluster:
     def kubeconfig(self) -> Path:
         """See Cluster."""
         path = self._settings.cache / "kubeconfig-kind"
-        write_if_changed(path, run(["kind", "get", "kubeconfig", "--name", self._settings.name]), mode=0o600)
+        write_if_changed(
+            path, run(["kind", "get", "kubeconfig", "--name", self._settings.name]), mode=0o600
+        )
         return path
 
     def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
@@ -167,7 +180,13 @@ class KindCluster:
 
     def _advertise_gpus(self, kubectl: Kubectl) -> None:
         """Fake GPUs as extended resources in the node's capacity: there is no place for a device plugin's socket."""
-        patch = [{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": str(self._settings.fake_gpus)}]
+        patch = [
+            {
+                "op": "add",
+                "path": "/status/capacity/nvidia.com~1gpu",
+                "value": str(self._settings.fake_gpus),
+            }
+        ]
         for node in kubectl.get("nodes")["items"]:
             kubectl(
                 "patch",
@@ -206,7 +225,9 @@ class ContextCluster:
         kubectl = Kubectl(user_program(self._settings, "kubectl"), context=self._settings.context)
         if not kubectl.ok("get", "--raw", "/readyz"):
             return ["the apiserver does not answer"]
-        return [] if kubectl.ok("get", "crd", "rayclusters.ray.io") else ["KubeRay is not installed"]
+        return (
+            [] if kubectl.ok("get", "crd", "rayclusters.ray.io") else ["KubeRay is not installed"]
+        )
 
     def kubeconfig(self) -> Path:
         """See Cluster."""
@@ -228,7 +249,9 @@ class ContextCluster:
 
     def load(self, archive: Path) -> None:
         """See Cluster: not possible here."""
-        raise DevclusterError(f"{archive} can't be loaded into {self.name}; push the image to a registry that it reads")
+        raise DevclusterError(
+            f"{archive} can't be loaded into {self.name}; push the image to a registry that it reads"
+        )
 
 
 def user_program(settings: Settings, name: str) -> str:
@@ -249,4 +272,8 @@ def install_kuberay(kubectl: Kubectl) -> None:
 
 def kuberay_problems(kubectl: Kubectl) -> list[str]:
     """One line if KubeRay's operator is not available."""
-    return [] if kubectl.deployment_available("default", "kuberay-operator") else ["KubeRay's operator is not available"]
+    return (
+        []
+        if kubectl.deployment_available("default", "kuberay-operator")
+        else ["KubeRay's operator is not available"]
+    )

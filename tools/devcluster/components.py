@@ -22,7 +22,14 @@ class Components:
     def etcd(self) -> ProcessSpec:
         """One member; no fsync, because the data never outlives the machine's uptime."""
         url = f"http://127.0.0.1:{self._settings.etcd_port}"
-        argv = ["etcd", "--data-dir", f"{self._settings.state}/etcd", "--unsafe-no-fsync", "--listen-client-urls", url]
+        argv = [
+            "etcd",
+            "--data-dir",
+            f"{self._settings.state}/etcd",
+            "--unsafe-no-fsync",
+            "--listen-client-urls",
+            url,
+        ]
         argv += ["--advertise-client-urls", url, "--listen-peer-urls", "http://127.0.0.1:2380"]
         return ProcessSpec("etcd", (*argv, "--logger", "zap", "--log-level", "warn"))
 
@@ -91,21 +98,29 @@ class Components:
             "hostname-override": settings.node_name,
             "node-ip": settings.node_ip,
         }
-        return self._kubernetes("kubelet", flags, {config: configs.kubelet(settings), settings.etc / "resolv.conf": ""})
+        return self._kubernetes(
+            "kubelet", flags, {config: configs.kubelet(settings), settings.etc / "resolv.conf": ""}
+        )
 
     def proxy(self) -> ProcessSpec:
         """Services, by iptables in the node's network namespace."""
         config = self._settings.etc / "kube-proxy.yaml"
-        return self._kubernetes("kube-proxy", {"config": config}, {config: configs.kube_proxy(self._settings)})
+        return self._kubernetes(
+            "kube-proxy", {"config": config}, {config: configs.kube_proxy(self._settings)}
+        )
 
     def containerd(self) -> ProcessSpec:
         """The container runtime, with the CNI and registry configuration that it reads."""
         settings = self._settings
         config = settings.etc / "containerd.toml"
         files = {
-            config: configs.containerd(settings, configs.cni_plugin_folder() or configs.CNI_FOLDERS[0]),
+            config: configs.containerd(
+                settings, configs.cni_plugin_folder() or configs.CNI_FOLDERS[0]
+            ),
             settings.etc / "cni" / "10-bridge.conflist": configs.cni(settings),
-            settings.etc / "registries" / settings.registry / "hosts.toml": configs.registry_hosts(settings),
+            settings.etc / "registries" / settings.registry / "hosts.toml": configs.registry_hosts(
+                settings
+            ),
         }
         return ProcessSpec("containerd", ("containerd", "--config", str(config)), files)
 
@@ -113,16 +128,24 @@ class Components:
         """The image registry, on the host's side."""
         config = self._settings.etc / "registry.yaml"
         argv = (str(self._programs["registry"]), "serve", str(config))
-        return ProcessSpec("registry", argv, {config: configs.registry(self._settings)}, in_netns=False)
+        return ProcessSpec(
+            "registry", argv, {config: configs.registry(self._settings)}, in_netns=False
+        )
 
     def coredns(self) -> ProcessSpec:
         """Cluster DNS as a plain process on the Service address."""
         config = self._settings.etc / "Corefile"
-        return ProcessSpec("coredns", (str(self._programs["coredns"]), "-conf", str(config)), {config: configs.coredns(self._settings)})
+        return ProcessSpec(
+            "coredns",
+            (str(self._programs["coredns"]), "-conf", str(config)),
+            {config: configs.coredns(self._settings)},
+        )
 
     def fake_gpus(self) -> ProcessSpec:
         """The device plugin that advertises imaginary GPUs."""
-        return ProcessSpec("fakegpu", (str(self._programs["fakegpu"]), "-count", str(self._settings.fake_gpus)))
+        return ProcessSpec(
+            "fakegpu", (str(self._programs["fakegpu"]), "-count", str(self._settings.fake_gpus))
+        )
 
     def volumes(self) -> ProcessSpec:
         """The provisioner behind the default StorageClass."""
@@ -131,6 +154,8 @@ class Components:
         argv += ["-folder", f"{settings.state}/volumes", "-node", settings.node_name]
         return ProcessSpec("volumes", tuple(argv))
 
-    def _kubernetes(self, name: str, flags: dict[str, object], files: dict[Path, str] | None = None) -> ProcessSpec:
+    def _kubernetes(
+        self, name: str, flags: dict[str, object], files: dict[Path, str] | None = None
+    ) -> ProcessSpec:
         argv = (str(self._programs[name]), *(f"--{flag}={value}" for flag, value in flags.items()))
         return ProcessSpec(name, argv, files or {})

@@ -92,7 +92,12 @@ def cni(settings: Settings) -> str:
         },
     }
     ports = {"type": "portmap", "capabilities": {"portMappings": True}}
-    return json.dumps({"cniVersion": "0.4.0", "name": settings.name, "plugins": [bridge, ports]}, indent=2) + "\n"
+    return (
+        json.dumps(
+            {"cniVersion": "0.4.0", "name": settings.name, "plugins": [bridge, ports]}, indent=2
+        )
+        + "\n"
+    )
 
 
 def kubelet(settings: Settings) -> str:

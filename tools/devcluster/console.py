@@ -17,7 +17,9 @@ def say(message: str) -> None:
     """Prints one line with the seconds since the program started."""
     with _lock:
         clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-        print(f"{clear}[{time.monotonic() - _started:6.1f}s] {message}", file=sys.stderr, flush=True)
+        print(
+            f"{clear}[{time.monotonic() - _started:6.1f}s] {message}", file=sys.stderr, flush=True
+        )
 
 
 @contextmanager

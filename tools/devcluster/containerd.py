@@ -15,7 +15,13 @@ class Containerd:
     def __init__(self, settings: Settings, imagectl: Path) -> None:
         """Starts nothing. `imagectl`: our CRI client."""
         self._cri: list[str | Path] = [imagectl, settings.containerd_socket]
-        self._ctr: list[str | Path] = ["ctr", "--address", settings.containerd_socket, "--namespace", "k8s.io"]
+        self._ctr: list[str | Path] = [
+            "ctr",
+            "--address",
+            settings.containerd_socket,
+            "--namespace",
+            "k8s.io",
+        ]
 
     def answers(self) -> bool:
         """Whether it serves requests."""
@@ -53,7 +59,9 @@ class Containerd:
         A request of the kubelet that is still under way may start or remove some meanwhile: so until none is left.
         """
         there_were = bool(self._containers())
-        wait_until(self._try_to_remove_containers, _REMOVE_SECONDS, "containerd to remove its containers")
+        wait_until(
+            self._try_to_remove_containers, _REMOVE_SECONDS, "containerd to remove its containers"
+        )
         return there_were
 
     def _containers(self) -> list[str]:

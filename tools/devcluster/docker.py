@@ -24,11 +24,22 @@ class DockerImages:
     def _build(self, recipe: Recipe) -> str:
         root = self._settings.repository
         name = f"{recipe.repository}:{recipe.tag(root, _BASE)}"
-        reference = f"{self._settings.image_registry}/{name}" if self._settings.image_registry else name
+        reference = (
+            f"{self._settings.image_registry}/{name}" if self._settings.image_registry else name
+        )
         if not succeeds(["docker", "image", "inspect", reference]):
             with progress(f"building the {recipe.name} image"):
                 run(
-                    ["docker", "build", "--file", recipe.dockerfile, *recipe.build_arguments(), "--tag", reference, "."],
+                    [
+                        "docker",
+                        "build",
+                        "--file",
+                        recipe.dockerfile,
+                        *recipe.build_arguments(),
+                        "--tag",
+                        reference,
+                        ".",
+                    ],
                     cwd=root,
                     env={"DOCKER_BUILDKIT": "1"},
                 )

@@ -18,7 +18,9 @@ from devcluster.shell import write_if_changed
 _KEPT_VERSIONS = 4
 _REGISTRY_SECONDS = 120
 """How long the registry may take to answer: gigabytes may be on their way to the disk that it reads."""
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the registry is on this machine: never by a proxy
+_direct = urllib.request.build_opener(
+    urllib.request.ProxyHandler({})
+)  # the registry is on this machine: never by a proxy
 _MANIFEST_TYPES = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
 
 
@@ -35,7 +37,10 @@ class NodeImages:
     def references(self, recipes: Sequence[Recipe]) -> dict[str, str]:
         """What these images of the present source tree are called, by image name; with the base."""
         root = self._settings.repository
-        references = {recipe.name: self._reference(recipe.repository, recipe.tag(root, self._buildah.base)) for recipe in recipes}
+        references = {
+            recipe.name: self._reference(recipe.repository, recipe.tag(root, self._buildah.base))
+            for recipe in recipes
+        }
         repository, tag = self._buildah.base.removeprefix("localhost/").split(":")
         return {**references, "base": self._reference(repository, tag)}
 
@@ -85,7 +90,9 @@ class NodeImages:
     def _forget_old(self, recipe: Recipe, newest: str) -> None:
         """Keeps the last versions and those in use; the registry drops its share of the others at the next cold start."""
         versions = self._versions()
-        versions[recipe.name], old = kept_and_old(versions.get(recipe.name, []), newest, self._containerd.images_in_use())
+        versions[recipe.name], old = kept_and_old(
+            versions.get(recipe.name, []), newest, self._containerd.images_in_use()
+        )
         for reference in old:
             say(f"forgetting {reference}")
             self._containerd.remove_images([reference])
@@ -123,7 +130,9 @@ class NodeImages:
             DevclusterError: it answers otherwise, or not at all.
         """
         try:
-            with _direct.open(self._request(method, reference), timeout=_REGISTRY_SECONDS) as response:
+            with _direct.open(
+                self._request(method, reference), timeout=_REGISTRY_SECONDS
+            ) as response:
                 headers: Message = response.headers
                 return headers
         except urllib.error.HTTPError as error:
@@ -131,7 +140,9 @@ class NodeImages:
                 return None
             raise DevclusterError(f"the registry answers {error} for {reference}") from error
         except OSError as error:
-            raise DevclusterError(f"the registry at {self._settings.registry} does not answer ({error}); is the cluster up?") from error
+            raise DevclusterError(
+                f"the registry at {self._settings.registry} does not answer ({error}); is the cluster up?"
+            ) from error
 
     def _request(self, method: str, reference: str) -> urllib.request.Request:
         """A request about a manifest; `reference` is registry/name:tag or registry/name:sha256:digest."""
@@ -140,7 +151,9 @@ class NodeImages:
         return urllib.request.Request(url, method=method, headers={"Accept": _MANIFEST_TYPES})
 
 
-def kept_and_old(known: Sequence[str], newest: str, in_use: Collection[str]) -> tuple[list[str], list[str]]:
+def kept_and_old(
+    known: Sequence[str], newest: str, in_use: Collection[str]
+) -> tuple[list[str], list[str]]:
     """Splits the versions of an image, the newest last, into those to keep and those to forget."""
     ordered = [*(reference for reference in known if reference != newest), newest]
     old = [reference for reference in ordered[:-_KEPT_VERSIONS] if reference not in in_use]

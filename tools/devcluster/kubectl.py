@@ -12,7 +12,9 @@ from devcluster.shell import run, succeeds
 class Kubectl:
     """kubectl with one kubeconfig, and a context of it if one is named."""
 
-    def __init__(self, program: Path | str, kubeconfig: Path | None = None, context: str = "") -> None:
+    def __init__(
+        self, program: Path | str, kubeconfig: Path | None = None, context: str = ""
+    ) -> None:
         """Without a kubeconfig kubectl's own search order holds."""
         self._argv: list[str | Path] = [program]
         self._argv += ["--kubeconfig", kubeconfig] if kubeconfig else []
@@ -52,9 +54,14 @@ def rolled_out(deployment: Mapping[str, Any]) -> bool:
     """What `kubectl rollout status` waits for, read off the object: that command with a time limit says no on a machine that stalls."""
     status = deployment.get("status", {})
     counts = {status.get(kind, 0) for kind in ("replicas", "updatedReplicas", "availableReplicas")}
-    return status.get("observedGeneration", 0) >= deployment["metadata"]["generation"] and counts == {deployment["spec"]["replicas"]}
+    return status.get("observedGeneration", 0) >= deployment["metadata"][
+        "generation"
+    ] and counts == {deployment["spec"]["replicas"]}
 
 
 def is_ready(node: Mapping[str, Any]) -> bool:
     """Whether the node's condition Ready is true."""
-    return any(item["type"] == "Ready" and item["status"] == "True" for item in node.get("status", {}).get("conditions", ()))
+    return any(
+        item["type"] == "Ready" and item["status"] == "True"
+        for item in node.get("status", {}).get("conditions", ())
+    )

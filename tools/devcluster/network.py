@@ -17,7 +17,19 @@ def plan(settings: Settings) -> list[Sequence[str]]:
     interface = settings.host_interface
     return [
         ["ip", "netns", "add", settings.name],
-        ["ip", "link", "add", interface, "type", "veth", "peer", "name", "eth0", "netns", settings.name],
+        [
+            "ip",
+            "link",
+            "add",
+            interface,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            settings.name,
+        ],
         ["ip", "addr", "add", f"{settings.host_ip}/{settings.link_prefix}", "dev", interface],
         ["ip", "link", "set", interface, "up"],
         [*inside, "link", "set", "lo", "up"],
@@ -35,7 +47,9 @@ def plan(settings: Settings) -> list[Sequence[str]]:
 
 def create(settings: Settings) -> None:
     """Makes the network unless it is whole; what a broken earlier attempt left is removed first."""
-    if succeeds(["ip", "-netns", settings.name, "route", "get", settings.host_ip]) and _routed(settings):
+    if succeeds(["ip", "-netns", settings.name, "route", "get", settings.host_ip]) and _routed(
+        settings
+    ):
         return
     remove(settings)
     for command in plan(settings):
@@ -59,4 +73,7 @@ def remove_netns_mountpoint(folder: Path = Path("/run/netns")) -> None:
 
 
 def _routed(settings: Settings) -> bool:
-    return all(settings.host_interface in run(["ip", "route", "show", cidr]) for cidr in (settings.pod_cidr, settings.service_cidr))
+    return all(
+        settings.host_interface in run(["ip", "route", "show", cidr])
+        for cidr in (settings.pod_cidr, settings.service_cidr)
+    )

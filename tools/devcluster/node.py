@@ -56,7 +56,9 @@ class Node:
         """Starts nothing. `containerd` is open to those who bring images."""
         self._settings = settings
         self._binaries = binaries
-        self._processes = ProcessTable(settings.state / "processes", settings.logs, settings.netns_path)
+        self._processes = ProcessTable(
+            settings.state / "processes", settings.logs, settings.netns_path
+        )
         self.containerd = Containerd(settings, binaries.paths()["imagectl"])
         self._kubectl = Kubectl(binaries.paths()["kubectl"], settings.kubeconfig)
         self._components = Components(settings, binaries.paths())
@@ -93,12 +95,22 @@ class Node:
             ):
                 self._processes.start(component)
             self._wait("kubelet", self._node_ready)
-            say(f"node {self._settings.node_name} is Ready with {self._settings.fake_gpus} nvidia.com/gpu")
-            self._wait("kube-controller-manager", lambda: self._kubectl.ok("get", "serviceaccount", "default"))
+            say(
+                f"node {self._settings.node_name} is Ready with {self._settings.fake_gpus} nvidia.com/gpu"
+            )
+            self._wait(
+                "kube-controller-manager",
+                lambda: self._kubectl.ok("get", "serviceaccount", "default"),
+            )
             self._wait("coredns", lambda: _accepts(self._settings.dns_ip, 53))
-            self._wait("registry", lambda: _accepts(self._settings.host_ip, self._settings.registry_port))
+            self._wait(
+                "registry", lambda: _accepts(self._settings.host_ip, self._settings.registry_port)
+            )
             kuberay.result()
-        self._wait("kubelet", lambda: self._kubectl.deployment_available("kuberay-system", "kuberay-operator"))
+        self._wait(
+            "kubelet",
+            lambda: self._kubectl.deployment_available("kuberay-system", "kuberay-operator"),
+        )
         say(f"KubeRay {KUBERAY_VERSION} is available")
 
     def down(self, *, purge: bool = False) -> None:
@@ -149,11 +161,16 @@ class Node:
         if not before.exists():
             absent = [str(path) for path in _FIXED_PATHS if not path.exists()]
             sysctls = {name: run(["sysctl", "-n", name]).strip() for name in _SYSCTLS}
-            write_if_changed(before, json.dumps({"boot": _boot_id(), "absent": absent, "sysctls": sysctls}))
+            write_if_changed(
+                before, json.dumps({"boot": _boot_id(), "absent": absent, "sysctls": sysctls})
+            )
 
     def _start_control_plane(self) -> None:
         registry = self._components.registry()
-        if not self._processes.alive(registry.name) and (self._settings.cache / "registry").exists():
+        if (
+            not self._processes.alive(registry.name)
+            and (self._settings.cache / "registry").exists()
+        ):
             # Only a stopped registry may drop the layers of images that were deleted.
             for path, content in registry.files.items():
                 write_if_changed(path, content)
@@ -224,10 +241,14 @@ class Node:
         def met() -> bool:
             if not self._processes.alive(component):
                 log = self._processes.log(component)
-                raise DevclusterError(f"{component} ended; the end of {log}:\n{log.read_text(errors='replace')[-2000:]}")
+                raise DevclusterError(
+                    f"{component} ended; the end of {log}:\n{log.read_text(errors='replace')[-2000:]}"
+                )
             return condition()
 
-        wait_until(met, _START_SECONDS, f"{component} to be ready (log: {self._processes.log(component)})")
+        wait_until(
+            met, _START_SECONDS, f"{component} to be ready (log: {self._processes.log(component)})"
+        )
 
     # --- down -------------------------------------------------------------------------------------------------------
 
@@ -246,12 +267,20 @@ class Node:
         """Unmounts everything below our folders, the innermost first; mounts can be stacked, so until none is left."""
 
         def unmounted() -> bool:
-            mounted = [path for root in (self._settings.state, self._settings.cache) for path in mounts_below(root)]
+            mounted = [
+                path
+                for root in (self._settings.state, self._settings.cache)
+                for path in mounts_below(root)
+            ]
             for path in sorted(mounted, reverse=True):
                 succeeds(["umount", "--lazy", path])  # unless it went by itself
             return not mounted
 
-        wait_until(unmounted, _GONE_SECONDS, f"everything below {self._settings.state} and {self._settings.cache} to be unmounted")
+        wait_until(
+            unmounted,
+            _GONE_SECONDS,
+            f"everything below {self._settings.state} and {self._settings.cache} to be unmounted",
+        )
 
     def _restore_machine(self) -> None:
         before = self._settings.state / _BEFORE
@@ -285,7 +314,9 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         return not folder.exists()
 
-    wait_until(removed, _GONE_SECONDS, f"{folder} to be removed; is something mounted or open there?")
+    wait_until(
+        removed, _GONE_SECONDS, f"{folder} to be removed; is something mounted or open there?"
+    )
 
 
 def _kill(pids: Iterable[int]) -> None:
@@ -294,12 +325,18 @@ def _kill(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: all(start_ticks(pid) is None for pid in pids), _GONE_SECONDS, "killed containers to end")
+    wait_until(
+        lambda: all(start_ticks(pid) is None for pid in pids),
+        _GONE_SECONDS,
+        "killed containers to end",
+    )
 
 
 def mounts_below(root: Path, table: Path = Path("/proc/mounts")) -> list[str]:
     """Mount points below `root`, as the kernel lists them."""
-    points = [line.split()[1].encode().decode("unicode_escape") for line in table.read_text().splitlines()]
+    points = [
+        line.split()[1].encode().decode("unicode_escape") for line in table.read_text().splitlines()
+    ]
     return [point for point in points if point.startswith(f"{root}/")]
 
 

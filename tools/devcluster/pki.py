@@ -33,7 +33,12 @@ def certificates(settings: Settings) -> list[Certificate]:
             "apiserver",
             "/CN=kube-apiserver",
             "serverAuth",
-            ",".join([*(f"DNS:{name}" for name in apiserver_names), *(f"IP:{ip}" for ip in apiserver_ips)]),
+            ",".join(
+                [
+                    *(f"DNS:{name}" for name in apiserver_names),
+                    *(f"IP:{ip}" for ip in apiserver_ips),
+                ]
+            ),
         ),
         Certificate("apiserver-kubelet", "/O=system:masters/CN=kube-apiserver-kubelet-client"),
         Certificate(
@@ -51,7 +56,9 @@ def certificates(settings: Settings) -> list[Certificate]:
     ]
 
 
-def kubeconfig(settings: Settings, user: str, authority: bytes, certificate: bytes, key: bytes) -> str:
+def kubeconfig(
+    settings: Settings, user: str, authority: bytes, certificate: bytes, key: bytes
+) -> str:
     """A kubeconfig with everything inside, so that it can be copied."""
 
     def encoded(data: bytes) -> str:
@@ -86,9 +93,34 @@ def create(settings: Settings) -> None:
     folder.chmod(0o700)
     _key(folder / "ca.key")
     subject = f"/CN={settings.name}-ca"
-    run(["openssl", "req", "-x509", "-new", "-key", folder / "ca.key", "-subj", subject, "-days", _DAYS, "-out", folder / "ca.crt"])
+    run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-new",
+            "-key",
+            folder / "ca.key",
+            "-subj",
+            subject,
+            "-days",
+            _DAYS,
+            "-out",
+            folder / "ca.crt",
+        ]
+    )
     _key(folder / "service-accounts.key")
-    run(["openssl", "ec", "-in", folder / "service-accounts.key", "-pubout", "-out", folder / "service-accounts.pub"])
+    run(
+        [
+            "openssl",
+            "ec",
+            "-in",
+            folder / "service-accounts.key",
+            "-pubout",
+            "-out",
+            folder / "service-accounts.pub",
+        ]
+    )
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda certificate: _issue(settings, certificate), certificates(settings)))
     write_if_changed(settings.kubeconfig, (folder / "admin.kubeconfig").read_text(), mode=0o600)
@@ -102,9 +134,14 @@ def _key(path: Path) -> None:
 def _issue(settings: Settings, certificate: Certificate) -> None:
     """Writes key, certificate and kubeconfig of one leaf."""
     folder = settings.pki
-    key, request, signed = (folder / f"{certificate.name}.{suffix}" for suffix in ("key", "csr", "crt"))
+    key, request, signed = (
+        folder / f"{certificate.name}.{suffix}" for suffix in ("key", "csr", "crt")
+    )
     extensions = folder / f"{certificate.name}.ext"
-    lines = ["basicConstraints=critical,CA:FALSE", "keyUsage=critical,digitalSignature,keyEncipherment"]
+    lines = [
+        "basicConstraints=critical,CA:FALSE",
+        "keyUsage=critical,digitalSignature,keyEncipherment",
+    ]
     lines.append(f"extendedKeyUsage={certificate.usages}")
     if certificate.alternative_names:
         lines.append(f"subjectAltName={certificate.alternative_names}")
@@ -113,7 +150,19 @@ def _issue(settings: Settings, certificate: Certificate) -> None:
     run(["openssl", "req", "-new", "-key", key, "-subj", certificate.subject, "-out", request])
     # A random serial each: a shared serial file would be a race between threads.
     serial = "0x" + run(["openssl", "rand", "-hex", "16"]).strip()
-    signing = ["openssl", "x509", "-req", "-in", str(request), "-out", str(signed), "-days", _DAYS, "-set_serial", serial]
+    signing = [
+        "openssl",
+        "x509",
+        "-req",
+        "-in",
+        str(request),
+        "-out",
+        str(signed),
+        "-days",
+        _DAYS,
+        "-set_serial",
+        serial,
+    ]
     run([*signing, "-extfile", extensions, "-CA", folder / "ca.crt", "-CAkey", folder / "ca.key"])
     request.unlink()
     extensions.unlink()

@@ -85,6 +85,10 @@ def install_packages(settings: Settings) -> None:
     with progress(f"installing Debian packages {' '.join(missing)}"):
         log = settings.cache / "log" / "apt.log"
         run(["apt-get", "update"], env=environment, log=log)
-        run(["apt-get", "install", "-y", "--no-install-recommends", *missing], env=environment, log=log)
+        run(
+            ["apt-get", "install", "-y", "--no-install-recommends", *missing],
+            env=environment,
+            log=log,
+        )
     if still := missing_packages():
         raise DevclusterError(f"still missing after apt-get install: {', '.join(still)}")

@@ -20,7 +20,10 @@ from devcluster.shell import write_if_changed
 
 _TERM_THEN_KILL_SECONDS = 5.0
 _KILLED_SECONDS = 60.0
-_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(Path.home())}
+_ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": str(Path.home()),
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,9 @@ def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
         text = (proc / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the command name before may hold spaces and parentheses
+    fields = text[
+        text.rindex(")") + 2 :
+    ].split()  # the command name before may hold spaces and parentheses
     state, threads = fields[0], int(fields[17])
     return None if state == "X" or (state == "Z" and threads <= 1) else int(fields[19])
 
@@ -80,7 +85,11 @@ class ProcessTable:
         """The record of `name` if that very process is alive."""
         try:
             record = ProcessRecord(**json.loads((self._folder / f"{name}.json").read_text()))
-        except (FileNotFoundError, ValueError, TypeError):  # never started, or a file cut short by a crash
+        except (
+            FileNotFoundError,
+            ValueError,
+            TypeError,
+        ):  # never started, or a file cut short by a crash
             return None
         return record if start_ticks(record.pid) == record.start_ticks else None
 
@@ -135,7 +144,9 @@ class ProcessTable:
         if not self._wait_gone(names, grace_seconds):
             self._signal(names, signal.SIGKILL)
             if not self._wait_gone(names, _KILLED_SECONDS):
-                raise DevclusterError(f"did not die: {', '.join(name for name in names if self.alive(name))}")
+                raise DevclusterError(
+                    f"did not die: {', '.join(name for name in names if self.alive(name))}"
+                )
         for name in names:
             (self._folder / f"{name}.json").unlink(missing_ok=True)
 

@@ -55,13 +55,30 @@ class Recipe:
             if path.is_file():
                 yield path
                 continue
-            yield from sorted(file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+            yield from sorted(
+                file
+                for file in path.rglob("*")
+                if file.is_file() and "__pycache__" not in file.parts
+            )
 
 
-_OPERATOR = ("images/operator", "images/build-tools.txt", "locks/operator.txt", "crds/agenticrun_api", "operator/agenticrun_operator")
+_OPERATOR = (
+    "images/operator",
+    "images/build-tools.txt",
+    "locks/operator.txt",
+    "crds/agenticrun_api",
+    "operator/agenticrun_operator",
+)
 _ENGINE_LOCKS = tuple(f"locks/{engine}{kind}.txt" for engine in ENGINES for kind in ("", "-cpu"))
 _WORKER = (
-    *("images/worker", "images/build-tools.txt", "locks/workers.txt", "uv.toml", "crds/agenticrun_api", "workers/agenticrun_workers"),
+    *(
+        "images/worker",
+        "images/build-tools.txt",
+        "locks/workers.txt",
+        "uv.toml",
+        "crds/agenticrun_api",
+        "workers/agenticrun_workers",
+    ),
     *_ENGINE_LOCKS,
 )
 
@@ -77,6 +94,11 @@ def variants(engines: Collection[str], *, gpus: bool) -> tuple[Recipe, ...]:
         gpus: the engines are those for GPUs, not those for machines that have none.
     """
     return tuple(
-        Recipe(f"worker-{engine}", "worker", _WORKER, {"ENGINE": engine, "ENGINE_LOCK": engine if gpus else f"{engine}-cpu"})
+        Recipe(
+            f"worker-{engine}",
+            "worker",
+            _WORKER,
+            {"ENGINE": engine, "ENGINE_LOCK": engine if gpus else f"{engine}-cpu"},
+        )
         for engine in engines
     )

@@ -50,7 +50,9 @@ class Settings:
         return cls(
             repository=Path(__file__).resolve().parents[2],
             cache=Path(environment.get("AGENTICRUN_CACHE") or home / ".cache" / "agenticrun"),
-            state=Path(environment.get("AGENTICRUN_DEVCLUSTER_STATE") or "/var/lib/agenticrun-devcluster"),
+            state=Path(
+                environment.get("AGENTICRUN_DEVCLUSTER_STATE") or "/var/lib/agenticrun-devcluster"
+            ),
             context=environment.get("CONTEXT", ""),
             image_registry=environment.get("IMAGE_REGISTRY", "").rstrip("/"),
         )

@@ -33,7 +33,15 @@ def run(
     words = [str(word) for word in argv]
     environment = {**os.environ, **(env or {})}
     if log is None:
-        done = subprocess.run(words, input=stdin, cwd=cwd, env=environment, text=True, capture_output=True, check=False)
+        done = subprocess.run(
+            words,
+            input=stdin,
+            cwd=cwd,
+            env=environment,
+            text=True,
+            capture_output=True,
+            check=False,
+        )
         output, shown = done.stdout, f"{done.stdout}{done.stderr}"
     else:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -48,16 +56,26 @@ def run(
                 stderr=subprocess.STDOUT,
                 check=False,
             )
-        output, shown = "", "" if done.returncode == 0 else f"{log}:\n{log.read_text(errors='replace')}"
+        output, shown = (
+            "",
+            "" if done.returncode == 0 else f"{log}:\n{log.read_text(errors='replace')}",
+        )
     if done.returncode != 0:
-        raise CommandFailed(f"{' '.join(words[:6])} ended with {done.returncode}: {shown[-_ERROR_CHARACTERS:].strip()}")
+        raise CommandFailed(
+            f"{' '.join(words[:6])} ended with {done.returncode}: {shown[-_ERROR_CHARACTERS:].strip()}"
+        )
     return output
 
 
 def succeeds(argv: Sequence[str | Path]) -> bool:
     """Whether the command exists and ends with status 0; its output is dropped."""
     try:
-        return subprocess.run([str(word) for word in argv], capture_output=True, check=False).returncode == 0
+        return (
+            subprocess.run(
+                [str(word) for word in argv], capture_output=True, check=False
+            ).returncode
+            == 0
+        )
     except FileNotFoundError:
         return False
 
@@ -80,7 +98,9 @@ def write_if_changed(path: Path, content: str, mode: int = 0o644) -> bool:
     if path.is_file() and path.read_text() == content:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    number, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # each writer's own
+    number, partial = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}."
+    )  # each writer's own
     with open(number, "w") as file:
         file.write(content)
         os.fchmod(number, mode)

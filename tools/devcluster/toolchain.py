@@ -41,7 +41,15 @@ def _fetched(settings: Settings) -> str:
         try:
             with progress("fetching a Go toolchain"):
                 run([sys.executable, "-m", "venv", "--clear", environment])
-                run([environment / "bin" / "pip", "install", "--require-hashes", "--requirement", _REQUIREMENTS])
+                run(
+                    [
+                        environment / "bin" / "pip",
+                        "install",
+                        "--require-hashes",
+                        "--requirement",
+                        _REQUIREMENTS,
+                    ]
+                )
         except CommandFailed as error:
             wanted = ".".join(str(number) for number in MINIMUM_GO)
             raise DevclusterError(

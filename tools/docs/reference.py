@@ -66,7 +66,13 @@ def _section(path: str, node: Schema) -> str:
     required = set(node.get("required", ()))
     lines += ["| field | type | default | constraints | meaning |", "|---|---|---|---|---|"]
     for name, child in node["properties"].items():
-        cells = (f"`{name}`", _type(child), _default(child, name in required), _constraints(child), _meaning(child))
+        cells = (
+            f"`{name}`",
+            _type(child),
+            _default(child, name in required),
+            _constraints(child),
+            _meaning(child),
+        )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     rules = node.get("x-kubernetes-validations", ())
     if rules:
@@ -101,7 +107,11 @@ def _constraints(node: Schema) -> str:
     for key, text in _BOUNDS:
         if key in node:
             exclusive = node.get(f"exclusive{key.capitalize()}") is True
-            found.append(text.replace("≥", ">").replace("≤", "<").format(node[key]) if exclusive else text.format(node[key]))
+            found.append(
+                text.replace("≥", ">").replace("≤", "<").format(node[key])
+                if exclusive
+                else text.format(node[key])
+            )
     return ", ".join(found)
 
 
@@ -110,8 +120,16 @@ def _meaning(node: Schema) -> str:
 
 
 def _columns() -> str:
-    lines = ["## Columns of `kubectl get agenticruns`", "", "| column | from | shown |", "|---|---|---|"]
-    lines += [f"| {name.upper()} | `{path}` | {'with `-o wide`' if priority else 'always'} |" for name, _, path, priority in COLUMNS]
+    lines = [
+        "## Columns of `kubectl get agenticruns`",
+        "",
+        "| column | from | shown |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {name.upper()} | `{path}` | {'with `-o wide`' if priority else 'always'} |"
+        for name, _, path, priority in COLUMNS
+    ]
     return "\n".join([*lines, ""])
 
 

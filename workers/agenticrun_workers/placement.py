@@ -41,11 +41,20 @@ def here(actor: str, role: Role) -> Placement:
     """The placement of the calling actor."""
     pod = os.environ.get("POD_NAME") or socket.gethostname()
     context = ray.get_runtime_context()
-    return Placement(actor, role, context.get_node_id(), pod, os.getpid(), tuple(context.get_accelerator_ids().get("GPU", ())))
+    return Placement(
+        actor,
+        role,
+        context.get_node_id(),
+        pod,
+        os.getpid(),
+        tuple(context.get_accelerator_ids().get("GPU", ())),
+    )
 
 
 def check_placement(placement: Placement) -> None:
     """Raise `MisplacedActor` unless the actor's node offers its role."""
     nodes = {node["NodeID"]: node.get("Resources", {}) for node in ray.nodes()}  # type: ignore[no-untyped-call]
     if not nodes.get(placement.node_id, {}).get(placement.role.value):
-        raise MisplacedActor(f"{placement.actor} runs on {placement.pod}, which is not a {placement.role.value} pod")
+        raise MisplacedActor(
+            f"{placement.actor} runs on {placement.pod}, which is not a {placement.role.value} pod"
+        )

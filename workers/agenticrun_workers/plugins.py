@@ -64,8 +64,12 @@ class Registry(Generic[T]):
         if not attribute:
             found = [point for point in entry_points(group=self.group) if point.name == name]
             if not found:
-                known = ", ".join(sorted({*self._factories, *(p.name for p in entry_points(group=self.group))}))
-                raise self.errors.not_found(f"no {self.kind} is called {name!r} (known: {known}); write module:Class for one of your own")
+                known = ", ".join(
+                    sorted({*self._factories, *(p.name for p in entry_points(group=self.group))})
+                )
+                raise self.errors.not_found(
+                    f"no {self.kind} is called {name!r} (known: {known}); write module:Class for one of your own"
+                )
             module_name, _, attribute = found[0].value.partition(":")
         return self._import(name, module_name, attribute)
 
@@ -87,7 +91,9 @@ class Registry(Generic[T]):
         try:
             return factory(**arguments, **fixed)
         except (TypeError, ValueError) as error:
-            raise self.errors.bad_config(f"{self.kind} {name!r} refuses its config: {error}") from error
+            raise self.errors.bad_config(
+                f"{self.kind} {name!r} refuses its config: {error}"
+            ) from error
 
     def _import(self, name: str, module_name: str, attribute: str) -> Callable[..., T]:
         try:
@@ -102,7 +108,9 @@ def imported(module_name: str, attribute: str) -> Any:
     try:
         target: Any = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
-        raise PluginImportError(f"importing {module_name} failed: {type(error).__name__}: {error}") from error
+        raise PluginImportError(
+            f"importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(target, part):
             raise PluginImportError(f"{module_name} has no {attribute}")

@@ -21,7 +21,9 @@ def parents() -> dict[Process, int]:
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            fields = stat.read_bytes().rpartition(b")")[2].split()  # the name before may be no text: it is cut after 15 bytes
+            fields = (
+                stat.read_bytes().rpartition(b")")[2].split()
+            )  # the name before may be no text: it is cut after 15 bytes
             if fields[0] not in b"ZX":
                 found[Process(int(stat.parent.name), int(fields[19]))] = int(fields[1])
     return found

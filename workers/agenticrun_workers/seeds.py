@@ -31,6 +31,10 @@ def sampling_seed(seed: int, key: EpisodeKey, attempt: int = 0) -> int:
     return derive(seed, "sampling", key.stream.value, key.group, key.member, attempt)
 
 
-def episode(seed: int, key: EpisodeKey, tag: str, attempt: int = 0, item: Mapping[str, Any] | None = None) -> Episode:
+def episode(
+    seed: int, key: EpisodeKey, tag: str, attempt: int = 0, item: Mapping[str, Any] | None = None
+) -> Episode:
     """What an agent is asked to play; `item` is what the episode is about."""
-    return Episode(key, tag, env_seed(seed, key.stream, key.group), sampling_seed(seed, key, attempt), item)
+    return Episode(
+        key, tag, env_seed(seed, key.stream, key.group), sampling_seed(seed, key, attempt), item
+    )

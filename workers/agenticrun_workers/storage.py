@@ -68,9 +68,13 @@ class Folder:
     def __init__(self, uri: str | os.PathLike[str]) -> None:
         uri = os.fspath(uri)
         try:
-            self._fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False)  # other processes write here too
+            self._fs, path = fsspec.core.url_to_fs(
+                uri, use_listings_cache=False
+            )  # other processes write here too
         except (ImportError, ValueError, OSError) as error:
-            raise UnusableStorage(f"{uri}: {error}; use a folder or s3://bucket/prefix, or install that driver in the image") from error
+            raise UnusableStorage(
+                f"{uri}: {error}; use a folder or s3://bucket/prefix, or install that driver in the image"
+            ) from error
         self._path = str(path).rstrip("/")
         self.local_path = Path(path) if isinstance(self._fs, LocalFileSystem) else None
         """The absolute path, if this is a folder of this machine."""
@@ -159,7 +163,11 @@ class Folder:
             found: list[dict[str, Any]] = self._fs.ls(self._path, detail=True)
         except FileNotFoundError:
             return []
-        return [info["name"].rstrip("/").rpartition("/")[2] for info in found if info["type"] == "directory"]
+        return [
+            info["name"].rstrip("/").rpartition("/")[2]
+            for info in found
+            if info["type"] == "directory"
+        ]
 
     def exists(self, name: str) -> bool:
         return bool(self._fs.exists(self._at(name)))
@@ -241,7 +249,9 @@ def _advice(error: Exception) -> str | None:
         )
     if isinstance(error, FileNotFoundError):
         return "make the bucket first"
-    if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno == errno.EROFS):
+    if isinstance(error, PermissionError) or (
+        isinstance(error, OSError) and error.errno == errno.EROFS
+    ):
         return "let this user or these credentials write there"
     if isinstance(error, NotADirectoryError | FileExistsError):
         return "name a folder, not a file"

@@ -204,7 +204,10 @@ class Trajectory:
         """Turn number (from 0) of each sampled token, -1 on prompt tokens, int32 [T]."""
         parts = [np.zeros(0, np.int32)]
         for number, turn in enumerate(self.turns):
-            parts += [np.full(len(turn.prompt_T), -1, np.int32), np.full(len(turn.response_T), number, np.int32)]
+            parts += [
+                np.full(len(turn.prompt_T), -1, np.int32),
+                np.full(len(turn.response_T), number, np.int32),
+            ]
         return np.concatenate(parts)
 
     @property
@@ -232,7 +235,9 @@ class Trajectory:
         versions = [int(turn.versions_T.min()) for turn in self.turns if len(turn.versions_T)]
         return min(versions, default=-1)
 
-    def _spread(self, values: Callable[[Turn], NDArray[Scalar]], dtype: type[Scalar], fill: float = 0) -> NDArray[Scalar]:
+    def _spread(
+        self, values: Callable[[Turn], NDArray[Scalar]], dtype: type[Scalar], fill: float = 0
+    ) -> NDArray[Scalar]:
         """The values of the responses, in place among prompts of `fill`."""
         parts: list[NDArray[Scalar]] = [np.zeros(0, dtype)]
         for turn in self.turns:

@@ -8,7 +8,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agenticrun_api import Progress
-from agenticrun_api.names import DASHBOARD_PORT, DRIVER_COMMAND, ENV_ATTEMPT, ENV_SUBMISSION_ID, REPORTER_PORT, TOKEN_HEADER
+from agenticrun_api.names import (
+    DASHBOARD_PORT,
+    DRIVER_COMMAND,
+    ENV_ATTEMPT,
+    ENV_SUBMISSION_ID,
+    REPORTER_PORT,
+    TOKEN_HEADER,
+)
 from agenticrun_api.progress import MAX_PROGRESS_BYTES
 from agenticrun_operator.cluster.errors import HeadUnreachable
 from agenticrun_operator.cluster.kube import Response
@@ -70,7 +77,9 @@ class RunHead:
         body = {
             "entrypoint": DRIVER_COMMAND,
             "submission_id": submission_id,
-            "runtime_env": {"env_vars": {ENV_ATTEMPT: str(attempt), ENV_SUBMISSION_ID: submission_id}},
+            "runtime_env": {
+                "env_vars": {ENV_ATTEMPT: str(attempt), ENV_SUBMISSION_ID: submission_id}
+            },
             "metadata": {"agenticrun.dev/run-uid": head.run_uid},
         }
         answer = await self._ray(head, "POST", "/api/jobs/", body)
@@ -78,17 +87,28 @@ class RunHead:
             return
         known = await self._ray(head, "GET", f"/api/jobs/{submission_id}")
         if known.status != 200:
-            raise HeadUnreachable(f"Ray did not take the job: status {answer.status}: {_last_line(answer.body)}")
+            raise HeadUnreachable(
+                f"Ray did not take the job: status {answer.status}: {_last_line(answer.body)}"
+            )
 
     async def stop(self, head: HeadAddress, submission_id: str) -> None:
         answer = await self._ray(head, "POST", f"/api/jobs/{submission_id}/stop")
         if answer.status not in (200, 404):
-            raise HeadUnreachable(f"Ray did not stop the job: status {answer.status}: {_last_line(answer.body)}")
+            raise HeadUnreachable(
+                f"Ray did not stop the job: status {answer.status}: {_last_line(answer.body)}"
+            )
 
     async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
         headers = {TOKEN_HEADER: f"Bearer {head.reporter_token}"}
         try:
-            answer = await self._transport.request("GET", head.pod, REPORTER_PORT, "/progress", headers=headers, limit=MAX_PROGRESS_BYTES)
+            answer = await self._transport.request(
+                "GET",
+                head.pod,
+                REPORTER_PORT,
+                "/progress",
+                headers=headers,
+                limit=MAX_PROGRESS_BYTES,
+            )
             if answer.status == 204:
                 return NoReport()
             return Progress.model_validate_json(_ok(answer, "the reporter"), strict=True)
@@ -105,9 +125,18 @@ class RunHead:
             text = quoted_log
         return text[-LOG_TAIL_CHARACTERS:]
 
-    async def _ray(self, head: HeadAddress, method: str, path: str, body: Any = None, limit: int = MAX_JOB_BYTES) -> Response:
+    async def _ray(
+        self,
+        head: HeadAddress,
+        method: str,
+        path: str,
+        body: Any = None,
+        limit: int = MAX_JOB_BYTES,
+    ) -> Response:
         headers = {TOKEN_HEADER: f"Bearer {head.ray_token}"}
-        return await self._transport.request(method, head.pod, DASHBOARD_PORT, path, headers=headers, body=body, limit=limit)
+        return await self._transport.request(
+            method, head.pod, DASHBOARD_PORT, path, headers=headers, body=body, limit=limit
+        )
 
 
 def _ok(answer: Response, who: str) -> bytes:

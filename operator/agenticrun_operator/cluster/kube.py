@@ -15,7 +15,15 @@ from kubernetes.aio import client, config
 
 from agenticrun_api import AgenticRunStatus
 from agenticrun_api.names import API_VERSION, GROUP, KIND, LABEL_RUN, PLURAL, VERSION
-from agenticrun_operator.cluster.errors import AlreadyExists, ClusterError, Conflict, Denied, KubeUnavailable, NotFound, Refused
+from agenticrun_operator.cluster.errors import (
+    AlreadyExists,
+    ClusterError,
+    Conflict,
+    Denied,
+    KubeUnavailable,
+    NotFound,
+    Refused,
+)
 from agenticrun_operator.metrics import API_REQUESTS
 from agenticrun_operator.planning import Event
 from agenticrun_operator.resources import Manifest
@@ -50,7 +58,9 @@ async def connect(kubeconfig: Path | None = None) -> client.ApiClient:
     try:
         config.load_incluster_config(client_configuration=settings)
     except config.ConfigException:
-        await config.load_kube_config(config_file=str(kubeconfig) if kubeconfig else None, client_configuration=settings)
+        await config.load_kube_config(
+            config_file=str(kubeconfig) if kubeconfig else None, client_configuration=settings
+        )
     return client.ApiClient(configuration=settings)
 
 
@@ -99,12 +109,20 @@ class KubeClient:
 
     async def list_run_keys(self) -> list[tuple[str, str]]:
         root, plural = _ROOTS[KIND]
-        paths = [f"{root}/namespaces/{namespace}/{plural}" for namespace in self._namespaces] or [f"{root}/{plural}"]
+        paths = [f"{root}/namespaces/{namespace}/{plural}" for namespace in self._namespaces] or [
+            f"{root}/{plural}"
+        ]
         lists = [await self._request("GET", path) for path in paths]
-        return [(item["metadata"]["namespace"], item["metadata"]["name"]) for found in lists for item in found["items"]]
+        return [
+            (item["metadata"]["namespace"], item["metadata"]["name"])
+            for found in lists
+            for item in found["items"]
+        ]
 
     async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
-        found = await self._request("GET", object_path("Pod", namespace), query={"labelSelector": f"{LABEL_RUN}={run_name}"})
+        found = await self._request(
+            "GET", object_path("Pod", namespace), query={"labelSelector": f"{LABEL_RUN}={run_name}"}
+        )
         items: list[Manifest] = found["items"]
         return items
 
@@ -129,7 +147,12 @@ class KubeClient:
     async def write_status(self, run: Manifest, status: AgenticRunStatus) -> Manifest:
         metadata = run["metadata"]
         keep = {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")}
-        body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": keep, "status": status.to_dict()}
+        body = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": keep,
+            "status": status.to_dict(),
+        }
         path = object_path(KIND, metadata["namespace"], metadata["name"])
         return await self._apply(f"{path}/status", body)
 
@@ -142,8 +165,13 @@ class KubeClient:
         body = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"name": f"{metadata['name']}.{digest}", "namespace": metadata["namespace"]},
-            "involvedObject": {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")}
+            "metadata": {
+                "name": f"{metadata['name']}.{digest}",
+                "namespace": metadata["namespace"],
+            },
+            "involvedObject": {
+                key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")
+            }
             | {"apiVersion": API_VERSION, "kind": KIND},
             "reason": str(event.reason),
             "message": event.message,
@@ -162,18 +190,26 @@ class KubeClient:
     async def put(self, manifest: Manifest) -> Manifest:
         """Replace an object at its resourceVersion. Raises `Conflict`, `NotFound`."""
         metadata = manifest["metadata"]
-        return await self._request("PUT", object_path(manifest["kind"], metadata["namespace"], metadata["name"]), body=manifest)
+        return await self._request(
+            "PUT",
+            object_path(manifest["kind"], metadata["namespace"], metadata["name"]),
+            body=manifest,
+        )
 
     async def _apply(self, path: str, body: Manifest) -> Manifest:
         query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
-        return await self._request("PATCH", path, query=query, body=body, headers={"Content-Type": _APPLY})
+        return await self._request(
+            "PATCH", path, query=query, body=body, headers={"Content-Type": _APPLY}
+        )
 
     async def _request(self, method: str, path: str, **arguments: Any) -> Manifest:
         response = await self.raw(method, path, **arguments)
         try:
             answer = json.loads(response.body)
         except ValueError as error:
-            raise KubeUnavailable(f"{method} {path}: status {response.status} and no JSON") from error
+            raise KubeUnavailable(
+                f"{method} {path}: status {response.status} and no JSON"
+            ) from error
         if response.status < 300:
             found: Manifest = answer
             return found

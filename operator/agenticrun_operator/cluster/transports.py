@@ -29,7 +29,15 @@ class HeadTransport(Protocol):
     """One HTTP request to a port of a pod. Raises `HeadUnreachable`, also for an answer of more than `limit` bytes."""
 
     async def request(
-        self, method: str, pod: PodAddress, port: int, path: str, *, headers: Mapping[str, str], body: Any = None, limit: int
+        self,
+        method: str,
+        pod: PodAddress,
+        port: int,
+        path: str,
+        *,
+        headers: Mapping[str, str],
+        body: Any = None,
+        limit: int,
     ) -> Response: ...
 
 
@@ -40,21 +48,35 @@ class DirectTransport:
         self._session = session
 
     async def request(
-        self, method: str, pod: PodAddress, port: int, path: str, *, headers: Mapping[str, str], body: Any = None, limit: int
+        self,
+        method: str,
+        pod: PodAddress,
+        port: int,
+        path: str,
+        *,
+        headers: Mapping[str, str],
+        body: Any = None,
+        limit: int,
     ) -> Response:
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         url = f"http://{host}:{port}{path}"
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS, connect=CONNECT_SECONDS)
         try:
-            async with self._session.request(method, url, json=body, headers=headers, timeout=timeout, allow_redirects=False) as answer:
+            async with self._session.request(
+                method, url, json=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as answer:
                 content = b""
                 async for chunk in answer.content.iter_chunked(65_536):
                     content += chunk
                     if len(content) > limit:
-                        raise HeadUnreachable(f"{path} of pod {pod.name} answers more than {limit} bytes")
+                        raise HeadUnreachable(
+                            f"{path} of pod {pod.name} answers more than {limit} bytes"
+                        )
                 return Response(answer.status, content)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise HeadUnreachable(f"pod {pod.name}, port {port}: {error or type(error).__name__}") from error
+            raise HeadUnreachable(
+                f"pod {pod.name}, port {port}: {error or type(error).__name__}"
+            ) from error
 
 
 class ProxyTransport:
@@ -64,11 +86,21 @@ class ProxyTransport:
         self._kube = kube
 
     async def request(
-        self, method: str, pod: PodAddress, port: int, path: str, *, headers: Mapping[str, str], body: Any = None, limit: int
+        self,
+        method: str,
+        pod: PodAddress,
+        port: int,
+        path: str,
+        *,
+        headers: Mapping[str, str],
+        body: Any = None,
+        limit: int,
     ) -> Response:
         proxied = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}:{port}/proxy{path}"
         try:
-            answer = await self._kube.raw(method, proxied, headers=headers, body=body, timeout=TIMEOUT_SECONDS)
+            answer = await self._kube.raw(
+                method, proxied, headers=headers, body=body, timeout=TIMEOUT_SECONDS
+            )
         except KubeUnavailable as error:
             raise HeadUnreachable(f"pod {pod.name}, port {port}: {error}") from error
         if answer.status == 503:

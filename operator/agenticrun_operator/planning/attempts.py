@@ -52,10 +52,16 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
         draft.look_again(POLL_SECONDS)
         return
     attempt = previous.attempt + 1 if previous else 1
-    job = JobStatus(attempt=attempt, submission_id=submission_id(draft.run, attempt), incarnation=head.incarnation)
+    job = JobStatus(
+        attempt=attempt,
+        submission_id=submission_id(draft.run, attempt),
+        incarnation=head.incarnation,
+    )
     cluster = RayClusterStatus(name=draft.run.metadata.name, incarnation=head.incarnation)
     draft.set(job=job, ray_cluster=cluster, next_retry_time=None)
-    draft.condition(ConditionType.TRAINING, "False", Reason.SUBMITTING, f"submitting attempt {attempt}")
+    draft.condition(
+        ConditionType.TRAINING, "False", Reason.SUBMITTING, f"submitting attempt {attempt}"
+    )
     draft.job = Submit(job.submission_id, attempt)
     draft.look_again(POLL_SECONDS)
 
@@ -67,7 +73,9 @@ def _is_over(draft: Draft, observed: Observed, previous: JobStatus) -> bool:
     """
     if isinstance(observed.job, Job) and observed.job.live:
         draft.job = Stop(previous.submission_id)
-    return isinstance(observed.job, NoJob) or (isinstance(observed.job, Job) and not observed.job.live)
+    return isinstance(observed.job, NoJob) or (
+        isinstance(observed.job, Job) and not observed.job.live
+    )
 
 
 def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
@@ -85,14 +93,22 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
     if _is_lost(head, job):
         if head is not None and head.incarnation and _waits_for_report(draft, observed):
             return
-        _fail(draft, observed, final, Reason.CLUSTER_LOST, "the head of the Ray cluster was replaced or restarted")
+        _fail(
+            draft,
+            observed,
+            final,
+            Reason.CLUSTER_LOST,
+            "the head of the Ray cluster was replaced or restarted",
+        )
     elif isinstance(observed.job, NoJob):
         if job.status:
             _fail(draft, observed, final, Reason.DRIVER_LOST, "Ray no longer knows the job")
         else:
             draft.job = Submit(job.submission_id, job.attempt)
             if observed.job_trouble:
-                draft.condition(ConditionType.TRAINING, "False", Reason.SUBMITTING, observed.job_trouble)
+                draft.condition(
+                    ConditionType.TRAINING, "False", Reason.SUBMITTING, observed.job_trouble
+                )
     elif isinstance(observed.job, Unreachable):
         _report_training(draft, observed, progress)
     elif observed.job.live:
@@ -113,9 +129,16 @@ def _waits_for_report(draft: Draft, observed: Observed) -> bool:
     if not isinstance(observed.progress, Unreachable):
         return False
     waiting = draft.find(ConditionType.TRAINING)
-    waited = draft.seconds_since_transition(ConditionType.TRAINING) if waiting and waiting.status == "Unknown" else 0.0
+    waited = (
+        draft.seconds_since_transition(ConditionType.TRAINING)
+        if waiting and waiting.status == "Unknown"
+        else 0.0
+    )
     draft.condition(
-        ConditionType.TRAINING, "Unknown", Reason.PROGRESS_UNAVAILABLE, f"the attempt has ended; its report: {observed.progress.why}"
+        ConditionType.TRAINING,
+        "Unknown",
+        Reason.PROGRESS_UNAVAILABLE,
+        f"the attempt has ended; its report: {observed.progress.why}",
     )
     return waited < REPORT_PATIENCE_SECONDS
 
@@ -124,10 +147,15 @@ def _follow_live(draft: Draft, observed: Observed, seen: Job, progress: Progress
     job = draft.status.job
     assert job is not None
     if progress and progress.final:  # it has failed, and only has to exit
-        draft.condition(ConditionType.TRAINING, "False", progress.final.reason, progress.final.message)
+        draft.condition(
+            ConditionType.TRAINING, "False", progress.final.reason, progress.final.message
+        )
         # Training may be false since the submission, and the driver's clock may be wrong: the later of the two moments counts.
         since_report = (draft.now - parse_time(progress.final.time)).total_seconds()
-        if min(draft.seconds_since_transition(ConditionType.TRAINING), since_report) > ending.EXIT_SECONDS:
+        if (
+            min(draft.seconds_since_transition(ConditionType.TRAINING), since_report)
+            > ending.EXIT_SECONDS
+        ):
             draft.job = Stop(job.submission_id)
         return
     if seen.status == "RUNNING" and draft.status.phase is not Phase.RUNNING:
@@ -138,14 +166,25 @@ def _follow_live(draft: Draft, observed: Observed, seen: Job, progress: Progress
 
 def _report_training(draft: Draft, observed: Observed, progress: Progress | None) -> None:
     if progress:
-        draft.condition(ConditionType.TRAINING, "True", Reason.DRIVER_RUNNING, f"attempt {progress.attempt}")
+        draft.condition(
+            ConditionType.TRAINING, "True", Reason.DRIVER_RUNNING, f"attempt {progress.attempt}"
+        )
         draft.set(message=progress.message or None)
     elif draft.status.phase is not Phase.RUNNING:
-        draft.condition(ConditionType.TRAINING, "False", Reason.SUBMITTING, "waiting for the driver to start")
+        draft.condition(
+            ConditionType.TRAINING, "False", Reason.SUBMITTING, "waiting for the driver to start"
+        )
     elif isinstance(observed.progress, Unreachable):
-        draft.condition(ConditionType.TRAINING, "Unknown", Reason.PROGRESS_UNAVAILABLE, observed.progress.why)
+        draft.condition(
+            ConditionType.TRAINING, "Unknown", Reason.PROGRESS_UNAVAILABLE, observed.progress.why
+        )
     else:
-        draft.condition(ConditionType.TRAINING, "False", Reason.SUBMITTING, "waiting for the driver's first report")
+        draft.condition(
+            ConditionType.TRAINING,
+            "False",
+            Reason.SUBMITTING,
+            "waiting for the driver's first report",
+        )
 
 
 def _conclude(draft: Draft, observed: Observed, seen: Job, final: FinalReport | None) -> None:
@@ -157,7 +196,14 @@ def _conclude(draft: Draft, observed: Observed, seen: Job, final: FinalReport | 
     _fail(draft, observed, final, reason, f"job {seen.status}: {seen.message}", retryable)
 
 
-def _fail(draft: Draft, observed: Observed, final: FinalReport | None, reason: Reason, message: str, retryable: bool = True) -> None:
+def _fail(
+    draft: Draft,
+    observed: Observed,
+    final: FinalReport | None,
+    reason: Reason,
+    message: str,
+    retryable: bool = True,
+) -> None:
     """An attempt has failed. The driver's own report, where there is one, goes before what can be seen from outside."""
     job = draft.status.job
     assert job is not None
@@ -176,7 +222,9 @@ def _fail(draft: Draft, observed: Observed, final: FinalReport | None, reason: R
         )
     else:
         wait = min(policy.backoff_seconds * 2.0**restarts, MAX_BACKOFF_SECONDS)
-        draft.set(restarts=restarts + 1, next_retry_time=format_time(draft.now + timedelta(seconds=wait)))
+        draft.set(
+            restarts=restarts + 1, next_retry_time=format_time(draft.now + timedelta(seconds=wait))
+        )
         summary = f"attempt {job.attempt} failed ({cause}): {text}"
         draft.phase(Phase.RESTARTING, summary)
         draft.condition(ConditionType.TRAINING, "False", cause, text)

@@ -13,7 +13,17 @@ from agenticrun_operator.resources import Manifest
 SOFT_WRITE_SECONDS = 10.0
 """Changes that are neither a step nor a phase nor a condition are written at most this often."""
 _SOFT = frozenset(
-    {"reward", "tokens_per_second", "staleness", "eta", "estimated_completion_time", "last_step_time", "activity", "message", "metrics"}
+    {
+        "reward",
+        "tokens_per_second",
+        "staleness",
+        "eta",
+        "estimated_completion_time",
+        "last_step_time",
+        "activity",
+        "message",
+        "metrics",
+    }
 )
 
 MAX_CONDITION_MESSAGE = 1024
@@ -39,7 +49,13 @@ class Draft:
         """Replace fields of the status."""
         self.status = self.status.model_copy(update=fields)
 
-    def condition(self, kind: ConditionType, status: Literal["True", "False", "Unknown"], reason: Reason | str, message: str = "") -> None:
+    def condition(
+        self,
+        kind: ConditionType,
+        status: Literal["True", "False", "Unknown"],
+        reason: Reason | str,
+        message: str = "",
+    ) -> None:
         """Set a condition. The transition time moves only when the status does."""
         before = self.find(kind)
         moved = before is None or before.status != status
@@ -48,7 +64,9 @@ class Draft:
             status=status,
             reason=str(reason),
             message=message[:MAX_CONDITION_MESSAGE],
-            last_transition_time=format_time(self.now) if moved or before is None else before.last_transition_time,
+            last_transition_time=format_time(self.now)
+            if moved or before is None
+            else before.last_transition_time,
             observed_generation=self.run.metadata.generation,
         )
         conditions = [after if item.type == kind.value else item for item in self.status.conditions]
@@ -70,7 +88,9 @@ class Draft:
         self.set(phase=phase, message=message[:MAX_TEXT] if message else None)
 
     def event(self, reason: Reason | str, message: str, warning: bool = False) -> None:
-        self._events.append(Event(reason, message[:MAX_CONDITION_MESSAGE], "Warning" if warning else "Normal"))
+        self._events.append(
+            Event(reason, message[:MAX_CONDITION_MESSAGE], "Warning" if warning else "Normal")
+        )
 
     def look_again(self, seconds: float) -> None:
         """Ask to be reconciled after at most this long."""

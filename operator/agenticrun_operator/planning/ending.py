@@ -38,12 +38,22 @@ def fail(draft: Draft, reason: Reason | str, message: str) -> None:
 
 
 def _finish(draft: Draft) -> None:
-    draft.set(completion_time=format_time(draft.now), eta=None, estimated_completion_time=None, next_retry_time=None)
+    draft.set(
+        completion_time=format_time(draft.now),
+        eta=None,
+        estimated_completion_time=None,
+        next_retry_time=None,
+    )
     draft.look_again(1.0)
 
 
 def condition(
-    kind: ConditionType, status: Literal["True", "False", "Unknown"], reason: Reason, message: str, now: datetime, generation: int
+    kind: ConditionType,
+    status: Literal["True", "False", "Unknown"],
+    reason: Reason,
+    message: str,
+    now: datetime,
+    generation: int,
 ) -> Condition:
     """A condition that has just changed."""
     return Condition(
@@ -60,11 +70,17 @@ def clean_up(draft: Draft, observed: Observed) -> None:
     """Of a finished run: delete its cluster if it says so, and the run itself when its time is over."""
     run = draft.run
     ended = parse_time(run.status.completion_time) if run.status.completion_time else draft.now
-    policy = run.spec.cleanup.on_success if run.status.phase is Phase.SUCCEEDED else run.spec.cleanup.on_failure
+    policy = (
+        run.spec.cleanup.on_success
+        if run.status.phase is Phase.SUCCEEDED
+        else run.spec.cleanup.on_failure
+    )
     if policy == "Delete":
         _delete_cluster(draft, observed, ended)
     if run.spec.ttl_seconds_after_finished is not None:
-        left = (ended + timedelta(seconds=run.spec.ttl_seconds_after_finished) - draft.now).total_seconds()
+        left = (
+            ended + timedelta(seconds=run.spec.ttl_seconds_after_finished) - draft.now
+        ).total_seconds()
         if left <= 0:
             draft.delete.append(Delete(Child(KIND, run.metadata.name), run.metadata.uid))
         else:
@@ -76,9 +92,21 @@ def _delete_cluster(draft: Draft, observed: Observed, ended: datetime) -> None:
     cluster = observed.child("RayCluster", name)
     if cluster is None or is_deleting(cluster):
         if draft.is_true(ConditionType.CLUSTER_PROVISIONED):
-            draft.condition(ConditionType.CLUSTER_PROVISIONED, "False", Reason.CLUSTER_DELETED, "the run has finished")
-            draft.condition(ConditionType.ROLES_READY, "False", Reason.CLUSTER_DELETED, "the run has finished")
-            draft.set(roles=[item.model_copy(update={"ready": 0, "message": ""}) for item in draft.status.roles])
+            draft.condition(
+                ConditionType.CLUSTER_PROVISIONED,
+                "False",
+                Reason.CLUSTER_DELETED,
+                "the run has finished",
+            )
+            draft.condition(
+                ConditionType.ROLES_READY, "False", Reason.CLUSTER_DELETED, "the run has finished"
+            )
+            draft.set(
+                roles=[
+                    item.model_copy(update={"ready": 0, "message": ""})
+                    for item in draft.status.roles
+                ]
+            )
             draft.event(Reason.CLUSTER_DELETED, f"deleted RayCluster {name}: the run has finished")
         return
     if controller_uid(cluster) != draft.run.metadata.uid:

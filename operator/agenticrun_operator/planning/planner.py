@@ -31,7 +31,9 @@ def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImage
     draft.look_again(SAFETY_NET_SECONDS)
     obstacle = provisioning.find_obstacle(run, observed, images)
     if obstacle:
-        draft.condition(ConditionType.CLUSTER_PROVISIONED, "False", obstacle.reason, obstacle.message)
+        draft.condition(
+            ConditionType.CLUSTER_PROVISIONED, "False", obstacle.reason, obstacle.message
+        )
         draft.look_again(WAIT_SECONDS)
     else:
         provisioning.provision(draft, observed, images)
@@ -61,22 +63,34 @@ def plan_denied(run: AgenticRun, message: str, now: datetime) -> Plan:
     return draft.finish(None)
 
 
-def plan_unreadable(document: Manifest, errors: tuple[str, ...], cluster: Manifest | None, now: datetime) -> Plan:
+def plan_unreadable(
+    document: Manifest, errors: tuple[str, ...], cluster: Manifest | None, now: datetime
+) -> Plan:
     """A spec that the CRD took and this operator's own models do not, which means versions that do not fit together.
 
     The run fails; its cluster, if it has one, is deleted unless the run's cleanup says otherwise.
     """
     metadata = Metadata.model_validate(document["metadata"])
-    known = AgenticRunStatus.model_validate(document.get("status") or {"conditions": [], "metrics": [], "roles": []})
+    known = AgenticRunStatus.model_validate(
+        document.get("status") or {"conditions": [], "metrics": [], "roles": []}
+    )
     if metadata.deletion_timestamp:
         return Plan()
     keep = document["spec"].get("cleanup", {}).get("onFailure") == "Keep"
     ours = cluster is not None and controller_uid(cluster) == metadata.uid
-    delete = (Delete(Child.of(cluster), cluster["metadata"]["uid"]),) if cluster and ours and not keep else ()
+    delete = (
+        (Delete(Child.of(cluster), cluster["metadata"]["uid"]),)
+        if cluster and ours and not keep
+        else ()
+    )
     if known.phase.finished:
         return Plan(delete=delete)
     message = "; ".join(errors)[:MAX_TEXT]
-    conditions = [item for item in known.conditions if item.type not in (ConditionType.FAILED, ConditionType.COMPLETE)]
+    conditions = [
+        item
+        for item in known.conditions
+        if item.type not in (ConditionType.FAILED, ConditionType.COMPLETE)
+    ]
     status = known.model_copy(
         update={
             "phase": Phase.FAILED,
@@ -85,9 +99,27 @@ def plan_unreadable(document: Manifest, errors: tuple[str, ...], cluster: Manife
             "message": message,
             "conditions": [
                 *conditions,
-                ending.condition(ConditionType.COMPLETE, "False", Reason.INVALID_CONFIG, message, now, metadata.generation),
-                ending.condition(ConditionType.FAILED, "True", Reason.INVALID_CONFIG, message, now, metadata.generation),
+                ending.condition(
+                    ConditionType.COMPLETE,
+                    "False",
+                    Reason.INVALID_CONFIG,
+                    message,
+                    now,
+                    metadata.generation,
+                ),
+                ending.condition(
+                    ConditionType.FAILED,
+                    "True",
+                    Reason.INVALID_CONFIG,
+                    message,
+                    now,
+                    metadata.generation,
+                ),
             ],
         }
     )
-    return Plan(status=status, delete=delete, events=(Event(Reason.INVALID_CONFIG, message[:1024], "Warning"),))
+    return Plan(
+        status=status,
+        delete=delete,
+        events=(Event(Reason.INVALID_CONFIG, message[:1024], "Warning"),),
+    )

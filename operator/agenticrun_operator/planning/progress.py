@@ -21,7 +21,9 @@ def own_progress(run: AgenticRun, progress: Progress | NoReport | Unreachable) -
     if not isinstance(progress, Progress) or job is None:
         return None
     mine = (run.metadata.uid, job.submission_id, job.attempt)
-    return progress if (progress.run_uid, progress.submission_id, progress.attempt) == mine else None
+    return (
+        progress if (progress.run_uid, progress.submission_id, progress.attempt) == mine else None
+    )
 
 
 def fold(draft: Draft, progress: Progress) -> None:
@@ -42,8 +44,13 @@ def fold(draft: Draft, progress: Progress) -> None:
         reward=_number(progress.reward, "{:.3f}"),
         tokens_per_second=_number(progress.tokens_per_second, "{:.0f}"),
         staleness=_number(progress.staleness, "{:.2f}"),
-        last_step_time=format_time(parse_time(progress.last_step_time)) if progress.last_step_time else None,
-        metrics=[Metric(name=name, value=f"{value:.6g}") for name, value in sorted(islice(progress.metrics.items(), STATUS_METRICS))],
+        last_step_time=format_time(parse_time(progress.last_step_time))
+        if progress.last_step_time
+        else None,
+        metrics=[
+            Metric(name=name, value=f"{value:.6g}")
+            for name, value in sorted(islice(progress.metrics.items(), STATUS_METRICS))
+        ],
     )
     if progress.checkpoint:
         draft.set(checkpoint=progress.checkpoint)

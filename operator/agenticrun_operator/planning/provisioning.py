@@ -48,18 +48,31 @@ def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> 
             continue
         shown = f"{child.kind} {child.name}"
         if is_deleting(manifest) or _of_earlier_run(run, manifest):
-            return Obstacle(Reason.WAITING_FOR_PREVIOUS_RUN, f"waiting until {shown} of an earlier run is gone")
+            return Obstacle(
+                Reason.WAITING_FOR_PREVIOUS_RUN, f"waiting until {shown} of an earlier run is gone"
+            )
         if controller_uid(manifest) != run.metadata.uid:
-            return Obstacle(Reason.NAME_CONFLICT, f"{shown} exists and belongs to someone else: delete it, or give the run another name")
+            return Obstacle(
+                Reason.NAME_CONFLICT,
+                f"{shown} exists and belongs to someone else: delete it, or give the run another name",
+            )
     for pod in observed.pods:
         if pod.run_uid != run.metadata.uid:
-            return Obstacle(Reason.WAITING_FOR_PREVIOUS_RUN, f"waiting until pod {pod.name} of an earlier run is gone")
+            return Obstacle(
+                Reason.WAITING_FOR_PREVIOUS_RUN,
+                f"waiting until pod {pod.name} of an earlier run is gone",
+            )
     return None
 
 
 def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
     owners = manifest["metadata"].get("ownerReferences", ())
-    return any(owner["kind"] == KIND and owner["name"] == run.metadata.name and owner["uid"] != run.metadata.uid for owner in owners)
+    return any(
+        owner["kind"] == KIND
+        and owner["name"] == run.metadata.name
+        and owner["uid"] != run.metadata.uid
+        for owner in owners
+    )
 
 
 def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
@@ -76,7 +89,11 @@ def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
         elif changed and child in observed.children:
             draft.apply.append(manifest)
     if run.status.start_time is None:
-        draft.set(start_time=format_time(draft.now), max_steps=run.spec.pipeline.max_steps, progress=f"0/{run.spec.pipeline.max_steps}")
+        draft.set(
+            start_time=format_time(draft.now),
+            max_steps=run.spec.pipeline.max_steps,
+            progress=f"0/{run.spec.pipeline.max_steps}",
+        )
         draft.condition(ConditionType.COMPLETE, "False", Reason.NOT_FINISHED)
         draft.condition(ConditionType.FAILED, "False", Reason.NOT_FINISHED)
     if draft.status.phase is Phase.PENDING:
@@ -87,12 +104,22 @@ def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
 def _report_cluster(draft: Draft, observed: Observed) -> None:
     name = draft.run.metadata.name
     if observed.child("RayCluster", name) is None:
-        draft.condition(ConditionType.CLUSTER_PROVISIONED, "False", Reason.CLUSTER_CREATING, f"creating RayCluster {name}")
+        draft.condition(
+            ConditionType.CLUSTER_PROVISIONED,
+            "False",
+            Reason.CLUSTER_CREATING,
+            f"creating RayCluster {name}",
+        )
         draft.look_again(5.0)
         return
     if not draft.is_true(ConditionType.CLUSTER_PROVISIONED):
         draft.event(Reason.CLUSTER_CREATED, f"created RayCluster {name}")
-    draft.condition(ConditionType.CLUSTER_PROVISIONED, "True", Reason.CLUSTER_CREATED, f"RayCluster {name} exists")
+    draft.condition(
+        ConditionType.CLUSTER_PROVISIONED,
+        "True",
+        Reason.CLUSTER_CREATED,
+        f"RayCluster {name} exists",
+    )
 
 
 def _is_missing(observed: Observed, child: Child) -> bool:

@@ -7,7 +7,9 @@ from agenticrun_api.status import RoleStatus
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.observed import Observed, Pod, Problem
 
-_WORTH_AN_EVENT = frozenset({Reason.IMAGE_PULL_FAILED, Reason.UNSCHEDULABLE, Reason.CONTAINER_CRASHED})
+_WORTH_AN_EVENT = frozenset(
+    {Reason.IMAGE_PULL_FAILED, Reason.UNSCHEDULABLE, Reason.CONTAINER_CRASHED}
+)
 
 
 def report(draft: Draft, observed: Observed) -> bool:
@@ -19,12 +21,17 @@ def report(draft: Draft, observed: Observed) -> bool:
         pods = [pod for pod in own if pod.role is role]
         status, problem = _role(draft, role, pods)
         statuses.append(status)
-        if problem and (first is None or (first.reason is Reason.PODS_PENDING and problem.reason is not Reason.PODS_PENDING)):
+        if problem and (
+            first is None
+            or (first.reason is Reason.PODS_PENDING and problem.reason is not Reason.PODS_PENDING)
+        ):
             first = Problem(problem.reason, f"{role.value}: {problem.message}")
     draft.set(roles=statuses)
     if first is None:
         if not draft.is_true(ConditionType.ROLES_READY):
-            draft.event(Reason.PODS_READY, f"all {sum(item.desired for item in statuses)} pods are ready")
+            draft.event(
+                Reason.PODS_READY, f"all {sum(item.desired for item in statuses)} pods are ready"
+            )
         draft.condition(ConditionType.ROLES_READY, "True", Reason.PODS_READY)
         if draft.status.phase is Phase.STARTING:
             draft.phase(Phase.STARTING)
@@ -50,15 +57,23 @@ def _role(draft: Draft, role: Role, pods: list[Pod]) -> tuple[RoleStatus, Proble
         else:
             problem = Problem(Reason.PODS_PENDING, f"{ready} of {desired} pods ready")
     message = problem.message[:256] if problem else ""
-    return RoleStatus(name=role.value, desired=desired, ready=ready, gpus=settings.gpus * desired, message=message), problem
+    return RoleStatus(
+        name=role.value, desired=desired, ready=ready, gpus=settings.gpus * desired, message=message
+    ), problem
 
 
 def _cluster_problem(draft: Draft, observed: Observed) -> Problem | None:
     """What keeps pods from being created at all: a missing ConfigMap of the user's, a quota, an admission policy."""
     if observed.missing_code:
-        return Problem(Reason.PODS_PENDING, f"ConfigMap {observed.missing_code} (spec.code.configMap) does not exist: create it")
+        return Problem(
+            Reason.PODS_PENDING,
+            f"ConfigMap {observed.missing_code} (spec.code.configMap) does not exist: create it",
+        )
     cluster = observed.child("RayCluster", draft.run.metadata.name) or {}
     for condition in cluster.get("status", {}).get("conditions", ()):
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
-            return Problem(Reason.PODS_PENDING, f"pods cannot be created: {' '.join(condition.get('message', '').split())}")
+            return Problem(
+                Reason.PODS_PENDING,
+                f"pods cannot be created: {' '.join(condition.get('message', '').split())}",
+            )
     return None

@@ -1,6 +1,13 @@
 """Builders of a run's child objects. Pure: a run in, manifests out."""
 
-from agenticrun_operator.resources.children import Child, code_config_map, desired_children, mounted_children, token_secret, token_secrets
+from agenticrun_operator.resources.children import (
+    Child,
+    code_config_map,
+    desired_children,
+    mounted_children,
+    token_secret,
+    token_secrets,
+)
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, controller_uid, is_deleting
 from agenticrun_operator.resources.pods import RAY_CONTAINER

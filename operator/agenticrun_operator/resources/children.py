@@ -60,7 +60,10 @@ def run_config(run: AgenticRun) -> Manifest:
 
 def checkpoint_claim(run: AgenticRun, claim: VolumeClaim) -> Manifest:
     """The claim of spec.checkpoint.volumeClaim.size, deleted with the run."""
-    spec: Manifest = {"accessModes": [claim.access_mode], "resources": {"requests": {"storage": claim.size}}}
+    spec: Manifest = {
+        "accessModes": [claim.access_mode],
+        "resources": {"requests": {"storage": claim.size}},
+    }
     if claim.storage_class_name:
         spec["storageClassName"] = claim.storage_class_name
     return {

@@ -24,9 +24,17 @@ class WorkerImages:
         engine = run.spec.pipeline.actor_infer.strategy.name
         if run.spec.image:
             return run.spec.image
-        return self.with_engine[engine] if role is run.spec.engine_role and engine != EMBEDDED_ENGINE else self.worker
+        return (
+            self.with_engine[engine]
+            if role is run.spec.engine_role and engine != EMBEDDED_ENGINE
+            else self.worker
+        )
 
     def missing_engine(self, run: AgenticRun) -> str | None:
         """The engine of the run, where no image has it."""
         engine = run.spec.pipeline.actor_infer.strategy.name
-        return None if run.spec.image or engine == EMBEDDED_ENGINE or self.with_engine.get(engine) else engine
+        return (
+            None
+            if run.spec.image or engine == EMBEDDED_ENGINE or self.with_engine.get(engine)
+            else engine
+        )

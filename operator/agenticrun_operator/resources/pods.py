@@ -27,7 +27,10 @@ _RESTRICTED: Manifest = {
     "runAsNonRoot": True,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-_REPORTER_RESOURCES: Manifest = {"requests": {"cpu": "20m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}}
+_REPORTER_RESOURCES: Manifest = {
+    "requests": {"cpu": "20m", "memory": "128Mi"},
+    "limits": {"memory": "256Mi"},
+}
 _REPORTER_VOLUMES = ("work", "run", "reporter-token")
 
 
@@ -43,10 +46,18 @@ def head_pod(run: AgenticRun, image: str, ports: dict[str, int]) -> Manifest:
             "restartPolicy": "Always",
             "command": list(REPORTER_COMMAND),
             "env": settings.env,
-            "readinessProbe": {"httpGet": {"path": "/healthz", "port": REPORTER_PORT}, "periodSeconds": 1, "failureThreshold": 5},
+            "readinessProbe": {
+                "httpGet": {"path": "/healthz", "port": REPORTER_PORT},
+                "periodSeconds": 1,
+                "failureThreshold": 5,
+            },
             "resources": _REPORTER_RESOURCES,
             "securityContext": _RESTRICTED,
-            "volumeMounts": [item.mount for item in pod_volumes(run, Role.DRIVER) if item.volume["name"] in _REPORTER_VOLUMES],
+            "volumeMounts": [
+                item.mount
+                for item in pod_volumes(run, Role.DRIVER)
+                if item.volume["name"] in _REPORTER_VOLUMES
+            ],
         }
     ]
     return pod
@@ -109,7 +120,9 @@ def _environment(run: AgenticRun, role: Role) -> list[Manifest]:
     ours = _ENV | ({"PYTHONPATH": CODE_DIR} if run.spec.code else {})
     theirs = run.spec.roles.of(role).env
     overridden = {variable.get("name") for variable in theirs}
-    return [{"name": name, "value": value} for name, value in ours.items() if name not in overridden] + theirs
+    return [
+        {"name": name, "value": value} for name, value in ours.items() if name not in overridden
+    ] + theirs
 
 
 def _resources(run: AgenticRun, role: Role) -> Manifest:

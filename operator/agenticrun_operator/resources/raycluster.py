@@ -12,7 +12,13 @@ from agenticrun_operator.resources.pods import head_pod, worker_pod
 from agenticrun_operator.resources.quantities import whole_number
 from agenticrun_operator.resources.volumes import ray_token_name
 
-HEAD_PORTS = {"gcs-server": 6379, "dashboard": DASHBOARD_PORT, "client": 10001, "metrics": 8080, "reporter": REPORTER_PORT}
+HEAD_PORTS = {
+    "gcs-server": 6379,
+    "dashboard": DASHBOARD_PORT,
+    "client": 10001,
+    "metrics": 8080,
+    "reporter": REPORTER_PORT,
+}
 """KubeRay copies the head container's ports to the head service, and drops its defaults as soon as one is declared."""
 
 OBJECT_STORE_SHARE = 0.3
@@ -32,10 +38,13 @@ def ray_cluster(run: AgenticRun, images: WorkerImages) -> Manifest:
             "rayVersion": run.spec.ray_version,
             "authOptions": {"mode": "token", "secretName": ray_token_name(run)},
             "headGroupSpec": {
-                "rayStartParams": _ray_start_params(run, Role.DRIVER) | {"dashboard-host": "0.0.0.0"},
+                "rayStartParams": _ray_start_params(run, Role.DRIVER)
+                | {"dashboard-host": "0.0.0.0"},
                 "template": {"metadata": {"labels": run_labels(run, Role.DRIVER)}, "spec": head},
             },
-            "workerGroupSpecs": [_worker_group(run, role, images.of(run, role)) for role in run.spec.roles.workers],
+            "workerGroupSpecs": [
+                _worker_group(run, role, images.of(run, role)) for role in run.spec.roles.workers
+            ],
         },
     }
 
@@ -48,7 +57,10 @@ def _worker_group(run: AgenticRun, role: Role, image: str) -> Manifest:
         "minReplicas": replicas,
         "maxReplicas": replicas,
         "rayStartParams": _ray_start_params(run, role),
-        "template": {"metadata": {"labels": run_labels(run, role)}, "spec": worker_pod(run, role, image)},
+        "template": {
+            "metadata": {"labels": run_labels(run, role)},
+            "spec": worker_pod(run, role, image),
+        },
     }
 
 
@@ -64,6 +76,8 @@ def _ray_start_params(run: AgenticRun, role: Role) -> dict[str, str]:
     return {
         "num-cpus": "0" if role is Role.DRIVER else str(max(1, whole_number(settings.cpus))),
         "num-gpus": str(settings.gpus),
-        "resources": json.dumps(resources),  # quoted once more: KubeRay pastes it into a shell command
+        "resources": json.dumps(
+            resources
+        ),  # quoted once more: KubeRay pastes it into a shell command
         "object-store-memory": str(store),
     }

@@ -47,11 +47,22 @@ def pod_volumes(run: AgenticRun, role: Role) -> tuple[Mounted, ...]:
     if role is Role.DRIVER:
         token = {"secretName": reporter_token_name(run), "defaultMode": _OWNER_AND_GROUP_READ}
         volumes += [
-            _mounted("run", _folder(RUN_FILE), {"configMap": {"name": run_config_name(run)}}, read_only=True),
-            _mounted("reporter-token", _folder(REPORTER_TOKEN_FILE), {"secret": token}, read_only=True),
+            _mounted(
+                "run",
+                _folder(RUN_FILE),
+                {"configMap": {"name": run_config_name(run)}},
+                read_only=True,
+            ),
+            _mounted(
+                "reporter-token", _folder(REPORTER_TOKEN_FILE), {"secret": token}, read_only=True
+            ),
         ]
     if run.spec.code:
-        volumes.append(_mounted("code", CODE_DIR, {"configMap": {"name": run.spec.code.config_map}}, read_only=True))
+        volumes.append(
+            _mounted(
+                "code", CODE_DIR, {"configMap": {"name": run.spec.code.config_map}}, read_only=True
+            )
+        )
     claim = run.spec.checkpoint.volume_claim if run.spec.checkpoint else None
     if claim and role in (Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC):
         source = {"persistentVolumeClaim": {"claimName": claim.claim_name or claim_name(run)}}
@@ -61,7 +72,9 @@ def pod_volumes(run: AgenticRun, role: Role) -> tuple[Mounted, ...]:
 
 def _shared_memory(run: AgenticRun, role: Role) -> Mounted:
     size = run.spec.roles.of(role).shm_size
-    return _mounted("shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": size}})
+    return _mounted(
+        "shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    )
 
 
 def _mounted(name: str, path: str, source: Manifest, read_only: bool = False) -> Mounted:

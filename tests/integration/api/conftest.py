@@ -20,7 +20,12 @@ def _install(cluster: Cluster, definition: dict[str, Any]) -> None:
     cluster.wait_for_crd(name)
     plural = f"{definition['spec']['names']['plural']}.{definition['spec']['group']}"
     eventually(
-        lambda: plural in cluster.kubectl("api-resources", "--api-group", definition["spec"]["group"], "-o", "name"),
+        lambda: (
+            plural
+            in cluster.kubectl(
+                "api-resources", "--api-group", definition["spec"]["group"], "-o", "name"
+            )
+        ),
         120,
         plural,
         interval=0.5,

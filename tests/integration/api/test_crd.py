@@ -21,12 +21,16 @@ DETACHED = f"agenticruns.{DETACHED_GROUP}"
 
 def dry_run(api: Cluster, document: dict[str, Any]) -> dict[str, Any]:
     """What the apiserver would store; raises `CommandFailed` with its refusal. Nothing is created."""
-    stored: dict[str, Any] = json.loads(api.apply(document, options=("--dry-run=server", "-o", "json")))
+    stored: dict[str, Any] = json.loads(
+        api.apply(document, options=("--dry-run=server", "-o", "json"))
+    )
     return stored
 
 
 @pytest.mark.parametrize("case", RULE_CASES, ids=lambda case: case.id)
-def test_the_rule_in_cel_refuses_what_the_rule_in_python_refuses(api: Cluster, case: RuleCase) -> None:
+def test_the_rule_in_cel_refuses_what_the_rule_in_python_refuses(
+    api: Cluster, case: RuleCase
+) -> None:
     with pytest.raises(CommandFailed) as caught:
         dry_run(api, run_with(*case.refused))
     assert f"{case.path}: " in caught.value.stderr
@@ -34,7 +38,9 @@ def test_the_rule_in_cel_refuses_what_the_rule_in_python_refuses(api: Cluster, c
 
 
 @pytest.mark.parametrize("case", RULE_CASES, ids=lambda case: case.id)
-def test_the_rule_in_cel_accepts_what_the_rule_in_python_accepts(api: Cluster, case: RuleCase) -> None:
+def test_the_rule_in_cel_accepts_what_the_rule_in_python_accepts(
+    api: Cluster, case: RuleCase
+) -> None:
     dry_run(api, run_with(*case.accepted))
 
 
@@ -54,7 +60,9 @@ def test_the_rule_in_cel_accepts_what_the_rule_in_python_accepts(api: Cluster, c
         ("spec.imagePullPolicy", "Sometimes", "Never"),
     ],
 )
-def test_bounds_hold_on_both_sides_and_in_both_places(api: Cluster, path: str, bad: Any, good: Any) -> None:
+def test_bounds_hold_on_both_sides_and_in_both_places(
+    api: Cluster, path: str, bad: Any, good: Any
+) -> None:
     with pytest.raises(CommandFailed, match=path.replace(".", r"\.")):
         dry_run(api, run_with((path, bad)))
     with pytest.raises(InvalidRun, match=path.replace(".", r"\.")):
@@ -67,11 +75,17 @@ def test_stored_defaults_are_the_models_defaults(api: Cluster) -> None:
     stored = dry_run(api, MINIMAL)
     assert parse_run(stored).spec == parse_run(MINIMAL).spec
     expected = parse_run(MINIMAL).spec.to_dict()
-    del expected["roles"]["inference"]  # only Disaggregated runs have such pods, which no default of a schema can say
+    del expected["roles"][
+        "inference"
+    ]  # only Disaggregated runs have such pods, which no default of a schema can say
     assert stored["spec"] == expected
 
 
-EXAMPLES = sorted(path for pattern in ("*.yaml", "algorithms/*.yaml", "gpu/*.yaml") for path in (ROOT / "examples").glob(pattern))
+EXAMPLES = sorted(
+    path
+    for pattern in ("*.yaml", "algorithms/*.yaml", "gpu/*.yaml")
+    for path in (ROOT / "examples").glob(pattern)
+)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
@@ -81,9 +95,15 @@ def test_every_example_is_accepted_as_it_is(api: Cluster, example: Path) -> None
 
 
 def test_the_example_with_an_environment_of_its_own_is_applied_in_one_command(api: Cluster) -> None:
-    out = api.kubectl("apply", "-k", str(ROOT / "examples/opposites"), "--dry-run=server", "-o", "json")
+    out = api.kubectl(
+        "apply", "-k", str(ROOT / "examples/opposites"), "--dry-run=server", "-o", "json"
+    )
     code, run = json.loads(out)["items"]
-    assert (code["kind"], code["metadata"]["name"], list(code["data"])) == ("ConfigMap", run["spec"]["code"]["configMap"], ["opposites.py"])
+    assert (code["kind"], code["metadata"]["name"], list(code["data"])) == (
+        "ConfigMap",
+        run["spec"]["code"]["configMap"],
+        ["opposites.py"],
+    )
 
 
 @pytest.fixture
@@ -112,7 +132,9 @@ def _change(stored: Cluster, *changes: Change) -> str:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_would_change_the_pods_or_the_training_cannot_change(stored: Cluster, change: Change, field: str) -> None:
+def test_what_would_change_the_pods_or_the_training_cannot_change(
+    stored: Cluster, change: Change, field: str
+) -> None:
     with pytest.raises(CommandFailed) as caught:
         _change(stored, change)
     assert f"{field}: " in caught.value.stderr
@@ -156,20 +178,43 @@ STATUS = {
     "metrics": [{"name": "val/Lake/success", "value": "0.61"}],
     "roles": [{"name": "env", "desired": 1, "ready": 1, "gpus": 0, "message": ""}],
     "rayCluster": {"name": "minimal", "incarnation": "uid/0"},
-    "job": {"attempt": 3, "submissionId": "minimal-1-3", "incarnation": "uid/0", "status": "RUNNING"},
+    "job": {
+        "attempt": 3,
+        "submissionId": "minimal-1-3",
+        "incarnation": "uid/0",
+        "status": "RUNNING",
+    },
     "checkpoint": {"step": 100, "uri": "/checkpoints/x", "time": "2026-01-01T00:00:00Z"},
 }
 
 
 def _patch_status(stored: Cluster, status: dict[str, Any]) -> None:
-    stored.kubectl("patch", DETACHED, "minimal", "--subresource=status", "--type=merge", "-p", json.dumps({"status": status}))
+    stored.kubectl(
+        "patch",
+        DETACHED,
+        "minimal",
+        "--subresource=status",
+        "--type=merge",
+        "-p",
+        json.dumps({"status": status}),
+    )
 
 
 def test_the_columns_show_the_status(stored: Cluster) -> None:
     long_ago = datetime.now(UTC) - timedelta(days=100)
     _patch_status(stored, STATUS | {"lastStepTime": long_ago.strftime("%Y-%m-%dT%H:%M:%SZ")})
     header, row = stored.kubectl("get", DETACHED).splitlines()
-    assert header.split() == ["NAME", "PHASE", "STEP", "REWARD", "TOK/S", "STALENESS", "LAST-STEP", "RESTARTS", "AGE"]
+    assert header.split() == [
+        "NAME",
+        "PHASE",
+        "STEP",
+        "REWARD",
+        "TOK/S",
+        "STALENESS",
+        "LAST-STEP",
+        "RESTARTS",
+        "AGE",
+    ]
     cells = row.split()
     assert cells[:6] == ["minimal", "Running", "120/1000", "0.53", "1.2k", "0.5"]
     assert cells[6] in ("99d", "100d"), "a date is shown as an age"
@@ -187,7 +232,10 @@ def test_a_stored_status_is_the_status_that_was_written(stored: Cluster) -> None
     _patch_status(stored, STATUS)
     found = stored.get(DETACHED, "minimal")
     assert found is not None
-    assert AgenticRunStatus.model_validate(found["status"]).to_dict() == AgenticRunStatus.model_validate(STATUS).to_dict()
+    assert (
+        AgenticRunStatus.model_validate(found["status"]).to_dict()
+        == AgenticRunStatus.model_validate(STATUS).to_dict()
+    )
 
 
 def test_a_write_of_the_spec_does_not_touch_the_status(stored: Cluster) -> None:

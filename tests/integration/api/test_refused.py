@@ -42,12 +42,16 @@ def test_kubectl_apply_refuses_and_names_the_field(empty: Cluster, case: Path) -
     with pytest.raises(CommandFailed) as caught:
         empty.kubectl("apply", "-f", str(case))
     path = _header(case, "path")
-    assert re.search(rf'(^|\s|"){re.escape(str(path))}(:|")', caught.value.stderr), caught.value.stderr
+    assert re.search(rf'(^|\s|"){re.escape(str(path))}(:|")', caught.value.stderr), (
+        caught.value.stderr
+    )
     if not before:
         assert empty.list("agenticruns") == []
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not _header(case, "after")], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not _header(case, "after")], ids=lambda path: path.stem
+)
 def test_load_run_refuses_with_the_same_path(case: Path) -> None:
     with pytest.raises(InvalidRun) as caught:
         load_run(case)

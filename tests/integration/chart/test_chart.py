@@ -24,9 +24,21 @@ Objects = dict[tuple[str, str, str], dict[str, Any]]
 
 def render(cluster: Cluster, **values: Any) -> Objects:
     """`helm template` with values."""
-    out = cluster.command("helm", "template", RELEASE, str(CHART), "-n", NAMESPACE, "-f", "-", stdin=json.dumps(values))
+    out = cluster.command(
+        "helm",
+        "template",
+        RELEASE,
+        str(CHART),
+        "-n",
+        NAMESPACE,
+        "-f",
+        "-",
+        stdin=json.dumps(values),
+    )
     documents = [document for document in yaml.safe_load_all(out) if document]
-    return {(d["kind"], d["metadata"].get("namespace", ""), d["metadata"]["name"]): d for d in documents}
+    return {
+        (d["kind"], d["metadata"].get("namespace", ""), d["metadata"]["name"]): d for d in documents
+    }
 
 
 def pod_spec(objects: Objects) -> dict[str, Any]:
@@ -41,16 +53,22 @@ def container(objects: Objects) -> dict[str, Any]:
 
 
 def environment(objects: Objects) -> dict[str, str]:
-    return {entry["name"]: entry["value"] for entry in container(objects)["env"] if "value" in entry}
+    return {
+        entry["name"]: entry["value"] for entry in container(objects)["env"] if "value" in entry
+    }
 
 
 @pytest.fixture(scope="module")
 def namespace(cluster: Cluster) -> Iterator[Cluster]:
     """A namespace that enforces the restricted Pod Security Standard, on a cluster that has the chart's CRD."""
-    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CHART / "crds/agenticruns.yaml"))
+    cluster.kubectl(
+        "apply", "--server-side", "--force-conflicts", "-f", str(CHART / "crds/agenticruns.yaml")
+    )
     cluster.wait_for_crd("agenticruns.agenticrun.dev")
     with cluster.new_namespace(NAMESPACE) as inside:
-        inside.kubectl("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
+        inside.kubectl(
+            "label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted"
+        )
         yield inside
 
 
@@ -72,12 +90,19 @@ def test_by_default_it_serves_all_namespaces_with_a_cluster_role(cluster: Cluste
     assert environment(objects)["AGENTICRUN_NAMESPACES"] == ""
 
 
-def test_with_namespaces_there_is_a_role_in_each_and_nothing_of_the_cluster(cluster: Cluster) -> None:
+def test_with_namespaces_there_is_a_role_in_each_and_nothing_of_the_cluster(
+    cluster: Cluster,
+) -> None:
     objects = render(cluster, watchNamespaces=["blue", "green"])
     assert not {kind for kind, _, _ in objects} & {"ClusterRole", "ClusterRoleBinding"}
-    assert {namespace for kind, namespace, name in objects if kind == "RoleBinding" and name == RELEASE} == {"blue", "green"}
+    assert {
+        namespace for kind, namespace, name in objects if kind == "RoleBinding" and name == RELEASE
+    } == {"blue", "green"}
     assert environment(objects)["AGENTICRUN_NAMESPACES"] == "blue,green"
-    assert objects["Role", "blue", RELEASE]["rules"] == render(cluster)["ClusterRole", "", RELEASE]["rules"]
+    assert (
+        objects["Role", "blue", RELEASE]["rules"]
+        == render(cluster)["ClusterRole", "", RELEASE]["rules"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,10 +110,15 @@ def test_with_namespaces_there_is_a_role_in_each_and_nothing_of_the_cluster(clus
     [
         ({}, "agenticrun/operator:0.1.0"),
         ({"repository": "registry:5000/op", "tag": "dev-1"}, "registry:5000/op:dev-1"),
-        ({"tag": "dev-1", "digest": f"sha256:{'a' * 64}"}, f"agenticrun/operator@sha256:{'a' * 64}"),
+        (
+            {"tag": "dev-1", "digest": f"sha256:{'a' * 64}"},
+            f"agenticrun/operator@sha256:{'a' * 64}",
+        ),
     ],
 )
-def test_the_image_is_named_by_tag_or_by_digest(cluster: Cluster, image: dict[str, str], reference: str) -> None:
+def test_the_image_is_named_by_tag_or_by_digest(
+    cluster: Cluster, image: dict[str, str], reference: str
+) -> None:
     assert container(render(cluster, image=image))["image"] == reference
 
 
@@ -117,8 +147,14 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
     assert container(objects)["resources"]["limits"] == {"memory": "1Gi"}
     pod = pod_spec(objects)
     assert pod["imagePullSecrets"] == [{"name": "pull"}]
-    assert (pod["nodeSelector"], pod["tolerations"]) == ({"pool": "system"}, [{"operator": "Exists"}])
-    assert (pod["affinity"], pod["priorityClassName"]) == ({"nodeAffinity": {}}, "system-cluster-critical")
+    assert (pod["nodeSelector"], pod["tolerations"]) == (
+        {"pool": "system"},
+        [{"operator": "Exists"}],
+    )
+    assert (pod["affinity"], pod["priorityClassName"]) == (
+        {"nodeAffinity": {}},
+        "system-cluster-critical",
+    )
     metadata = objects["Deployment", NAMESPACE, RELEASE]["spec"]["template"]["metadata"]
     assert metadata["annotations"] == {"a": "b"}
     assert metadata["labels"]["c"] == "d"
@@ -138,7 +174,9 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
         ({"resources": {"requets": {}}}, "/resources"),
     ],
 )
-def test_wrong_values_are_refused_with_their_path(cluster: Cluster, values: dict[str, Any], path: str) -> None:
+def test_wrong_values_are_refused_with_their_path(
+    cluster: Cluster, values: dict[str, Any], path: str
+) -> None:
     with pytest.raises(CommandFailed, match="values don't meet the specifications") as caught:
         render(cluster, **values)
     assert path in caught.value.stderr
@@ -147,7 +185,11 @@ def test_wrong_values_are_refused_with_their_path(cluster: Cluster, values: dict
 def test_the_readme_has_a_row_for_every_value() -> None:
     def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
         for key, value in node.items():
-            yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value and key != "resources" else [f"{prefix}{key}"]
+            yield from (
+                leaves(value, f"{prefix}{key}.")
+                if isinstance(value, dict) and value and key != "resources"
+                else [f"{prefix}{key}"]
+            )
 
     values = set(leaves(yaml.safe_load((CHART / "values.yaml").read_text())))
     rows = set(re.findall(r"^\| `([^`]+)` \|", (CHART / "README.md").read_text(), re.MULTILINE))
@@ -171,12 +213,17 @@ def test_a_restricted_namespace_admits_the_pod(namespace: Cluster) -> None:
 
 def test_the_service_account_may_do_its_work_and_no_more(namespace: Cluster) -> None:
     objects = render(namespace, watchNamespaces=[NAMESPACE])
-    namespace.apply(*(objects[key] for key in objects if key[0] in ("ServiceAccount", "Role", "RoleBinding")))
+    namespace.apply(
+        *(objects[key] for key in objects if key[0] in ("ServiceAccount", "Role", "RoleBinding"))
+    )
 
     def allowed(verb: str, resource: str, *options: str) -> bool:
         identity = f"--as=system:serviceaccount:{NAMESPACE}:{RELEASE}"
         try:
-            return namespace.kubectl("auth", "can-i", verb, resource, identity, *options).strip() == "yes"
+            return (
+                namespace.kubectl("auth", "can-i", verb, resource, identity, *options).strip()
+                == "yes"
+            )
         except CommandFailed:
             return False
 

@@ -42,7 +42,9 @@ class Trainer:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
         self._ranks = Ranks(torch.device("cpu"))
-        self._ranks.shard(self.module, [self.module[0], self.module[2]], torch.float32, FsdpOptions())
+        self._ranks.shard(
+            self.module, [self.module[0], self.module[2]], torch.float32, FsdpOptions()
+        )
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.05, weight_decay=0.1)
         torch.manual_seed(1000 + self._ranks.rank)
         self.progress = {"steps": 0}
@@ -63,7 +65,10 @@ class Trainer:
         self.progress = checkpoint.load(folder, self.module, self.optimizer, self.progress)
 
     def weights(self) -> dict[str, np.ndarray]:
-        return {name: whole(parameter.detach()).numpy().copy() for name, parameter in self.module.named_parameters()}
+        return {
+            name: whole(parameter.detach()).numpy().copy()
+            for name, parameter in self.module.named_parameters()
+        }
 
     def finish(self) -> Seen:
         """Train from the checkpoint's step to the end."""

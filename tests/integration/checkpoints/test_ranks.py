@@ -18,9 +18,14 @@ PROGRAM = Path(__file__).with_name("module_program.py")
 pytestmark = pytest.mark.timeout(600)
 
 
-def launch_program(world: int, out: Path, environment: dict[str, str], tasks: list[str]) -> list[dict[str, Any]]:
+def launch_program(
+    world: int, out: Path, environment: dict[str, str], tasks: list[str]
+) -> list[dict[str, Any]]:
     """What each of `world` processes saw."""
-    return [{task: SimpleNamespace(**seen) for task, seen in found.items()} for found in launch(PROGRAM, world, out, tasks, environment)]
+    return [
+        {task: SimpleNamespace(**seen) for task, seen in found.items()}
+        for found in launch(PROGRAM, world, out, tasks, environment)
+    ]
 
 
 @dataclass
@@ -34,14 +39,24 @@ class Runs:
 
 
 @pytest.fixture(scope="module", params=["folder", "s3"])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, s3_server: dict[str, str]) -> Runs:
+def runs(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    s3_server: dict[str, str],
+) -> Runs:
     out = tmp_path_factory.mktemp("ranks")
     base = str(out / "saved") if request.param == "folder" else "s3://checkpoints/ranks"
     if dist.is_initialized():  # a policy of an earlier test in this process was alone in a group
         dist.destroy_process_group()
     program = load(PROGRAM)
     one = {"train": program.run("train", f"{base}/by-1")}
-    two_tasks = [f"train={base}/by-2", f"resume={base}/by-1", f"resume={base}/by-2", f"damage={base}/damaged", f"other={base}/by-2"]
+    two_tasks = [
+        f"train={base}/by-2",
+        f"resume={base}/by-1",
+        f"resume={base}/by-2",
+        f"damage={base}/damaged",
+        f"other={base}/by-2",
+    ]
     two = launch_program(2, out, s3_server, two_tasks)
     one["resume by-2"] = program.run("resume", f"{base}/by-2")
     return Runs(base, one, two, launch_program(3, out, s3_server, [f"resume={base}/by-2"]))
@@ -51,7 +66,10 @@ def assert_goes_on(found: Any, straight: Any) -> None:
     """The next optimizer step, and those after it, are those of the run that was never interrupted."""
     assert found.error == ""
     assert found.progress == {"steps": 3}
-    for got, expected in ((found.next_weights, straight.next_weights), (found.weights, straight.weights)):
+    for got, expected in (
+        (found.next_weights, straight.next_weights),
+        (found.weights, straight.weights),
+    ):
         assert got.keys() == expected.keys()
         for name, weight in expected.items():
             np.testing.assert_allclose(got[name], weight, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -70,7 +88,9 @@ def test_two_ranks_checkpoint_goes_on_with_one(runs: Runs) -> None:
 
 
 def test_two_ranks_checkpoint_goes_on_with_three(runs: Runs) -> None:
-    assert_goes_on(runs.three[0][f"resume={runs.base}/by-2"], runs.two[0][f"train={runs.base}/by-2"])
+    assert_goes_on(
+        runs.three[0][f"resume={runs.base}/by-2"], runs.two[0][f"train={runs.base}/by-2"]
+    )
 
 
 def test_however_many_ranks_the_training_is_the_same(runs: Runs) -> None:
@@ -88,7 +108,10 @@ def test_each_rank_goes_on_with_its_own_random_numbers(runs: Runs) -> None:
 def test_a_new_rank_draws_random_numbers_of_its_own(runs: Runs) -> None:
     draws = [rank[f"resume={runs.base}/by-2"].draws for rank in runs.three]
     assert draws[2] not in draws[:2]
-    assert runs.two[1][f"resume={runs.base}/by-1"].draws != runs.two[0][f"resume={runs.base}/by-1"].draws
+    assert (
+        runs.two[1][f"resume={runs.base}/by-1"].draws
+        != runs.two[0][f"resume={runs.base}/by-1"].draws
+    )
 
 
 def test_a_shard_that_one_rank_finds_damaged_is_the_error_of_all(runs: Runs) -> None:
@@ -100,7 +123,9 @@ def test_a_shard_that_one_rank_finds_damaged_is_the_error_of_all(runs: Runs) -> 
 def test_another_model_is_refused_by_parameter_on_all_ranks_and_changes_nothing(runs: Runs) -> None:
     for rank in runs.two:
         seen = rank[f"other={runs.base}/by-2"]
-        assert seen.error.startswith("CheckpointMismatch: 0.weight: the model has shape [9, 5], the checkpoint in ")
+        assert seen.error.startswith(
+            "CheckpointMismatch: 0.weight: the model has shape [9, 5], the checkpoint in "
+        )
         assert "has shape [7, 5]; set spec.model" in seen.error
         for name, weight in seen.next_weights.items():
             np.testing.assert_array_equal(seen.weights[name], weight)

@@ -50,14 +50,18 @@ class Attempt:
 
     async def train(self, begin: int, end: int) -> None:
         """Save after each step."""
-        saves: dict[str, Callable[[str], Awaitable[None]]] = {name: module.save for name, module in self.modules.items()}
+        saves: dict[str, Callable[[str], Awaitable[None]]] = {
+            name: module.save for name, module in self.modules.items()
+        }
         for step in range(begin + 1, end + 1):
             for module in self.modules.values():
                 module.step()
             await self.store.save(DriverState(step, step * 4, (), parts={"cursor": step}), saves)
 
     async def resume(self, resume: str = "Auto") -> int:
-        found = await self.store.restore(resume, {name: module.load for name, module in self.modules.items()})
+        found = await self.store.restore(
+            resume, {name: module.load for name, module in self.modules.items()}
+        )
         return found[1].step if found else 0
 
     def weights(self) -> dict[str, list[list[float]]]:
@@ -83,7 +87,10 @@ async def test_an_altered_object_makes_auto_fall_back(s3: str) -> None:
     await Attempt(f"{base}/run").train(0, 3)
     shard = Folder(f"{base}/run/step-3/critic")
     data = shard.read("__0_0.distcp")
-    shard.write("__0_0.distcp", data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 255]) + data[len(data) // 2 + 1 :])
+    shard.write(
+        "__0_0.distcp",
+        data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 255]) + data[len(data) // 2 + 1 :],
+    )
     resumed = Attempt(f"{base}/run", seed=5)
     assert await resumed.resume() == 2
     await resumed.train(2, 3)
@@ -94,20 +101,29 @@ async def test_a_deleted_object_is_named_when_its_checkpoint_is_asked_for(s3: st
     base = f"{s3}/deleted"
     await Attempt(base).train(0, 2)
     Folder(f"{base}/step-2/actor_train").remove("__0_0.distcp")
-    with pytest.raises(InvalidConfig, match=r"s3://checkpoints/deleted/step-2/actor_train/__0_0.distcp is missing"):
+    with pytest.raises(
+        InvalidConfig, match=r"s3://checkpoints/deleted/step-2/actor_train/__0_0.distcp is missing"
+    ):
         await Attempt(base).resume(f"{base}/step-2")
 
 
 async def test_a_bucket_that_does_not_exist_is_a_config_error(s3: str) -> None:
-    with pytest.raises(InvalidConfig, match=r"spec\.checkpoint\.uri: s3://no-such-bucket/run cannot be written .*make the bucket first"):
+    with pytest.raises(
+        InvalidConfig,
+        match=r"spec\.checkpoint\.uri: s3://no-such-bucket/run cannot be written .*make the bucket first",
+    ):
         await Attempt("s3://no-such-bucket/run").resume()
 
 
-async def test_missing_credentials_are_a_config_error_that_names_the_variables(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_credentials_are_a_config_error_that_names_the_variables(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     S3FileSystem.clear_instance_cache()
-    with pytest.raises(InvalidConfig, match=r"spec\.checkpoint\.uri: .*credentials.*envFrom.*AWS_ACCESS_KEY_ID"):
+    with pytest.raises(
+        InvalidConfig, match=r"spec\.checkpoint\.uri: .*credentials.*envFrom.*AWS_ACCESS_KEY_ID"
+    ):
         await Attempt(f"{s3}/run").resume()
 
 
@@ -136,10 +152,14 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("place", ["folder", "s3"])
-async def test_a_driver_killed_while_it_saves_leaves_the_checkpoint_before(place: str, s3: str, tmp_path: Path) -> None:
+async def test_a_driver_killed_while_it_saves_leaves_the_checkpoint_before(
+    place: str, s3: str, tmp_path: Path
+) -> None:
     base = Folder(f"{s3}/killed" if place == "s3" else tmp_path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    driver = subprocess.Popen([sys.executable, "-c", DYING, base.uri], stdout=subprocess.PIPE, text=True, env=environment)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DYING, base.uri], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert driver.stdout is not None
     try:
         assert driver.stdout.readline() == "writing\n"

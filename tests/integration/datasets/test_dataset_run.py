@@ -26,8 +26,19 @@ async def execute(session: TinySession) -> FinalReport:
 
 
 async def test_a_warm_up_from_a_data_set_teaches_its_answers(tmp_path: Path) -> None:
-    dataset = {"path": str(WORDS), "promptColumn": "word", "answerColumn": "solution", "valSplit": "train"}
-    warmup = {"steps": 60, "batchSize": 6, "learningRate": 0.02, "source": "Dataset", "dataset": dataset}
+    dataset = {
+        "path": str(WORDS),
+        "promptColumn": "word",
+        "answerColumn": "solution",
+        "valSplit": "train",
+    }
+    warmup = {
+        "steps": 60,
+        "batchSize": 6,
+        "learningRate": 0.02,
+        "source": "Dataset",
+        "dataset": dataset,
+    }
     session = TinySession(quiz_run(maxSteps=1, warmup=warmup), tmp_path)
     report = await execute(session)
     assert report.outcome is Outcome.SUCCEEDED, report.message
@@ -42,12 +53,20 @@ async def test_a_data_set_that_is_not_there_ends_the_run_at_once(tmp_path: Path)
     document["spec"]["pipeline"]["envs"][0]["dataset"]["path"] = "/nowhere/items.jsonl"
     report = await execute(TinySession(type(run).model_validate(document), tmp_path))
     assert (report.outcome, report.reason) == (Outcome.FAILED, "InvalidConfig")
-    assert "spec.pipeline.envs[0].dataset.path: no file or folder /nowhere/items.jsonl" in report.message
+    assert (
+        "spec.pipeline.envs[0].dataset.path: no file or folder /nowhere/items.jsonl"
+        in report.message
+    )
 
 
 async def test_a_stopped_and_resumed_run_plays_each_item_once_per_epoch(tmp_path: Path) -> None:
     """6 items, 2 groups a step: three steps are an epoch, whatever happens between them."""
-    settings: dict[str, Any] = {"maxSteps": 6, "rolloutBatchSize": 4, "evalSteps": 0, "warmup": None}
+    settings: dict[str, Any] = {
+        "maxSteps": 6,
+        "rolloutBatchSize": 4,
+        "evalSteps": 0,
+        "warmup": None,
+    }
     settings |= {"record": {"to": str(tmp_path / "recording")}}
     stopped = TinySession(quiz_run(**settings), tmp_path)
     running = asyncio.create_task(execute(stopped))
@@ -59,8 +78,12 @@ async def test_a_stopped_and_resumed_run_plays_each_item_once_per_epoch(tmp_path
     assert report.outcome is Outcome.SUCCEEDED, report.message
     items = EpisodeItems(quiz_run(**settings).spec.pipeline)
     recording = Recording(str(tmp_path / "recording"))
-    groups = [sorted({t.key.group for t in recording.read(step).trajectories}) for step in range(1, 7)]
+    groups = [
+        sorted({t.key.group for t in recording.read(step).trajectories}) for step in range(1, 7)
+    ]
     assert groups == [[2 * step, 2 * step + 1] for step in range(6)]
     for epoch in (groups[:3], groups[3:]):
         played = [items.of("Quiz", Stream.TRAIN, group) for step in epoch for group in step]
-        assert sorted(item["word"] for item in played if item is not None) == sorted(row["word"] for row in ROWS)
+        assert sorted(item["word"] for item in played if item is not None) == sorted(
+            row["word"] for row in ROWS
+        )

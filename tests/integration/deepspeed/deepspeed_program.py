@@ -13,12 +13,26 @@ import torch
 from torch import Tensor
 
 from agenticrun_workers.models import load_model
-from agenticrun_workers.trainer import LossSpec, NonFiniteGradient, OptimizerSpec, Sample, TorchPolicy
+from agenticrun_workers.trainer import (
+    LossSpec,
+    NonFiniteGradient,
+    OptimizerSpec,
+    Sample,
+    TorchPolicy,
+)
 from agenticrun_workers.trainer.deepspeed_policy import DeepSpeedPolicy
 from ragged_samples import LOSSES, batch
 from rank_programs import take_part
 
-SPEC = OptimizerSpec(1e-2, "linear", warmup_steps=2, total_steps=20, weight_decay=0.01, epsilon=1e-4, max_skipped_steps=1)
+SPEC = OptimizerSpec(
+    1e-2,
+    "linear",
+    warmup_steps=2,
+    total_steps=20,
+    weight_decay=0.01,
+    epsilon=1e-4,
+    max_skipped_steps=1,
+)
 """AdamW's epsilon is large: with the usual one, rounding decides the direction of tiny gradients."""
 LOSS = LOSSES["ppo"]
 STEPS = 3
@@ -35,7 +49,10 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 VARIANTS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "offloaded zero 1": (zero(1, offload_optimizer={"device": "cpu"}), torch.float32),
-    "offloaded zero 3": (zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}), torch.float32),
+    "offloaded zero 3": (
+        zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+        torch.float32,
+    ),
     "checkpointed zero 3": (zero(3) | {"gradient_checkpointing": True}, torch.float32),
     "bfloat16 zero 1": (zero(1), torch.bfloat16),
     "bfloat16 zero 2": (zero(2), torch.bfloat16),
@@ -44,11 +61,21 @@ VARIANTS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 
 
 def make_torch(model: Path, dtype: torch.dtype = torch.float32) -> TorchPolicy:
-    return TorchPolicy(partial(load_model, str(model), torch.float32), SPEC, max_tokens=30, dtype=dtype)
+    return TorchPolicy(
+        partial(load_model, str(model), torch.float32), SPEC, max_tokens=30, dtype=dtype
+    )
 
 
-def make_zero(model: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> DeepSpeedPolicy:
-    return DeepSpeedPolicy(partial(load_model, str(model), torch.float32), SPEC, config=config, max_tokens=30, dtype=dtype)
+def make_zero(
+    model: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> DeepSpeedPolicy:
+    return DeepSpeedPolicy(
+        partial(load_model, str(model), torch.float32),
+        SPEC,
+        config=config,
+        max_tokens=30,
+        dtype=dtype,
+    )
 
 
 def part(samples: list[Sample], policy: Policy, number: int) -> list[Sample]:
@@ -63,7 +90,13 @@ def weights(policy: Policy) -> dict[str, np.ndarray]:
 
 
 def train(
-    policy: Policy, model: Path, *, save: Path | None = None, resume: Path | None = None, offload: bool = False, steps: int = 2 * STEPS
+    policy: Policy,
+    model: Path,
+    *,
+    save: Path | None = None,
+    resume: Path | None = None,
+    offload: bool = False,
+    steps: int = 2 * STEPS,
 ) -> dict[str, Any]:
     """Train and save in the middle, or resume there and train the rest. `offload`: between steps everything leaves the device."""
     plain = load_model(str(model))
@@ -82,21 +115,31 @@ def train(
         metrics.append(policy.supervised_step(mine) if step == 1 else policy.train_step(mine, LOSS))
     mine = part(batches[0], policy, 1)
     logprobs = policy.compute_log_probs(mine)
-    return {"metrics": metrics, "logprobs": logprobs, "weights": weights(policy), "policy_version": policy.policy_version}
+    return {
+        "metrics": metrics,
+        "logprobs": logprobs,
+        "weights": weights(policy),
+        "policy_version": policy.policy_version,
+    }
 
 
 def gradients(policy: Policy, model: Path) -> dict[str, dict[str, Tensor]]:
     """By loss. Every rank computes it; the whole is the same on all."""
     plain = load_model(str(model))
     samples = {name: batch(plain, LOSSES[name]) for name in COMPARED}
-    return {name: policy.gradients(part(samples[name], policy, 1), LOSSES[name]) for name in COMPARED}
+    return {
+        name: policy.gradients(part(samples[name], policy, 1), LOSSES[name]) for name in COMPARED
+    }
 
 
 def broken_steps(policy: DeepSpeedPolicy, model: Path) -> dict[str, Any]:
     """A step with a gradient that is not finite, one without any weight, and so many of the first kind that the run ends."""
     loss = LossSpec(aggregation="token-mean")
     samples = batch(load_model(str(model)), loss)
-    broken = [replace(sample, advantages_T=np.full_like(sample.advantages_T, np.nan)) for sample in samples]
+    broken = [
+        replace(sample, advantages_T=np.full_like(sample.advantages_T, np.nan))
+        for sample in samples
+    ]
     empty = [replace(sample, weight_T=np.zeros_like(sample.weight_T)) for sample in samples]
     policy.train_step(part(samples, policy, 1), loss)
     before, skipped = weights(policy), []
@@ -107,7 +150,11 @@ def broken_steps(policy: DeepSpeedPolicy, model: Path) -> dict[str, Any]:
         policy.train_step(part(broken, policy, 1), loss)
     still = weights(policy)
     policy.train_step(part(samples, policy, 1), loss)
-    return {"weights": [before, after, still, weights(policy)], "skipped": skipped, "error": str(error.value)}
+    return {
+        "weights": [before, after, still, weights(policy)],
+        "skipped": skipped,
+        "error": str(error.value),
+    }
 
 
 def two_ranks(model: Path, work: Path) -> dict[str, Any]:
@@ -116,14 +163,18 @@ def two_ranks(model: Path, work: Path) -> dict[str, Any]:
     for stage in (1, 2, 3):
         policy = make_zero(model, zero(stage))
         results[f"gradients {stage}"] = gradients(policy, model)
-        results[f"training {stage}"] = train(policy, model, save=work / f"zero{stage}-by-2", offload=True)
+        results[f"training {stage}"] = train(
+            policy, model, save=work / f"zero{stage}-by-2", offload=True
+        )
         results[f"broken {stage}"] = broken_steps(make_zero(model, zero(stage)), model)
     for name, (config, dtype) in VARIANTS.items():
         policy = make_zero(model, config, dtype)
         results[name] = train(policy, model, steps=STEPS, offload=True)
         policy.save(str(work / name))
     results["from torch"] = train(make_zero(model, zero(3)), model, resume=work / "torch")
-    results["from zero 1 on one rank"] = train(make_zero(model, zero(3)), model, resume=work / "zero1-by-1")
+    results["from zero 1 on one rank"] = train(
+        make_zero(model, zero(3)), model, resume=work / "zero1-by-1"
+    )
     exported = make_zero(model, zero(3))
     exported.export_folder(work / "exported", {"note.txt": b"exported"})
     return results

@@ -64,7 +64,9 @@ def flat(weights: dict[str, np.ndarray]) -> np.ndarray:
     return np.concatenate([weight.ravel() for weight in weights.values()])
 
 
-def assert_same_weights(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float = 2e-6) -> None:
+def assert_same_weights(
+    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float = 2e-6
+) -> None:
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         np.testing.assert_allclose(found[name], weight, atol=tolerance, rtol=1e-5, err_msg=name)
@@ -81,11 +83,15 @@ def test_the_gradient_of_uneven_shares_and_many_micro_batches_is_that_of_one_pro
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_steps_lead_to_the_weights_log_probs_and_metrics_of_one_process(reference: Runs, two_ranks: list[Runs], stage: int) -> None:
+def test_steps_lead_to_the_weights_log_probs_and_metrics_of_one_process(
+    reference: Runs, two_ranks: list[Runs], stage: int
+) -> None:
     expected, found = reference["training"], [rank[f"training {stage}"] for rank in two_ranks]
     assert_same_weights(found[0]["weights"], expected["weights"])
     assert found[1]["weights"] == {}
-    for a, b in zip(expected["logprobs"], [array for rank in found for array in rank["logprobs"]], strict=True):
+    for a, b in zip(
+        expected["logprobs"], [array for rank in found for array in rank["logprobs"]], strict=True
+    ):
         np.testing.assert_allclose(a, b, atol=3e-5)
     assert found[0]["metrics"] == found[1]["metrics"]
     for alone, together in zip(expected["metrics"], found[0]["metrics"], strict=True):
@@ -101,7 +107,9 @@ def test_one_rank_trains_too(reference: Runs, one_rank: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", ["offloaded zero 1", "offloaded zero 3", "checkpointed zero 3"])
-def test_offload_and_checkpointing_change_nothing(reference: Runs, two_ranks: list[Runs], name: str) -> None:
+def test_offload_and_checkpointing_change_nothing(
+    reference: Runs, two_ranks: list[Runs], name: str
+) -> None:
     assert_same_weights(two_ranks[0][name]["weights"], reference["half"]["weights"])
 
 
@@ -130,7 +138,9 @@ def test_bfloat16_is_computed_with_and_float32_is_trained(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_that_is_not_finite_and_a_step_without_weight_change_nothing(two_ranks: list[Runs], stage: int) -> None:
+def test_a_gradient_that_is_not_finite_and_a_step_without_weight_change_nothing(
+    two_ranks: list[Runs], stage: int
+) -> None:
     found = two_ranks[0][f"broken {stage}"]
     before, after, still, later = found["weights"]
     assert found["skipped"] == [1, 2]
@@ -139,7 +149,10 @@ def test_a_gradient_that_is_not_finite_and_a_step_without_weight_change_nothing(
         np.testing.assert_array_equal(still[name], weight)
         assert np.isfinite(later[name]).all()
     assert any((later[name] != weight).any() for name, weight in before.items())
-    assert "2 gradients in a row were not finite; in the last, that of model.model.embed_tokens.weight is the first" in found["error"]
+    assert (
+        "2 gradients in a row were not finite; in the last, that of model.model.embed_tokens.weight is the first"
+        in found["error"]
+    )
 
 
 def test_a_checkpoint_goes_on_on_other_ranks_in_another_stage_or_trainer(
@@ -147,15 +160,24 @@ def test_a_checkpoint_goes_on_on_other_ranks_in_another_stage_or_trainer(
 ) -> None:
     expected = reference["training"]
     [alone] = launch(PROGRAM, 1, work, [str(work / "model"), str(work), "resumed on one rank"])
-    in_torch = program.train(program.make_torch(work / "model"), work / "model", resume=work / "zero2-by-2")
-    for resumed in (alone, in_torch, two_ranks[0]["from torch"], two_ranks[0]["from zero 1 on one rank"]):
+    in_torch = program.train(
+        program.make_torch(work / "model"), work / "model", resume=work / "zero2-by-2"
+    )
+    for resumed in (
+        alone,
+        in_torch,
+        two_ranks[0]["from torch"],
+        two_ranks[0]["from zero 1 on one rank"],
+    ):
         assert resumed["policy_version"] == program.STEPS
         assert len(resumed["metrics"]) == program.STEPS
         assert resumed["metrics"][-1]["actor/lr"] == expected["metrics"][-1]["actor/lr"]
         assert_same_weights(resumed["weights"], expected["weights"])
 
 
-def test_two_ranks_write_one_folder_that_transformers_loads(two_ranks: list[Runs], work: Path) -> None:
+def test_two_ranks_write_one_folder_that_transformers_loads(
+    two_ranks: list[Runs], work: Path
+) -> None:
     found = AutoModelForCausalLM.from_pretrained(work / "exported").state_dict()
     expected = load_model(str(work / "model")).state_dict()
     assert found.keys() == expected.keys()

@@ -17,7 +17,14 @@ pytestmark = pytest.mark.usefixtures("ray_node")
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples/algorithms").glob("*.yaml"))
 SMALL_MODEL = {"hiddenSize": 16, "layers": 1, "heads": 2, "intermediateSize": 32}
-WALL_CLOCK = ("time", "system/", "weight_sync/", "engine/", "rollout/utilization", "train/tokens_per_second")
+WALL_CLOCK = (
+    "time",
+    "system/",
+    "weight_sync/",
+    "engine/",
+    "rollout/utilization",
+    "train/tokens_per_second",
+)
 """Metrics that are about the machine."""
 
 
@@ -55,18 +62,27 @@ def penalised(roles: dict[str, Any]) -> dict[str, Any]:
         "rewardKl": {"kind": "k3", "coef": 0.1, "targetKl": 0.01, "horizon": 64},
         "lossKl": {"coef": 0.01},
     }
-    correction = {"isWeight": {}, "filters": [{"level": "geometric", "ratioLow": 0.5, "ratioHigh": 2}]}
+    correction = {
+        "isWeight": {},
+        "filters": [{"level": "geometric", "ratioLow": 0.5, "ratioHigh": 2}],
+    }
     document = tiny_document(
-        algorithm=algorithm, critic={"training": {"learningRate": 0.01}, "valueClip": 0.5}, trainInferCorrection=correction
+        algorithm=algorithm,
+        critic={"training": {"learningRate": 0.01}, "valueClip": 0.5},
+        trainInferCorrection=correction,
     )
     document["spec"]["roles"] = roles
     return document
 
 
-async def test_reference_and_critic_on_pods_of_their_own_train_as_they_do_beside_the_trainer(tmp_path: Path) -> None:
+async def test_reference_and_critic_on_pods_of_their_own_train_as_they_do_beside_the_trainer(
+    tmp_path: Path,
+) -> None:
     shared = await train(penalised({}), tmp_path / "shared")
     apart = await train(penalised({"reference": {}, "critic": {"replicas": 2}}), tmp_path / "apart")
     for step, expected in shared.items():
         names = [name for name in expected if not name.startswith((*WALL_CLOCK, "train/"))]
-        assert {n: apart[step][n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-3, abs=1e-5), step
+        assert {n: apart[step][n] for n in names} == pytest.approx(
+            {n: expected[n] for n in names}, rel=1e-3, abs=1e-5
+        ), step
     assert shared[3]["critic/kl_coef"] != shared[1]["critic/kl_coef"]

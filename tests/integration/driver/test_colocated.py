@@ -34,9 +34,19 @@ async def trained(run: AgenticRun, folder: Path) -> dict[int, dict[str, float]]:
 async def test_taking_turns_changes_nothing_but_who_has_the_devices(tmp_path: Path) -> None:
     together = await trained(colocated(), tmp_path / "together")
     apart = await trained(tiny_run(**PIPELINE), tmp_path / "apart")
-    assert [step["system/handovers"] for step in together.values()] == [2, 4], "to the engines and back, in every step"
-    for name in ("rollout/score/mean", "tokens/response", "actor/entropy", "actor/pg_loss", "actor/grad_norm"):
-        assert [step[name] for step in together.values()] == [step[name] for step in apart.values()], name
+    assert [step["system/handovers"] for step in together.values()] == [2, 4], (
+        "to the engines and back, in every step"
+    )
+    for name in (
+        "rollout/score/mean",
+        "tokens/response",
+        "actor/entropy",
+        "actor/pg_loss",
+        "actor/grad_norm",
+    ):
+        assert [step[name] for step in together.values()] == [
+            step[name] for step in apart.values()
+        ], name
 
 
 async def test_an_engine_that_dies_while_trainers_compute_is_replaced_before_the_next_rollout(
@@ -45,10 +55,16 @@ async def test_an_engine_that_dies_while_trainers_compute_is_replaced_before_the
     caplog.set_level(logging.INFO)
     session = TinySession(colocated(), tmp_path)
     running = asyncio.create_task(asyncio.wait_for(session.execute(), 550))
-    while not session.sink.snapshots or session.sink.snapshots[-1].activity is not Activity.TRAINING:
+    while (
+        not session.sink.snapshots or session.sink.snapshots[-1].activity is not Activity.TRAINING
+    ):
         assert not running.done(), running.result().message
         await asyncio.sleep(0.005)
-    (engine,) = (record.args for record in caplog.records if "runs on" in record.msg and "engine-0" in str(record.args))
+    (engine,) = (
+        record.args
+        for record in caplog.records
+        if "runs on" in record.msg and "engine-0" in str(record.args)
+    )
     assert isinstance(engine, tuple)
     os.kill(int(str(engine[3])), signal.SIGKILL)
     report = await running

@@ -23,7 +23,9 @@ NAMES = ("sokoban", "webshop", "gymnasium", "python-tool", "mixed")
 def shrunk(name: str) -> dict[str, Any]:
     """One group of two per tag, and a warm-up of one step."""
     document: dict[str, Any] = next(
-        doc for doc in yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text()) if doc["kind"] == "AgenticRun"
+        doc
+        for doc in yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text())
+        if doc["kind"] == "AgenticRun"
     )
     spec = document["spec"]
     spec.pop("checkpoint", None)
@@ -51,5 +53,7 @@ async def test_the_example_trains(name: str, tmp_path: Path) -> None:
     (step,) = session.training_steps().values()
     assert math.isfinite(step["actor/pg_loss"])
     assert step["tokens/response"] > 0
-    faults = {name: value for name, value in step.items() if name in ("stop/env_error", "stop/timeout")}
+    faults = {
+        name: value for name, value in step.items() if name in ("stop/env_error", "stop/timeout")
+    }
     assert not any(faults.values()), faults

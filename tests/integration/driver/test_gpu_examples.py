@@ -20,7 +20,9 @@ WITH_SERVER = ("one-gpu", "colocated")
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 async def test_the_example_trains(file: Path, tmp_path: Path) -> None:
-    session = TinySession(without_gpus(read(file), embedded_engine=file.stem not in WITH_SERVER), tmp_path)
+    session = TinySession(
+        without_gpus(read(file), embedded_engine=file.stem not in WITH_SERVER), tmp_path
+    )
     report = await asyncio.wait_for(session.execute(), 550)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     (step,) = session.training_steps().values()

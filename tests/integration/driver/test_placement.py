@@ -9,7 +9,13 @@ import ray
 
 from agenticrun_api import Role
 from agenticrun_workers.driver.actors import cpus
-from agenticrun_workers.placement import MisplacedActor, Placement, check_placement, here, options_for
+from agenticrun_workers.placement import (
+    MisplacedActor,
+    Placement,
+    check_placement,
+    here,
+    options_for,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -30,7 +36,9 @@ def test_an_actor_reports_a_node_that_offers_its_role() -> None:
 
 
 def test_a_node_without_the_role_is_refused() -> None:
-    elsewhere = Placement("actor-0", Role.DRIVER, ray.get_runtime_context().get_node_id(), "pod-0", 1)
+    elsewhere = Placement(
+        "actor-0", Role.DRIVER, ray.get_runtime_context().get_node_id(), "pod-0", 1
+    )
     with pytest.raises(MisplacedActor, match="actor-0 runs on pod-0, which is not a driver pod"):
         check_placement(elsewhere)
 

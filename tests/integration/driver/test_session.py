@@ -20,7 +20,14 @@ from tiny_runs import TinySession, tiny_document, tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
-COMPARED = ("rollout/score/mean", "tokens/response", "actor/entropy", "actor/pg_loss", "actor/grad_norm", "actor/lr")
+COMPARED = (
+    "rollout/score/mean",
+    "tokens/response",
+    "actor/entropy",
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/lr",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +38,20 @@ def _see_placements(caplog: pytest.LogCaptureFixture) -> None:
 def pids(caplog: pytest.LogCaptureFixture, actor: str) -> list[int]:
     """Process ids of actors whose name begins so, in the order in which they came up."""
     placed = [record.args for record in caplog.records if record.msg.startswith("%s runs on")]
-    return [args[3] for args in placed if isinstance(args, tuple) and str(args[0]).startswith(actor) and isinstance(args[3], int)]
+    return [
+        args[3]
+        for args in placed
+        if isinstance(args, tuple) and str(args[0]).startswith(actor) and isinstance(args[3], int)
+    ]
 
 
 async def execute(session: TinySession) -> FinalReport:
     return await asyncio.wait_for(session.execute(), 240)
 
 
-async def kill_after_step(session: TinySession, step: int, caplog: pytest.LogCaptureFixture, actor: str) -> FinalReport:
+async def kill_after_step(
+    session: TinySession, step: int, caplog: pytest.LogCaptureFixture, actor: str
+) -> FinalReport:
     """Run the session and kill one of its actors when `step` steps are done."""
     running = asyncio.create_task(execute(session))
     while session.sink.step < step and not running.done():
@@ -78,10 +91,14 @@ async def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) 
     assert sorted(resumed.training_steps()) == [1, 2, 3, 4]
     for step, expected in whole.training_steps().items():
         found = resumed.training_steps()[step]
-        assert {k: found[k] for k in COMPARED} == pytest.approx({k: expected[k] for k in COMPARED}, rel=1e-3, abs=1e-5), step
+        assert {k: found[k] for k in COMPARED} == pytest.approx(
+            {k: expected[k] for k in COMPARED}, rel=1e-3, abs=1e-5
+        ), step
 
 
-async def test_a_killed_env_worker_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_killed_env_worker_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     session = TinySession(tiny_run(maxSteps=4), tmp_path)
     report = await kill_after_step(session, 1, caplog, "env-worker")
     assert report.outcome is Outcome.SUCCEEDED, report.message
@@ -89,7 +106,9 @@ async def test_a_killed_env_worker_is_replaced(tmp_path: Path, caplog: pytest.Lo
     assert sorted(session.training_steps()) == [1, 2, 3, 4]
 
 
-async def test_a_killed_engine_is_replaced_and_serves_the_current_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_killed_engine_is_replaced_and_serves_the_current_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     session = TinySession(tiny_run(maxSteps=4), tmp_path)
     report = await kill_after_step(session, 1, caplog, "engine")
     assert report.outcome is Outcome.SUCCEEDED, report.message
@@ -97,7 +116,9 @@ async def test_a_killed_engine_is_replaced_and_serves_the_current_weights(tmp_pa
     assert {line["staleness/max"] for line in session.training_steps().values()} == {0.0}
 
 
-async def test_a_killed_rank_ends_the_attempt_and_the_next_one_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_killed_rank_ends_the_attempt_and_the_next_one_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     session = TinySession(tiny_run(maxSteps=4), tmp_path)
     report = await kill_after_step(session, 2, caplog, "trainer")
     assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "WorkerLost", True)
@@ -121,12 +142,16 @@ async def test_two_of_every_role_train_as_one(tmp_path: Path) -> None:
     assert report.outcome is Outcome.SUCCEEDED, report.message
     for step, expected in one.training_steps().items():
         found = two.training_steps()[step]
-        assert {k: found[k] for k in COMPARED} == pytest.approx({k: expected[k] for k in COMPARED}, rel=1e-3, abs=1e-5), step
+        assert {k: found[k] for k in COMPARED} == pytest.approx(
+            {k: expected[k] for k in COMPARED}, rel=1e-3, abs=1e-5
+        ), step
 
 
 async def test_rollout_ahead_of_training_stays_within_the_limit(tmp_path: Path) -> None:
     config = {"maxSteps": 4, "staleness": {"max": 1, "offPolicy": "Ignore"}}
-    session = TinySession(tiny_run(**config, trainEnvs={"groups": 8, "groupSize": 2, "tags": ["Lake"]}), tmp_path)
+    session = TinySession(
+        tiny_run(**config, trainEnvs={"groups": 8, "groupSize": 2, "tags": ["Lake"]}), tmp_path
+    )
     report = await execute(session)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     ages = [line["staleness/max"] for line in session.training_steps().values()]
@@ -137,7 +162,11 @@ async def test_an_environment_that_does_not_import_is_a_config_error(tmp_path: P
     document = tiny_document()
     document["spec"]["pipeline"]["envs"][0]["type"] = "no_such_module:Lake"
     report = await execute(TinySession(parse_run(document), tmp_path))
-    assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "InvalidConfig", False)
+    assert (report.outcome, report.reason, report.retryable) == (
+        Outcome.FAILED,
+        "InvalidConfig",
+        False,
+    )
     assert "spec.pipeline.envs[0].type" in report.message
     assert "No module named 'no_such_module'" in report.message
 
@@ -150,7 +179,9 @@ def test_servers_of_engines_log_where_their_own_ray_does() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["transformers", "sglang", "vllm"])
-async def test_an_engine_that_cannot_read_its_model_names_the_models_field(tmp_path: Path, strategy: str) -> None:
+async def test_an_engine_that_cannot_read_its_model_names_the_models_field(
+    tmp_path: Path, strategy: str
+) -> None:
     """As trainers and env workers do, which fail beside it: a run reports the first error."""
     pipeline = tiny_run(actorInfer={"strategy": {"name": strategy}}).spec.pipeline
     engine = ray.remote(EngineActor).options(num_cpus=0, max_concurrency=2).remote("engine")
@@ -164,5 +195,9 @@ async def test_a_model_that_cannot_be_loaded_is_a_config_error(tmp_path: Path) -
     document = tiny_document()
     document["spec"]["model"] = {"path": str(tmp_path / "nothing")}
     report = await execute(TinySession(parse_run(document), tmp_path))
-    assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "InvalidConfig", False)
+    assert (report.outcome, report.reason, report.retryable) == (
+        Outcome.FAILED,
+        "InvalidConfig",
+        False,
+    )
     assert "spec.model.path" in report.message

@@ -2,4 +2,10 @@
 
 import pytest
 
-pytest.register_assert_rewrite("engine_checks", "sampling_conformance", "request_conformance", "update_conformance", "engine_conformance")
+pytest.register_assert_rewrite(
+    "engine_checks",
+    "sampling_conformance",
+    "request_conformance",
+    "update_conformance",
+    "engine_conformance",
+)

@@ -15,7 +15,13 @@ import pytest
 import ray
 
 from agenticrun_workers.inference.client import GenerationClient, RequestRefused
-from agenticrun_workers.inference.request_port import LENGTH_BYTES, SECRET_BYTES, Address, Frames, RequestPort
+from agenticrun_workers.inference.request_port import (
+    LENGTH_BYTES,
+    SECRET_BYTES,
+    Address,
+    Frames,
+    RequestPort,
+)
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("ray_node")
@@ -111,7 +117,9 @@ class RelayedEngine:
 
 
 def request(number: int, turn: int = 1, tokens: int = 1) -> GenerationRequest:
-    return GenerationRequest(f"{number}-{turn}", str(number), np.full(tokens, number, np.int32), SamplingParams(1))
+    return GenerationRequest(
+        f"{number}-{turn}", str(number), np.full(tokens, number, np.int32), SamplingParams(1)
+    )
 
 
 async def ask(client: GenerationClient, number: int, turn: int = 1) -> int:
@@ -138,7 +146,9 @@ async def test_every_request_gets_its_own_answer() -> None:
     only = engine()
     client = GenerationClient("c")
     client.set_engines({"a": only})
-    assert await asyncio.gather(*(ask(client, number) for number in range(100))) == list(range(1, 101))
+    assert await asyncio.gather(*(ask(client, number) for number in range(100))) == list(
+        range(1, 101)
+    )
     sessions, _ = await only.seen.remote()
     assert sorted(sessions) == sorted(f"c/{number}" for number in range(100))
 

@@ -23,9 +23,21 @@ SMALL = {"kv_cache_memory_bytes": 64 * 2**20, "max_num_seqs": 64, "max_num_batch
 
 
 def an_engine(
-    folder: Path, logs: Path, *, max_length: int = CONTEXT, restart: bool = False, config: Mapping[str, Any] = SMALL
+    folder: Path,
+    logs: Path,
+    *,
+    max_length: int = CONTEXT,
+    restart: bool = False,
+    config: Mapping[str, Any] = SMALL,
 ) -> VllmEngine:
-    return VllmEngine(folder, dtype="float32", max_length=max_length, restart_on_update=restart, log_folder=logs, config=config)
+    return VllmEngine(
+        folder,
+        dtype="float32",
+        max_length=max_length,
+        restart_on_update=restart,
+        log_folder=logs,
+        config=config,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +46,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def both(models: Models, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[VllmEngine, VllmEngine]]:
+async def both(
+    models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[VllmEngine, VllmEngine]]:
     """Started at the same time: most of a start is imports."""
     logs = tmp_path_factory.mktemp("logs")
     engines = an_engine(models.a, logs), an_engine(models.b, logs, restart=True)
@@ -54,10 +68,14 @@ def fresh(both: tuple[VllmEngine, VllmEngine]) -> VllmEngine:
 
 
 class TestBeforeTheRest:
-    async def test_a_seeded_prompt_that_is_computed_in_pieces_does_no_harm(self, engine: VllmEngine, models: Models) -> None:
+    async def test_a_seeded_prompt_that_is_computed_in_pieces_does_no_harm(
+        self, engine: VllmEngine, models: Models
+    ) -> None:
         """vLLM's own seeds end the server there."""
         requests = [ask(prompt(150 + n, n), 20, seed=n) for n in range(6)]
-        for request, generation in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
+        for request, generation in zip(
+            requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
+        ):
             same_logprobs(models.plain_a, request, generation)
 
 
@@ -65,23 +83,37 @@ class TestVllm(ServerConformance):
     """Its last tests end both engines."""
 
 
-async def test_a_model_that_does_not_know_so_long_sequences_is_refused_at_once(models: Models, tmp_path: Path) -> None:
-    with pytest.raises(EngineStartError, match=f"sequences of {CONTEXT + 1} tokens do not fit into the model's context of {CONTEXT}"):
+async def test_a_model_that_does_not_know_so_long_sequences_is_refused_at_once(
+    models: Models, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        EngineStartError,
+        match=f"sequences of {CONTEXT + 1} tokens do not fit into the model's context of {CONTEXT}",
+    ):
         await an_engine(models.a, tmp_path, max_length=CONTEXT + 1).start()
 
 
 async def test_heads_that_vllm_cannot_compute_on_a_cpu_are_refused_at_once(tmp_path: Path) -> None:
-    initialize_model(tmp_path, InitializeSpec(("a", "b"), hidden_size=64, heads=4, max_position_embeddings=CONTEXT))
-    with pytest.raises(EngineStartError, match="heads have 16 dimensions; on CPUs vLLM knows 32, 64"):
+    initialize_model(
+        tmp_path,
+        InitializeSpec(("a", "b"), hidden_size=64, heads=4, max_position_embeddings=CONTEXT),
+    )
+    with pytest.raises(
+        EngineStartError, match="heads have 16 dimensions; on CPUs vLLM knows 32, 64"
+    ):
         await an_engine(tmp_path, tmp_path).start()
 
 
-async def test_an_option_that_vllm_does_not_know_is_named_by_the_start_error(models: Models, tmp_path: Path) -> None:
+async def test_an_option_that_vllm_does_not_know_is_named_by_the_start_error(
+    models: Models, tmp_path: Path
+) -> None:
     with pytest.raises(EngineStartError, match="unrecognized arguments: --no-such-option=1"):
         await an_engine(models.a, tmp_path, config={"no_such_option": 1}).start()
 
 
-async def test_a_missing_environment_says_what_to_do(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_environment_says_what_to_do(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AGENTICRUN_ENGINES", str(tmp_path))
     with pytest.raises(EngineStartError, match=r"vllm is not installed.*make engines"):
         await an_engine(models.a, tmp_path).start()

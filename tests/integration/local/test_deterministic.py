@@ -37,7 +37,14 @@ STEP = re.compile(r"\bstep (\d+)/")
 RAY_AGENT = re.compile(r"ray::\w+Agent")
 """Looks once a minute whether its Ray is gone."""
 
-WALL_CLOCK = ("time", "system/tps", "weight_sync/seconds", "train/tokens_per_second", "engine/engine-", "rollout/utilization")
+WALL_CLOCK = (
+    "time",
+    "system/tps",
+    "weight_sync/seconds",
+    "train/tokens_per_second",
+    "engine/engine-",
+    "rollout/utilization",
+)
 """Metrics that are about the machine and not about the run."""
 
 
@@ -59,7 +66,14 @@ def document() -> dict[str, Any]:
             "lossKl": {"coef": 0.01},
         },
         critic={"training": {"learningRate": 0.01}},
-        actorTrain={"training": {"learningRate": 0.003, "miniBatchSize": 4, "lrSchedulerType": "cosine", "warmupSteps": 3}},
+        actorTrain={
+            "training": {
+                "learningRate": 0.003,
+                "miniBatchSize": 4,
+                "lrSchedulerType": "cosine",
+                "warmupSteps": 3,
+            }
+        },
     )
     del run["metadata"]["uid"]
     return run
@@ -75,9 +89,20 @@ class Command:
         file.write_text(yaml.safe_dump(document()))
         self._log = folder / f"log-{time.monotonic_ns()}"
         self._others = ray_folders()
-        command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "-f", str(file), "-o", str(folder / "out")]
+        command = [
+            sys.executable,
+            "-m",
+            "agenticrun_workers.cli",
+            "run",
+            "-f",
+            str(file),
+            "-o",
+            str(folder / "out"),
+        ]
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -95,9 +120,14 @@ class Command:
     def finish(self) -> dict[tuple[int, bool], dict[str, float]]:
         """The run's metrics at its end, by step and whether they are a validation's."""
         assert self.process.wait(1200) == 0, self.log
-        lines = [json.loads(line) for line in (self.folder / "out/metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (self.folder / "out/metrics.jsonl").read_text().splitlines()
+        ]
         return {
-            (line["step"], "system/tps" not in line): {name: value for name, value in line.items() if not name.startswith(WALL_CLOCK)}
+            (line["step"], "system/tps" not in line): {
+                name: value for name, value in line.items() if not name.startswith(WALL_CLOCK)
+            }
             for line in lines
         }
 
@@ -107,7 +137,9 @@ class Command:
         def there() -> bool:
             return any(int(step) >= after_step for step in STEP.findall(self.log))
 
-        eventually(lambda: there() or self.process.poll() is not None, 1200, f"step {after_step}", 0.02)
+        eventually(
+            lambda: there() or self.process.poll() is not None, 1200, f"step {after_step}", 0.02
+        )
         time.sleep(seconds)
         self.process.kill()
         if self.process.wait() != -signal.SIGKILL:
@@ -130,13 +162,17 @@ class Command:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def killed_and_gone_on_with(folder: Path, rng: random.Random) -> dict[tuple[int, bool], dict[str, float]] | None:
+def killed_and_gone_on_with(
+    folder: Path, rng: random.Random
+) -> dict[tuple[int, bool], dict[str, float]] | None:
     """The metrics of a run that was killed `KILLS` times; None if it was done before."""
     for after_step in AFTER_STEPS:
         with Command(folder) as command:
             if not command.kill(after_step, rng.uniform(0.0, 0.3)):
                 return None
-            assert ("[warm-up]" in command.log) == (after_step == AFTER_STEPS[0]), "it goes on, and does not begin anew"
+            assert ("[warm-up]" in command.log) == (after_step == AFTER_STEPS[0]), (
+                "it goes on, and does not begin anew"
+            )
         assert any((folder / "out/checkpoints").glob(f"step-*/{MANIFEST}"))
     with Command(folder) as command:
         metrics = command.finish()

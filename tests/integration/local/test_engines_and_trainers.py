@@ -26,9 +26,25 @@ MARK = "AGENTICRUN_TEST_RUN"
 
 def train(folder: Path, *settings: str) -> list[dict[str, float]]:
     """Metrics of each step of `agenticrun run` with these settings."""
-    overrides = [word for setting in (*settings, f"spec.pipeline.maxSteps={STEPS}") for word in ("--set", setting)]
-    command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "-f", str(EXAMPLE), "-o", str(folder), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env={**os.environ, MARK: str(folder)})
+    overrides = [
+        word
+        for setting in (*settings, f"spec.pipeline.maxSteps={STEPS}")
+        for word in ("--set", setting)
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "agenticrun_workers.cli",
+        "run",
+        "-f",
+        str(EXAMPLE),
+        "-o",
+        str(folder),
+        *overrides,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=1500, env={**os.environ, MARK: str(folder)}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "critic/score/mean" in line]
@@ -47,10 +63,19 @@ def left_behind(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("engine", "trainer", "config"),
-    [("sglang", "megatron", "tensor_model_parallel_size=2"), ("vllm", "deepspeed", "zero_optimization.stage=3")],
+    [
+        ("sglang", "megatron", "tensor_model_parallel_size=2"),
+        ("vllm", "deepspeed", "zero_optimization.stage=3"),
+    ],
 )
-def test_a_server_and_two_trainer_ranks_train_as_one(engine: str, trainer: str, config: str, tmp_path: Path) -> None:
-    strategies = [f"actorInfer.strategy.name={engine}", f"actorTrain.strategy.name={trainer}", f"actorTrain.strategy.config.{config}"]
+def test_a_server_and_two_trainer_ranks_train_as_one(
+    engine: str, trainer: str, config: str, tmp_path: Path
+) -> None:
+    strategies = [
+        f"actorInfer.strategy.name={engine}",
+        f"actorTrain.strategy.name={trainer}",
+        f"actorTrain.strategy.config.{config}",
+    ]
     steps = train(tmp_path, *(f"spec.pipeline.{setting}" for setting in strategies))
     assert len(steps) == STEPS
     for step in steps:
@@ -64,9 +89,27 @@ def test_a_server_and_two_trainer_ranks_train_as_one(engine: str, trainer: str, 
     assert left_behind(tmp_path) == []
 
 
-def test_what_a_strategy_does_not_have_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+def test_what_a_strategy_does_not_have_is_refused_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
     setting = "spec.pipeline.actorTrain.strategy.config.zero_stage=3"
-    command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "-f", str(EXAMPLE), "-o", str(tmp_path), "--set", setting]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "400"})
+    command = [
+        sys.executable,
+        "-m",
+        "agenticrun_workers.cli",
+        "run",
+        "-f",
+        str(EXAMPLE),
+        "-o",
+        str(tmp_path),
+        "--set",
+        setting,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "400"}
+    )
     assert done.returncode == ExitCode.INVALID_CONFIG, done.stdout
-    assert "Failed: spec.pipeline.actorTrain.strategy.config: fsdp2 has no option zero_stage; it has " in done.stdout
+    assert (
+        "Failed: spec.pipeline.actorTrain.strategy.config: fsdp2 has no option zero_stage; it has "
+        in done.stdout
+    )

@@ -22,7 +22,12 @@ from agenticrun_workers.trainer import Sample, TrainStrategy
 from agenticrun_workers.trainer.strategies import build_strategy
 from tiny_runs import tiny_document
 
-SAMPLED = ("--set", "pipeline.eval={samples: 3, passAt: [1, 3], generating: {temperature: 1.0}}", "--set", "pipeline.deterministic=true")
+SAMPLED = (
+    "--set",
+    "pipeline.eval={samples: 3, passAt: [1, 3], generating: {temperature: 1.0}}",
+    "--set",
+    "pipeline.deterministic=true",
+)
 
 
 class Trained:
@@ -39,7 +44,9 @@ class Trained:
         tokens_T = np.arange(8, dtype=np.int32)
         weight_T = np.ones(8, np.float32)
         for _ in range(3):
-            self.strategy.supervised_step([Sample(tokens_T, weight_T, np.zeros(8, np.float32), np.zeros(8, np.int32))])
+            self.strategy.supervised_step(
+                [Sample(tokens_T, weight_T, np.zeros(8, np.float32), np.zeros(8, np.int32))]
+            )
         self.checkpoints = folder / "checkpoints"
         store = CheckpointStore(self.checkpoints, "local", 2)
 
@@ -51,8 +58,18 @@ class Trained:
 
     def command(self, *arguments: str) -> tuple[int, str]:
         """Exit code and output of an `agenticrun` command on the run's file."""
-        command = [sys.executable, "-m", "agenticrun_workers.cli", arguments[0], "-f", str(self.file), *arguments[1:]]
-        found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+        command = [
+            sys.executable,
+            "-m",
+            "agenticrun_workers.cli",
+            arguments[0],
+            "-f",
+            str(self.file),
+            *arguments[1:],
+        ]
+        found = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+        )
         return found.returncode, found.stdout
 
 
@@ -63,43 +80,63 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def test_an_exported_folder_holds_the_checkpoint_s_policy(trained: Trained, tmp_path: Path) -> None:
     folder = tmp_path / "exported"
-    code, output = trained.command("export", "--checkpoint", str(trained.checkpoints), "-o", str(folder))
+    code, output = trained.command(
+        "export", "--checkpoint", str(trained.checkpoints), "-o", str(folder)
+    )
     assert (code, output) == (0, f"{folder}: the policy after 5 steps\n")
     loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     for name, weights in trained.strategy.export_weights():
         np.testing.assert_array_equal(loaded[name].detach().numpy(), weights.numpy())
     assert any((loaded[name].detach() != weights).any() for name, weights in trained.first.items())
     assert AutoTokenizer.from_pretrained(folder).chat_template
-    code, output = trained.command("export", "--checkpoint", str(trained.checkpoints), "-o", str(folder))
+    code, output = trained.command(
+        "export", "--checkpoint", str(trained.checkpoints), "-o", str(folder)
+    )
     assert code == 2
     assert "holds files already" in output
 
 
-def test_export_refuses_what_is_no_checkpoint_or_another_model_s(trained: Trained, tmp_path: Path) -> None:
-    code, output = trained.command("export", "--checkpoint", str(tmp_path), "-o", str(tmp_path / "out"))
+def test_export_refuses_what_is_no_checkpoint_or_another_model_s(
+    trained: Trained, tmp_path: Path
+) -> None:
+    code, output = trained.command(
+        "export", "--checkpoint", str(tmp_path), "-o", str(tmp_path / "out")
+    )
     assert code == ExitCode.INVALID_CONFIG
     assert f"{tmp_path} holds no complete checkpoint" in output
     other = ("--set", "model.initialize.layers=2")
-    code, output = trained.command("export", "--checkpoint", str(trained.checkpoints), "-o", str(tmp_path / "out"), *other)
+    code, output = trained.command(
+        "export", "--checkpoint", str(trained.checkpoints), "-o", str(tmp_path / "out"), *other
+    )
     assert code == ExitCode.INVALID_CONFIG
     assert "no such parameter" in output
 
 
-def test_a_checkpoint_and_the_folder_exported_from_it_play_alike(trained: Trained, tmp_path: Path) -> None:
+def test_a_checkpoint_and_the_folder_exported_from_it_play_alike(
+    trained: Trained, tmp_path: Path
+) -> None:
     folder, first, second = tmp_path / "exported", tmp_path / "first.json", tmp_path / "second.json"
-    trained.command("export", "--checkpoint", str(trained.checkpoints / "step-2"), "-o", str(folder))
-    code, output = trained.command("eval", "--checkpoint", str(trained.checkpoints), "--json", str(first), *SAMPLED)
+    trained.command(
+        "export", "--checkpoint", str(trained.checkpoints / "step-2"), "-o", str(folder)
+    )
+    code, output = trained.command(
+        "eval", "--checkpoint", str(trained.checkpoints), "--json", str(first), *SAMPLED
+    )
     assert code == 0, output
     assert "pass@3" in output
     code, output = trained.command("eval", "--model", str(folder), "--json", str(second), *SAMPLED)
     assert code == 0, output
-    figures: list[dict[str, Any]] = [json.loads(file.read_text())["tags"]["Lake"] for file in (first, second)]
+    figures: list[dict[str, Any]] = [
+        json.loads(file.read_text())["tags"]["Lake"] for file in (first, second)
+    ]
     assert figures[0] == figures[1]
     assert (figures[0]["levels"], figures[0]["episodes"]) == (8, 24)
     assert set(figures[0]["pass_at"]) == {"1", "3"}
 
 
-def test_a_model_that_cannot_be_loaded_is_told_in_one_line(trained: Trained, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(
+    trained: Trained, tmp_path: Path
+) -> None:
     code, output = trained.command("eval", "--model", str(tmp_path / "nothing"))
     assert code == ExitCode.INVALID_CONFIG
     assert output.strip().startswith("spec.model.path: no ")

@@ -32,16 +32,29 @@ class Command:
         del document["metadata"]["uid"]
         file.write_text(yaml.safe_dump(document))
         self.log = folder / "log"
-        command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "-f", str(file), "-o", str(self.output)]
+        command = [
+            sys.executable,
+            "-m",
+            "agenticrun_workers.cli",
+            "run",
+            "-f",
+            str(file),
+            "-o",
+            str(self.output),
+        ]
         self._folders = ray_folders()
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def wait(self) -> int:
         return self.process.wait(550)
 
     def wait_for(self, line: str) -> None:
-        eventually(lambda: line in self.log.read_text() or self.process.poll() is not None, 550, line, 0.1)
+        eventually(
+            lambda: line in self.log.read_text() or self.process.poll() is not None, 550, line, 0.1
+        )
         assert line in self.log.read_text(), self.log.read_text()
 
     def end(self) -> None:
@@ -58,10 +71,14 @@ class Command:
         assert self._left_behind() == []
 
     def _left_behind(self) -> list[str]:
-        return of_session(self.process.pid) + [str(folder) for folder in ray_folders(self.process.pid) - self._folders]
+        return of_session(self.process.pid) + [
+            str(folder) for folder in ray_folders(self.process.pid) - self._folders
+        ]
 
     def steps(self) -> list[int]:
-        lines = [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()
+        ]
         return [line["step"] for line in lines if "system/tps" in line]
 
 
@@ -98,18 +115,30 @@ def test_a_run_is_interrupted_and_gone_on_with(start: Callable[..., Command]) ->
     second.leaves_nothing_behind()
 
 
-def test_an_environment_of_ones_own_lies_beside_the_yaml(start: Callable[..., Command], tmp_path: Path) -> None:
+def test_an_environment_of_ones_own_lies_beside_the_yaml(
+    start: Callable[..., Command], tmp_path: Path
+) -> None:
     (tmp_path / "own_lake.py").write_text("import no_such_module\n")
     lake = tiny_document()["spec"]["pipeline"]["envs"][0] | {"type": "own_lake:Lake"}
     command = start(envs=[lake])
     assert command.wait() == ExitCode.INVALID_CONFIG
-    assert "importing own_lake failed: ModuleNotFoundError: No module named 'no_such_module'" in command.log.read_text()
+    assert (
+        "importing own_lake failed: ModuleNotFoundError: No module named 'no_such_module'"
+        in command.log.read_text()
+    )
     command.leaves_nothing_behind()
 
 
 @pytest.mark.parametrize("argument", ["--help", "run --help"])
 def test_help_needs_no_ray(argument: str) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "agenticrun_workers.cli", *argument.split()]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "agenticrun_workers.cli",
+        *argument.split(),
+    ]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.rsplit("|", 1)[-1].strip() for line in found.stderr.splitlines()}
     assert not imported & {"ray", "torch", "transformers"}
@@ -167,13 +196,22 @@ for process in others:
 """
 
 
-def test_a_ray_that_has_to_be_killed_takes_all_that_it_started_with_it_and_nothing_else(tmp_path: Path) -> None:
+def test_a_ray_that_has_to_be_killed_takes_all_that_it_started_with_it_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     """Its daemon is given a second to end what it started; Ray's agents look after it once a minute."""
     before, log = ray_folders(), tmp_path / "log"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with log.open("w") as errors:
         command = [sys.executable, "-c", STALLING]
-        program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True, start_new_session=True)
+        program = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            text=True,
+            start_new_session=True,
+        )
     try:
         output, _ = program.communicate(timeout=550)
         assert program.returncode == 0, log.read_text()

@@ -60,7 +60,9 @@ async def test_each_turn_of_the_guides_agent_is_a_sample_of_its_group(tmp_path: 
         assert len({t.key for t in trained}) == len(trained) > 8
         assert metrics["system/samples"] == len(trained)
         for trajectory in trained:
-            last_try = trajectory.key.branch == episodes[trajectory.key.group, trajectory.key.member] - 1
+            last_try = (
+                trajectory.key.branch == episodes[trajectory.key.group, trajectory.key.member] - 1
+            )
             assert (trajectory.score > 0) == (last_try and trajectory.metrics["success"] == 1.0)
             assert trajectory.response_mask_T.sum() in (1, 2)
 
@@ -68,13 +70,20 @@ async def test_each_turn_of_the_guides_agent_is_a_sample_of_its_group(tmp_path: 
 async def test_the_conversation_plays_with_the_agent_of_every_day(tmp_path: Path) -> None:
     env = {
         "type": "math",
-        "config": {"instruction": "", "wrongFeedback": "again", "rightFeedback": "=", "randomAnswers": ANSWERS},
+        "config": {
+            "instruction": "",
+            "wrongFeedback": "again",
+            "rightFeedback": "=",
+            "randomAnswers": ANSWERS,
+        },
         "agent": {"config": {"systemTemplate": ""}},
     }
     session = TinySession(parse_run(document(tmp_path, env)), tmp_path)
     report = await asyncio.wait_for(session.execute(), 240)
     assert report.outcome is Outcome.SUCCEEDED, report.message
-    trained = [t for step in (1, 2) for t in Recording(str(tmp_path / "recording")).read(step).trajectories]
+    trained = [
+        t for step in (1, 2) for t in Recording(str(tmp_path / "recording")).read(step).trajectories
+    ]
     assert {t.stop_reason for t in trained} <= {StopReason.COMPLETED, StopReason.MAX_TURNS}
     assert {len(t.turns) for t in trained} <= {1, 2}
     assert all(t.metrics["verify_timeouts"] == 0 for t in trained)

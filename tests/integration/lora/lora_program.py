@@ -64,7 +64,10 @@ def weights(policy: Policy) -> dict[str, np.ndarray]:
 def expanded(policy: Policy) -> dict[str, np.ndarray]:
     """As `weights`, made of base and adapters outside of the model."""
     assert policy.adapters is not None
-    found, rules = {name: weight.clone() for name, weight in policy.adapters.base()}, policy.adapters.rules()
+    found, rules = (
+        {name: weight.clone() for name, weight in policy.adapters.base()},
+        policy.adapters.rules(),
+    )
     adapters = {name: weight.clone() for name, weight in policy.adapters.weights()}
     for name in found.keys() & rules.keys():
         a, b = (adapters[part] for part in adapter_names(name))
@@ -74,9 +77,17 @@ def expanded(policy: Policy) -> dict[str, np.ndarray]:
 
 def base(policy: Policy) -> dict[str, Tensor]:
     """The parameters that do not train, whole, on every rank, under the names that they have without adapters."""
-    get = policy._engine.whole if isinstance(policy, DeepSpeedPolicy) else lambda parameter: whole(parameter.detach())
+    get = (
+        policy._engine.whole
+        if isinstance(policy, DeepSpeedPolicy)
+        else lambda parameter: whole(parameter.detach())
+    )
     named = policy._backend.module.model.named_parameters()
-    return {name.replace(".base_layer", ""): get(parameter).clone() for name, parameter in named if not parameter.requires_grad}
+    return {
+        name.replace(".base_layer", ""): get(parameter).clone()
+        for name, parameter in named
+        if not parameter.requires_grad
+    }
 
 
 def train(policy: Policy, model: Path, work: Path, name: str) -> dict[str, Any]:
@@ -104,7 +115,9 @@ def resume(policy: Policy, model: Path, folder: Path) -> dict[str, np.ndarray]:
 def main(model_folder: str, work_folder: str) -> dict[str, Any]:
     model, work = Path(model_folder), Path(work_folder)
     load = partial(adapted, model)
-    results: dict[str, Any] = {name: train(make(load), model, work, name) for name, make in STRATEGIES.items()}
+    results: dict[str, Any] = {
+        name: train(make(load), model, work, name) for name, make in STRATEGIES.items()
+    }
     results["resumed"] = {
         f"{after} from {before}": resume(STRATEGIES[after](load), model, work / before)
         for after, before in [("fsdp2", "zero 3"), ("zero 3", "fsdp2"), ("zero 1", "one rank")]

@@ -22,11 +22,25 @@ from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.weights.adapter_node import AdapterNode
 from agenticrun_workers.weights.node_weights import NodeWeights
 from agenticrun_workers.weights.sync import Receiver
-from sync_actors import BUCKET_BYTES, AdapterTrainer, Drill, Engine, LossyAdapterNode, all_gone, drills, killed, make_model, serving, spawn
+from sync_actors import (
+    BUCKET_BYTES,
+    AdapterTrainer,
+    Drill,
+    Engine,
+    LossyAdapterNode,
+    all_gone,
+    drills,
+    killed,
+    make_model,
+    serving,
+    spawn,
+)
 from tiny_runs import TinySession, tiny_document, tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
-ray.cloudpickle.register_pickle_by_value(sys.modules[Engine.__module__])  # workers cannot import the tests' modules
+ray.cloudpickle.register_pickle_by_value(
+    sys.modules[Engine.__module__]
+)  # workers cannot import the tests' modules
 
 RUN = "adapter-drill"
 
@@ -52,7 +66,9 @@ def engines(ray_node: None, folder: Path) -> dict[str, Any]:
 def drill(trainer: Any, folder: Path) -> Iterator[Callable[..., Drill]]:
     """Makes drills. `node` and `files`: the class of nodes away from the trainer, and where they find the base."""
 
-    def make(trainer: Any = trainer, node: type = AdapterNode, files: Path = folder, **spec: Any) -> Drill:
+    def make(
+        trainer: Any = trainer, node: type = AdapterNode, files: Path = folder, **spec: Any
+    ) -> Drill:
         def whole(_place: str, *arguments: Any) -> Any:
             return spawn(NodeWeights, *arguments, calls=4)
 
@@ -75,11 +91,15 @@ async def check(engine: Any, trainer: Any, version: int) -> None:
     assert await engine.version_sampled.remote() == version
 
 
-@pytest.mark.parametrize(("transport", "delta"), [("SharedMemory", False), ("ObjectStore", False), ("Disk", True)])
+@pytest.mark.parametrize(
+    ("transport", "delta"), [("SharedMemory", False), ("ObjectStore", False), ("Disk", True)]
+)
 async def test_engines_serve_exactly_the_merged_weights_though_adapters_alone_travel(
     drill: Any, engines: dict[str, Any], trainer: Any, tmp_path: Path, transport: str, delta: bool
 ) -> None:
-    syncing = drill(transport=transport, delta=delta, **({"uri": str(tmp_path)} if transport == "Disk" else {}))
+    syncing = drill(
+        transport=transport, delta=delta, **({"uri": str(tmp_path)} if transport == "Disk" else {})
+    )
     far = "home" if transport == "SharedMemory" else "away"
     places = {"near": (engines["near"], "home"), "far": (engines["far"], far)}
     copies = 1 if transport == "SharedMemory" else 2
@@ -116,16 +136,22 @@ async def test_an_engine_that_joins_on_a_new_node_gets_the_last_version_while_th
     ray.kill(late)
 
 
-async def test_adapters_damaged_on_the_way_are_found_and_sent_again(drill: Any, engines: dict[str, Any], trainer: Any) -> None:
+async def test_adapters_damaged_on_the_way_are_found_and_sent_again(
+    drill: Any, engines: dict[str, Any], trainer: Any
+) -> None:
     """Before an engine has begun to take anything: it never stops in vain."""
     syncing = drill(node=LossyAdapterNode, transport="ObjectStore")
-    report = await syncing.update({"far": (engines["far"], "away"), "near": (engines["near"], "home")}, 4)
+    report = await syncing.update(
+        {"far": (engines["far"], "away"), "near": (engines["near"], "home")}, 4
+    )
     assert (report.failed, report.adapters) == ({}, True)
     for engine in engines.values():
         await check(engine, trainer, 4)
 
 
-async def test_a_node_whose_memory_is_lost_gets_everything_again(drill: Any, engines: dict[str, Any], trainer: Any) -> None:
+async def test_a_node_whose_memory_is_lost_gets_everything_again(
+    drill: Any, engines: dict[str, Any], trainer: Any
+) -> None:
     syncing = drill(transport="ObjectStore", delta=True)
     places = {"near": (engines["near"], "home"), "far": (engines["far"], "away")}
     await syncing.update(places, 1)
@@ -137,10 +163,14 @@ async def test_a_node_whose_memory_is_lost_gets_everything_again(drill: Any, eng
         await check(engine, trainer, 2)
 
 
-async def test_a_reference_gets_whole_weights_which_leave_no_memory_behind(drill: Any, engines: dict[str, Any], trainer: Any) -> None:
+async def test_a_reference_gets_whole_weights_which_leave_no_memory_behind(
+    drill: Any, engines: dict[str, Any], trainer: Any
+) -> None:
     syncing = drill()
     await trainer.become.remote(3)
-    await asyncio.wait_for(syncing.sync.copy_to({"reference": Receiver(engines["far"], "home")}), 60)
+    await asyncio.wait_for(
+        syncing.sync.copy_to({"reference": Receiver(engines["far"], "home")}), 60
+    )
     await check(engines["far"], trainer, 0)
     await all_gone(RUN)
     report = await syncing.update({"far": (engines["far"], "home")}, 4)
@@ -149,12 +179,17 @@ async def test_a_reference_gets_whole_weights_which_leave_no_memory_behind(drill
     await all_gone(RUN, left=1)
 
 
-async def test_a_broadcast_moves_whole_weights(drill: Any, engines: dict[str, Any], trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_broadcast_moves_whole_weights(
+    drill: Any, engines: dict[str, Any], trainer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     syncing = drill(transport="Broadcast")
     report = await syncing.update({"near": (engines["near"], "home")}, 1)
     assert (report.failed, report.adapters) == ({}, False)
     await check(engines["near"], trainer, 1)
-    assert "engines get whole weights with the adapters merged, not the adapters alone: a broadcast goes into" in caplog.text
+    assert (
+        "engines get whole weights with the adapters merged, not the adapters alone: a broadcast goes into"
+        in caplog.text
+    )
     await syncing.sync.join(Receiver(engines["far"], "away"))
     await check(engines["far"], trainer, 1)
 
@@ -171,7 +206,11 @@ def other_files(folder: Path, other: Path, name: str) -> Path:
 
 
 async def test_whole_weights_travel_where_the_files_are_not_the_trainers_base(
-    drill: Any, engines: dict[str, Any], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    drill: Any,
+    engines: dict[str, Any],
+    folder: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     files = other_files(folder, tmp_path / "other", "norm.weight")
     trainer = spawn(AdapterTrainer, folder, tiny_run().spec.pipeline, files, calls=1)
@@ -186,12 +225,19 @@ async def test_whole_weights_travel_where_the_files_are_not_the_trainers_base(
     ray.kill(trainer)
 
 
-async def test_a_node_with_another_model_ends_the_run(drill: Any, folder: Path, tmp_path: Path) -> None:
+async def test_a_node_with_another_model_ends_the_run(
+    drill: Any, folder: Path, tmp_path: Path
+) -> None:
     """Engines there would serve a policy that nobody trained."""
     engine = spawn(Engine, "engine")
     await engine.serve.remote(folder)
-    syncing = drill(transport="ObjectStore", files=other_files(folder, tmp_path / "other", "model.norm.weight"))
-    with pytest.raises(InvalidConfig, match=r"spec.model.path: .*other holds another model.norm.weight here than where the trainers run"):
+    syncing = drill(
+        transport="ObjectStore", files=other_files(folder, tmp_path / "other", "model.norm.weight")
+    )
+    with pytest.raises(
+        InvalidConfig,
+        match=r"spec.model.path: .*other holds another model.norm.weight here than where the trainers run",
+    ):
         await syncing.update({"far": (engine, "away")}, 1)
     ray.kill(engine)
 
@@ -204,12 +250,16 @@ async def test_a_run_syncs_adapters_alone_and_its_engines_say_what_its_trainer_s
 ) -> None:
     """Engines that are killed are replaced by such that have the last version; the reference is the base."""
     caplog.set_level(logging.INFO)
-    document = tiny_document(maxSteps=4, evalSteps=0, actorTrain=LORA, algorithm={"lossKl": {"coef": 0.01}})
+    document = tiny_document(
+        maxSteps=4, evalSteps=0, actorTrain=LORA, algorithm={"lossKl": {"coef": 0.01}}
+    )
     session = TinySession(parse_run(document), tmp_path)
     running = asyncio.create_task(asyncio.wait_for(session.execute(), 300))
     while session.sink.step < 2 and not running.done():
         await asyncio.sleep(0.01)
-    [(_, *_, pid)] = [r.args for r in caplog.records if "runs on" in r.msg and "engine-0" in str(r.args)]
+    [(_, *_, pid)] = [
+        r.args for r in caplog.records if "runs on" in r.msg and "engine-0" in str(r.args)
+    ]
     os.kill(pid, signal.SIGKILL)
     report = await running
     assert report.outcome is Outcome.SUCCEEDED, report.message
@@ -219,14 +269,20 @@ async def test_a_run_syncs_adapters_alone_and_its_engines_say_what_its_trainer_s
     parameters = 4 * layer + 3 * (16 * 2 + 2 * 32)
     for step in steps.values():
         assert step["weight_sync/lora_merged"] == 0
-        assert step["weight_sync/bytes"] in (0, 4 * parameters), "0: the engine was dead, and the next one joined after the sync"
+        assert step["weight_sync/bytes"] in (0, 4 * parameters), (
+            "0: the engine was dead, and the next one joined after the sync"
+        )
         assert step["engine/logprob_gap"] < 1e-6
         assert step["staleness/max"] == 0
     assert steps[1]["weight_sync/bytes"] == 4 * parameters
 
 
-async def test_colocated_engines_get_the_adapters_of_deepspeed_after_the_handover(tmp_path: Path) -> None:
-    document = tiny_document(maxSteps=2, evalSteps=0, actorTrain={**LORA, "strategy": {"name": "deepspeed"}})
+async def test_colocated_engines_get_the_adapters_of_deepspeed_after_the_handover(
+    tmp_path: Path,
+) -> None:
+    document = tiny_document(
+        maxSteps=2, evalSteps=0, actorTrain={**LORA, "strategy": {"name": "deepspeed"}}
+    )
     document["spec"]["placement"] = "Colocated"
     session = TinySession(parse_run(document), tmp_path)
     report = await asyncio.wait_for(session.execute(), 300)

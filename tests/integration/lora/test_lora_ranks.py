@@ -38,7 +38,11 @@ def program() -> ModuleType:
 def alone(program: ModuleType, work: Path) -> Runs:
     """One process."""
     model = make_model(work / "model")
-    return dict(program.train(program.STRATEGIES["fsdp2"](partial(program.adapted, model)), model, work, "one rank"))
+    return dict(
+        program.train(
+            program.STRATEGIES["fsdp2"](partial(program.adapted, model)), model, work, "one rank"
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,9 @@ def assert_same_weights(found: dict[str, np.ndarray], expected: dict[str, np.nda
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_only_adapters_have_a_gradient_and_it_is_that_of_one_process(alone: Runs, ranks: list[Runs], strategy: str) -> None:
+def test_only_adapters_have_a_gradient_and_it_is_that_of_one_process(
+    alone: Runs, ranks: list[Runs], strategy: str
+) -> None:
     assert alone["gradients"]
     assert all("lora_" in name for name in alone["gradients"])
     for rank in ranks:
@@ -61,16 +67,22 @@ def test_only_adapters_have_a_gradient_and_it_is_that_of_one_process(alone: Runs
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_merged_weights_after_some_steps_are_those_of_one_process(alone: Runs, ranks: list[Runs], work: Path, strategy: str) -> None:
+def test_merged_weights_after_some_steps_are_those_of_one_process(
+    alone: Runs, ranks: list[Runs], work: Path, strategy: str
+) -> None:
     assert_same_weights(ranks[0][strategy]["weights"], alone["weights"])
     assert ranks[1][strategy]["weights"] == {}
-    exported = dict(AutoModelForCausalLM.from_pretrained(work / f"exported {strategy}").named_parameters())
+    exported = dict(
+        AutoModelForCausalLM.from_pretrained(work / f"exported {strategy}").named_parameters()
+    )
     for name, weight in ranks[0][strategy]["weights"].items():
         np.testing.assert_array_equal(exported[name].detach().numpy(), weight)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_base_and_adapters_that_the_first_rank_exports_make_the_merged_weights(ranks: list[Runs], strategy: str) -> None:
+def test_base_and_adapters_that_the_first_rank_exports_make_the_merged_weights(
+    ranks: list[Runs], strategy: str
+) -> None:
     """Bit for bit, in the order of the whole export."""
     found, expected = ranks[0][strategy]["expanded"], ranks[0][strategy]["weights"]
     assert list(found) == list(expected)
@@ -88,8 +100,12 @@ def test_the_base_stays_bit_for_bit(ranks: list[Runs], work: Path, strategy: str
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
-def test_adapters_of_one_strategy_go_on_in_another(alone: Runs, ranks: list[Runs], program: ModuleType, work: Path) -> None:
+def test_adapters_of_one_strategy_go_on_in_another(
+    alone: Runs, ranks: list[Runs], program: ModuleType, work: Path
+) -> None:
     model = work / "model"
-    on_one = program.resume(program.STRATEGIES["fsdp2"](partial(program.adapted, model)), model, work / "zero 2")
+    on_one = program.resume(
+        program.STRATEGIES["fsdp2"](partial(program.adapted, model)), model, work / "zero 2"
+    )
     for weights in [on_one, *ranks[0]["resumed"].values()]:
         assert_same_weights(weights, alone["weights"])

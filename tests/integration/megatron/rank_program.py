@@ -81,19 +81,30 @@ def check_broken_gradients(models: Path) -> dict[str, Any]:
     policy = make(models, BY_NAME["pipeline"], "qwen2", replace(SPEC, max_skipped_steps=1))
     before = weights_of(policy)
     samples = samples_of(models, "qwen2")[0]
-    broken = [replace(sample, advantages_T=np.full_like(sample.advantages_T, np.nan)) for sample in samples]
+    broken = [
+        replace(sample, advantages_T=np.full_like(sample.advantages_T, np.nan))
+        for sample in samples
+    ]
     skipped = policy.train_step(broken, LOSS)["actor/skipped_steps"]
     try:
         policy.train_step(broken, LOSS)
     except NonFiniteGradient as error:
-        return {"skipped": skipped, "error": str(error), "before": before, "after": weights_of(policy)}
+        return {
+            "skipped": skipped,
+            "error": str(error),
+            "before": before,
+            "after": weights_of(policy),
+        }
     return {}
 
 
 def check_nothing_to_learn(models: Path) -> float:
     """Skipped steps after a batch without a weighted token, and one without samples."""
     policy = make(models, BY_NAME["tensor"], "llama")
-    nothing: list[Sample] = [replace(sample, weight_T=np.zeros_like(sample.weight_T)) for sample in samples_of(models, "llama")[0]]
+    nothing: list[Sample] = [
+        replace(sample, weight_T=np.zeros_like(sample.weight_T))
+        for sample in samples_of(models, "llama")[0]
+    ]
     policy.train_step(nothing, LOSS)
     assert policy.compute_log_probs([]) == []
     return policy.train_step([], LOSS)["actor/skipped_steps"]
@@ -137,7 +148,9 @@ def main(models_folder: str, work_folder: str) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for case in (case for case in CASES if case.world == dist.get_world_size()):
         for family in case.families:
-            found[case.name, family] = vars(train(make(models, case, family), samples_of(models, family)))
+            found[case.name, family] = vars(
+                train(make(models, case, family), samples_of(models, family))
+            )
     if dist.get_world_size() == 2:
         found["resumed"] = check_checkpoints(models, work)
         found["mismatch"] = check_mismatch(models, work)
@@ -145,7 +158,9 @@ def main(models_folder: str, work_folder: str) -> dict[Any, Any]:
         found["nothing"] = check_nothing_to_learn(models)
         found["offloaded"] = check_offload(models)
         found["refused"] = check_refusals(models)
-        make(models, BY_NAME["pipeline"], "llama").export_folder(work / "exported", {"note.txt": b"exported"})
+        make(models, BY_NAME["pipeline"], "llama").export_folder(
+            work / "exported", {"note.txt": b"exported"}
+        )
     return found
 
 

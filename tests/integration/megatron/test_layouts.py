@@ -52,9 +52,13 @@ def torch_policy(work: Path, family: str, dtype: str) -> TorchPolicy:
 @pytest.fixture(scope="module")
 def references(work: Path) -> dict[tuple[str, str], Result]:
     """What a single process finds, by family and dtype."""
-    save_after(torch_policy(work, "llama", "float64"), SAVED, work / "torch", samples_of(work, "llama"))
+    save_after(
+        torch_policy(work, "llama", "float64"), SAVED, work / "torch", samples_of(work, "llama")
+    )
     wanted = {(family, case.dtype) for case, family in EXACT}
-    return {key: train(torch_policy(work, *key), samples_of(work, key[0])) for key in sorted(wanted)}
+    return {
+        key: train(torch_policy(work, *key), samples_of(work, key[0])) for key in sorted(wanted)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,10 @@ def ranks(work: Path, references: dict[tuple[str, str], Result]) -> dict[int, li
 def distance(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
     """The largest relative distance of a tensor."""
     assert found.keys() == expected.keys()
-    return max(float(np.linalg.norm(found[name] - value) / np.linalg.norm(value)) for name, value in expected.items())
+    return max(
+        float(np.linalg.norm(found[name] - value) / np.linalg.norm(value))
+        for name, value in expected.items()
+    )
 
 
 def tolerance(family: str, dtype: str) -> float:
@@ -80,7 +87,9 @@ def named(pairs: list[Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("case", "family"), **named(EXACT))
-def test_gradient_weights_and_metrics_are_those_of_one_process(case: Any, family: str, ranks: Any, references: Any) -> None:
+def test_gradient_weights_and_metrics_are_those_of_one_process(
+    case: Any, family: str, ranks: Any, references: Any
+) -> None:
     found, expected = ranks[case.world][0][case.name, family], references[family, case.dtype]
     assert all(np.linalg.norm(gradient) > 0 for gradient in expected.gradient.values())
     assert distance(found["gradient"], expected.gradient) < tolerance(family, case.dtype)
@@ -88,32 +97,49 @@ def test_gradient_weights_and_metrics_are_those_of_one_process(case: Any, family
     for mine, alone in zip(found["metrics"], expected.metrics, strict=True):
         assert mine.keys() == alone.keys()
         about_the_loss = [name for name in alone if not name.startswith("train/")]
-        assert [mine[name] for name in about_the_loss] == pytest.approx([alone[name] for name in about_the_loss], rel=1e-3, abs=1e-4)
+        assert [mine[name] for name in about_the_loss] == pytest.approx(
+            [alone[name] for name in about_the_loss], rel=1e-3, abs=1e-4
+        )
 
 
 @pytest.mark.parametrize(("case", "family"), **named(EXACT))
-def test_log_probs_are_those_of_one_process_on_every_rank_of_a_data_rank(case: Any, family: str, ranks: Any, references: Any) -> None:
+def test_log_probs_are_those_of_one_process_on_every_rank_of_a_data_rank(
+    case: Any, family: str, ranks: Any, references: Any
+) -> None:
     by_part: dict[int, list[np.ndarray]] = {}
     for rank in ranks[case.world]:
-        (data_rank, _), logprobs = rank[case.name, family]["data"], rank[case.name, family]["logprobs"]
-        assert all(np.array_equal(a, b) for a, b in zip(by_part.setdefault(data_rank, logprobs), logprobs, strict=True))
+        (data_rank, _), logprobs = (
+            rank[case.name, family]["data"],
+            rank[case.name, family]["logprobs"],
+        )
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(by_part.setdefault(data_rank, logprobs), logprobs, strict=True)
+        )
     together = [array for data_rank in sorted(by_part) for array in by_part[data_rank]]
     for mine, alone in zip(together, references[family, case.dtype].logprobs, strict=True):
         np.testing.assert_allclose(mine, alone, atol=1e-4)
 
 
 @pytest.mark.parametrize(("case", "family"), **named(TRAINED))
-def test_metrics_are_equal_on_every_rank_and_rank_zero_alone_exports(case: Any, family: str, ranks: Any) -> None:
+def test_metrics_are_equal_on_every_rank_and_rank_zero_alone_exports(
+    case: Any, family: str, ranks: Any
+) -> None:
     first, *others = [rank[case.name, family] for rank in ranks[case.world]]
     assert all(other["metrics"] == first["metrics"] for other in others)
     assert all(other["weights"] == {} for other in others)
 
 
-def test_bfloat16_is_as_near_to_float32_as_that_of_one_process(work: Path, ranks: Any, references: Any) -> None:
+def test_bfloat16_is_as_near_to_float32_as_that_of_one_process(
+    work: Path, ranks: Any, references: Any
+) -> None:
     found, expected = ranks[2][0]["bfloat16", "qwen3"], references["qwen3", "float32"]
     load = partial(load_model, str(work / "qwen3"))
     alone = train(
-        TorchPolicy(load, SPEC, max_tokens=MAX_TOKENS, temperature=LOSS.temperature, dtype=torch.bfloat16), samples_of(work, "qwen3")
+        TorchPolicy(
+            load, SPEC, max_tokens=MAX_TOKENS, temperature=LOSS.temperature, dtype=torch.bfloat16
+        ),
+        samples_of(work, "qwen3"),
     )
     for what in ("gradient", "weights"):
         error = distance(getattr(alone, what), getattr(expected, what))
@@ -128,13 +154,19 @@ def test_a_checkpoint_goes_on_in_another_layout(layout: str, ranks: Any, referen
 
 
 @pytest.mark.parametrize("way", ["whole from sharded", "sharded from whole"])
-def test_a_sharded_optimizer_s_checkpoint_goes_on_whole_and_back(way: str, ranks: Any, references: Any) -> None:
+def test_a_sharded_optimizer_s_checkpoint_goes_on_whole_and_back(
+    way: str, ranks: Any, references: Any
+) -> None:
     assert distance(ranks[2][0]["resumed"][way], references["qwen3", "float32"].weights) < 1e-4
 
 
-def test_a_torch_policy_goes_on_from_a_checkpoint_of_two_stages(work: Path, ranks: Any, references: Any) -> None:
+def test_a_torch_policy_goes_on_from_a_checkpoint_of_two_stages(
+    work: Path, ranks: Any, references: Any
+) -> None:
     assert ranks
-    found = resume(torch_policy(work, "llama", "float64"), work / "pipeline", samples_of(work, "llama"))
+    found = resume(
+        torch_policy(work, "llama", "float64"), work / "pipeline", samples_of(work, "llama")
+    )
     assert distance(found, references["llama", "float64"].weights) < 1e-9
 
 
@@ -144,7 +176,9 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(ranks: Any) -> N
     assert "spec.model" in first
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_ends_the_run_if_it_stays(ranks: Any) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing_and_ends_the_run_if_it_stays(
+    ranks: Any,
+) -> None:
     for rank in ranks[2]:
         assert rank["broken"]["skipped"] == 1
         assert "2 gradients in a row were not finite" in rank["broken"]["error"]
@@ -163,18 +197,31 @@ def test_memory_that_was_left_to_an_engine_comes_back(ranks: Any, references: An
 
 def test_layouts_that_do_not_fit_are_refused_by_name(ranks: Any) -> None:
     refused = ranks[2][0]["refused"]
-    assert "2 trainer ranks are not a multiple of 3" in refused["ranks"] or "tensor_model_parallel_size 3 must divide" in refused["ranks"]
-    assert "tensor_model_parallel_size 4 must divide the model's 2 key-value heads" in refused["heads"]
+    assert (
+        "2 trainer ranks are not a multiple of 3" in refused["ranks"]
+        or "tensor_model_parallel_size 3 must divide" in refused["ranks"]
+    )
+    assert (
+        "tensor_model_parallel_size 4 must divide the model's 2 key-value heads" in refused["heads"]
+    )
     assert "use_distributed_optimizer" in refused["double"]
     assert "already has the layout" in refused["second layout"]
 
 
-def test_two_stages_write_one_folder_that_transformers_loads_bit_for_bit(work: Path, ranks: Any) -> None:
+def test_two_stages_write_one_folder_that_transformers_loads_bit_for_bit(
+    work: Path, ranks: Any
+) -> None:
     assert ranks
-    found, missing = AutoModelForCausalLM.from_pretrained(work / "exported", output_loading_info=True)
+    found, missing = AutoModelForCausalLM.from_pretrained(
+        work / "exported", output_loading_info=True
+    )
     expected = load_model(str(work / "llama")).state_dict()
     assert not missing["missing_keys"]
     assert found.state_dict().keys() == expected.keys()
-    assert all(torch.equal(value.float(), expected[name]) for name, value in found.state_dict().items())
-    assert found.config.to_dict()["rope_parameters"] == CONFIGS["llama"].to_dict()["rope_parameters"]
+    assert all(
+        torch.equal(value.float(), expected[name]) for name, value in found.state_dict().items()
+    )
+    assert (
+        found.config.to_dict()["rope_parameters"] == CONFIGS["llama"].to_dict()["rope_parameters"]
+    )
     assert (work / "exported" / "note.txt").read_text() == "exported"

@@ -19,7 +19,9 @@ NAMESPACE = "agenticrun-test-operator"
 @pytest.fixture(scope="session")
 def place(cluster: Cluster) -> Iterator[Cluster]:
     """A namespace of a cluster with the committed CRD."""
-    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "crds/agenticruns.yaml"))
+    cluster.kubectl(
+        "apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "crds/agenticruns.yaml")
+    )
     cluster.wait_for_crd("agenticruns.agenticrun.dev")
     with cluster.new_namespace(NAMESPACE) as inside:
         yield inside
@@ -37,7 +39,13 @@ async def kube(place: Cluster, kubeconfig: Path) -> AsyncIterator[KubeClient]:
 def run_document(place: Cluster, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """A run on the apiserver that no operator acts on: it waits for a ConfigMap that is someone else's."""
     name = request.node.name.replace("_", "-").removeprefix("test-")[:40].rstrip("-")
-    place.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-run", "labels": {LABEL_RUN: "none"}}})
+    place.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": f"{name}-run", "labels": {LABEL_RUN: "none"}},
+        }
+    )
     place.apply(run_with(name=name))
     found = place.get("agenticruns", name)
     assert found is not None

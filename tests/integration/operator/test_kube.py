@@ -14,7 +14,13 @@ from agenticrun_api.status import JobStatus, Metric
 from agenticrun_operator.cluster import AlreadyExists, Conflict, KubeClient, NotFound, Refused
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.planning import Event
-from agenticrun_operator.resources import WorkerImages, controller_uid, desired_children, ray_cluster, token_secret
+from agenticrun_operator.resources import (
+    WorkerImages,
+    controller_uid,
+    desired_children,
+    ray_cluster,
+    token_secret,
+)
 from testcluster import Cluster
 from waiting import eventually
 
@@ -31,17 +37,23 @@ async def fresh(kube: KubeClient, document: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-async def test_of_two_writes_on_one_read_the_second_is_refused(kube: KubeClient, run_document: dict[str, Any]) -> None:
+async def test_of_two_writes_on_one_read_the_second_is_refused(
+    kube: KubeClient, run_document: dict[str, Any]
+) -> None:
     read = await fresh(kube, run_document)
     attempt = JobStatus(attempt=1, submission_id="s-1")
     stored = await kube.write_status(read, status(phase=Phase.STARTING, job=attempt))
     assert parse_run(stored).status.job == attempt
     with pytest.raises(Conflict):
-        await kube.write_status(read, status(phase=Phase.STARTING, job=JobStatus(attempt=2, submission_id="s-2")))
+        await kube.write_status(
+            read, status(phase=Phase.STARTING, job=JobStatus(attempt=2, submission_id="s-2"))
+        )
     assert parse_run(await fresh(kube, run_document)).status.job == attempt
 
 
-async def test_a_status_that_was_written_is_replaced_and_not_merged(kube: KubeClient, run_document: dict[str, Any]) -> None:
+async def test_a_status_that_was_written_is_replaced_and_not_merged(
+    kube: KubeClient, run_document: dict[str, Any]
+) -> None:
     read = await fresh(kube, run_document)
     metrics = [Metric(name="a", value="1"), Metric(name="b", value="2")]
     stored = await kube.write_status(read, status(step=3, reward="0.5", metrics=metrics))
@@ -50,24 +62,33 @@ async def test_a_status_that_was_written_is_replaced_and_not_merged(kube: KubeCl
     assert (now.step, now.reward, now.metrics) == (4, None, metrics[:1])
 
 
-async def test_writing_the_same_status_changes_nothing(kube: KubeClient, run_document: dict[str, Any]) -> None:
+async def test_writing_the_same_status_changes_nothing(
+    kube: KubeClient, run_document: dict[str, Any]
+) -> None:
     stored = await kube.write_status(await fresh(kube, run_document), status(step=3))
     again = await kube.write_status(stored, status(step=3))
     assert again["metadata"]["resourceVersion"] == stored["metadata"]["resourceVersion"]
 
 
-async def test_the_status_of_a_run_of_the_same_name_is_not_touched(kube: KubeClient, run_document: dict[str, Any], place: Cluster) -> None:
+async def test_the_status_of_a_run_of_the_same_name_is_not_touched(
+    kube: KubeClient, run_document: dict[str, Any], place: Cluster
+) -> None:
     read = await fresh(kube, run_document)
     name = read["metadata"]["name"]
     place.kubectl("delete", "agenticrun", name)
     with pytest.raises(NotFound):
         await kube.write_status(read, status(step=1))
-    place.apply({key: value for key, value in run_document.items() if key != "metadata"} | {"metadata": {"name": name}})
+    place.apply(
+        {key: value for key, value in run_document.items() if key != "metadata"}
+        | {"metadata": {"name": name}}
+    )
     with pytest.raises(Conflict):
         await kube.write_status(read, status(step=1))
 
 
-async def test_the_apiserver_stores_the_status_as_it_is_written(kube: KubeClient, run_document: dict[str, Any]) -> None:
+async def test_the_apiserver_stores_the_status_as_it_is_written(
+    kube: KubeClient, run_document: dict[str, Any]
+) -> None:
     written = status(
         phase=Phase.RUNNING,
         step=1,
@@ -81,8 +102,12 @@ async def test_the_apiserver_stores_the_status_as_it_is_written(kube: KubeClient
     assert parse_run(stored).status == written
 
 
-async def test_a_child_is_created_once_and_applied_only_onto_the_one_that_was_seen(kube: KubeClient, run_document: dict[str, Any]) -> None:
-    secret = token_secret(parse_run(run_document), f"{run_document['metadata']['name']}-once", "token", "a")
+async def test_a_child_is_created_once_and_applied_only_onto_the_one_that_was_seen(
+    kube: KubeClient, run_document: dict[str, Any]
+) -> None:
+    secret = token_secret(
+        parse_run(run_document), f"{run_document['metadata']['name']}-once", "token", "a"
+    )
     await kube.create(secret)
     with pytest.raises(AlreadyExists):
         await kube.create(secret)
@@ -95,8 +120,12 @@ async def test_a_child_is_created_once_and_applied_only_onto_the_one_that_was_se
         await kube.apply(secret, stored)
 
 
-async def test_what_cannot_be_applied_is_refused_with_the_field(kube: KubeClient, run_document: dict[str, Any]) -> None:
-    secret = token_secret(parse_run(run_document), f"{run_document['metadata']['name']}-token", "token", "a")
+async def test_what_cannot_be_applied_is_refused_with_the_field(
+    kube: KubeClient, run_document: dict[str, Any]
+) -> None:
+    secret = token_secret(
+        parse_run(run_document), f"{run_document['metadata']['name']}-token", "token", "a"
+    )
     await kube.create(secret)
     stored = await kube.get("Secret", secret["metadata"]["namespace"], secret["metadata"]["name"])
     assert stored is not None
@@ -104,7 +133,9 @@ async def test_what_cannot_be_applied_is_refused_with_the_field(kube: KubeClient
         await kube.apply(secret | {"data": {"token": "Yg=="}}, stored)
 
 
-async def test_children_go_with_their_run_and_nothing_else_does(kube: KubeClient, run_document: dict[str, Any], place: Cluster) -> None:
+async def test_children_go_with_their_run_and_nothing_else_does(
+    kube: KubeClient, run_document: dict[str, Any], place: Cluster
+) -> None:
     run = parse_run(run_document)
     name = run.metadata.name
     await kube.create(token_secret(run, f"{name}-mine", "token", "a"))
@@ -112,7 +143,12 @@ async def test_children_go_with_their_run_and_nothing_else_does(kube: KubeClient
     await kube.delete(KIND, *run.key, "00000000-0000-0000-0000-000000000000")
     assert place.get("agenticrun", name), "another uid is another run"
     await kube.delete(KIND, *run.key, run.metadata.uid)
-    eventually(lambda: place.get("secret", f"{name}-mine") is None, 120, "garbage collection of the run's secret", interval=0.5)
+    eventually(
+        lambda: place.get("secret", f"{name}-mine") is None,
+        120,
+        "garbage collection of the run's secret",
+        interval=0.5,
+    )
     assert place.get("secret", f"{name}-theirs")
     await kube.delete(KIND, *run.key, run.metadata.uid)
 
@@ -130,21 +166,27 @@ async def test_kuberays_schema_takes_our_cluster_strictly_and_names_what_it_does
         await kube.create(broken)
 
 
-async def test_an_event_shows_on_the_run(kube: KubeClient, run_document: dict[str, Any], place: Cluster) -> None:
+async def test_an_event_shows_on_the_run(
+    kube: KubeClient, run_document: dict[str, Any], place: Cluster
+) -> None:
     await kube.post_event(run_document, Event("Tested", "seen by describe", "Warning"))
     described = place.kubectl("describe", "agenticrun", run_document["metadata"]["name"])
     assert "Tested" in described
     assert "seen by describe" in described
 
 
-async def test_only_runs_of_the_served_namespaces_are_listed(kube: KubeClient, run_document: dict[str, Any]) -> None:
+async def test_only_runs_of_the_served_namespaces_are_listed(
+    kube: KubeClient, run_document: dict[str, Any]
+) -> None:
     keys = await kube.list_run_keys()
     assert parse_run(run_document).key in keys
     assert {namespace for namespace, _ in keys} == {run_document["metadata"]["namespace"]}
 
 
 async def test_one_of_many_candidates_leads(kube: KubeClient, place: Cluster) -> None:
-    candidates = [Leadership(kube, place.namespace, "lease-test", f"candidate-{index}") for index in range(5)]
+    candidates = [
+        Leadership(kube, place.namespace, "lease-test", f"candidate-{index}") for index in range(5)
+    ]
     won = await asyncio.gather(*(candidate.attempt(datetime.now(UTC)) for candidate in candidates))
     assert sum(won) == 1
     leader = candidates[won.index(True)]

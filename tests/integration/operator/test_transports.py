@@ -15,18 +15,30 @@ METRICS_PORT = 8080
 
 @pytest.fixture
 def pod(cluster: Cluster) -> PodAddress:
-    found = json.loads(cluster.kubectl("get", "pods", "-A", "-l", "app.kubernetes.io/component=kuberay-operator", "-o", "json"))["items"]
+    found = json.loads(
+        cluster.kubectl(
+            "get", "pods", "-A", "-l", "app.kubernetes.io/component=kuberay-operator", "-o", "json"
+        )
+    )["items"]
     running = next(item for item in found if item["status"]["phase"] == "Running")
-    return PodAddress(running["metadata"]["namespace"], running["metadata"]["name"], running["status"]["podIP"])
+    return PodAddress(
+        running["metadata"]["namespace"], running["metadata"]["name"], running["status"]["podIP"]
+    )
 
 
-async def test_a_port_of_a_pod_answers_through_the_apiserver(kube: KubeClient, pod: PodAddress) -> None:
-    answer = await ProxyTransport(kube).request("GET", pod, METRICS_PORT, "/metrics", headers={"X-Ray-Authorization": "x"}, limit=2**24)
+async def test_a_port_of_a_pod_answers_through_the_apiserver(
+    kube: KubeClient, pod: PodAddress
+) -> None:
+    answer = await ProxyTransport(kube).request(
+        "GET", pod, METRICS_PORT, "/metrics", headers={"X-Ray-Authorization": "x"}, limit=2**24
+    )
     assert answer.status == 200
     assert b"go_goroutines" in answer.body
 
 
-async def test_the_proxy_keeps_the_limit_and_tells_a_closed_port(kube: KubeClient, pod: PodAddress) -> None:
+async def test_the_proxy_keeps_the_limit_and_tells_a_closed_port(
+    kube: KubeClient, pod: PodAddress
+) -> None:
     transport = ProxyTransport(kube)
     with pytest.raises(HeadUnreachable, match="more than 10 bytes"):
         await transport.request("GET", pod, METRICS_PORT, "/metrics", headers={}, limit=10)

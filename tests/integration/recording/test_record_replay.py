@@ -17,14 +17,23 @@ from tiny_runs import TinySession, tiny_run
 pytestmark = pytest.mark.usefixtures("ray_node")
 
 SETTINGS: dict[str, Any] = {"evalSteps": 0, "warmup": None}
-COMPARED = ("rollout/score/mean", "tokens/response", "actor/entropy", "actor/pg_loss", "actor/grad_norm", "actor/lr")
+COMPARED = (
+    "rollout/score/mean",
+    "tokens/response",
+    "actor/entropy",
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/lr",
+)
 
 
 async def execute(session: TinySession) -> FinalReport:
     return await asyncio.wait_for(session.execute(), 240)
 
 
-async def test_a_replay_trains_as_the_recorded_run_did_and_plays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replay_trains_as_the_recorded_run_did_and_plays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uri = str(tmp_path / "recording")
     recorded = TinySession(tiny_run(**SETTINGS, record={"to": uri}), tmp_path / "recorded")
     report = await execute(recorded)
@@ -40,9 +49,13 @@ async def test_a_replay_trains_as_the_recorded_run_did_and_plays_nothing(tmp_pat
     assert report.outcome is Outcome.SUCCEEDED, report.message
     for step, expected in recorded.training_steps().items():
         found = replayed.training_steps()[step]
-        assert {k: found[k] for k in COMPARED} == pytest.approx({k: expected[k] for k in COMPARED}, rel=1e-4, abs=1e-6), step
+        assert {k: found[k] for k in COMPARED} == pytest.approx(
+            {k: expected[k] for k in COMPARED}, rel=1e-4, abs=1e-6
+        ), step
 
-    longer = TinySession(tiny_run(**SETTINGS, maxSteps=5, record={"replay": uri}), tmp_path / "longer")
+    longer = TinySession(
+        tiny_run(**SETTINGS, maxSteps=5, record={"replay": uri}), tmp_path / "longer"
+    )
     report = await execute(longer)
     assert (report.outcome, report.reason) == (Outcome.FAILED, "InvalidConfig")
     assert "step 4 is not recorded: " in report.message
@@ -56,5 +69,7 @@ async def test_what_is_recorded_is_what_was_trained_on(tmp_path: Path) -> None:
     for step, metrics in session.training_steps().items():
         trajectories = Recording(uri).read(step).trajectories
         assert len(trajectories) == 8
-        assert np.mean([t.score for t in trajectories]) == pytest.approx(metrics["rollout/score/mean"], abs=1e-6)
+        assert np.mean([t.score for t in trajectories]) == pytest.approx(
+            metrics["rollout/score/mean"], abs=1e-6
+        )
         assert {int(t.versions_T.max()) for t in trajectories} == {step - 1}

@@ -40,9 +40,15 @@ async def test_a_judges_scores_are_the_rewards_of_training_and_validation(tmp_pa
         ({"type": f"{MODULE}:right", "config": {"colour": 1}}, "spec.pipeline.rewards[0].config"),
     ],
 )
-async def test_a_judge_that_cannot_be_built_ends_the_run_at_once(tmp_path: Path, reward: dict[str, Any], message: str) -> None:
+async def test_a_judge_that_cannot_be_built_ends_the_run_at_once(
+    tmp_path: Path, reward: dict[str, Any], message: str
+) -> None:
     report = await execute(TinySession(quiz_run(rewards=[{"name": "bad", **reward}]), tmp_path))
-    assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "InvalidConfig", False)
+    assert (report.outcome, report.reason, report.retryable) == (
+        Outcome.FAILED,
+        "InvalidConfig",
+        False,
+    )
     assert message in report.message
 
 

@@ -11,14 +11,25 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agenticrun_workers.rollout.rewards import JudgeConfigError, JudgedEpisode, JudgeFailed, JudgePanel, make_judge
+from agenticrun_workers.rollout.rewards import (
+    JudgeConfigError,
+    JudgedEpisode,
+    JudgeFailed,
+    JudgePanel,
+    make_judge,
+)
 from judging import episode, spec, trajectory
 
 Reply = Callable[[web.Request], Awaitable[web.Response]]
 
 
 def completion(text: str) -> web.Response:
-    return web.json_response({"object": "chat.completion", "choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]})
+    return web.json_response(
+        {
+            "object": "chat.completion",
+            "choices": [{"index": 0, "message": {"role": "assistant", "content": text}}],
+        }
+    )
 
 
 class Endpoint:
@@ -36,7 +47,9 @@ class Endpoint:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
-            return await (self.replies.pop(0) if len(self.replies) > 1 else self.replies[0])(request)
+            return await (self.replies.pop(0) if len(self.replies) > 1 else self.replies[0])(
+                request
+            )
         finally:
             self.at_once -= 1
 
@@ -76,7 +89,13 @@ async def base_url(endpoint: Endpoint) -> AsyncIterator[str]:
 
 
 async def ask(base_url: str, episodes: list[JudgedEpisode], **config: Any) -> list[Any]:
-    config = {"baseUrl": base_url, "model": "judge-1", "prompt": "Rate: {answer}", "backoffSeconds": 0.01, **config}
+    config = {
+        "baseUrl": base_url,
+        "model": "judge-1",
+        "prompt": "Rate: {answer}",
+        "backoffSeconds": 0.01,
+        **config,
+    }
     judge = make_judge("llm_judge", config)
     try:
         return await judge.judge(episodes)
@@ -84,18 +103,30 @@ async def ask(base_url: str, episodes: list[JudgedEpisode], **config: Any) -> li
         await judge.close()  # type: ignore[attr-defined]
 
 
-async def test_it_asks_as_the_protocol_says_and_reads_the_score(endpoint: Endpoint, base_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_asks_as_the_protocol_says_and_reads_the_score(
+    endpoint: Endpoint, base_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
     endpoint.replies = [saying("Out of 10 I give it 7.5")]
-    config = {"systemPrompt": "You are strict.", "apiKeyEnv": "JUDGE_KEY", "temperature": 0.3, "maxTokens": 9}
-    scores = await ask(base_url, [episode("blue", item={"q": "colour?"})], prompt="{item[q]} {answer}", **config)
+    config = {
+        "systemPrompt": "You are strict.",
+        "apiKeyEnv": "JUDGE_KEY",
+        "temperature": 0.3,
+        "maxTokens": 9,
+    }
+    scores = await ask(
+        base_url, [episode("blue", item={"q": "colour?"})], prompt="{item[q]} {answer}", **config
+    )
     assert scores == [7.5]
     assert endpoint.requests == [
         {
             "model": "judge-1",
             "temperature": 0.3,
             "max_tokens": 9,
-            "messages": [{"role": "system", "content": "You are strict."}, {"role": "user", "content": "colour? blue"}],
+            "messages": [
+                {"role": "system", "content": "You are strict."},
+                {"role": "user", "content": "colour? blue"},
+            ],
         }
     ]
     assert endpoint.headers[0]["Authorization"] == "Bearer secret"
@@ -107,13 +138,17 @@ async def test_a_pattern_of_its_own_finds_the_score(endpoint: Endpoint, base_url
 
 
 @pytest.mark.parametrize("trouble", [failing(429), failing(503), hang_up])
-async def test_a_busy_or_broken_endpoint_is_asked_again(endpoint: Endpoint, base_url: str, trouble: Reply) -> None:
+async def test_a_busy_or_broken_endpoint_is_asked_again(
+    endpoint: Endpoint, base_url: str, trouble: Reply
+) -> None:
     endpoint.replies = [trouble, trouble, saying("4")]
     assert await ask(base_url, [episode()]) == [4.0]
     assert len(endpoint.requests) == 3
 
 
-async def test_it_gives_up_after_the_last_retry_and_says_what_it_saw(endpoint: Endpoint, base_url: str) -> None:
+async def test_it_gives_up_after_the_last_retry_and_says_what_it_saw(
+    endpoint: Endpoint, base_url: str
+) -> None:
     endpoint.replies = [failing(503, "overloaded")]
     (failure,) = await ask(base_url, [episode()], maxRetries=2)
     assert isinstance(failure, JudgeFailed)
@@ -134,10 +169,15 @@ async def test_a_refusal_is_not_repeated(endpoint: Endpoint, base_url: str) -> N
         (saying("splendid"), "no score by .* in the answer 'splendid'"),
         (failing(200, "<html>"), "is no chat completion: '<html>'"),
         (failing(200, json.dumps({"choices": []})), "is no chat completion"),
-        (failing(200, json.dumps({"choices": [{"message": {"content": None}}]})), "is no chat completion"),
+        (
+            failing(200, json.dumps({"choices": [{"message": {"content": None}}]})),
+            "is no chat completion",
+        ),
     ],
 )
-async def test_garbage_is_no_score(endpoint: Endpoint, base_url: str, reply: Reply, message: str) -> None:
+async def test_garbage_is_no_score(
+    endpoint: Endpoint, base_url: str, reply: Reply, message: str
+) -> None:
     endpoint.replies = [reply]
     (failure,) = await ask(base_url, [episode()])
     assert isinstance(failure, JudgeFailed)
@@ -156,12 +196,16 @@ async def test_one_bad_answer_fails_one_episode(endpoint: Endpoint, base_url: st
     assert isinstance(bad, JudgeFailed)
 
 
-async def test_the_panel_keeps_to_the_concurrency_and_gives_up_a_slow_endpoint(endpoint: Endpoint, base_url: str) -> None:
+async def test_the_panel_keeps_to_the_concurrency_and_gives_up_a_slow_endpoint(
+    endpoint: Endpoint, base_url: str
+) -> None:
     endpoint.replies = [saying("1", seconds=0.05)]
     config = {"baseUrl": base_url, "model": "m", "prompt": "{answer}", "concurrency": 3}
     judge = make_judge("llm_judge", config)
     patient = JudgePanel([(spec(timeoutSeconds=60.0), judge)])
-    judged = await asyncio.gather(*(patient.apply(trajectory(0.0), episode(str(n))) for n in range(12)))
+    judged = await asyncio.gather(
+        *(patient.apply(trajectory(0.0), episode(str(n))) for n in range(12))
+    )
     assert [j.turns[-1].reward for j in judged] == [1.0] * 12
     assert endpoint.most_at_once == 3
     endpoint.replies = [saying("1", seconds=60)]
@@ -182,7 +226,10 @@ async def test_an_endpoint_that_is_not_there_fails_the_episode() -> None:
         ({"prompt": "{question}"}, "known fields are transcript, prompt, answer"),
         ({"scorePattern": "("}, "is no regular expression"),
         ({"scorePattern": r"\d+"}, "has no group for the score"),
-        ({"apiKeyEnv": "NO_SUCH_KEY"}, r"NO_SUCH_KEY is not set on the env pods: set it with roles\.env\.envFrom"),
+        (
+            {"apiKeyEnv": "NO_SUCH_KEY"},
+            r"NO_SUCH_KEY is not set on the env pods: set it with roles\.env\.envFrom",
+        ),
         ({"concurrency": 0}, "concurrency must be at least 1"),
     ],
 )

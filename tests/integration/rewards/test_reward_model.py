@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from agenticrun_workers.models import build_task_tokenizer
-from agenticrun_workers.rollout.rewards import JudgeConfigError, JudgedEpisode, JudgedTurn, JudgePanel, make_judge
+from agenticrun_workers.rollout.rewards import (
+    JudgeConfigError,
+    JudgedEpisode,
+    JudgedTurn,
+    JudgePanel,
+    make_judge,
+)
 from judging import spec, trajectory
 
 WORDS = ["really?", "yes", "no", "maybe", " "]
@@ -20,8 +31,16 @@ def make_classifier(folder: Path, labels: int) -> str:
     tokenizer = build_task_tokenizer(WORDS, 64)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "initializer_range": 0.5}
-    LlamaForSequenceClassification(LlamaConfig(vocab_size=len(tokenizer), num_labels=labels, **sizes)).save_pretrained(folder)
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "initializer_range": 0.5,
+    }
+    LlamaForSequenceClassification(
+        LlamaConfig(vocab_size=len(tokenizer), num_labels=labels, **sizes)
+    ).save_pretrained(folder)
     return str(folder)
 
 
@@ -45,7 +64,9 @@ def logits(path: str, text: str) -> Any:
 
 async def test_texts_of_different_lengths_score_in_a_batch_as_they_do_alone(scorer: str) -> None:
     answers = ["yes", "no maybe no", "maybe"]
-    scores = await make_judge("reward_model", {"path": scorer}).judge([episode(answer) for answer in answers])
+    scores = await make_judge("reward_model", {"path": scorer}).judge(
+        [episode(answer) for answer in answers]
+    )
     expected = [float(logits(scorer, f"really?{answer}")[0]) for answer in answers]
     assert scores == pytest.approx(expected, abs=1e-5)
     assert len(set(scores)) == 3
@@ -66,7 +87,9 @@ async def test_of_several_labels_the_probability_of_one_counts(tmp_path: Path) -
 async def test_its_score_becomes_reward(scorer: str) -> None:
     panel = JudgePanel([(spec(weight=3.0), make_judge("reward_model", {"path": scorer}))])
     judged = await panel.apply(trajectory(0.5), episode("yes"))
-    assert judged.turns[-1].reward == pytest.approx(0.5 + 3 * float(logits(scorer, "really?yes")[0]), abs=1e-4)
+    assert judged.turns[-1].reward == pytest.approx(
+        0.5 + 3 * float(logits(scorer, "really?yes")[0]), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,6 +100,8 @@ async def test_its_score_becomes_reward(scorer: str) -> None:
         ({"path": "/nowhere"}, "cannot be loaded as a sequence classifier"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused(scorer: str, config: dict[str, Any], message: str) -> None:
+def test_a_config_that_cannot_work_is_refused(
+    scorer: str, config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(JudgeConfigError, match=message):
         make_judge("reward_model", {"path": scorer, **config})

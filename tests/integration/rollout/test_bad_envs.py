@@ -41,7 +41,12 @@ COSTS = [
     ("sys.exit", False, StopReason.ENV_ERROR, "SystemExit: 3 (bad_envs.py:"),
     ("nan", False, StopReason.ENV_ERROR, "step returned the reward nan"),
     ("bytes", False, StopReason.ENV_ERROR, "step returned an observation of bytes, not text"),
-    ("10 MB", False, StopReason.ENV_ERROR, "step returned an observation of 10,000,000 characters; 1,048,576 are allowed"),
+    (
+        "10 MB",
+        False,
+        StopReason.ENV_ERROR,
+        "step returned an observation of 10,000,000 characters; 1,048,576 are allowed",
+    ),
     ("sleep", False, StopReason.TIMEOUT, "Bad.step took more than 15.0 s"),
     ("async sleep", False, StopReason.TIMEOUT, "Bad.step took more than 15.0 s"),
     ("hang in C", True, StopReason.TIMEOUT, "step took more than 15.0 s"),
@@ -50,7 +55,9 @@ COSTS = [
 ]
 
 
-def env(tag: str, *, isolated: bool = False, seconds: float = 60.0, **config: Any) -> dict[str, Any]:
+def env(
+    tag: str, *, isolated: bool = False, seconds: float = 60.0, **config: Any
+) -> dict[str, Any]:
     return {
         "tag": tag.replace(" ", "-"),
         "type": "bad_envs:Bad",
@@ -65,7 +72,11 @@ def env(tag: str, *, isolated: bool = False, seconds: float = 60.0, **config: An
 def actor(cls: type, *arguments: Any) -> Any:
     """One that finds the modules of tests/support."""
     found = {"env_vars": {"PYTHONPATH": str(Path(bad_envs.__file__).parent)}}
-    return ray.remote(cls).options(num_cpus=0, max_concurrency=1000, runtime_env=found).remote(*arguments)
+    return (
+        ray.remote(cls)
+        .options(num_cpus=0, max_concurrency=1000, runtime_env=found)
+        .remote(*arguments)
+    )
 
 
 class World:
@@ -111,8 +122,15 @@ class World:
     async def _state(self) -> dict[str, str]:
         """What each actor says, to find out who is stuck."""
         actors = list(self._actors)
-        told = [actor.__ray_call__.remote(lambda held: {name: repr(value) for name, value in vars(held).items()}) for actor in actors]
-        answers = await asyncio.gather(*(asyncio.wait_for(answer, 5) for answer in told), return_exceptions=True)
+        told = [
+            actor.__ray_call__.remote(
+                lambda held: {name: repr(value) for name, value in vars(held).items()}
+            )
+            for actor in actors
+        ]
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(answer, 5) for answer in told), return_exceptions=True
+        )
         return {str(actor): repr(answer) for actor, answer in zip(actors, answers, strict=True)}
 
     async def _spawn(self) -> Any:
@@ -140,11 +158,22 @@ def tasks(count: int, tag: str, members: int = 4) -> list[GroupTask]:
 
 async def test_each_way_to_misbehave_costs_one_trajectory_with_its_reason(tmp_path: Path) -> None:
     envs = [
-        env(does, isolated=isolated, seconds=HANGS if reason is StopReason.TIMEOUT else 60.0, does=does, marker=str(tmp_path / does))
+        env(
+            does,
+            isolated=isolated,
+            seconds=HANGS if reason is StopReason.TIMEOUT else 60.0,
+            does=does,
+            marker=str(tmp_path / does),
+        )
         for does, isolated, reason, _ in COSTS
     ]
     async with running(tmp_path, 1, *envs) as world:
-        played = await world.play(*(GroupTask(Stream.TRAIN, group, each["tag"], tuple(range(8))) for group, each in enumerate(envs)))
+        played = await world.play(
+            *(
+                GroupTask(Stream.TRAIN, group, each["tag"], tuple(range(8)))
+                for group, each in enumerate(envs)
+            )
+        )
         assert world.made == 1
     for (does, _, reason, message), results in zip(COSTS, played, strict=True):
         (bad,) = [result for result in results if result.stop_reason is not StopReason.COMPLETED]
@@ -152,15 +181,23 @@ async def test_each_way_to_misbehave_costs_one_trajectory_with_its_reason(tmp_pa
 
 
 async def test_one_that_ends_its_worker_once_costs_nothing(tmp_path: Path) -> None:
-    async with running(tmp_path, 1, env("exit", does="exit", marker=str(tmp_path / "exit"))) as world:
+    async with running(
+        tmp_path, 1, env("exit", does="exit", marker=str(tmp_path / "exit"))
+    ) as world:
         played = await world.play(*tasks(8, "exit"))
         assert world.made == 2
-    assert {result.stop_reason for results in played for result in results} == {StopReason.COMPLETED}
+    assert {result.stop_reason for results in played for result in results} == {
+        StopReason.COMPLETED
+    }
 
 
-async def test_a_level_that_always_ends_its_worker_is_given_up_and_all_others_play_on(tmp_path: Path) -> None:
+async def test_a_level_that_always_ends_its_worker_is_given_up_and_all_others_play_on(
+    tmp_path: Path,
+) -> None:
     guilty = 2
-    async with running(tmp_path, 2, env("exit", does="exit", seed=env_seed(SEED, Stream.TRAIN, guilty))) as world:
+    async with running(
+        tmp_path, 2, env("exit", does="exit", seed=env_seed(SEED, Stream.TRAIN, guilty))
+    ) as world:
         played = await world.play(*tasks(6, "exit"))
         more = await world.play(GroupTask(Stream.TRAIN, 7, "exit", (0,)))
         assert world.made <= 2 + 3
@@ -170,11 +207,15 @@ async def test_a_level_that_always_ends_its_worker_is_given_up_and_all_others_pl
     assert "3 env workers died while they played it: set isolated: true" in played[guilty][0].error
 
 
-async def test_a_thousand_failures_are_counted_and_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_thousand_failures_are_counted_and_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     seed = env_seed(SEED, Stream.TRAIN, 1)
     async with running(tmp_path, 1, env("raise", does="raise", seed=seed), env("good")) as world:
         plan = GroupPlan(("raise",), 250, max_rerolls=3)
-        controller = RolloutController(world.pool, StalenessGate(3, 16, 0), plan, discard=nothing, position=RolloutPosition())
+        controller = RolloutController(
+            world.pool, StalenessGate(3, 16, 0), plan, discard=nothing, position=RolloutPosition()
+        )
         with caplog.at_level(logging.WARNING):
             controller.advance(0)
             batch = await asyncio.wait_for(controller.batch(), 120)
@@ -182,7 +223,9 @@ async def test_a_thousand_failures_are_counted_and_told_in_one_line(tmp_path: Pa
     assert len(batch.counts.untrainable) == 1000
     assert {result.stop_reason for result in batch.counts.untrainable} == {StopReason.ENV_ERROR}
     assert len({result.error for result in batch.counts.untrainable}) > 900
-    (told,) = [record.getMessage() for record in caplog.records if "bad cell" in record.getMessage()]
+    (told,) = [
+        record.getMessage() for record in caplog.records if "bad cell" in record.getMessage()
+    ]
     assert told.startswith("episodes of 'raise' end with env_error: ValueError: bad cell")
 
 

@@ -46,7 +46,9 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Known:
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_openai_agents_calls_a_tool_and_becomes_one_trajectory(known: Known, streamed: bool) -> None:
+def test_openai_agents_calls_a_tool_and_becomes_one_trajectory(
+    known: Known, streamed: bool
+) -> None:
     called: list[tuple[int, int]] = []
 
     @agents.function_tool
@@ -57,7 +59,9 @@ def test_openai_agents_calls_a_tool_and_becomes_one_trajectory(known: Known, str
 
     async def run(base_url: str, task: Any) -> float:
         agents.set_tracing_disabled(True)
-        model = agents.OpenAIChatCompletionsModel(task.model, AsyncOpenAI(base_url=base_url, api_key="any"))
+        model = agents.OpenAIChatCompletionsModel(
+            task.model, AsyncOpenAI(base_url=base_url, api_key="any")
+        )
         agent = agents.Agent("adder", instructions="Use the tool.", model=model, tools=[add])
         if streamed:
             result: Any = agents.Runner.run_streamed(agent, "19+23?")
@@ -77,14 +81,18 @@ def test_openai_agents_calls_a_tool_and_becomes_one_trajectory(known: Known, str
     assert trajectories[0].score == 1
     shown = CHAT.shown(trajectories[0].tokens_T)
     assert '"description": "Adds two numbers."' in shown
-    assert "<|im_start|>user\n\n<tool_response>\n42\n</tool_response><|im_end|>" in shown.replace("user\n<tool", "user\n\n<tool")
+    assert "<|im_start|>user\n\n<tool_response>\n42\n</tool_response><|im_end|>" in shown.replace(
+        "user\n<tool", "user\n\n<tool"
+    )
 
 
 def test_a_real_engines_answers_keep_their_log_probs(known: Known, tmp_path: Path) -> None:
     """Each log-prob is that of one plain forward pass over the trajectory, in all branches of two episodes at once."""
     folder = tiny_model(tmp_path)
     tokenizer = load_tokenizer(TokenizerSource(path=str(folder)))
-    limits = AgentLimits(max_turns=8, max_tokens_per_step=6, sequence_length=CONTEXT, temperature=0.8)
+    limits = AgentLimits(
+        max_turns=8, max_tokens_per_step=6, sequence_length=CONTEXT, temperature=0.8
+    )
 
     async def run(base_url: str, task: Any) -> float:
         client = AsyncOpenAI(base_url=base_url, api_key="any")
@@ -93,7 +101,9 @@ def test_a_real_engines_answers_keep_their_log_probs(known: Known, tmp_path: Pat
         for choice in first.choices:
             assert choice.logprobs is not None
             past: list[Any] = [{"role": "user", "content": "ab"}, choice.message]
-            await create(messages=[*past, {"role": "user", "content": "c"}, {"role": "user", "content": "d"}])
+            await create(
+                messages=[*past, {"role": "user", "content": "c"}, {"role": "user", "content": "d"}]
+            )
         return 1.0
 
     async def episodes() -> list[Any]:
@@ -108,8 +118,16 @@ def test_a_real_engines_answers_keep_their_log_probs(known: Known, tmp_path: Pat
 
         agent = OutsideAgent(tokenizer=tokenizer, limits=limits, run=known(run))
         try:
-            both = [replace(EPISODE, key=replace(EPISODE.key, member=member), sampling_seed=member) for member in (0, 1)]
-            return [*await asyncio.gather(*(agent.collect_trajectory(each, Question(), generate) for each in both)), asked]
+            both = [
+                replace(EPISODE, key=replace(EPISODE.key, member=member), sampling_seed=member)
+                for member in (0, 1)
+            ]
+            return [
+                *await asyncio.gather(
+                    *(agent.collect_trajectory(each, Question(), generate) for each in both)
+                ),
+                asked,
+            ]
         finally:
             await engine.stop()
 
@@ -122,7 +140,10 @@ def test_a_real_engines_answers_keep_their_log_probs(known: Known, tmp_path: Pat
         for turn in trajectory.turns:
             before += turn.prompt_T.tolist()
             prompt_T = trajectory.tokens_T[: len(before)]
-            assert any(request.prompt_tokens.tolist() == before and said.tokens_T is turn.response_T for request, said in asked)
+            assert any(
+                request.prompt_tokens.tolist() == before and said.tokens_T is turn.response_T
+                for request, said in asked
+            )
             expected = plain_logprobs(model, prompt_T, turn.response_T, 0.8)
             assert turn.logprobs_T == pytest.approx(expected, abs=1e-4)
             before += turn.response_T.tolist()
@@ -147,10 +168,27 @@ def test_the_example_trains(tmp_path: Path) -> None:
     pipeline["actorTrain"]["training"] |= {"miniBatchSize": 8}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(document))
-    command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "-f", str(file), "-o", str(tmp_path / "out")]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(EXAMPLE)}, capture_output=True, text=True, timeout=400)
+    command = [
+        sys.executable,
+        "-m",
+        "agenticrun_workers.cli",
+        "run",
+        "-f",
+        str(file),
+        "-o",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(EXAMPLE)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "system/tps" in line]
     assert [line["step"] for line in steps] == [1, 2]
-    assert all(line["stop/completed"] == 1 and line["env/Words/action_is_valid"] >= 0 for line in steps)
+    assert all(
+        line["stop/completed"] == 1 and line["env/Words/action_is_valid"] >= 0 for line in steps
+    )

@@ -21,7 +21,10 @@ from rank_programs import take_part
 SPEC = OptimizerSpec(1e-2, weight_decay=0.01)
 LOSS = LOSSES["ppo sequence"]
 """Its ratios are of whole sequences: a rank that saw only its piece would not know them."""
-CUTS: dict[str, dict[str, Any]] = {"padded": {"max_tokens": 30}, "packed": {"max_tokens": 40, "packing": True}}
+CUTS: dict[str, dict[str, Any]] = {
+    "padded": {"max_tokens": 30},
+    "packed": {"max_tokens": 40, "packing": True},
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "as many key-value heads": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "two key-value heads": {"num_attention_heads": 4, "num_key_value_heads": 2},
@@ -38,9 +41,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 OPTIONS = {
     "plain": FsdpOptions(),
     "ulysses": FsdpOptions(ulysses_sequence_parallel_size=2),
-    "ulysses, recomputing": FsdpOptions(ulysses_sequence_parallel_size=2, gradient_checkpointing=True),
+    "ulysses, recomputing": FsdpOptions(
+        ulysses_sequence_parallel_size=2, gradient_checkpointing=True
+    ),
     "recomputing": FsdpOptions(gradient_checkpointing=True),
-    "on the host, gathered once": FsdpOptions(offload_policy=True, reshard_after_forward=False, logits_chunk_elements=5 * VOCABULARY),
+    "on the host, gathered once": FsdpOptions(
+        offload_policy=True, reshard_after_forward=False, logits_chunk_elements=5 * VOCABULARY
+    ),
 }
 
 Load = Callable[[], PreTrainedModel]
@@ -49,12 +56,20 @@ Load = Callable[[], PreTrainedModel]
 def qwen2(shape: str, dtype: torch.dtype) -> PreTrainedModel:
     """A tiny model with random weights, the same at each call."""
     config = AutoConfig.for_model(
-        "qwen2", vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, initializer_range=0.3, **SHAPES[shape]
+        "qwen2",
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        initializer_range=0.3,
+        **SHAPES[shape],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    for parameter in model.parameters():  # the rotary embedding's frequencies keep their precision, as in a loaded model
+    for parameter in (
+        model.parameters()
+    ):  # the rotary embedding's frequencies keep their precision, as in a loaded model
         parameter.data = parameter.data.to(dtype)
     return model.eval()
 
@@ -70,13 +85,20 @@ def gradients(load: Load, options: FsdpOptions, cut: str) -> dict[str, dict[str,
     mine = part(batch(load(), LOSS), policy.data_rank, policy.data_size)
     critic = TorchCritic(load, SPEC, options=options, **CUTS[cut])
     critic.train_step(mine, VALUE_LOSSES["plain"])
-    return {"policy": policy.gradients(mine, LOSS), "critic": critic.gradients(mine, VALUE_LOSSES["clipped"])}
+    return {
+        "policy": policy.gradients(mine, LOSS),
+        "critic": critic.gradients(mine, VALUE_LOSSES["clipped"]),
+    }
 
 
-def steps(load: Load, loss: LossSpec, folder: Path | None = None, **arguments: Any) -> dict[str, Any]:
+def steps(
+    load: Load, loss: LossSpec, folder: Path | None = None, **arguments: Any
+) -> dict[str, Any]:
     """Three steps, with a visit to host memory between them; then metrics, weights (on rank 0) and log-probs of all samples."""
     policy = TorchPolicy(load, SPEC, max_tokens=30, **arguments)
-    mine = [part(batch(load(), loss, seed), policy.data_rank, policy.data_size) for seed in range(3)]
+    mine = [
+        part(batch(load(), loss, seed), policy.data_rank, policy.data_size) for seed in range(3)
+    ]
     metrics = []
     for samples in mine:
         metrics.append(dict(policy.train_step(samples, loss)))
@@ -90,12 +112,18 @@ def steps(load: Load, loss: LossSpec, folder: Path | None = None, **arguments: A
         "weights": {name: weight.clone() for name, weight in policy.export_weights()},
         "logprobs": logprobs,
         "kept": {p.dtype for p in policy._backend.module.parameters()}
-        | {value.dtype for state in policy._updater.optimizer.state.values() for value in state.values()},
+        | {
+            value.dtype
+            for state in policy._updater.optimizer.state.values()
+            for value in state.values()
+        },
     }
 
 
 def summed_over_data() -> list[float]:
-    policy = TorchPolicy(partial(qwen2, "two key-value heads", torch.float64), SPEC, options=OPTIONS["ulysses"])
+    policy = TorchPolicy(
+        partial(qwen2, "two key-value heads", torch.float64), SPEC, options=OPTIONS["ulysses"]
+    )
     return [float(value) for value in policy.sum_over_data(np.array([1.0, policy.data_rank]))]
 
 
@@ -105,19 +133,31 @@ def main(folder: str) -> dict[str, Any]:
     float64 = partial(small, torch.float64)
     results: dict[str, Any] = {"sums": summed_over_data()}
     if world == 2:
-        chosen = [("two key-value heads", option) for option in OPTIONS] + [(shape, "ulysses") for shape in SHAPES]
+        chosen = [("two key-value heads", option) for option in OPTIONS] + [
+            (shape, "ulysses") for shape in SHAPES
+        ]
         results["gradients"] = {
-            (shape, option, cut): gradients(partial(qwen2, shape, torch.float64), OPTIONS[option], cut)
+            (shape, option, cut): gradients(
+                partial(qwen2, shape, torch.float64), OPTIONS[option], cut
+            )
             for shape, option in dict.fromkeys(chosen)
             for cut in CUTS
         }
         results["steps"] = {
             "ulysses": steps(float64, LOSSES["ppo"], options=OPTIONS["ulysses"]),
-            "bfloat16": steps(partial(small, torch.float32), LOSSES["ppo"], Path(folder) / "bfloat16", dtype=torch.bfloat16),
+            "bfloat16": steps(
+                partial(small, torch.float32),
+                LOSSES["ppo"],
+                Path(folder) / "bfloat16",
+                dtype=torch.bfloat16,
+            ),
         }
     else:
         results["gradients"] = {
-            ("two key-value heads", "ulysses", cut): gradients(float64, OPTIONS["ulysses, recomputing"], cut) for cut in CUTS
+            ("two key-value heads", "ulysses", cut): gradients(
+                float64, OPTIONS["ulysses, recomputing"], cut
+            )
+            for cut in CUTS
         }
     return results
 

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agenticrun_workers.models import load_model
-from agenticrun_workers.trainer import OptimizerSpec, Sample, TorchCritic, TorchPolicy, TorchReference
+from agenticrun_workers.trainer import (
+    OptimizerSpec,
+    Sample,
+    TorchCritic,
+    TorchPolicy,
+    TorchReference,
+)
 from ragged_samples import LOSSES, VALUE_LOSSES, batch
 from rank_programs import take_part
 
@@ -45,7 +51,9 @@ class Result:
 
 def part(samples: list[Sample], rank: int, world: int) -> list[Sample]:
     """Uneven on purpose: rank 0 has most of the samples and more micro-batches; the third rank has none."""
-    bounds = {1: (0, len(samples)), 2: (0, 6, len(samples)), 3: (0, 6, len(samples), len(samples))}[world]
+    bounds = {1: (0, len(samples)), 2: (0, 6, len(samples)), 3: (0, 6, len(samples), len(samples))}[
+        world
+    ]
     return samples[bounds[rank] : bounds[rank + 1]]
 
 
@@ -53,7 +61,11 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
     """Train `2 * STEPS` steps and save in the middle, or resume there and train the rest."""
     load = partial(load_model, str(model), torch.float64)
     batches = [batch(load(), LOSS, seed, 11) for seed in range(2 * STEPS)]
-    policy, critic, reference = TorchPolicy(load, SPEC, max_tokens=30), TorchCritic(load, SPEC, max_tokens=30), TorchReference(load)
+    policy, critic, reference = (
+        TorchPolicy(load, SPEC, max_tokens=30),
+        TorchCritic(load, SPEC, max_tokens=30),
+        TorchReference(load),
+    )
     parts = {"policy": policy, "critic": critic, "reference": reference}
     rank, world = policy.rank, policy.world_size
     if resume is not None:
@@ -63,7 +75,10 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
     for step in range(STEPS if resume else 0, 2 * STEPS):
         if step == STEPS and save is not None:
             policy.policy_version = STEPS
-            reference.load_weights((name, torch.from_numpy(weight)) for name, weight in everywhere(weights(policy)).items())
+            reference.load_weights(
+                (name, torch.from_numpy(weight))
+                for name, weight in everywhere(weights(policy)).items()
+            )
             for name, trained in parts.items():
                 trained.save(str(save / name))
         mine = part(batches[step], rank, world)
@@ -104,7 +119,9 @@ def gradients(model: Path) -> dict[tuple[str, str, str], dict[str, Tensor]]:
 
 def export(model: Path, folder: Path) -> None:
     """Write the untrained policy as a Hugging Face folder."""
-    TorchPolicy(partial(load_model, str(model)), SPEC).export_folder(folder, {"note.txt": b"exported"})
+    TorchPolicy(partial(load_model, str(model)), SPEC).export_folder(
+        folder, {"note.txt": b"exported"}
+    )
 
 
 def main(model_folder: str, work_folder: str) -> dict[str, Any]:

@@ -51,7 +51,10 @@ def assert_same_gradients(ranks: list[dict[str, Any]], shape: str, option: str) 
         assert all(gradient.norm() > 0 for gradient in expected.values())
         for cut in program.CUTS:
             for rank in ranks:
-                assert largest_difference(rank["gradients"][shape, option, cut][name], expected) < 1e-10, (name, cut)
+                assert (
+                    largest_difference(rank["gradients"][shape, option, cut][name], expected)
+                    < 1e-10
+                ), (name, cut)
 
 
 @pytest.mark.parametrize("option", program.OPTIONS)
@@ -60,7 +63,9 @@ def test_an_option_changes_no_gradient(two: list[dict[str, Any]], option: str) -
 
 
 @pytest.mark.parametrize("shape", program.SHAPES)
-def test_ranks_that_share_sequences_get_the_gradient_of_whole_ones(two: list[dict[str, Any]], shape: str) -> None:
+def test_ranks_that_share_sequences_get_the_gradient_of_whole_ones(
+    two: list[dict[str, Any]], shape: str
+) -> None:
     assert_same_gradients(two, shape, "ulysses")
 
 
@@ -68,20 +73,28 @@ def test_two_groups_of_two_ranks_get_it_too(four: list[dict[str, Any]]) -> None:
     assert_same_gradients(four, "two key-value heads", "ulysses")
 
 
-def test_a_sum_over_the_data_counts_ranks_that_share_a_part_once(two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
+def test_a_sum_over_the_data_counts_ranks_that_share_a_part_once(
+    two: list[dict[str, Any]], four: list[dict[str, Any]]
+) -> None:
     assert [rank["sums"] for rank in two] == [[1.0, 0.0]] * 2
     assert [rank["sums"] for rank in four] == [[2.0, 1.0]] * 4
 
 
-def test_ranks_that_share_sequences_reach_the_same_weights_metrics_and_log_probs(two: list[dict[str, Any]]) -> None:
+def test_ranks_that_share_sequences_reach_the_same_weights_metrics_and_log_probs(
+    two: list[dict[str, Any]],
+) -> None:
     """Also after visits to host memory."""
-    expected = program.steps(partial(program.qwen2, "two key-value heads", torch.float64), LOSSES["ppo"])
+    expected = program.steps(
+        partial(program.qwen2, "two key-value heads", torch.float64), LOSSES["ppo"]
+    )
     first, second = (rank["steps"]["ulysses"] for rank in two)
     for found in (first, second):
         for a, b in zip(found["metrics"], expected["metrics"], strict=True):
             assert a.keys() == b.keys()
             about = {name for name in a if name != "train/padding_waste"}
-            assert {name: a[name] for name in about} == pytest.approx({name: b[name] for name in about}, rel=1e-9, abs=1e-10)
+            assert {name: a[name] for name in about} == pytest.approx(
+                {name: b[name] for name in about}, rel=1e-9, abs=1e-10
+            )
         for x, y in zip(found["logprobs"], expected["logprobs"], strict=True):
             np.testing.assert_allclose(x, y, atol=1e-6)
     assert second["weights"] == {}
@@ -90,18 +103,24 @@ def test_ranks_that_share_sequences_reach_the_same_weights_metrics_and_log_probs
         torch.testing.assert_close(first["weights"][name], weight, rtol=1e-7, atol=1e-10)
 
 
-def test_bfloat16_is_computed_with_and_served_while_masters_and_moments_stay_float32(two: list[dict[str, Any]]) -> None:
+def test_bfloat16_is_computed_with_and_served_while_masters_and_moments_stay_float32(
+    two: list[dict[str, Any]],
+) -> None:
     first, second = (rank["steps"]["bfloat16"] for rank in two)
     assert first["kept"] == second["kept"] == {torch.float32}
     assert {weight.dtype for weight in first["weights"].values()} == {torch.bfloat16}
     assert first["metrics"] == second["metrics"]
-    exact = program.steps(partial(program.qwen2, "two key-value heads", torch.float32), LOSSES["ppo"])
+    exact = program.steps(
+        partial(program.qwen2, "two key-value heads", torch.float32), LOSSES["ppo"]
+    )
     found, expected = first["metrics"][0], exact["metrics"][0]
     assert found["actor/total_loss"] == pytest.approx(expected["actor/total_loss"], abs=0.05)
     assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=0.15)
 
 
-def test_log_probs_are_those_of_the_served_bfloat16_weights_to_the_bit(two: list[dict[str, Any]]) -> None:
+def test_log_probs_are_those_of_the_served_bfloat16_weights_to_the_bit(
+    two: list[dict[str, Any]],
+) -> None:
     """As a reference or an engine with these weights and kernels computes them."""
     model = program.qwen2("two key-value heads", torch.bfloat16)
     served = two[0]["steps"]["bfloat16"]["weights"]
@@ -114,7 +133,9 @@ def test_log_probs_are_those_of_the_served_bfloat16_weights_to_the_bit(two: list
             np.testing.assert_array_equal(a, b)
 
 
-def test_a_checkpoint_of_bfloat16_training_holds_the_masters(two: list[dict[str, Any]], work: Path) -> None:
+def test_a_checkpoint_of_bfloat16_training_holds_the_masters(
+    two: list[dict[str, Any]], work: Path
+) -> None:
     policy = TorchPolicy(partial(program.qwen2, "two key-value heads", torch.float32), program.SPEC)
     policy.load(str(work / "bfloat16"))
     rounded = two[0]["steps"]["bfloat16"]["weights"]

@@ -35,10 +35,18 @@ def runs(work: Path) -> Runs:
     """Everything that is compared: one rank in this process, two and three in processes of their own."""
     model = make_model(work / "model")
     program = load(PROGRAM)
-    one = {"gradients": program.gradients(model), "fresh": vars(program.train(model, save=work / "saved-by-1"))}
+    one = {
+        "gradients": program.gradients(model),
+        "fresh": vars(program.train(model, save=work / "saved-by-1")),
+    }
     two, three = run_ranks(2, model, work), run_ranks(3, model, work)
     one["resumed from 2"] = vars(program.train(model, resume=work / "saved-by-2"))
-    return {1: one, 2: two, 3: three, "batch": program.batch(load_model(str(model), torch.float64), program.LOSS, 0, 11)}
+    return {
+        1: one,
+        2: two,
+        3: three,
+        "batch": program.batch(load_model(str(model), torch.float64), program.LOSS, 0, 11),
+    }
 
 
 def assert_same_weights(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -52,12 +60,16 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", [*LOSSES, *(f"critic {name}" for name in VALUE_LOSSES)])
-def test_the_gradient_is_the_same_on_one_two_or_three_ranks_padded_or_packed(runs: Runs, name: str, dtype: str) -> None:
+def test_the_gradient_is_the_same_on_one_two_or_three_ranks_padded_or_packed(
+    runs: Runs, name: str, dtype: str
+) -> None:
     expected = runs[1]["gradients"][name, dtype, "padded"]
     assert all(gradient.norm() > 0 for gradient in expected.values())
     for rank in [runs[1], *runs[2], *runs[3]]:
         for cut in ("padded", "packed"):
-            assert largest_difference(rank["gradients"][name, dtype, cut], expected) < TOLERANCE[dtype]
+            assert (
+                largest_difference(rank["gradients"][name, dtype, cut], expected) < TOLERANCE[dtype]
+            )
 
 
 def test_two_ranks_reach_the_same_weights_as_one(runs: Runs) -> None:
@@ -89,11 +101,19 @@ def test_metrics_are_global_and_equal_on_every_rank(runs: Runs) -> None:
 def test_the_balance_of_the_ranks_is_the_fullest_one_s_tokens_over_the_mean(runs: Runs) -> None:
     program = load(PROGRAM)
     lengths = [
-        [sum(int(np.flatnonzero(s.weight_T[1:])[-1]) + 1 for s in program.part(runs["batch"], rank, 2) if s.weight_T[1:].any())]
+        [
+            sum(
+                int(np.flatnonzero(s.weight_T[1:])[-1]) + 1
+                for s in program.part(runs["batch"], rank, 2)
+                if s.weight_T[1:].any()
+            )
+        ]
         for rank in range(2)
     ]
     assert runs[1]["fresh"]["metrics"][0]["train/token_imbalance"] == 1
-    assert runs[2][0]["fresh"]["metrics"][0]["train/token_imbalance"] == pytest.approx(max(lengths)[0] / np.mean(lengths))
+    assert runs[2][0]["fresh"]["metrics"][0]["train/token_imbalance"] == pytest.approx(
+        max(lengths)[0] / np.mean(lengths)
+    )
 
 
 def test_each_rank_computes_the_log_probs_and_values_of_its_own_samples(runs: Runs) -> None:
@@ -116,5 +136,9 @@ def test_a_checkpoint_goes_on_exactly_with_as_many_or_with_other_ranks(runs: Run
             for what in ("logprobs", "values"):
                 for a, b in zip(resumed[what], straight[what], strict=True):
                     np.testing.assert_allclose(a, b, atol=1e-6)
-    for resumed in (runs[1]["resumed from 2"], runs[2][0]["resumed from 2"], runs[2][0]["resumed from 1"]):
+    for resumed in (
+        runs[1]["resumed from 2"],
+        runs[2][0]["resumed from 2"],
+        runs[2][0]["resumed from 1"],
+    ):
         assert_same_weights(resumed["weights"], runs[1]["fresh"]["weights"])

@@ -19,12 +19,25 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.pool import EnginePool
 from agenticrun_workers.weights.node_weights import NodeWeights
 from agenticrun_workers.weights.sync import Receiver
-from sync_actors import Drill, Engine, Exporter, LossyNode, drills, killed, make_model, serving, spawn, version_of
+from sync_actors import (
+    Drill,
+    Engine,
+    Exporter,
+    LossyNode,
+    drills,
+    killed,
+    make_model,
+    serving,
+    spawn,
+    version_of,
+)
 from tiny_runs import tiny_run
 from waiting import eventually_in_loop
 
 pytestmark = pytest.mark.usefixtures("ray_node")
-ray.cloudpickle.register_pickle_by_value(sys.modules[Engine.__module__])  # workers cannot import the tests' modules
+ray.cloudpickle.register_pickle_by_value(
+    sys.modules[Engine.__module__]
+)  # workers cannot import the tests' modules
 
 RUN = "sync-drill"
 
@@ -63,7 +76,9 @@ def drill(trainer: Any) -> Iterator[Callable[..., Drill]]:
 
 async def exporting(running: asyncio.Task[Any], folder: Path) -> None:
     """The trainer's export, which leaves `exporting` in the folder, is at work."""
-    await eventually_in_loop(lambda: running.done() or (folder / "exporting").exists(), 120, "the trainer exports")
+    await eventually_in_loop(
+        lambda: running.done() or (folder / "exporting").exists(), 120, "the trainer exports"
+    )
     assert not running.done()
 
 
@@ -105,13 +120,23 @@ async def test_engines_serve_exactly_the_trainers_weights(
     assert list(tmp_path.rglob("bucket*")) == ([] if transport == "Disk" else [leftover])
 
 
-async def test_a_broadcast_reaches_all_engines_and_one_that_joins(drill: Any, engines: dict[str, Any], folder: Path) -> None:
+async def test_a_broadcast_reaches_all_engines_and_one_that_joins(
+    drill: Any, engines: dict[str, Any], folder: Path
+) -> None:
     syncing = drill(transport="Broadcast")
     near, far = (engines["near"], "home"), (engines["far"], "away")
     size = sum(value.numel() * 4 for value in version_of(folder, 0).values())
-    for version, places in ((1, {"near": near, "far": far}), (2, {"near": near, "far": far}), (3, {"near": near})):
+    for version, places in (
+        (1, {"near": near, "far": far}),
+        (2, {"near": near, "far": far}),
+        (3, {"near": near}),
+    ):
         report = await syncing.update(places, version)
-        assert (report.transport, report.nbytes, report.failed) == ("Broadcast", len(places) * size, {})
+        assert (report.transport, report.nbytes, report.failed) == (
+            "Broadcast",
+            len(places) * size,
+            {},
+        )
         for engine, _ in places.values():
             await check(engine, folder, version)
     await syncing.sync.join(Receiver(*far))
@@ -130,7 +155,11 @@ async def test_an_engine_killed_in_mid_sync_does_not_fail_it(
     victim = spawn(Engine, "victim")
     pid = await victim.serve.remote(folder)
     syncing = drill(transport=transport)
-    places = {"near": (engines["near"], "home"), "victim": (victim, "home"), "far": (engines["far"], "away")}
+    places = {
+        "near": (engines["near"], "home"),
+        "victim": (victim, "home"),
+        "far": (engines["far"], "away"),
+    }
     await syncing.shapes_known(5)
     running = asyncio.create_task(syncing.update(places, 5, 1.0, 0.2, tmp_path / "exporting"))
     await exporting(running, tmp_path)
@@ -142,7 +171,9 @@ async def test_an_engine_killed_in_mid_sync_does_not_fail_it(
         await check(engine, folder, 5)
 
 
-async def test_a_replaced_engine_serves_the_current_version_from_the_first_token(drill: Any, folder: Path, tmp_path: Path) -> None:
+async def test_a_replaced_engine_serves_the_current_version_from_the_first_token(
+    drill: Any, folder: Path, tmp_path: Path
+) -> None:
     """Killed in mid-sync, it is replaced while the sync goes on; the new one is told to nobody before it has the weights."""
     pids: dict[str, int] = {}
     seen: list[dict[str, int]] = []
@@ -167,7 +198,9 @@ async def test_a_replaced_engine_serves_the_current_version_from_the_first_token
     os.kill(pids["engine-1"], signal.SIGKILL)
     report = await asyncio.wait_for(running, 120)
     assert list(report.failed) == ["engine-1"]
-    await eventually_in_loop(lambda: "engine-2" in seen[-1] if seen else False, 240, "another engine is told")
+    await eventually_in_loop(
+        lambda: "engine-2" in seen[-1] if seen else False, 240, "another engine is told"
+    )
     for engine in pool.engines.values():
         await check(engine, folder, 7)
     await pool.stop()
@@ -194,14 +227,18 @@ async def test_an_engine_that_joins_on_a_new_node_gets_the_last_version_while_th
     await check(engines["far"], folder, 3, 0.02)
 
 
-async def test_a_bucket_damaged_on_the_way_is_found_and_sent_again(drill: Any, engines: dict[str, Any], folder: Path) -> None:
+async def test_a_bucket_damaged_on_the_way_is_found_and_sent_again(
+    drill: Any, engines: dict[str, Any], folder: Path
+) -> None:
     syncing = drill(node=LossyNode, transport="ObjectStore")
     report = await syncing.update({"far": (engines["far"], "away")}, 4)
     assert report.failed == {}
     await check(engines["far"], folder, 4)
 
 
-async def test_a_node_whose_memory_is_lost_gets_everything_again(drill: Any, engines: dict[str, Any], folder: Path) -> None:
+async def test_a_node_whose_memory_is_lost_gets_everything_again(
+    drill: Any, engines: dict[str, Any], folder: Path
+) -> None:
     syncing = drill(transport="ObjectStore", delta=True)
     places = {"near": (engines["near"], "home"), "far": (engines["far"], "away")}
     await syncing.update(places, 1, 0.02)
@@ -213,7 +250,11 @@ async def test_a_node_whose_memory_is_lost_gets_everything_again(drill: Any, eng
         await check(engine, folder, 2, 0.02)
 
 
-async def test_a_transport_that_cannot_reach_an_engine_is_a_config_error(drill: Any, engines: dict[str, Any]) -> None:
+async def test_a_transport_that_cannot_reach_an_engine_is_a_config_error(
+    drill: Any, engines: dict[str, Any]
+) -> None:
     syncing = drill(transport="SharedMemory")
-    with pytest.raises(InvalidConfig, match=r"spec.pipeline.weightSync.transport: 1 engines are on other nodes"):
+    with pytest.raises(
+        InvalidConfig, match=r"spec.pipeline.weightSync.transport: 1 engines are on other nodes"
+    ):
         await syncing.update({"far": (engines["far"], "away")}, 1)

@@ -25,13 +25,20 @@ def task_tokenizer() -> PreTrainedTokenizerFast:
     return build_task_tokenizer([*"P_OG\n ", "Left", "Right", "Go"], 1000)
 
 
-TOKENIZERS = {"byte-level BPE with ChatML": byte_level_tokenizer(CORPUS, CHATML), "task tokenizer": task_tokenizer()}
-TEXT = st.lists(st.sampled_from(["P", "_", "O", "G", "\n", "Left", "Right", "Go", " "]), max_size=6).map("".join)
+TOKENIZERS = {
+    "byte-level BPE with ChatML": byte_level_tokenizer(CORPUS, CHATML),
+    "task tokenizer": task_tokenizer(),
+}
+TEXT = st.lists(
+    st.sampled_from(["P", "_", "O", "G", "\n", "Left", "Right", "Go", " "]), max_size=6
+).map("".join)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(system=TEXT, exchanges=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), last=TEXT)
-def test_joined_pieces_equal_the_rendered_conversation(name: str, system: str, exchanges: list[tuple[str, str]], last: str) -> None:
+def test_joined_pieces_equal_the_rendered_conversation(
+    name: str, system: str, exchanges: list[tuple[str, str]], last: str
+) -> None:
     tokenizer: PreTrainedTokenizerBase = TOKENIZERS[name]
     chat = ChatFormat(tokenizer)
     messages = [{"role": "system", "content": system}] if system else []
@@ -42,7 +49,9 @@ def test_joined_pieces_equal_the_rendered_conversation(name: str, system: str, e
         messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
     pieces.append(chat.next(last, ended=True))
     messages.append({"role": "user", "content": last})
-    rendered = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)["input_ids"]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)[
+        "input_ids"
+    ]
     assert np.concatenate(pieces).tolist() == rendered
 
 
@@ -57,10 +66,14 @@ def test_an_answer_cut_before_its_end_gets_the_end_of_turn_in_the_next_prompt(na
         {"role": "assistant", "content": "Left"},
         {"role": "user", "content": "G"},
     ]
-    assert joined == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert (
+        joined == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    )
 
 
-@pytest.mark.parametrize(("name", "token"), [("byte-level BPE with ChatML", "<|im_end|>"), ("task tokenizer", "<|end|>")])
+@pytest.mark.parametrize(
+    ("name", "token"), [("byte-level BPE with ChatML", "<|im_end|>"), ("task tokenizer", "<|end|>")]
+)
 def test_the_end_of_turn_is_found_in_the_template(name: str, token: str) -> None:
     assert ChatFormat(TOKENIZERS[name]).end_of_turn == TOKENIZERS[name].convert_tokens_to_ids(token)
 
@@ -82,7 +95,9 @@ def test_the_end_of_sequence_stops_an_answer_too_where_it_is_another_token() -> 
 
 def test_a_template_that_hides_answers_is_refused() -> None:
     tokenizer = task_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ '<|' + m['role'] + '|><|end|>' }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|><|end|>' }}{% endfor %}"
+    )
     with pytest.raises(ChatTemplateError, match="as it was given"):
         ChatFormat(tokenizer)
 

@@ -33,7 +33,9 @@ from agenticrun_workers.types import (
 )
 
 ENV = FrozenLake()
-TOKENIZER = build_task_tokenizer([*ENV.vocabulary(), *words_of(ENV.instruction), *"<>/ 0123456789", "answer"], 1000)
+TOKENIZER = build_task_tokenizer(
+    [*ENV.vocabulary(), *words_of(ENV.instruction), *"<>/ 0123456789", "answer"], 1000
+)
 EPISODE = Episode(EpisodeKey(Stream.TRAIN, 3, 1), "lake", env_seed=5, sampling_seed=9)
 LIMITS = AgentLimits(max_turns=4, max_tokens_per_step=8, sequence_length=500)
 
@@ -53,7 +55,12 @@ class Corridor:
     def step(self, action: str) -> StepResult:
         self.place += action == "Right"
         done = self.place == self.length
-        return StepResult("_" * self.place, float(done), done, metrics={"num_actions": 1.0, "success": float(done)})
+        return StepResult(
+            "_" * self.place,
+            float(done),
+            done,
+            metrics={"num_actions": 1.0, "success": float(done)},
+        )
 
     def valid_actions(self) -> list[str]:
         return ["Left", "Right"]
@@ -88,7 +95,12 @@ class Script:
         tokens = tokens if ended else tokens[:-1]
         number = len(self.requests)
         finish = FinishReason.STOP if ended else FinishReason.LENGTH
-        return Generation(tokens, np.full(len(tokens), -number, np.float32), np.full(len(tokens), number, np.int32), finish)
+        return Generation(
+            tokens,
+            np.full(len(tokens), -number, np.float32),
+            np.full(len(tokens), number, np.int32),
+            finish,
+        )
 
 
 def agent(limits: AgentLimits = LIMITS, **config: Any) -> MultiTurnAgent:
@@ -97,7 +109,9 @@ def agent(limits: AgentLimits = LIMITS, **config: Any) -> MultiTurnAgent:
     return made
 
 
-def play(player: MultiTurnAgent, env: Any, *answers: str | tuple[str, bool] | None) -> tuple[Trajectory, Script]:
+def play(
+    player: MultiTurnAgent, env: Any, *answers: str | tuple[str, bool] | None
+) -> tuple[Trajectory, Script]:
     script = Script(player, *answers)
     return asyncio.run(player.collect_trajectory(EPISODE, env, script)), script
 
@@ -110,9 +124,29 @@ def test_an_episode_records_every_token_and_where_it_came_from(make_env: Callabl
         "<|user|>P<|end|><|assistant|>Right<|end|><|user|>_<|end|><|assistant|>Left<|end|>"
         "<|user|>_<|end|><|assistant|>Right<|end|><|user|>__<|end|><|assistant|>Right<|end|>"
     )
-    responses = TOKENIZER.convert_ids_to_tokens(trajectory.tokens_T[trajectory.response_mask_T].tolist())
-    assert responses == ["Right", "<|end|>", "Left", "<|end|>", "Right", "<|end|>", "Right", "<|end|>"]
-    assert trajectory.logprobs_T[trajectory.response_mask_T].tolist() == [-1, -1, -2, -2, -3, -3, -4, -4]
+    responses = TOKENIZER.convert_ids_to_tokens(
+        trajectory.tokens_T[trajectory.response_mask_T].tolist()
+    )
+    assert responses == [
+        "Right",
+        "<|end|>",
+        "Left",
+        "<|end|>",
+        "Right",
+        "<|end|>",
+        "Right",
+        "<|end|>",
+    ]
+    assert trajectory.logprobs_T[trajectory.response_mask_T].tolist() == [
+        -1,
+        -1,
+        -2,
+        -2,
+        -3,
+        -3,
+        -4,
+        -4,
+    ]
     assert trajectory.versions_T[trajectory.response_mask_T].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
     assert (trajectory.stop_reason, trajectory.score) == (StopReason.COMPLETED, 1.0)
     assert trajectory.metrics == {"num_actions": 4.0, "success": 1.0}
@@ -161,8 +195,12 @@ def test_the_action_is_the_pattern_s_last_group() -> None:
     assert player.action("Right") is None
 
 
-@pytest.mark.parametrize(("policy", "reason", "turns"), [("continue", "max_turns", 4), ("stop", "parse_error", 1)])
-def test_an_answer_that_does_not_parse_is_invalid_or_the_end(policy: str, reason: str, turns: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "reason", "turns"), [("continue", "max_turns", 4), ("stop", "parse_error", 1)]
+)
+def test_an_answer_that_does_not_parse_is_invalid_or_the_end(
+    policy: str, reason: str, turns: int
+) -> None:
     player = agent(actionPattern="<answer>(.*?)</answer>", onParseError=policy)
     trajectory, _ = play(player, FrozenLake(), *["Right"] * 4)
     assert (trajectory.stop_reason, len(trajectory.turns)) == (reason, turns)
@@ -200,13 +238,18 @@ def fail() -> Any:
     [
         (Broken(fail), "RuntimeError: the emulator is gone"),
         (Broken(fail, reset=fail), "RuntimeError: the emulator is gone"),
-        (Broken(lambda: ("P", 1.0)), "step returned tuple, neither a StepResult nor a tuple of five"),
+        (
+            Broken(lambda: ("P", 1.0)),
+            "step returned tuple, neither a StepResult nor a tuple of five",
+        ),
         (Broken(lambda: StepResult("P", float("nan"), False)), "step returned the reward nan"),
         (Broken(fail, reset=lambda: None), "reset returned NoneType, not text"),
         (Broken(lambda: StepResult("?", 0.0, False)), "cannot be tokenised"),
     ],
 )
-def test_what_an_environment_does_wrong_ends_its_own_episode_with_a_reason(env: Any, error: str) -> None:
+def test_what_an_environment_does_wrong_ends_its_own_episode_with_a_reason(
+    env: Any, error: str
+) -> None:
     trajectory, _ = play(agent(), env, "Right")
     assert trajectory.stop_reason is StopReason.ENV_ERROR
     assert not trajectory.stop_reason.trainable
@@ -267,7 +310,9 @@ def test_an_aborted_generation_ends_the_episode() -> None:
 
 
 def test_truncation_by_the_environment_counts_as_its_turn_limit() -> None:
-    trajectory, _ = play(agent(), Broken(lambda: StepResult("P", 0.0, False, truncated=True)), "Right")
+    trajectory, _ = play(
+        agent(), Broken(lambda: StepResult("P", 0.0, False, truncated=True)), "Right"
+    )
     assert trajectory.stop_reason is StopReason.MAX_TURNS
 
 
@@ -294,7 +339,11 @@ def test_the_random_policy_plays_every_valid_action_equally_often() -> None:
 
     async def sample() -> None:
         for seed in range(1000):
-            tokens = (await policy(GenerationRequest("r", "s", np.zeros(1, np.int32), SamplingParams(8), seed))).tokens_T
+            tokens = (
+                await policy(
+                    GenerationRequest("r", "s", np.zeros(1, np.int32), SamplingParams(8), seed)
+                )
+            ).tokens_T
             counts[player.chat.text(tokens)] += 1
 
     asyncio.run(sample())
@@ -304,6 +353,8 @@ def test_the_random_policy_plays_every_valid_action_equally_often() -> None:
 def test_a_random_episode_is_the_same_for_the_same_seed() -> None:
     def run() -> list[int]:
         env = FrozenLake()
-        return asyncio.run(agent().collect_trajectory(EPISODE, env, random_valid_policy(env, agent().chat))).tokens_T.tolist()
+        return asyncio.run(
+            agent().collect_trajectory(EPISODE, env, random_valid_policy(env, agent().chat))
+        ).tokens_T.tolist()
 
     assert run() == run()

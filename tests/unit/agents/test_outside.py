@@ -15,9 +15,30 @@ from openai import OpenAI
 from agenticrun_workers.agents import AgentLimits, OutsideAgent
 from agenticrun_workers.agents.outside.errors import ApiError
 from agenticrun_workers.types import StopReason, Trajectory
-from outside_agents import CHAT, EPISODE, LIMITS, TOKENIZER, Says, check_token_for_token, client, play, say, session, user
+from outside_agents import (
+    CHAT,
+    EPISODE,
+    LIMITS,
+    TOKENIZER,
+    Says,
+    check_token_for_token,
+    client,
+    play,
+    say,
+    session,
+    user,
+)
 
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]
 CALL = 'Let me add. <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
 
 
@@ -25,7 +46,9 @@ def test_a_conversation_is_one_trajectory_token_for_token(agent_of: Any) -> None
     def run(base_url: str, task: Any) -> float:
         messages: list[Any] = task.messages
         for text in ("and 2+2?", "why?", None):
-            answer = OpenAI(base_url=base_url, api_key="any").chat.completions.create(model=task.model, messages=messages)
+            answer = OpenAI(base_url=base_url, api_key="any").chat.completions.create(
+                model=task.model, messages=messages
+            )
             messages.append(answer.choices[0].message)
             messages.append(user(text or ""))
         return 0.5
@@ -51,7 +74,10 @@ def test_tool_calls_and_their_results(agent_of: Any) -> None:
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "Let me add."
         (call,) = choice.message.tool_calls
-        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 1})
+        assert (call.function.name, json.loads(call.function.arguments)) == (
+            "add",
+            {"a": 1, "b": 1},
+        )
         messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "two"}, user("so?")]
         answer = await say(base_url, messages, tools=TOOLS)
@@ -70,18 +96,30 @@ def test_tool_calls_and_their_results(agent_of: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("broken", ['<tool_call>{"name": </tool_call>', "<tool_call>[]</tool_call>", '<tool_call>{"nam": "a"}</tool_call>'])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '<tool_call>{"name": </tool_call>',
+        "<tool_call>[]</tool_call>",
+        '<tool_call>{"nam": "a"}</tool_call>',
+    ],
+)
 def test_a_call_that_cannot_be_read_stays_text_and_is_not_valid(agent_of: Any, broken: str) -> None:
     async def run(base_url: str, task: Any) -> float:
         answer = await say(base_url, [user("?")], tools=TOOLS)
-        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (broken, "stop")
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (
+            broken,
+            "stop",
+        )
         return 0.0
 
     (trajectory,) = play(Says([broken]), run=agent_of(run))
     assert [turn.valid for turn in trajectory.turns] == [False]
 
 
-def test_a_retry_and_a_fork_are_branches_and_shared_answers_are_trained_once_in_the_latest(agent_of: Any) -> None:
+def test_a_retry_and_a_fork_are_branches_and_shared_answers_are_trained_once_in_the_latest(
+    agent_of: Any,
+) -> None:
     async def run(base_url: str, task: Any) -> float:
         first = await say(base_url, [user("1+1?")])
         past = [user("1+1?"), first.choices[0].message]
@@ -94,7 +132,12 @@ def test_a_retry_and_a_fork_are_branches_and_shared_answers_are_trained_once_in_
     policy = Says(["2", "yes", "no", "because", "4"])
     trajectories = play(policy, run=agent_of(run))
     check_token_for_token(trajectories, policy.asked)
-    assert [[turn.action for turn in trajectory.turns] for trajectory in trajectories] == [["yes"], ["no"], ["2", "because"], ["4"]]
+    assert [[turn.action for turn in trajectory.turns] for trajectory in trajectories] == [
+        ["yes"],
+        ["no"],
+        ["2", "because"],
+        ["4"],
+    ]
     assert [trajectory.score for trajectory in trajectories] == [1, 1, 1, 1]
 
 
@@ -116,13 +159,29 @@ def test_the_n_answers_of_a_request_have_rewards_of_their_own(agent_of: Any) -> 
 
 def test_a_stream_says_the_same(agent_of: Any) -> None:
     async def run(base_url: str, task: Any) -> float:
-        stream = await say(base_url, [user("?")], tools=TOOLS, stream=True, stream_options={"include_usage": True}, logprobs=True)
+        stream = await say(
+            base_url,
+            [user("?")],
+            tools=TOOLS,
+            stream=True,
+            stream_options={"include_usage": True},
+            logprobs=True,
+        )
         chunks = [chunk async for chunk in stream]
-        assert [choice.finish_reason for chunk in chunks for choice in chunk.choices] == [None, "tool_calls"]
+        assert [choice.finish_reason for chunk in chunks for choice in chunk.choices] == [
+            None,
+            "tool_calls",
+        ]
         delta = chunks[0].choices[0].delta
-        assert (delta.role, delta.content, delta.tool_calls[0].function.name) == ("assistant", "Let me add.", "add")
+        assert (delta.role, delta.content, delta.tool_calls[0].function.name) == (
+            "assistant",
+            "Let me add.",
+            "add",
+        )
         size = len(policy.asked[0][1].tokens_T)
-        assert chunks[-1].usage.completion_tokens == len(chunks[0].choices[0].logprobs.content) == size
+        assert (
+            chunks[-1].usage.completion_tokens == len(chunks[0].choices[0].logprobs.content) == size
+        )
         text = await client(base_url).completions.create(model="policy", prompt="x", stream=True)
         assert "".join([chunk.choices[0].text async for chunk in text]) == "y"
         return 0.0
@@ -135,10 +194,17 @@ def test_texts_go_on_from_recorded_tokens_and_stop_texts_cut(agent_of: Any) -> N
     """As agents that write `Observation:` themselves do."""
 
     async def run(base_url: str, task: Any) -> float:
-        one = await client(base_url).completions.create(model="policy", prompt="Q: 1+1\n", stop=["\nObservation:"], logprobs=0)
+        one = await client(base_url).completions.create(
+            model="policy", prompt="Q: 1+1\n", stop=["\nObservation:"], logprobs=0
+        )
         assert (one.choices[0].text, one.choices[0].finish_reason) == ("Act", "stop")
-        assert one.choices[0].logprobs.token_logprobs == policy.asked[0][1].logprobs_T[: len("Act\nObservation:")].tolist()
-        await client(base_url).completions.create(model="policy", prompt="Q: 1+1\nAct\nObservation: 2\n")
+        assert (
+            one.choices[0].logprobs.token_logprobs
+            == policy.asked[0][1].logprobs_T[: len("Act\nObservation:")].tolist()
+        )
+        await client(base_url).completions.create(
+            model="policy", prompt="Q: 1+1\nAct\nObservation: 2\n"
+        )
         return 1.0
 
     policy = Says(["Act\nObservation: never seen", "done"])
@@ -154,7 +220,9 @@ def test_texts_go_on_from_recorded_tokens_and_stop_texts_cut(agent_of: Any) -> N
     more=st.text("aß€😀", max_size=3),
     stop=st.sampled_from([None, "a", "€😀"]),
 )
-def test_a_text_is_tokenised_only_from_where_it_leaves_what_was_sampled(said: str, kept: int, more: str, stop: str | None) -> None:
+def test_a_text_is_tokenised_only_from_where_it_leaves_what_was_sampled(
+    said: str, kept: int, more: str, stop: str | None
+) -> None:
     """The policy samples byte by byte, so the tokens show which part of a text is recorded and which is tokenised again."""
 
     async def ask() -> None:
@@ -163,15 +231,26 @@ def test_a_text_is_tokenised_only_from_where_it_leaves_what_was_sampled(said: st
         await one.complete({"model": "policy", "prompt": "Q", "stop": stop})
         (tokens,) = (answer.sampled.generation.tokens_T.tolist() for answer in one.recorded.answers)
         whole = CHAT.text(np.array(tokens, np.int32))
-        expected = said if stop is None or stop not in said else said[: said.index(stop) + len(stop)]
+        expected = (
+            said if stop is None or stop not in said else said[: said.index(stop) + len(stop)]
+        )
         assert whole == expected
         text = whole[:kept] + more
         await one.complete({"model": "policy", "prompt": "Q" + text})
-        shared = next((place for place, (a, b) in enumerate(zip(whole, text, strict=False)) if a != b), min(len(whole), len(text)))
-        recorded = sum(len(TOKENIZER.encode(letter, add_special_tokens=False)) for letter in whole[:shared])
+        shared = next(
+            (place for place, (a, b) in enumerate(zip(whole, text, strict=False)) if a != b),
+            min(len(whole), len(text)),
+        )
+        recorded = sum(
+            len(TOKENIZER.encode(letter, add_special_tokens=False)) for letter in whole[:shared]
+        )
         rest = TOKENIZER.encode(text[shared:], add_special_tokens=False)
         first_T = policy.asked[0][0].prompt_tokens
-        assert policy.asked[1][0].prompt_tokens.tolist() == [*first_T.tolist(), *tokens[:recorded], *rest]
+        assert policy.asked[1][0].prompt_tokens.tolist() == [
+            *first_T.tolist(),
+            *tokens[:recorded],
+            *rest,
+        ]
 
     asyncio.run(ask())
 
@@ -224,8 +303,23 @@ async def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -
 
 async def test_parameters_that_ask_for_nothing_else_are_taken() -> None:
     policy = Says(["a"])
-    body = {"temperature": 0.8, "top_p": 1, "frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}, "user": "me"}
-    await session(policy).chat({"model": "policy", "messages": [user("?")], "max_completion_tokens": 7, "top_logprobs": None, **body})
+    body = {
+        "temperature": 0.8,
+        "top_p": 1,
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "user": "me",
+    }
+    await session(policy).chat(
+        {
+            "model": "policy",
+            "messages": [user("?")],
+            "max_completion_tokens": 7,
+            "top_logprobs": None,
+            **body,
+        }
+    )
     assert policy.asked[0][0].sampling.max_new_tokens == 7
     assert policy.asked[0][0].sampling.temperature == 0.8
 
@@ -234,7 +328,10 @@ MESSAGES: list[tuple[Any, str]] = [
     ([], "messages"),
     ([{"role": "robot", "content": ""}], "messages[0]"),
     ([user("?"), {"role": "user"}], "messages[1].content"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0]"),
+    (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+        "messages[0].content[0]",
+    ),
     ([{"role": "user", "content": "?", "name": "me"}], "messages[0].name"),
     ([{"role": "tool", "content": "2"}], "messages[0].tool_call_id"),
     ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls"),
@@ -250,9 +347,14 @@ async def test_messages_that_cannot_be_read_are_refused_by_place(messages: Any, 
 
 async def test_parts_of_text_and_developers_are_understood() -> None:
     policy = Says(["a"])
-    messages = [{"role": "developer", "content": "D"}, {"role": "user", "content": [{"type": "text", "text": t} for t in ("x", "y")]}]
+    messages = [
+        {"role": "developer", "content": "D"},
+        {"role": "user", "content": [{"type": "text", "text": t} for t in ("x", "y")]},
+    ]
     await session(policy).chat({"model": "policy", "messages": messages})
-    assert "<|im_start|>system\nD<|im_end|>\n<|im_start|>user\nxy<|im_end|>" in CHAT.shown(policy.asked[0][0].prompt_tokens)
+    assert "<|im_start|>system\nD<|im_end|>\n<|im_start|>user\nxy<|im_end|>" in CHAT.shown(
+        policy.asked[0][0].prompt_tokens
+    )
 
 
 async def test_a_seed_gives_the_same_answer_again_but_not_to_another_member() -> None:
@@ -270,12 +372,20 @@ ADDED = [user("x"), user(""), {"role": "tool", "tool_call_id": "c", "content": "
 
 @settings(max_examples=60)
 @given(st.data())
-def test_whatever_is_asked_each_answer_is_trained_once_after_what_the_engine_saw(data: st.DataObject) -> None:
+def test_whatever_is_asked_each_answer_is_trained_once_after_what_the_engine_saw(
+    data: st.DataObject,
+) -> None:
     """Go on from any conversation, cut it, change it, ask it again, with tools or without."""
 
     async def ask() -> None:
-        policy = Says(lambda request: data.draw(st.sampled_from(["a", " sum ", "The sum", CALL, "<tool_call>x</tool_call>"])))
-        one = session(policy, AgentLimits(max_turns=100, max_tokens_per_step=90, sequence_length=4000))
+        policy = Says(
+            lambda request: data.draw(
+                st.sampled_from(["a", " sum ", "The sum", CALL, "<tool_call>x</tool_call>"])
+            )
+        )
+        one = session(
+            policy, AgentLimits(max_turns=100, max_tokens_per_step=90, sequence_length=4000)
+        )
         known: list[list[Any]] = [[user("sum?")]]
         sampled: list[tuple[list[Any], list[Any], list[int]]] = []  # conversation, tools, tokens
         for _ in range(data.draw(st.integers(1, 6))):
@@ -283,7 +393,15 @@ def test_whatever_is_asked_each_answer_is_trained_once_after_what_the_engine_saw
             match data.draw(st.sampled_from(["again", "add", "cut", "insert"])):
                 case "add":
                     messages.append(
-                        data.draw(st.sampled_from([user("x"), user(""), {"role": "tool", "tool_call_id": "c", "content": "1"}]))
+                        data.draw(
+                            st.sampled_from(
+                                [
+                                    user("x"),
+                                    user(""),
+                                    {"role": "tool", "tool_call_id": "c", "content": "1"},
+                                ]
+                            )
+                        )
                     )
                 case "cut" if len(messages) > 1:
                     messages.pop()
@@ -291,12 +409,20 @@ def test_whatever_is_asked_each_answer_is_trained_once_after_what_the_engine_saw
                     messages += [{"role": "assistant", "content": "sum"}, user("z")]
             n = data.draw(st.integers(1, 2))
             tools = data.draw(st.sampled_from([[], TOOLS]))
-            response = await one.chat({"model": "policy", "messages": messages, "n": n, "tools": tools})
+            response = await one.chat(
+                {"model": "policy", "messages": messages, "n": n, "tools": tools}
+            )
             prompt = policy.asked[-1][0].prompt_tokens.tolist()
-            repeated = [(len(said), tokens) for said, shown, tokens in sampled if (messages[: len(said)], tools) == (said, shown)]
+            repeated = [
+                (len(said), tokens)
+                for said, shown, tokens in sampled
+                if (messages[: len(said)], tools) == (said, shown)
+            ]
             longest = [tokens for size, tokens in repeated if size == max(repeated)[0]]
             assert not repeated or any(prompt[: len(tokens)] == tokens for tokens in longest)
-            for choice, (_, made) in zip(response.chat_body()["choices"], policy.asked[-n:], strict=True):
+            for choice, (_, made) in zip(
+                response.chat_body()["choices"], policy.asked[-n:], strict=True
+            ):
                 known.append([*messages, json.loads(json.dumps(choice["message"]))])
                 sampled.append((known[-1], tools, prompt + made.tokens_T.tolist()))
         branches = one.recorded.branches()
@@ -304,6 +430,9 @@ def test_whatever_is_asked_each_answer_is_trained_once_after_what_the_engine_saw
         assert sorted(map(id, answers)) == sorted(map(id, one.recorded.answers))
         agent = OutsideAgent(tokenizer=TOKENIZER, limits=LIMITS, run="json:dumps")
         turns = [agent._turns(one, branch, 1.0) for branch in branches]
-        check_token_for_token([Trajectory(EPISODE.key, "t", each, StopReason.COMPLETED) for each in turns], policy.asked)
+        check_token_for_token(
+            [Trajectory(EPISODE.key, "t", each, StopReason.COMPLETED) for each in turns],
+            policy.asked,
+        )
 
     asyncio.run(ask())

@@ -18,7 +18,19 @@ from agenticrun_workers.agents import AgentConfigError, AgentLimits, OutsideAgen
 from agenticrun_workers.agents.outside import endpoint, program
 from agenticrun_workers.agents.outside.errors import ApiError
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason
-from outside_agents import EPISODE, LIMITS, TOKENIZER, Question, Says, check_token_for_token, client, play, say, session, user
+from outside_agents import (
+    EPISODE,
+    LIMITS,
+    TOKENIZER,
+    Question,
+    Says,
+    check_token_for_token,
+    client,
+    play,
+    say,
+    session,
+    user,
+)
 from processes import lives
 from waiting import eventually, eventually_in_loop
 
@@ -49,7 +61,12 @@ def test_a_reward_must_be_a_finite_number(agent_of: Any, returned: Any) -> None:
 
 def test_the_environment_or_a_function_may_give_the_reward(agent_of: Any) -> None:
     async def run(base_url: str, task: Any) -> None:
-        assert (task.instruction, task.observation, task.item, task.split) == ("Be brief.", "1+1?", {"question": "1+1"}, "train")
+        assert (task.instruction, task.observation, task.item, task.split) == (
+            "Be brief.",
+            "1+1?",
+            {"question": "1+1"},
+            "train",
+        )
         await say(base_url, task.messages)
 
     def counted(messages: list[Any], task: Any) -> int:
@@ -63,7 +80,9 @@ def test_the_environment_or_a_function_may_give_the_reward(agent_of: Any) -> Non
 
 
 @pytest.mark.parametrize("reason", [StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW])
-def test_an_agent_that_asks_for_too_much_is_cut_and_trained_on(agent_of: Any, reason: StopReason) -> None:
+def test_an_agent_that_asks_for_too_much_is_cut_and_trained_on(
+    agent_of: Any, reason: StopReason
+) -> None:
     async def run(base_url: str, task: Any) -> None:
         messages: list[Any] = [user("?")]
         while True:
@@ -90,7 +109,12 @@ def test_engines_that_fail_are_a_503_and_end_the_episode(agent_of: Any) -> None:
         return 1.0
 
     async def aborts(request: GenerationRequest) -> Generation:
-        return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.ABORT)
+        return Generation(
+            np.zeros(0, np.int32),
+            np.zeros(0, np.float32),
+            np.zeros(0, np.int32),
+            FinishReason.ABORT,
+        )
 
     (trajectory,) = play(aborts, run=agent_of(run))  # type: ignore[arg-type]
     assert trajectory.stop_reason is StopReason.ABORTED
@@ -159,7 +183,11 @@ def test_an_agent_that_never_ends_is_ended(agent_of: Any, kind: str, tmp_path: P
 
     child = tmp_path / "child"
     command = ["sh", "-c", f"sleep 1000 & echo $! > {child}; wait"]
-    config = {"command": command} if kind == "command" else {"run": agent_of(waits if kind == "async" else spins)}
+    config = (
+        {"command": command}
+        if kind == "command"
+        else {"run": agent_of(waits if kind == "async" else spins)}
+    )
     (trajectory,) = play(Says([]), timeout_seconds=5.0, **config)
     assert trajectory.stop_reason is StopReason.TIMEOUT
     if kind == "command":
@@ -169,7 +197,9 @@ def test_an_agent_that_never_ends_is_ended(agent_of: Any, kind: str, tmp_path: P
         assert ended.wait(60)
 
 
-async def test_a_command_that_is_stopped_as_it_starts_leaves_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_that_is_stopped_as_it_starts_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has begun a process of its own by the time that asyncio says that it runs."""
     child = tmp_path / "child"
     command = ["sh", "-c", f"sleep 1000 & echo $! > {child}.new; mv {child}.new {child}; wait"]
@@ -190,7 +220,9 @@ async def test_a_command_that_is_stopped_as_it_starts_leaves_nothing_running(tmp
     eventually(lambda: not lives(pid), 60, "what the command began is stopped")
 
 
-async def test_an_episode_that_is_aborted_leaves_nothing_running(agent_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_episode_that_is_aborted_leaves_nothing_running(
+    agent_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the run does it: `collect_trajectory` is cancelled while the engine samples."""
     monkeypatch.setattr(program, "PATIENCE_SECONDS", 60.0)
     urls: list[str] = []
@@ -252,7 +284,9 @@ print(urllib.request.urlopen(request).status)
 """
 
 
-def test_a_command_finds_the_endpoint_in_its_environment_and_posts_its_reward(tmp_path: Path) -> None:
+def test_a_command_finds_the_endpoint_in_its_environment_and_posts_its_reward(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "agent.py"
     script.write_text(SCRIPT)
     policy = Says(["abcd", "x"])
@@ -287,7 +321,9 @@ def test_a_bad_config_is_refused_by_its_key(config: dict[str, Any], message: str
         make_agent("outside", config, tokenizer=TOKENIZER, limits=LIMITS)
 
 
-def test_a_user_function_that_ignores_its_cancellation_is_left_behind(agent_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_function_that_ignores_its_cancellation_is_left_behind(
+    agent_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(program, "PATIENCE_SECONDS", 0.1)
 
     async def stubborn(base_url: str, task: Any) -> None:

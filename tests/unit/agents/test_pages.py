@@ -19,7 +19,14 @@ from agenticrun_api.environments import EnvSpec
 from agenticrun_workers.agents import AgentLimits, ChatFormat, Episode, make_agent
 from agenticrun_workers.envs import MathEnv, MathSingleStep, make_env
 from agenticrun_workers.models import build_task_tokenizer, words_of
-from agenticrun_workers.types import EpisodeKey, FinishReason, Generation, GenerationRequest, Stream, Trajectory
+from agenticrun_workers.types import (
+    EpisodeKey,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Stream,
+    Trajectory,
+)
 
 ROOT = Path(__file__).parents[3]
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("math", "agents")}
@@ -35,7 +42,9 @@ WORDS = [*map(str, range(11)), "+", "=", "\n", *(word for text in SAID for word 
 TOKENIZER = build_task_tokenizer(WORDS, 1000)
 CHAT = ChatFormat(TOKENIZER)
 LIMITS = AgentLimits(max_turns=4, max_tokens_per_step=4, sequence_length=200)
-EPISODE = Episode(EpisodeKey(Stream.TRAIN, 0, 0), "Math", 1, 2, {"question": "3+4=", "answer": "#### 7"})
+EPISODE = Episode(
+    EpisodeKey(Stream.TRAIN, 0, 0), "Math", 1, 2, {"question": "3+4=", "answer": "#### 7"}
+)
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -57,13 +66,21 @@ def test_every_line_of_the_guide_stands_in_the_example_in_this_order(diff: str) 
 def test_the_page_shows_all_that_the_example_does() -> None:
     """Beside imports, docstrings and empty lines."""
     shown = {line for diff in blocks("math", "diff") for line in ours(diff)}
-    code = [line.strip() for line in GUIDE.read_text().split("shared_verifier\n", 1)[1].splitlines()]
-    known = {"await env.reset()", "qid, token_ids = prompt.qid, prompt.token_ids", "trajectories = []"}
+    code = [
+        line.strip() for line in GUIDE.read_text().split("shared_verifier\n", 1)[1].splitlines()
+    ]
+    known = {
+        "await env.reset()",
+        "qid, token_ids = prompt.qid, prompt.token_ids",
+        "trajectories = []",
+    }
     known |= {"async def reset(self, seed=None, options=None):", 'return self.item["question"]'}
     assert [line for line in code if line and '"""' not in line and line not in shown | known] == []
 
 
-@pytest.mark.parametrize(("page", "text"), [(page, text) for page in PAGES for text in blocks(page, "yaml")])
+@pytest.mark.parametrize(
+    ("page", "text"), [(page, text) for page in PAGES for text in blocks(page, "yaml")]
+)
 def test_the_yaml_of_the_pages_is_valid(page: str, text: str) -> None:
     for env in yaml.safe_load(text)["envs"]:
         spec = EnvSpec.model_validate(env)
@@ -81,7 +98,12 @@ class Says:
 
     async def __call__(self, request: GenerationRequest) -> Generation:
         tokens = CHAT.answer(self.answers.pop(0))
-        return Generation(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), FinishReason.STOP)
+        return Generation(
+            tokens,
+            np.zeros(len(tokens), np.float32),
+            np.zeros(len(tokens), np.int32),
+            FinishReason.STOP,
+        )
 
 
 def play(type: str, env: Any, policy: Says, **config: Any) -> list[Trajectory]:
@@ -108,8 +130,16 @@ def on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("on_path")
 def test_the_agent_and_the_environment_of_the_guide_play_together() -> None:
-    first, second = play("guide:MathMultiTurnAgent", make_env("guide:MathCodeSingleStepEnv", {}), Says("8", "7"), myParam=5.0)
-    assert [(t.score, t.metrics) for t in (first, second)] == [(0.0, {"success": 0.0}), (5.0, {"success": 1.0})]
+    first, second = play(
+        "guide:MathMultiTurnAgent",
+        make_env("guide:MathCodeSingleStepEnv", {}),
+        Says("8", "7"),
+        myParam=5.0,
+    )
+    assert [(t.score, t.metrics) for t in (first, second)] == [
+        (0.0, {"success": 0.0}),
+        (5.0, {"success": 1.0}),
+    ]
     assert TOKENIZER.decode(second.tokens_T.tolist()) == (
         "<|user|>3+4=<|end|><|assistant|>8<|end|>\n<|user|>Unfortunately your answer is wrong. Let's try again.<|end|><|assistant|>7<|end|>"
     )
@@ -131,13 +161,21 @@ def test_the_agent_with_queues_makes_a_trajectory_of_each_sample() -> None:
 @pytest.mark.usefixtures("on_path")
 def test_the_agent_by_hand_plays_an_episode() -> None:
     (trajectory,) = play("one_word:OneWord", MathEnv(instruction=""), Says("7"))
-    assert (trajectory.score, trajectory.stop_reason, trajectory.metrics["success"]) == (1.0, "completed", 1.0)
+    assert (trajectory.score, trajectory.stop_reason, trajectory.metrics["success"]) == (
+        1.0,
+        "completed",
+        1.0,
+    )
 
 
 def test_the_words_of_the_example_are_those_of_its_data() -> None:
     assert SPEC.model.initialize is not None
     (env,) = SPEC.pipeline.envs
-    items = [yaml.safe_load(line) for line in (GUIDE.parent / "sums.jsonl").read_text().splitlines()]
+    items = [
+        yaml.safe_load(line) for line in (GUIDE.parent / "sums.jsonl").read_text().splitlines()
+    ]
     answers = {item["answer"].rpartition("#### ")[2] for item in items}
     assert answers == set(env.config["randomAnswers"])
-    build_task_tokenizer(SPEC.model.initialize.words, 100).encode("".join(item["question"] for item in items))
+    build_task_tokenizer(SPEC.model.initialize.words, 100).encode(
+        "".join(item["question"] for item in items)
+    )

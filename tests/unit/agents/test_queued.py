@@ -29,12 +29,22 @@ from agenticrun_workers.agents import (
 )
 from agenticrun_workers.envs import EnvFault, EnvironmentService, StepResult
 from agenticrun_workers.models import build_task_tokenizer
-from agenticrun_workers.types import EpisodeKey, FinishReason, Generation, GenerationRequest, StopReason, Stream, Trajectory
+from agenticrun_workers.types import (
+    EpisodeKey,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    StopReason,
+    Stream,
+    Trajectory,
+)
 
 WORDS = "abcdefgh"
 TOKENIZER = build_task_tokenizer([*WORDS, "?", "\n", "again"], 1000)
 CHAT = ChatFormat(TOKENIZER)
-EPISODE = Episode(EpisodeKey(Stream.TRAIN, 3, 1), "maths", env_seed=5, sampling_seed=9, item={"prompt": "a?"})
+EPISODE = Episode(
+    EpisodeKey(Stream.TRAIN, 3, 1), "maths", env_seed=5, sampling_seed=9, item={"prompt": "a?"}
+)
 LIMITS = AgentLimits(max_turns=8, max_tokens_per_step=4, sequence_length=500, temperature=0.8)
 ASK = GenerationConfig()
 
@@ -62,30 +72,40 @@ class Policy:
         number = len(self.requests)
         await asyncio.sleep(self._delays(number))
         rng = random.Random(request.seed)
-        text = "".join(rng.choices(WORDS, k=min(rng.randint(1, 3), request.sampling.max_new_tokens)))
+        text = "".join(
+            rng.choices(WORDS, k=min(rng.randint(1, 3), request.sampling.max_new_tokens))
+        )
         tokens = CHAT.answer(text)[: request.sampling.max_new_tokens]
         size = len(tokens)
         finish = FinishReason.STOP if tokens[-1] == CHAT.end_of_turn else FinishReason.LENGTH
         logprobs = -np.arange(1, size + 1, dtype=np.float32) - 100 * number
-        made = Generation(tokens, logprobs, np.full(size, number, np.int32), finish, engine=f"e{number}")
+        made = Generation(
+            tokens, logprobs, np.full(size, number, np.int32), finish, engine=f"e{number}"
+        )
         self.said[request.request_id] = made
         return made
 
 
 def agent(collect: Collect, limits: AgentLimits = LIMITS) -> QueuedAgent:
     class User:
-        async def collect_trajectory(self, prompt: Any, env: Any, obs_queue: Any, act_queue: Any) -> Any:
+        async def collect_trajectory(
+            self, prompt: Any, env: Any, obs_queue: Any, act_queue: Any
+        ) -> Any:
             return await collect(prompt, env, obs_queue, act_queue)
 
     return QueuedAgent(User(), tokenizer=TOKENIZER, limits=limits)
 
 
-def play(collect: Collect, env: Any = None, policy: Policy | None = None, limits: AgentLimits = LIMITS) -> list[Trajectory]:
+def play(
+    collect: Collect, env: Any = None, policy: Policy | None = None, limits: AgentLimits = LIMITS
+) -> list[Trajectory]:
     made = agent(collect, limits).collect_trajectory(EPISODE, env or Letters(), policy or Policy())
     return asyncio.run(asyncio.wait_for(made, 60))
 
 
-async def ask(obs_queue: Any, act_queue: Any, tokens: list[int], config: GenerationConfig = ASK) -> BundledGenerationOutputs:
+async def ask(
+    obs_queue: Any, act_queue: Any, tokens: list[int], config: GenerationConfig = ASK
+) -> BundledGenerationOutputs:
     await obs_queue.put(("q", tokens, config))
     answer: BundledGenerationOutputs = await act_queue.get()
     return answer
@@ -94,9 +114,16 @@ async def ask(obs_queue: Any, act_queue: Any, tokens: list[int], config: Generat
 async def twice(prompt: Any, env: Any, obs_queue: Any, act_queue: Any) -> list[ScoredSequence]:
     """Two samples of the first answer; the second one is asked again."""
     act = await ask(obs_queue, act_queue, prompt.token_ids, ASK.new(n=2))
-    _, rewards, *_ = await env.step((prompt.qid, [CHAT.text(np.array(ids, np.int32)) for ids in act.output_ids]))
-    more = await ask(obs_queue, act_queue, act.seqs[1] + CHAT.next("again", ended=not act.no_eos[1]).tolist())
-    return [ScoredSequence(act.seqs[0], rewards[0], metrics={"first": 1.0}), ScoredSequence(more.seqs[0], [rewards[1], 0.5], valid=False)]
+    _, rewards, *_ = await env.step(
+        (prompt.qid, [CHAT.text(np.array(ids, np.int32)) for ids in act.output_ids])
+    )
+    more = await ask(
+        obs_queue, act_queue, act.seqs[1] + CHAT.next("again", ended=not act.no_eos[1]).tolist()
+    )
+    return [
+        ScoredSequence(act.seqs[0], rewards[0], metrics={"first": 1.0}),
+        ScoredSequence(more.seqs[0], [rewards[1], 0.5], valid=False),
+    ]
 
 
 def test_samples_and_turns_become_trajectories_token_for_token() -> None:
@@ -104,18 +131,32 @@ def test_samples_and_turns_become_trajectories_token_for_token() -> None:
     first, second = play(twice, policy=policy)
     (one, other, third) = policy.said.values()
     prompt_T = CHAT.first("", "a?")
-    assert [request.request_id for request in policy.requests] == ["train-3-1-1-0", "train-3-1-1-1", "train-3-1-2-0"]
+    assert [request.request_id for request in policy.requests] == [
+        "train-3-1-1-0",
+        "train-3-1-1-1",
+        "train-3-1-2-0",
+    ]
     assert {request.session for request in policy.requests} == {"train-3-1"}
     assert first.tokens_T.tolist() == [*prompt_T, *one.tokens_T]
     assert first.logprobs_T[first.response_mask_T].tolist() == one.logprobs_T.tolist()
     again = CHAT.next("again", ended=other.finish is FinishReason.STOP)
     assert second.tokens_T.tolist() == [*prompt_T, *other.tokens_T, *again, *third.tokens_T]
-    assert second.logprobs_T[second.response_mask_T].tolist() == [*other.logprobs_T, *third.logprobs_T]
-    assert second.versions_T[second.response_mask_T].tolist() == [*other.versions_T, *third.versions_T]
+    assert second.logprobs_T[second.response_mask_T].tolist() == [
+        *other.logprobs_T,
+        *third.logprobs_T,
+    ]
+    assert second.versions_T[second.response_mask_T].tolist() == [
+        *other.versions_T,
+        *third.versions_T,
+    ]
     assert [turn.engine for turn in second.turns] == ["e2", "e3"]
     assert [turn.reward for turn in second.turns] == [CHAT.text(other.tokens_T).count("a"), 0.5]
     assert [turn.valid for turn in second.turns] == [True, False]
-    assert (first.metrics, first.stop_reason, first.stepwise) == ({"first": 1.0}, StopReason.COMPLETED, False)
+    assert (first.metrics, first.stop_reason, first.stepwise) == (
+        {"first": 1.0},
+        StopReason.COMPLETED,
+        False,
+    )
 
 
 @settings(max_examples=60)
@@ -123,15 +164,23 @@ def test_samples_and_turns_become_trajectories_token_for_token() -> None:
 def test_whatever_an_agent_asks_each_response_keeps_its_own_numbers(data: st.DataObject) -> None:
     """Extend any sampled sequence, cut into it, or begin anew: masks and log-probs are those of the generations on the path."""
     policy = Policy()
-    made: list[tuple[list[int], list[float], list[int]]] = []  # tokens, log-probs (0 on prompts), mask; by the definition
+    made: list[
+        tuple[list[int], list[float], list[int]]
+    ] = []  # tokens, log-probs (0 on prompts), mask; by the definition
 
-    async def collect(prompt: Any, env: Any, obs_queue: Any, act_queue: Any) -> list[ScoredSequence]:
+    async def collect(
+        prompt: Any, env: Any, obs_queue: Any, act_queue: Any
+    ) -> list[ScoredSequence]:
         for _ in range(data.draw(st.integers(1, 5))):
             base = data.draw(st.sampled_from([[], *(tokens for tokens, _, _ in made)]))
             if data.draw(st.booleans()):
                 base = base[:-1]  # no extension of its last response any more
             new = base + data.draw(st.lists(st.integers(5, 12), min_size=1, max_size=3))
-            fitting = max((m for m in made if new[: len(m[0])] == m[0]), key=lambda m: len(m[0]), default=([], [], []))
+            fitting = max(
+                (m for m in made if new[: len(m[0])] == m[0]),
+                key=lambda m: len(m[0]),
+                default=([], [], []),
+            )
             n = data.draw(st.integers(1, 3))
             before = len(policy.requests)
             act = await ask(obs_queue, act_queue, list(new), GenerationConfig(n=n))
@@ -140,7 +189,13 @@ def test_whatever_an_agent_asks_each_response_keeps_its_own_numbers(data: st.Dat
                 said = policy.said[policy.requests[before + sample].request_id]
                 if any(m[0] == seq for m in made):
                     continue  # equal sequences are told apart in a test of their own
-                made.append((seq, fitting[1] + [0.0] * pad + said.logprobs_T.tolist(), fitting[2] + [0] * pad + [1] * len(said.tokens_T)))
+                made.append(
+                    (
+                        seq,
+                        fitting[1] + [0.0] * pad + said.logprobs_T.tolist(),
+                        fitting[2] + [0] * pad + [1] * len(said.tokens_T),
+                    )
+                )
         return [ScoredSequence(tokens, 1.0) for tokens, _, _ in made]
 
     trajectories = play(collect, policy=policy)
@@ -156,12 +211,18 @@ def test_equal_samples_are_told_apart_by_their_order() -> None:
         async def __call__(self, request: GenerationRequest) -> Generation:
             made = await super().__call__(request)
             version_T = made.versions_T[:1].repeat(2)
-            return Generation(CHAT.answer("a"), made.logprobs_T[:1].repeat(2), version_T, FinishReason.STOP)
+            return Generation(
+                CHAT.answer("a"), made.logprobs_T[:1].repeat(2), version_T, FinishReason.STOP
+            )
 
-    async def collect(prompt: Any, env: Any, obs_queue: Any, act_queue: Any) -> list[ScoredSequence]:
+    async def collect(
+        prompt: Any, env: Any, obs_queue: Any, act_queue: Any
+    ) -> list[ScoredSequence]:
         act = await ask(obs_queue, act_queue, prompt.token_ids, ASK.new(n=3))
         assert act.seqs[0] == act.seqs[1] == act.seqs[2]
-        return [ScoredSequence(seq, reward) for seq, reward in zip(act.seqs, [1, 2, 3], strict=True)]
+        return [
+            ScoredSequence(seq, reward) for seq, reward in zip(act.seqs, [1, 2, 3], strict=True)
+        ]
 
     trajectories = play(collect, policy=Parrot())
     assert [(t.score, t.oldest_version) for t in trajectories] == [(1, 1), (2, 2), (3, 3)]
@@ -232,7 +293,9 @@ class Walk:
         self.steps += 1
         if action == "h":
             raise RuntimeError("no h")
-        return StepResult("again", 0.5, action == "a", metrics={"steps": 1.0, "success": float(action == "a")})
+        return StepResult(
+            "again", 0.5, action == "a", metrics={"steps": 1.0, "success": float(action == "a")}
+        )
 
 
 def test_a_text_environment_is_a_service_for_such_an_agent() -> None:
@@ -246,7 +309,9 @@ def test_a_text_environment_is_a_service_for_such_an_agent() -> None:
 
     (trajectory,) = play(collect, env=Walk())
     assert trajectory.metrics == {"steps": 2.0, "success": 1.0, "own": 2.0}
-    assert trajectory.tokens_T[: len(CHAT.first("b", "a?"))].tolist() == CHAT.first("b", "a?").tolist()
+    assert (
+        trajectory.tokens_T[: len(CHAT.first("b", "a?"))].tolist() == CHAT.first("b", "a?").tolist()
+    )
 
 
 async def no_room(prompt: Any, env: Any, obs_queue: Any, act_queue: Any) -> Any:
@@ -263,11 +328,19 @@ async def no_room(prompt: Any, env: Any, obs_queue: Any, act_queue: Any) -> Any:
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [
-        (AgentLimits(max_turns=2, max_tokens_per_step=4, sequence_length=500), StopReason.MAX_TURNS),
-        (AgentLimits(max_turns=99, max_tokens_per_step=4, sequence_length=30), StopReason.CONTEXT_OVERFLOW),
+        (
+            AgentLimits(max_turns=2, max_tokens_per_step=4, sequence_length=500),
+            StopReason.MAX_TURNS,
+        ),
+        (
+            AgentLimits(max_turns=99, max_tokens_per_step=4, sequence_length=30),
+            StopReason.CONTEXT_OVERFLOW,
+        ),
     ],
 )
-def test_an_agent_that_runs_out_of_room_may_return_what_it_has(limits: AgentLimits, reason: StopReason) -> None:
+def test_an_agent_that_runs_out_of_room_may_return_what_it_has(
+    limits: AgentLimits, reason: StopReason
+) -> None:
     (trajectory,) = play(no_room, limits=limits)
     assert (trajectory.stop_reason, trajectory.score) == (reason, 1.0)
     assert trajectory.num_tokens <= limits.sequence_length
@@ -343,27 +416,59 @@ def returns(made: Callable[[BundledGenerationOutputs], Any]) -> Collect:
         (other_seed, "env_error", "call env.reset() without them"),
         (puts("garbage"), "env_error", "obs_queue takes (qid, token_ids, gconfig), not 'garbage'"),
         (puts(("q", [5], None)), "env_error", "obs_queue takes"),
-        (puts(("q", ["a"], ASK)), "env_error", "token_ids must be whole numbers, at least one, not ['a']"),
+        (
+            puts(("q", ["a"], ASK)),
+            "env_error",
+            "token_ids must be whole numbers, at least one, not ['a']",
+        ),
         (puts(("q", [], ASK)), "env_error", "at least one, not []"),
         (puts(("q", [5.5], ASK)), "env_error", "whole numbers"),
         (puts(("q", [-1], ASK)), "env_error", "outside of the vocabulary of 16"),
         (puts(("q", [16], ASK)), "env_error", "outside of the vocabulary of 16"),
-        (puts(("q", [5], ASK.new(temperature=2.0))), "env_error", "gconfig.temperature is 2.0, and the run samples with 0.8"),
+        (
+            puts(("q", [5], ASK.new(temperature=2.0))),
+            "env_error",
+            "gconfig.temperature is 2.0, and the run samples with 0.8",
+        ),
         (puts(("q", [5], ASK.new(n=0))), "env_error", "gconfig.n must be"),
-        (returns(lambda act: None), "env_error", "must return one ScoredSequence or several, not None"),
+        (
+            returns(lambda act: None),
+            "env_error",
+            "must return one ScoredSequence or several, not None",
+        ),
         (returns(lambda act: []), "env_error", "must return one ScoredSequence or several, not []"),
         (returns(lambda act: [act]), "env_error", "must return one ScoredSequence or several"),
-        (returns(lambda act: ScoredSequence(act.prompt_ids, 1.0)), "env_error", "tokens that were not sampled"),
-        (returns(lambda act: ScoredSequence([*act.seqs[0], 5], 1.0)), "env_error", "tokens that were not sampled"),
-        (returns(lambda act: ScoredSequence(act.seqs[0], [1.0, 2.0])), "env_error", "2 rewards, and its trained turns are 1"),
+        (
+            returns(lambda act: ScoredSequence(act.prompt_ids, 1.0)),
+            "env_error",
+            "tokens that were not sampled",
+        ),
+        (
+            returns(lambda act: ScoredSequence([*act.seqs[0], 5], 1.0)),
+            "env_error",
+            "tokens that were not sampled",
+        ),
+        (
+            returns(lambda act: ScoredSequence(act.seqs[0], [1.0, 2.0])),
+            "env_error",
+            "2 rewards, and its trained turns are 1",
+        ),
         (returns(lambda act: ScoredSequence("abc", 1.0)), "env_error", "tokens"),  # type: ignore[arg-type]
         (returns(lambda act: ScoredSequence(act.seqs[0], "high")), "env_error", "rewards"),
         (returns(lambda act: ScoredSequence(act.seqs[0], None)), "env_error", "rewards"),  # type: ignore[arg-type]
     ],
 )
-def test_a_mistake_of_an_agent_is_one_lost_trajectory(collect: Collect, reason: str, message: str) -> None:
+def test_a_mistake_of_an_agent_is_one_lost_trajectory(
+    collect: Collect, reason: str, message: str
+) -> None:
     step_timeout = 0.1 if reason == "timeout" else 30.0
-    limits = AgentLimits(max_turns=3, max_tokens_per_step=4, sequence_length=500, temperature=0.8, step_timeout=step_timeout)
+    limits = AgentLimits(
+        max_turns=3,
+        max_tokens_per_step=4,
+        sequence_length=500,
+        temperature=0.8,
+        step_timeout=step_timeout,
+    )
     (trajectory,) = play(collect, env=Walk(), limits=limits)
     assert (trajectory.stop_reason, trajectory.turns) == (reason, ())
     assert message in trajectory.error
@@ -401,9 +506,13 @@ class Mute(EnvironmentService):
         (Mute(), "env_error", "Mute.reset returned int"),
     ],
 )
-def test_a_mistake_of_a_service_is_one_lost_trajectory(env: EnvironmentService, reason: str, message: str) -> None:
+def test_a_mistake_of_a_service_is_one_lost_trajectory(
+    env: EnvironmentService, reason: str, message: str
+) -> None:
     step_timeout = 3.0 if reason == "timeout" else 30.0  # of `reset`, too
-    limits = AgentLimits(max_turns=3, max_tokens_per_step=4, sequence_length=500, step_timeout=step_timeout)
+    limits = AgentLimits(
+        max_turns=3, max_tokens_per_step=4, sequence_length=500, step_timeout=step_timeout
+    )
     (trajectory,) = play(twice, env=env, limits=limits)
     assert (trajectory.stop_reason, trajectory.turns) == (reason, ())
     assert message in trajectory.error
@@ -431,7 +540,9 @@ def test_a_stopped_episode_stops_its_agent() -> None:
 
     async def abort() -> None:
         before = asyncio.all_tasks()
-        running = asyncio.create_task(agent(collect).collect_trajectory(EPISODE, Letters(), Policy()))
+        running = asyncio.create_task(
+            agent(collect).collect_trajectory(EPISODE, Letters(), Policy())
+        )
         await asyncio.wait_for(begun.wait(), 60)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -448,12 +559,19 @@ class Configured:
     def __init__(self, gconfig: GenerationConfig, tokenizer: Any, my_param: float = 1.0) -> None:
         self.gconfig, self.tokenizer, self.my_param = gconfig, tokenizer, my_param
 
-    async def collect_trajectory(self, prompt: Any, env: Any, obs_queue: Any, act_queue: Any) -> Any: ...
+    async def collect_trajectory(
+        self, prompt: Any, env: Any, obs_queue: Any, act_queue: Any
+    ) -> Any: ...
 
 
 def test_an_agent_of_that_kind_is_known_by_its_signature_and_gets_what_it_names() -> None:
     register_agent("configured", Configured)
-    made = make_agent("configured", {"myParam": 5, "gconfig": {"n": 4, "maxNewTokens": 99}}, tokenizer=TOKENIZER, limits=LIMITS)
+    made = make_agent(
+        "configured",
+        {"myParam": 5, "gconfig": {"n": 4, "maxNewTokens": 99}},
+        tokenizer=TOKENIZER,
+        limits=LIMITS,
+    )
     assert isinstance(made, QueuedAgent)
     user = made.user
     assert isinstance(user, Configured)
@@ -468,7 +586,10 @@ def test_an_agent_of_that_kind_is_known_by_its_signature_and_gets_what_it_names(
         ({"n": 257}, "gconfig.n must be at most 256"),
         ({"n": True}, "gconfig.n must be a whole number"),
         ({"maxNewTokens": 1.5}, "gconfig.maxNewTokens must be a whole number"),
-        ({"topP": 0.9}, r"gconfig.topP is 0.9, and the run samples with 1.0: leave it out, and set actorInfer.generating.topP"),
+        (
+            {"topP": 0.9},
+            r"gconfig.topP is 0.9, and the run samples with 1.0: leave it out, and set actorInfer.generating.topP",
+        ),
         ({"beams": 4}, "gconfig has no key 'beams'"),
         (4, "gconfig must be a mapping, not 4"),
     ],

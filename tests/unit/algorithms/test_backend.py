@@ -11,12 +11,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.algorithms import CorrectionSpec, FilterSpec, TokenAdvantages, Tokens, TokenSpec, WeightSpec, backend, plain
+from agenticrun_workers.algorithms import (
+    CorrectionSpec,
+    FilterSpec,
+    TokenAdvantages,
+    Tokens,
+    TokenSpec,
+    WeightSpec,
+    backend,
+    plain,
+)
 from agenticrun_workers.algorithms.correction_kernel import fast_exp
 from agenticrun_workers.algorithms.token_advantages import token_advantages
 
 SPEC = TokenSpec(
-    "gae", 0.99, 0.95, True, "k3", whiten_advantages=True, correction=CorrectionSpec(WeightSpec(), (FilterSpec("segment", 0.9, 1.1),))
+    "gae",
+    0.99,
+    0.95,
+    True,
+    "k3",
+    whiten_advantages=True,
+    correction=CorrectionSpec(WeightSpec(), (FilterSpec("segment", 0.9, 1.1),)),
 )
 
 
@@ -26,13 +41,25 @@ def many_tokens() -> tuple[Tokens, np.ndarray]:
     lengths = rng.integers(0, 6000, 97)
     turns = [np.where(np.arange(n) % 7 > 2, np.arange(n) // 70, -1) for n in lengths]
     firsts = np.concatenate([[0], np.cumsum([row.max(initial=-1) + 1 for row in turns])])
-    turns_L = np.concatenate([np.where(row >= 0, row + first, -1) for row, first in zip(turns, firsts, strict=False)]).astype(np.int32)
+    turns_L = np.concatenate(
+        [np.where(row >= 0, row + first, -1) for row, first in zip(turns, firsts, strict=False)]
+    ).astype(np.int32)
     size = len(turns_L)
     assert size > backend.SERIAL_BELOW
     old = -rng.random(size, np.float32)
     cu = np.concatenate([[0], np.cumsum(lengths)])
     others = [(old + 0.1 * rng.standard_normal(size)).astype(np.float32) for _ in range(3)]
-    tokens = Tokens(cu, cu, turns_L, rng.random(97) < 0.8, others[0], old, others[1], others[2], rng.standard_normal(97))
+    tokens = Tokens(
+        cu,
+        cu,
+        turns_L,
+        rng.random(97) < 0.8,
+        others[0],
+        old,
+        others[1],
+        others[2],
+        rng.standard_normal(97),
+    )
     return tokens, rng.standard_normal(int(firsts[-1]))
 
 
@@ -78,7 +105,9 @@ def test_the_vectorised_exponential_is_right_to_thirteen_digits(x: float) -> Non
 
 
 @pytest.mark.parametrize(("x", "expected"), [(float("-inf"), 0.0), (-800.0, 0.0)])
-def test_the_vectorised_exponential_of_what_has_no_double_is_nothing(x: float, expected: float) -> None:
+def test_the_vectorised_exponential_of_what_has_no_double_is_nothing(
+    x: float, expected: float
+) -> None:
     assert fast_exp(x) == pytest.approx(expected, abs=1e-300)
 
 

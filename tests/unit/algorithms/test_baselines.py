@@ -10,7 +10,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.algorithms.baselines import StepCredit, dr_grpo, gigpo, grpo, rloo, state_sets, step_returns
+from agenticrun_workers.algorithms.baselines import (
+    StepCredit,
+    dr_grpo,
+    gigpo,
+    grpo,
+    rloo,
+    state_sets,
+    step_returns,
+)
 from agenticrun_workers.algorithms.normalization import Over
 
 SCORE = st.floats(-5, 5).map(lambda x: round(x, 2))
@@ -18,7 +26,9 @@ scored = st.lists(st.tuples(st.integers(0, 3), SCORE), max_size=16)
 
 
 def split(pairs: list[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([score for _, score in pairs], np.float64), np.array([group for group, _ in pairs], np.int64)
+    return np.array([score for _, score in pairs], np.float64), np.array(
+        [group for group, _ in pairs], np.int64
+    )
 
 
 def normalized(value: float, mean_of: list[float] | None, std_of: list[float] | None) -> float:
@@ -32,17 +42,27 @@ def normalized(value: float, mean_of: list[float] | None, std_of: list[float] | 
 @given(scored)
 def test_grpo_is_the_score_centred_and_scaled_by_its_group(pairs: list[tuple[int, float]]) -> None:
     groups = {g: [s for other, s in pairs if other == g] for g, _ in pairs}
-    np.testing.assert_allclose(grpo(*split(pairs)).values_N, [normalized(s, groups[g], groups[g]) for g, s in pairs], atol=1e-9)
+    np.testing.assert_allclose(
+        grpo(*split(pairs)).values_N,
+        [normalized(s, groups[g], groups[g]) for g, s in pairs],
+        atol=1e-9,
+    )
 
 
 @given(scored)
 def test_dr_grpo_is_the_centred_score(pairs: list[tuple[int, float]]) -> None:
     groups = {g: [s for other, s in pairs if other == g] for g, _ in pairs}
-    np.testing.assert_allclose(dr_grpo(*split(pairs)).values_N, [s - statistics.fmean(groups[g]) for g, s in pairs], atol=1e-9)
+    np.testing.assert_allclose(
+        dr_grpo(*split(pairs)).values_N,
+        [s - statistics.fmean(groups[g]) for g, s in pairs],
+        atol=1e-9,
+    )
 
 
 @given(scored)
-def test_rloo_compares_with_the_mean_of_the_others_and_counts_who_has_none(pairs: list[tuple[int, float]]) -> None:
+def test_rloo_compares_with_the_mean_of_the_others_and_counts_who_has_none(
+    pairs: list[tuple[int, float]],
+) -> None:
     expected, alone = [], []
     for i, (group, score) in enumerate(pairs):
         others = [s for j, (g, s) in enumerate(pairs) if g == group and j != i]
@@ -62,7 +82,12 @@ class Played:
 
 
 played = st.lists(
-    st.builds(Played, st.integers(0, 2), st.lists(st.tuples(SCORE, st.sampled_from("abc")), max_size=5).map(tuple)), max_size=7
+    st.builds(
+        Played,
+        st.integers(0, 2),
+        st.lists(st.tuples(SCORE, st.sampled_from("abc")), max_size=5).map(tuple),
+    ),
+    max_size=7,
 )
 
 
@@ -75,25 +100,50 @@ def arrays(batch: list[Played]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.
     turns = [turn for trajectory in batch for turn in trajectory.turns]
     states = np.frombuffer(b"".join(digest(state) for _, state in turns), np.uint8).reshape(-1, 32)
     cu = np.concatenate([[0], np.cumsum([len(t.turns) for t in batch])]).astype(np.int64)
-    return np.array([reward for reward, _ in turns], np.float64), cu, np.array([t.group for t in batch], np.int64), states
+    return (
+        np.array([reward for reward, _ in turns], np.float64),
+        cu,
+        np.array([t.group for t in batch], np.int64),
+        states,
+    )
 
 
 def discounted(rewards: list[float], gamma: float) -> list[float]:
-    return [sum(gamma ** (later - k) * rewards[later] for later in range(k, len(rewards))) for k in range(len(rewards))]
+    return [
+        sum(gamma ** (later - k) * rewards[later] for later in range(k, len(rewards)))
+        for k in range(len(rewards))
+    ]
 
 
 @given(played, st.floats(0, 1))
-def test_step_returns_are_discounted_per_turn_inside_each_trajectory(batch: list[Played], gamma: float) -> None:
+def test_step_returns_are_discounted_per_turn_inside_each_trajectory(
+    batch: list[Played], gamma: float
+) -> None:
     rewards, cu, _, _ = arrays(batch)
     expected = [r for t in batch for r in discounted([reward for reward, _ in t.turns], gamma)]
     np.testing.assert_allclose(step_returns(rewards, cu, gamma), expected, atol=1e-9)
 
 
 def run_gigpo(
-    batch: list[Played], gamma: float = 0.9, w_e: float = 1.0, w_s: float = 1.0, mean: Over = "group", std: Over = "group"
+    batch: list[Played],
+    gamma: float = 0.9,
+    w_e: float = 1.0,
+    w_s: float = 1.0,
+    mean: Over = "group",
+    std: Over = "group",
 ) -> StepCredit:
     rewards, cu, groups, states = arrays(batch)
-    return gigpo(rewards, cu, groups, states, gamma=gamma, episode_weight=w_e, step_weight=w_s, mean=mean, std=std)
+    return gigpo(
+        rewards,
+        cu,
+        groups,
+        states,
+        gamma=gamma,
+        episode_weight=w_e,
+        step_weight=w_s,
+        mean=mean,
+        std=std,
+    )
 
 
 @given(
@@ -111,25 +161,47 @@ def test_gigpo_adds_the_episodes_and_the_states_comparison(
     steps = [
         (t.group, state, value)
         for t in batch
-        for (_, state), value in zip(t.turns, discounted([reward for reward, _ in t.turns], gamma), strict=True)
+        for (_, state), value in zip(
+            t.turns, discounted([reward for reward, _ in t.turns], gamma), strict=True
+        )
     ]
 
     def of_scores(over: Over, group: int) -> list[float] | None:
-        return None if over == "none" else [s for s, t in zip(scores, batch, strict=True) if over == "batch" or t.group == group]
+        return (
+            None
+            if over == "none"
+            else [
+                s for s, t in zip(scores, batch, strict=True) if over == "batch" or t.group == group
+            ]
+        )
 
     def of_steps(over: Over, group: int, state: str) -> list[float] | None:
-        return None if over == "none" else [v for g, s, v in steps if over == "batch" or (g, s) == (group, state)]
+        return (
+            None
+            if over == "none"
+            else [v for g, s, v in steps if over == "batch" or (g, s) == (group, state)]
+        )
 
-    episode = [normalized(s, of_scores(mean, t.group), of_scores(std, t.group)) for s, t in zip(scores, batch, strict=True)]
+    episode = [
+        normalized(s, of_scores(mean, t.group), of_scores(std, t.group))
+        for s, t in zip(scores, batch, strict=True)
+    ]
     step = [normalized(v, of_steps(mean, g, s), of_steps(std, g, s)) for g, s, v in steps]
     spread = [a for a, t in zip(episode, batch, strict=True) for _ in t.turns]
     expected = [w_e * a + w_s * b for a, b in zip(spread, step, strict=True)]
-    np.testing.assert_allclose(run_gigpo(batch, gamma, w_e, w_s, mean, std).values_K, expected, atol=1e-8)
+    np.testing.assert_allclose(
+        run_gigpo(batch, gamma, w_e, w_s, mean, std).values_K, expected, atol=1e-8
+    )
 
 
 def test_equal_states_of_different_groups_are_never_compared() -> None:
     """ROLL merges them (defect C6): it gives [-7.5, -5.5, 1.5, 11.5] here."""
-    batch = [Played(0, ((1.0, "start"),)), Played(0, ((3.0, "start"),)), Played(1, ((10.0, "start"),)), Played(1, ((20.0, "start"),))]
+    batch = [
+        Played(0, ((1.0, "start"),)),
+        Played(0, ((3.0, "start"),)),
+        Played(1, ((10.0, "start"),)),
+        Played(1, ((20.0, "start"),)),
+    ]
     assert run_gigpo(batch, w_e=0.0, std="none").values_K.tolist() == [-1, 1, -5, 5]
 
 
@@ -148,7 +220,11 @@ def test_a_state_seen_once_says_nothing() -> None:
 def test_digests_of_every_dtype_and_with_trailing_zeros_are_told_apart() -> None:
     raw = [b"\1" * 32, b"\1" * 31 + b"\0", b"\0" * 32, b"\1" * 32]
     groups = np.array([0, 0, 0, 0])
-    for states in (np.array(raw, "S32"), np.array(raw, "V32"), np.frombuffer(b"".join(raw), np.uint8).reshape(-1, 32)):
+    for states in (
+        np.array(raw, "S32"),
+        np.array(raw, "V32"),
+        np.frombuffer(b"".join(raw), np.uint8).reshape(-1, 32),
+    ):
         sets = state_sets(groups, states)
         assert sets[0] == sets[3]
         assert len(set(sets.tolist())) == 3

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.algorithms import CorrectionSpec, FilterSpec, TokenAdvantages, TokenSpec, WeightSpec, token_advantages
+from agenticrun_workers.algorithms import (
+    CorrectionSpec,
+    FilterSpec,
+    TokenAdvantages,
+    TokenSpec,
+    WeightSpec,
+    token_advantages,
+)
 from agenticrun_workers.algorithms.correction import Level
 from ragged_tokens import Token, Trajectory, Turn, batches, of_responses, pack
 
@@ -26,12 +33,18 @@ filters = st.builds(
     st.none() | st.floats(-1, 0),
     st.none() | st.floats(0, 1),
 )
-specs = st.builds(CorrectionSpec, st.none() | st.builds(WeightSpec, levels, st.none() | st.floats(0.5, 3)), st.lists(filters, max_size=3))
+specs = st.builds(
+    CorrectionSpec,
+    st.none() | st.builds(WeightSpec, levels, st.none() | st.floats(0.5, 3)),
+    st.lists(filters, max_size=3),
+)
 
 
 def corrected(spec: CorrectionSpec, batch: list[Trajectory]) -> TokenAdvantages:
     packed, per_turn = pack(batch)
-    return token_advantages(TokenSpec("grpo", correction=spec), packed, per_turn, "advantage", 0.0, lambda sums: sums)
+    return token_advantages(
+        TokenSpec("grpo", correction=spec), packed, per_turn, "advantage", 0.0, lambda sums: sums
+    )
 
 
 def slow_levels(trajectory: Trajectory) -> list[dict[Level, tuple[float, float]]]:
@@ -47,7 +60,10 @@ def slow_levels(trajectory: Trajectory) -> list[dict[Level, tuple[float, float]]
                 all_d = [exp(x.old) - exp(x.engine) for x in everything]
                 rows.append(
                     {
-                        "token": (exp(token.old - token.engine), exp(token.old) - exp(token.engine)),
+                        "token": (
+                            exp(token.old - token.engine),
+                            exp(token.old) - exp(token.engine),
+                        ),
                         "segment": (exp(sum(q) / len(q)), sum(d) / len(d)),
                         "geometric": (exp(sum(all_q) / len(all_q)), sum(all_d) / len(all_d)),
                         "sequence": (exp(min(20.0, max(-20.0, sum(all_q)))), sum(all_d)),
@@ -62,7 +78,10 @@ def near_a_bound(spec: CorrectionSpec, batch: list[Trajectory]) -> bool:
         for row in slow_levels(trajectory):
             for f in spec.filters:
                 bounds = ((f.ratio_low, 0), (f.ratio_high, 0), (f.diff_low, 1), (f.diff_high, 1))
-                if any(bound is not None and abs(row[f.level][kind] - bound) < 1e-6 for bound, kind in bounds):
+                if any(
+                    bound is not None and abs(row[f.level][kind] - bound) < 1e-6
+                    for bound, kind in bounds
+                ):
                     return True
     return False
 
@@ -72,12 +91,16 @@ def slow_kept(spec: CorrectionSpec, row: dict[Level, tuple[float, float]]) -> bo
         return (-inf if low is None else low) <= value <= (inf if high is None else high)
 
     return all(
-        within(row[f.level][0], f.ratio_low, f.ratio_high) and within(row[f.level][1], f.diff_low, f.diff_high) for f in spec.filters
+        within(row[f.level][0], f.ratio_low, f.ratio_high)
+        and within(row[f.level][1], f.diff_low, f.diff_high)
+        for f in spec.filters
     )
 
 
 @given(batches, specs)
-def test_filters_keep_a_token_whose_ratios_and_differences_are_all_within_bounds(batch: list[Trajectory], spec: CorrectionSpec) -> None:
+def test_filters_keep_a_token_whose_ratios_and_differences_are_all_within_bounds(
+    batch: list[Trajectory], spec: CorrectionSpec
+) -> None:
     if near_a_bound(spec, batch):
         return
     packed, _ = pack(batch)
@@ -86,17 +109,26 @@ def test_filters_keep_a_token_whose_ratios_and_differences_are_all_within_bounds
     assert of_responses(packed, result.mask_L) == expected
     assert not result.mask_L[packed.turns_L < 0].any()
     kept = [keep for t, row in zip(batch, expected, strict=True) if t.trains for keep in row]
-    assert result.metrics["actor/train_infer_final_mask_mean"] == pytest.approx(np.mean(kept) if kept else 0.0)
+    assert result.metrics["actor/train_infer_final_mask_mean"] == pytest.approx(
+        np.mean(kept) if kept else 0.0
+    )
 
 
 @given(batches, levels, st.none() | st.floats(0.5, 3))
-def test_the_weight_is_the_ratio_of_its_level_up_to_its_bound(batch: list[Trajectory], level: Level, upper: float | None) -> None:
+def test_the_weight_is_the_ratio_of_its_level_up_to_its_bound(
+    batch: list[Trajectory], level: Level, upper: float | None
+) -> None:
     packed, _ = pack(batch)
-    expected = [[min(row[level][0], inf if upper is None else upper) for row in slow_levels(t)] for t in batch]
+    expected = [
+        [min(row[level][0], inf if upper is None else upper) for row in slow_levels(t)]
+        for t in batch
+    ]
     weights = corrected(CorrectionSpec(WeightSpec(level, upper)), batch).weights_L
     assert weights is not None
     actual = of_responses(packed, weights)
-    np.testing.assert_allclose([x for row in actual for x in row], [x for row in expected for x in row], rtol=1e-5)
+    np.testing.assert_allclose(
+        [x for row in actual for x in row], [x for row in expected for x in row], rtol=1e-5
+    )
     np.testing.assert_array_equal(weights[packed.turns_L < 0], 0)
 
 
@@ -107,22 +139,33 @@ def test_every_levels_mean_ratio_and_difference_is_reported(batch: list[Trajecto
     for level in LEVELS:
         for kind, name in enumerate(("ratio", "diff")):
             expected = np.mean([row[level][kind] for row in rows]) if rows else 0.0
-            assert metrics[f"actor/train_infer_{name}_{level}_mean"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+            assert metrics[f"actor/train_infer_{name}_{level}_mean"] == pytest.approx(
+                expected, rel=1e-5, abs=1e-6
+            )
     gaps = [abs(x.old - x.engine) for t in batch if t.trains for x in t.response]
-    assert metrics["actor/train_infer_logprob_gap"] == pytest.approx(np.mean(gaps) if gaps else 0.0, abs=1e-6)
+    assert metrics["actor/train_infer_logprob_gap"] == pytest.approx(
+        np.mean(gaps) if gaps else 0.0, abs=1e-6
+    )
 
 
 @given(batches)
-def test_a_filtered_token_leaves_loss_and_whitening_but_not_the_returns(batch: list[Trajectory]) -> None:
+def test_a_filtered_token_leaves_loss_and_whitening_but_not_the_returns(
+    batch: list[Trajectory],
+) -> None:
     correction = CorrectionSpec(filters=(FilterSpec("token", 0.7, 1.4),))
     packed, per_turn = pack(batch)
 
     def estimate(spec: TokenSpec) -> TokenAdvantages:
         return token_advantages(spec, packed, per_turn, "reward", 0.0, lambda sums: sums)
 
-    plain, filtered = estimate(TokenSpec("reinforce")), estimate(TokenSpec("reinforce", correction=correction))
+    plain, filtered = (
+        estimate(TokenSpec("reinforce")),
+        estimate(TokenSpec("reinforce", correction=correction)),
+    )
     white = estimate(TokenSpec("reinforce", correction=correction, whiten_advantages=True))
-    np.testing.assert_array_equal(filtered.advantages_L, np.where(filtered.mask_L, plain.advantages_L, 0))
+    np.testing.assert_array_equal(
+        filtered.advantages_L, np.where(filtered.mask_L, plain.advantages_L, 0)
+    )
     kept = plain.advantages_L[filtered.mask_L].astype(np.float64)
     spread = kept.std(ddof=1) if len(kept) > 1 else 0.0
     expected = (kept - kept.mean()) / (spread if spread > 1e-6 else 1.0) if len(kept) else kept
@@ -138,9 +181,15 @@ def test_the_sum_over_a_long_sequence_stays_a_number() -> None:
 
 
 def test_filters_of_one_level_hold_together() -> None:
-    response = (Token(-1.0, -1.5, 0.0, 0.0), Token(-1.0, -1.0, 0.0, 0.0), Token(-1.5, -1.0, 0.0, 0.0))
+    response = (
+        Token(-1.0, -1.5, 0.0, 0.0),
+        Token(-1.0, -1.0, 0.0, 0.0),
+        Token(-1.5, -1.0, 0.0, 0.0),
+    )
     batch = [Trajectory(((Turn(1.0, 0, response),),), 0.0, True)]
-    spec = CorrectionSpec(filters=(FilterSpec("token", ratio_low=0.8), FilterSpec("token", ratio_high=1.2)))
+    spec = CorrectionSpec(
+        filters=(FilterSpec("token", ratio_low=0.8), FilterSpec("token", ratio_high=1.2))
+    )
     assert corrected(spec, batch).mask_L.tolist() == [False, True, False]
 
 
@@ -148,4 +197,11 @@ def test_a_weight_without_the_engines_log_probs_is_refused() -> None:
     packed, per_turn = pack([])
     spec = TokenSpec("grpo", correction=CorrectionSpec(WeightSpec()))
     with pytest.raises(ValueError, match="correction needs engine_logprobs_L"):
-        token_advantages(spec, replace(packed, engine_logprobs_L=None), per_turn, "advantage", 0.0, lambda sums: sums)
+        token_advantages(
+            spec,
+            replace(packed, engine_logprobs_L=None),
+            per_turn,
+            "advantage",
+            0.0,
+            lambda sums: sums,
+        )

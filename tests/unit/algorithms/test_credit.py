@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from agenticrun_workers.algorithms import Credit, CreditSpec, Episodes, Estimator, assign_credit
 
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
-REWARDS = ("gae", "reinforce", "agentic_reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+REWARDS = (
+    "gae",
+    "reinforce",
+    "agentic_reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+)
 REWARD = st.floats(-3, 3).map(lambda x: round(x, 2))
 
 
@@ -41,7 +47,9 @@ class Played:
 def episodes(batch: list[Played]) -> Episodes:
     turns = [turn for trajectory in batch for turn in trajectory.turns]
     return Episodes(
-        cu_turns_N1=np.concatenate([[0], np.cumsum([len(t.turns) for t in batch])]).astype(np.int64),
+        cu_turns_N1=np.concatenate([[0], np.cumsum([len(t.turns) for t in batch])]).astype(
+            np.int64
+        ),
         rewards_K=np.array([turn.reward for turn in turns], np.float64),
         invalid_K=np.array([turn.invalid for turn in turns], np.bool_),
         response_tokens_K=np.array([turn.tokens for turn in turns], np.int64),
@@ -64,7 +72,9 @@ def per_trajectory(result: Credit, batch: list[Played]) -> list[list[float]]:
     return [part.tolist() for part in np.split(result.per_turn_K, cuts)] if batch else []
 
 
-turns = st.builds(Turn, REWARD, st.booleans(), st.integers(0, 3), st.sampled_from("ab"), st.floats(0, 1))
+turns = st.builds(
+    Turn, REWARD, st.booleans(), st.integers(0, 3), st.sampled_from("ab"), st.floats(0, 1)
+)
 played = st.builds(
     Played,
     st.lists(turns, max_size=4).map(tuple),
@@ -78,7 +88,9 @@ batches = st.lists(played, max_size=6)
 overs = st.sampled_from(["batch", "group", "none"])
 
 
-def slow_normalized(value: float, mean_of: list[float] | None, std_of: list[float] | None) -> tuple[float, float]:
+def slow_normalized(
+    value: float, mean_of: list[float] | None, std_of: list[float] | None
+) -> tuple[float, float]:
     """Shift and scale."""
     shift = statistics.fmean(mean_of) if mean_of is not None else 0.0
     if std_of is None:
@@ -91,7 +103,9 @@ def slow_turn_rewards(t: Played, spec: CreditSpec) -> list[float]:
     rewards = [turn.reward for turn in t.turns]
     if spec.truncated == "zeroReward" and t.truncated:
         rewards = [0.0] * len(rewards)
-    rewards = [r + (t.penalty if turn.invalid else 0.0) for r, turn in zip(rewards, t.turns, strict=True)]
+    rewards = [
+        r + (t.penalty if turn.invalid else 0.0) for r, turn in zip(rewards, t.turns, strict=True)
+    ]
     if spec.truncated == "softPenalty" and rewards:
         length = sum(turn.tokens for turn in t.turns)
         grown = (length - (spec.overlong_limit - spec.overlong_buffer)) / spec.overlong_buffer
@@ -124,7 +138,14 @@ def slow_placed(t: Played, values: list[float]) -> list[float]:
     overs,
 )
 def test_rewards_are_shaped_clipped_normalised_and_placed_in_this_order(
-    batch: list[Played], estimator: str, placement: str, truncated: str, bound: float | None, grouping: str, mean: str, std: str
+    batch: list[Played],
+    estimator: str,
+    placement: str,
+    truncated: str,
+    bound: float | None,
+    grouping: str,
+    mean: str,
+    std: str,
 ) -> None:
     spec = CreditSpec(
         estimator, placement, bound, truncated, 6.0, 4.0, 0.7, norm_grouping=grouping, norm_mean=mean, norm_std=std  # type: ignore[arg-type]
@@ -133,13 +154,23 @@ def test_rewards_are_shaped_clipped_normalised_and_placed_in_this_order(
     if placement == "turn":
         shaped = [[bounded(r, bound) for r in row] for row in shaped]
     else:
-        shaped = [[*[0.0] * (len(row) - 1), bounded(sum(row), bound)] if row else [] for row in shaped]
+        shaped = [
+            [*[0.0] * (len(row) - 1), bounded(sum(row), bound)] if row else [] for row in shaped
+        ]
     scores = [sum(row) for row in shaped]
 
     def members(over: str, of: Played) -> list[float] | None:
-        same = {"batch": lambda t: True, "group": lambda t: t.group == of.group, "tag": lambda t: t.tag == of.tag}
+        same = {
+            "batch": lambda t: True,
+            "group": lambda t: t.group == of.group,
+            "tag": lambda t: t.tag == of.tag,
+        }
         chosen = same["batch"] if over == "batch" else same[grouping]
-        return None if over == "none" else [s for s, t in zip(scores, batch, strict=True) if t.trainable and chosen(t)]
+        return (
+            None
+            if over == "none"
+            else [s for s, t in zip(scores, batch, strict=True) if t.trainable and chosen(t)]
+        )
 
     expected = []
     for t, row, score in zip(batch, shaped, scores, strict=True):
@@ -147,23 +178,42 @@ def test_rewards_are_shaped_clipped_normalised_and_placed_in_this_order(
             expected.append([0.0] * len(row))
             continue
         shift, scale = slow_normalized(score, members(mean, t), members(std, t))
-        expected.append(slow_placed(t, [*[r * scale for r in row[:-1]], row[-1] * scale - shift * scale]))
+        expected.append(
+            slow_placed(t, [*[r * scale for r in row[:-1]], row[-1] * scale - shift * scale])
+        )
         assert sum(expected[-1]) == pytest.approx((score - shift) * scale, abs=1e-8)
     result = credit(spec, batch)
     assert result.kind == "reward"
     flat = [x for row in expected for x in row]
     np.testing.assert_allclose(result.per_turn_K, flat, atol=1e-8)
-    assert result.trains_N.tolist() == [t.trainable and not (t.truncated and truncated == "mask") for t in batch]
+    assert result.trains_N.tolist() == [
+        t.trainable and not (t.truncated and truncated == "mask") for t in batch
+    ]
 
 
 @given(batches, st.sampled_from(["grpo", "rloo", "dr_grpo"]), st.floats(0, 1))
-def test_group_estimators_subtract_the_trajectorys_kl_before_their_baseline(batch: list[Played], estimator: str, coef: float) -> None:
+def test_group_estimators_subtract_the_trajectorys_kl_before_their_baseline(
+    batch: list[Played], estimator: str, coef: float
+) -> None:
     spec = CreditSpec(estimator)  # type: ignore[arg-type]
-    scores = [sum(slow_turn_rewards(t, spec)) - coef * sum(turn.kl for turn in t.turns) if t.turns else 0.0 for t in batch]
+    scores = [
+        sum(slow_turn_rewards(t, spec)) - coef * sum(turn.kl for turn in t.turns)
+        if t.turns
+        else 0.0
+        for t in batch
+    ]
     expected = []
     for i, (t, score) in enumerate(zip(batch, scores, strict=True)):
-        group = [s for s, other in zip(scores, batch, strict=True) if other.trainable and other.group == t.group]
-        others = [s for j, (s, o) in enumerate(zip(scores, batch, strict=True)) if o.trainable and o.group == t.group and j != i]
+        group = [
+            s
+            for s, other in zip(scores, batch, strict=True)
+            if other.trainable and other.group == t.group
+        ]
+        others = [
+            s
+            for j, (s, o) in enumerate(zip(scores, batch, strict=True))
+            if o.trainable and o.group == t.group and j != i
+        ]
         if not t.trainable:
             value = 0.0
         elif estimator == "rloo":
@@ -177,16 +227,33 @@ def test_group_estimators_subtract_the_trajectorys_kl_before_their_baseline(batc
     np.testing.assert_allclose(result.per_turn_K, expected, atol=1e-7)
 
 
-@given(batches, st.floats(0, 1), st.floats(0, 1), st.sampled_from(["batch", "group", "state"]), overs, overs)
+@given(
+    batches,
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.sampled_from(["batch", "group", "state"]),
+    overs,
+    overs,
+)
 def test_step_reinforce_normalises_the_discounted_returns_of_turns(
     batch: list[Played], gamma: float, coef: float, grouping: str, mean: str, std: str
 ) -> None:
-    spec = CreditSpec("step_reinforce", norm_grouping=grouping, norm_mean=mean, norm_std=std, step_reward_gamma=gamma)  # type: ignore[arg-type]
+    spec = CreditSpec(
+        "step_reinforce",
+        norm_grouping=grouping,
+        norm_mean=mean,
+        norm_std=std,
+        step_reward_gamma=gamma,
+    )  # type: ignore[arg-type]
     steps: list[tuple[Played, Turn, float]] = []
     for t in batch:
-        rewards = [r - coef * turn.kl for r, turn in zip(slow_turn_rewards(t, spec), t.turns, strict=True)]
+        rewards = [
+            r - coef * turn.kl for r, turn in zip(slow_turn_rewards(t, spec), t.turns, strict=True)
+        ]
         for k, turn in enumerate(t.turns):
-            steps.append((t, turn, sum(gamma ** (j - k) * rewards[j] for j in range(k, len(rewards)))))
+            steps.append(
+                (t, turn, sum(gamma ** (j - k) * rewards[j] for j in range(k, len(rewards))))
+            )
 
     def members(over: str, of: Played, at: Turn) -> list[float] | None:
         if over == "none":
@@ -226,7 +293,9 @@ def test_reinforce_plus_plus_baseline_subtracts_the_groups_mean_where_the_trajec
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(batch=batches)
-def test_who_may_not_be_trained_on_is_in_no_statistic(estimator: Estimator, batch: list[Played]) -> None:
+def test_who_may_not_be_trained_on_is_in_no_statistic(
+    estimator: Estimator, batch: list[Played]
+) -> None:
     spec = CreditSpec(estimator, norm_mean="batch", norm_std="batch")
     with_all = per_trajectory(credit(spec, batch), batch)
     kept = [t for t in batch if t.trainable]
@@ -237,12 +306,16 @@ def test_who_may_not_be_trained_on_is_in_no_statistic(estimator: Estimator, batc
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(batch=batches)
-def test_the_order_of_trajectories_and_the_names_of_groups_change_nothing(estimator: Estimator, batch: list[Played]) -> None:
+def test_the_order_of_trajectories_and_the_names_of_groups_change_nothing(
+    estimator: Estimator, batch: list[Played]
+) -> None:
     spec = CreditSpec(estimator, norm_mean="batch", norm_std="group", norm_grouping="group")
     straight = per_trajectory(credit(spec, batch), batch)
     turned = [replace(t, group=77 - 3 * t.group) for t in batch[::-1]]
     reverse = per_trajectory(credit(spec, turned), turned)[::-1]
-    np.testing.assert_allclose([x for row in reverse for x in row], [x for row in straight for x in row], atol=1e-8)
+    np.testing.assert_allclose(
+        [x for row in reverse for x in row], [x for row in straight for x in row], atol=1e-8
+    )
 
 
 def test_a_masked_truncated_trajectory_still_sets_its_groups_mean() -> None:
@@ -254,7 +327,9 @@ def test_a_masked_truncated_trajectory_still_sets_its_groups_mean() -> None:
 
 def test_zeroed_rewards_keep_the_format_penalty() -> None:
     batch = [Played((Turn(4.0, invalid=True),), penalty=-0.5, truncated=True)]
-    assert credit(CreditSpec("reinforce", truncated="zeroReward"), batch).per_turn_K.tolist() == [-0.5]
+    assert credit(CreditSpec("reinforce", truncated="zeroReward"), batch).per_turn_K.tolist() == [
+        -0.5
+    ]
 
 
 def test_groups_whose_members_all_score_the_same_are_reported() -> None:
@@ -262,13 +337,25 @@ def test_groups_whose_members_all_score_the_same_are_reported() -> None:
     metrics = credit(CreditSpec("grpo"), batch).metrics
     assert metrics["group/zero_variance_share"] == 0.5
     assert metrics["group/degenerate"] == 2
-    assert (metrics["critic/score/mean"], metrics["critic/score/max"], metrics["critic/score/min"]) == (1.25, 3.0, 0.0)
+    assert (
+        metrics["critic/score/mean"],
+        metrics["critic/score/max"],
+        metrics["critic/score/min"],
+    ) == (1.25, 3.0, 0.0)
 
 
 def test_the_share_of_clipped_rewards_is_reported() -> None:
     batch = [Played((Turn(2.0), Turn(2.0))), Played((Turn(1.0),))]
-    assert credit(CreditSpec("reinforce", reward_clip=3.0), batch).metrics["critic/reward_clip_frac"] == 0.5
-    assert credit(CreditSpec("reinforce", "turn", reward_clip=3.0), batch).metrics["critic/reward_clip_frac"] == 0.0
+    assert (
+        credit(CreditSpec("reinforce", reward_clip=3.0), batch).metrics["critic/reward_clip_frac"]
+        == 0.5
+    )
+    assert (
+        credit(CreditSpec("reinforce", "turn", reward_clip=3.0), batch).metrics[
+            "critic/reward_clip_frac"
+        ]
+        == 0.0
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -292,6 +379,8 @@ def test_what_an_estimator_needs_and_misses_is_named() -> None:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_batch_of_nothing_gives_nothing(estimator: Estimator) -> None:
     for batch in ([], [Played(())], [Played((Turn(1.0),), trainable=False)]):
-        result = credit(CreditSpec(estimator, norm_mean="batch", norm_std="group"), batch, kl_coef=0.1)
+        result = credit(
+            CreditSpec(estimator, norm_mean="batch", norm_std="group"), batch, kl_coef=0.1
+        )
         assert not result.per_turn_K.any()
         assert all(np.isfinite(value) for value in result.metrics.values())

@@ -9,10 +9,20 @@ from agenticrun_workers.algorithms import KlController, mean_kl
 
 
 @pytest.mark.parametrize(
-    ("kl", "expected"), [(0.1, 0.2), (0.11, 0.2 * (1 + 0.1 * 64 / 1000)), (9.0, 0.2 * (1 + 0.2 * 0.064)), (0.0, 0.2 * (1 - 0.2 * 0.064))]
+    ("kl", "expected"),
+    [
+        (0.1, 0.2),
+        (0.11, 0.2 * (1 + 0.1 * 64 / 1000)),
+        (9.0, 0.2 * (1 + 0.2 * 0.064)),
+        (0.0, 0.2 * (1 - 0.2 * 0.064)),
+    ],
 )
-def test_the_coefficient_follows_the_relative_error_held_to_a_fifth(kl: float, expected: float) -> None:
-    assert KlController(0.2, target=0.1, horizon=1000).updated(kl, 64).coef == pytest.approx(expected)
+def test_the_coefficient_follows_the_relative_error_held_to_a_fifth(
+    kl: float, expected: float
+) -> None:
+    assert KlController(0.2, target=0.1, horizon=1000).updated(kl, 64).coef == pytest.approx(
+        expected
+    )
 
 
 def test_without_a_target_the_coefficient_stays() -> None:

@@ -65,7 +65,17 @@ def draw(seed: int) -> tuple[list[Token], list[float]]:
         for turn in range(rng.integers(1, 4)):
             for _ in range(rng.integers(1, 5)):
                 old = rng.uniform(-5, -0.5)
-                tokens.append(Token(old, old + rng.normal() * 0.4, rng.normal(), sequence, turn, score, rng.uniform(0, 1.2)))
+                tokens.append(
+                    Token(
+                        old,
+                        old + rng.normal() * 0.4,
+                        rng.normal(),
+                        sequence,
+                        turn,
+                        score,
+                        rng.uniform(0, 1.2),
+                    )
+                )
                 new.append(old + rng.normal() * 0.4)
     return tokens, new
 
@@ -88,16 +98,24 @@ def packed(variant: Variant, tokens: list[Token], new: list[float]) -> LossToken
 
 def slow_ratios(level: RatioLevel, tokens: list[Token], new: list[float]) -> list[float]:
     def together(a: Token, b: Token) -> bool:
-        return a is b if level == "token" else a.sequence == b.sequence and (level == "sequence" or a.turn == b.turn)
+        return (
+            a is b
+            if level == "token"
+            else a.sequence == b.sequence and (level == "sequence" or a.turn == b.turn)
+        )
 
     ratios = []
     for token in tokens:
-        differences = [new[i] - other.old for i, other in enumerate(tokens) if together(token, other)]
+        differences = [
+            new[i] - other.old for i, other in enumerate(tokens) if together(token, other)
+        ]
         ratios.append(math.exp(sum(differences) / len(differences)))
     return ratios
 
 
-def slow_losses(variant: Variant, level: RatioLevel, tokens: list[Token], new: list[float], base: list[float]) -> list[float]:
+def slow_losses(
+    variant: Variant, level: RatioLevel, tokens: list[Token], new: list[float], base: list[float]
+) -> list[float]:
     """Loss of each token at log-probs `new`, where whatever is detached is computed from `base`."""
     live, fixed = slow_ratios(level, tokens, new), slow_ratios(level, tokens, base)
     losses = []
@@ -105,7 +123,9 @@ def slow_losses(variant: Variant, level: RatioLevel, tokens: list[Token], new: l
         a = token.advantage
         match variant:
             case Ppo():
-                loss = -min(ratio * a, min(max(ratio, 1 - variant.clip_low), 1 + variant.clip_high) * a)
+                loss = -min(
+                    ratio * a, min(max(ratio, 1 - variant.clip_low), 1 + variant.clip_high) * a
+                )
                 if variant.dual_clip is not None and a < 0:
                     loss = min(loss, -variant.dual_clip * a)
                 if isinstance(variant, Decoupled):
@@ -115,10 +135,20 @@ def slow_losses(variant: Variant, level: RatioLevel, tokens: list[Token], new: l
             case Tis():
                 loss = -min(max(weight, variant.lower_bound), variant.upper_bound) * a * lp
             case Topr():
-                loss = -(variant.positive_weight if token.score > 0 else variant.negative_weight * min(weight, 1)) * a * lp
+                loss = (
+                    -(
+                        variant.positive_weight
+                        if token.score > 0
+                        else variant.negative_weight * min(weight, 1)
+                    )
+                    * a
+                    * lp
+                )
             case Cispo():
                 low, high = 1 - variant.epsilon_low, 1 + variant.epsilon_high
-                masked = variant.unified_mask and ((a > 0 and weight > high) or (a < 0 and weight < low))
+                masked = variant.unified_mask and (
+                    (a > 0 and weight > high) or (a < 0 and weight < low)
+                )
                 loss = 0.0 if masked else -min(max(weight, low), high) * a * lp
             case Kimi15():
                 loss = -a * lp + variant.tau / 2 * (lp - token.old) ** 2
@@ -132,13 +162,17 @@ def slow_losses(variant: Variant, level: RatioLevel, tokens: list[Token], new: l
 def test_every_variant_equals_its_formula(variant: Variant, level: RatioLevel, seed: int) -> None:
     tokens, new = draw(seed)
     result = policy_loss(variant, level, packed(variant, tokens, new))
-    assert result.loss_N.tolist() == pytest.approx(slow_losses(variant, level, tokens, new, new), rel=1e-12, abs=1e-14)
+    assert result.loss_N.tolist() == pytest.approx(
+        slow_losses(variant, level, tokens, new, new), rel=1e-12, abs=1e-14
+    )
     assert result.ratio_N.tolist() == pytest.approx(slow_ratios(level, tokens, new), rel=1e-12)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_every_gradient_is_that_of_finite_differences_with_the_detached_factors_held(variant: Variant, level: RatioLevel) -> None:
+def test_every_gradient_is_that_of_finite_differences_with_the_detached_factors_held(
+    variant: Variant, level: RatioLevel
+) -> None:
     h = 1e-6
     for seed in range(10):
         tokens, new = draw(seed)
@@ -147,7 +181,9 @@ def test_every_gradient_is_that_of_finite_differences_with_the_detached_factors_
         assert inputs.logprobs_N.grad is not None
         for i, found in enumerate(inputs.logprobs_N.grad.tolist()):
             up, down = ([lp + sign * h * (j == i) for j, lp in enumerate(new)] for sign in (1, -1))
-            difference = sum(slow_losses(variant, level, tokens, up, new)) - sum(slow_losses(variant, level, tokens, down, new))
+            difference = sum(slow_losses(variant, level, tokens, up, new)) - sum(
+                slow_losses(variant, level, tokens, down, new)
+            )
             assert found == pytest.approx(difference / (2 * h), abs=1e-7)
 
 
@@ -171,7 +207,14 @@ def test_at_the_old_policy_every_ratio_loss_has_the_policy_gradient(level: Ratio
         policy_loss(variant, level, inputs).loss_N.sum().backward()
         mean = [token.advantage for token in tokens]
         if isinstance(variant, Ppo) and level != "token":
-            alike = [[o for o in tokens if o.sequence == t.sequence and (level == "sequence" or o.turn == t.turn)] for t in tokens]
+            alike = [
+                [
+                    o
+                    for o in tokens
+                    if o.sequence == t.sequence and (level == "sequence" or o.turn == t.turn)
+                ]
+                for t in tokens
+            ]
             mean = [sum(o.advantage for o in others) / len(others) for others in alike]
         assert inputs.logprobs_N.grad is not None
         assert inputs.logprobs_N.grad.tolist() == pytest.approx([-a for a in mean])
@@ -184,7 +227,9 @@ def test_sequences_given_together_or_alone_have_the_same_ratios(level: RatioLeve
     alone = []
     for sequence in sorted({token.sequence for token in tokens}):
         own = [i for i, token in enumerate(tokens) if token.sequence == sequence]
-        alone += importance_ratio(packed(Ppo(), [tokens[i] for i in own], [new[i] for i in own]), level).tolist()
+        alone += importance_ratio(
+            packed(Ppo(), [tokens[i] for i in own], [new[i] for i in own]), level
+        ).tolist()
     assert together == pytest.approx(alone, rel=1e-14)
 
 
@@ -199,7 +244,10 @@ def test_no_tokens_give_no_loss_and_no_error(variant: Variant, level: RatioLevel
 def test_decoupled_needs_the_engine_s_log_probs_and_excludes_importance_weights() -> None:
     tokens, new = draw(0)
     inputs = packed(Decoupled(), tokens, new)
-    for wrong in (replace(inputs, engine_logprobs_N=None), replace(inputs, is_weights_N=torch.ones(len(new)))):
+    for wrong in (
+        replace(inputs, engine_logprobs_N=None),
+        replace(inputs, is_weights_N=torch.ones(len(new))),
+    ):
         with pytest.raises(ValueError, match="decoupled PPO needs"):
             policy_loss(Decoupled(), "token", wrong)
 
@@ -208,7 +256,9 @@ pairs = st.lists(st.tuples(st.floats(-6, 0), st.floats(-6, 0)), min_size=1, max_
 
 
 @given(pairs, st.none() | st.floats(0.1, 5))
-def test_kl_estimates_equal_their_formulas(rows: list[tuple[float, float]], limit: float | None) -> None:
+def test_kl_estimates_equal_their_formulas(
+    rows: list[tuple[float, float]], limit: float | None
+) -> None:
     new, ref = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     top = math.inf if limit is None else limit
     k2 = [min((r - n) ** 2 / 2, top) for n, r in rows]
@@ -245,11 +295,17 @@ def test_an_enormous_kl_is_limited_without_breaking_the_gradient() -> None:
     assert new.grad[1] != 0
 
 
-ragged = st.lists(st.lists(st.tuples(st.floats(-2, 2), st.sampled_from([0.0, 1.0, 0.5])), min_size=1, max_size=6), min_size=1, max_size=5)
+ragged = st.lists(
+    st.lists(st.tuples(st.floats(-2, 2), st.sampled_from([0.0, 1.0, 0.5])), min_size=1, max_size=6),
+    min_size=1,
+    max_size=5,
+)
 
 
 @given(ragged)
-def test_every_aggregation_equals_its_definition(sequences: list[list[tuple[float, float]]]) -> None:
+def test_every_aggregation_equals_its_definition(
+    sequences: list[list[tuple[float, float]]],
+) -> None:
     live = [s for s in sequences if sum(w for _, w in s) > 0]
     total = sum(w for s in live for _, w in s)
     if not live:
@@ -258,7 +314,10 @@ def test_every_aggregation_equals_its_definition(sequences: list[list[tuple[floa
     expected: dict[Aggregation, float] = {
         "token-mean": sum(sums) / total,
         "seq-mean-token-sum": sum(sums) / len(live),
-        "seq-mean-token-mean": sum(x / sum(w for _, w in s) for x, s in zip(sums, live, strict=True)) / len(live),
+        "seq-mean-token-mean": sum(
+            x / sum(w for _, w in s) for x, s in zip(sums, live, strict=True)
+        )
+        / len(live),
         "seq-mean-token-sum-norm": sum(sums) / (len(live) * 7.0),
     }
     losses = torch.tensor([loss for s in sequences for loss, _ in s], dtype=torch.float64)
@@ -274,25 +333,36 @@ def test_token_mean_ignores_what_the_mask_removes() -> None:
     """Differs from ROLL (C1), where a filtered token keeps its loss and the mean of ones is not one."""
     weights = torch.tensor([1.0, 0.0, 0.0, 1.0])
     losses = torch.tensor([1.0, 100.0, -50.0, 1.0])
-    coefficients = token_coefficients(weights, torch.tensor([0, 0, 1, 1]), StepTotals(2.0, 2.0), "token-mean")
+    coefficients = token_coefficients(
+        weights, torch.tensor([0, 0, 1, 1]), StepTotals(2.0, 2.0), "token-mean"
+    )
     assert (coefficients * losses).sum() == 1
 
 
-@pytest.mark.parametrize("name", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "name", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
 def test_splitting_by_sequence_changes_no_coefficient(name: Aggregation) -> None:
     weights = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
     index = torch.tensor([0, 0, 0, 1, 1])
     totals = StepTotals(weight=4.0, sequences=2.0)
     whole = token_coefficients(weights, index, totals, name, 3.0)
-    parts = [token_coefficients(weights[s], index[s] - index[s][0], totals, name, 3.0) for s in (slice(0, 3), slice(3, 5))]
+    parts = [
+        token_coefficients(weights[s], index[s] - index[s][0], totals, name, 3.0)
+        for s in (slice(0, 3), slice(3, 5))
+    ]
     torch.testing.assert_close(torch.cat(parts), whole)
 
 
-values = st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=12)
+values = st.lists(
+    st.tuples(st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=12
+)
 
 
 @given(values, st.none() | st.floats(0.01, 2))
-def test_the_value_loss_is_the_worse_of_plain_and_clipped(rows: list[tuple[float, float, float]], clip: float | None) -> None:
+def test_the_value_loss_is_the_worse_of_plain_and_clipped(
+    rows: list[tuple[float, float, float]], clip: float | None
+) -> None:
     expected = []
     for value, target, old in rows:
         squares = [(value - target) ** 2]

@@ -11,26 +11,46 @@ from hypothesis import strategies as st
 
 from agenticrun_workers.algorithms.normalization import Over, normalization, zero_variance_share
 
-scored = st.lists(st.tuples(st.integers(0, 4), st.floats(-10, 10).map(lambda x: round(x, 3))), max_size=24)
+scored = st.lists(
+    st.tuples(st.integers(0, 4), st.floats(-10, 10).map(lambda x: round(x, 3))), max_size=24
+)
 overs = st.sampled_from(["batch", "group", "none"])
 
 
 def split(pairs: list[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([score for _, score in pairs], np.float64), np.array([number for number, _ in pairs], np.int64)
+    return np.array([score for _, score in pairs], np.float64), np.array(
+        [number for number, _ in pairs], np.int64
+    )
 
 
 @given(scored, overs, overs)
-def test_scores_are_centred_and_scaled_by_the_set_that_was_asked_for(pairs: list[tuple[int, float]], mean: Over, std: Over) -> None:
+def test_scores_are_centred_and_scaled_by_the_set_that_was_asked_for(
+    pairs: list[tuple[int, float]], mean: Over, std: Over
+) -> None:
     def members(over: Over, number: int) -> list[float]:
         return [score for other, score in pairs if over == "batch" or other == number]
 
     expected, degenerate = [], []
     for number, score in pairs:
         centred = score - (statistics.fmean(members(mean, number)) if mean != "none" else 0.0)
-        spread = statistics.stdev(members(std, number)) if std != "none" and len(members(std, number)) > 1 else 0.0
-        same = mean == std or (mean != "none" and std != "none" and members(mean, number) == members(std, number))
+        spread = (
+            statistics.stdev(members(std, number))
+            if std != "none" and len(members(std, number)) > 1
+            else 0.0
+        )
+        same = mean == std or (
+            mean != "none" and std != "none" and members(mean, number) == members(std, number)
+        )
         degenerate.append(std != "none" and spread <= 1e-6)
-        expected.append(centred if std == "none" else centred / spread if spread > 1e-6 else centred if same else 0.0)
+        expected.append(
+            centred
+            if std == "none"
+            else centred / spread
+            if spread > 1e-6
+            else centred
+            if same
+            else 0.0
+        )
     scores, sets = split(pairs)
     result = normalization(scores, sets, mean, std)
     np.testing.assert_allclose(result.apply(scores), expected, atol=1e-9)
@@ -46,9 +66,18 @@ def test_a_set_without_spread_is_zero_where_another_mean_was_taken() -> None:
 
 def test_a_large_common_offset_does_not_cost_the_spread_its_digits() -> None:
     scores = 1e9 + np.array([0.0, 1.0, 2.0])
-    np.testing.assert_allclose(normalization(scores, np.zeros(3, np.int64), "batch", "batch").apply(scores), [-1, 0, 1], atol=1e-6)
+    np.testing.assert_allclose(
+        normalization(scores, np.zeros(3, np.int64), "batch", "batch").apply(scores),
+        [-1, 0, 1],
+        atol=1e-6,
+    )
 
 
-@pytest.mark.parametrize(("pairs", "share"), [([], 0.0), ([(0, 1.0), (0, 1.0), (1, 0.0), (1, 3.0)], 0.5), ([(3, 7.0)], 1.0)])
-def test_the_share_of_sets_whose_scores_are_all_equal(pairs: list[tuple[int, float]], share: float) -> None:
+@pytest.mark.parametrize(
+    ("pairs", "share"),
+    [([], 0.0), ([(0, 1.0), (0, 1.0), (1, 0.0), (1, 3.0)], 0.5), ([(3, 7.0)], 1.0)],
+)
+def test_the_share_of_sets_whose_scores_are_all_equal(
+    pairs: list[tuple[int, float]], share: float
+) -> None:
     assert zero_variance_share(*split(pairs)) == share

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.algorithms.segments import codes, discounted_suffix, last_of_each, owners, segment_sums, take_segments
+from agenticrun_workers.algorithms.segments import (
+    codes,
+    discounted_suffix,
+    last_of_each,
+    owners,
+    segment_sums,
+    take_segments,
+)
 
 rows = st.lists(st.lists(st.tuples(st.floats(-3, 3), st.floats(0, 1)), max_size=9), max_size=6)
 
@@ -17,7 +24,9 @@ def offsets(values: list[list[tuple[float, float]]]) -> np.ndarray:
 
 
 @given(rows)
-def test_a_discounted_suffix_is_the_recurrence_from_the_back_of_each_segment(values: list[list[tuple[float, float]]]) -> None:
+def test_a_discounted_suffix_is_the_recurrence_from_the_back_of_each_segment(
+    values: list[list[tuple[float, float]]],
+) -> None:
     expected: list[float] = []
     for row in values:
         following, backwards = 0.0, []
@@ -28,20 +37,28 @@ def test_a_discounted_suffix_is_the_recurrence_from_the_back_of_each_segment(val
     cu = offsets(values)
     flat = np.array([pair for row in values for pair in row]).reshape(-1, 2)
     decay = np.where(last_of_each(cu), 0.0, flat[:, 1])
-    np.testing.assert_allclose(discounted_suffix(flat[:, 0], decay, max(map(len, values), default=0)), expected, atol=1e-9)
+    np.testing.assert_allclose(
+        discounted_suffix(flat[:, 0], decay, max(map(len, values), default=0)), expected, atol=1e-9
+    )
 
 
 @given(rows)
 def test_sums_and_owners_know_empty_segments(values: list[list[tuple[float, float]]]) -> None:
     cu = offsets(values)
     flat = np.array([x for row in values for x, _ in row])
-    np.testing.assert_allclose(segment_sums(flat, cu), [sum(x for x, _ in row) for row in values], atol=1e-9)
+    np.testing.assert_allclose(
+        segment_sums(flat, cu), [sum(x for x, _ in row) for row in values], atol=1e-9
+    )
     assert owners(cu).tolist() == [n for n, row in enumerate(values) for _ in row]
-    assert last_of_each(cu).tolist() == [i == len(row) - 1 for row in values for i in range(len(row))]
+    assert last_of_each(cu).tolist() == [
+        i == len(row) - 1 for row in values for i in range(len(row))
+    ]
 
 
 @given(rows, st.data())
-def test_taken_segments_keep_their_values(values: list[list[tuple[float, float]]], data: st.DataObject) -> None:
+def test_taken_segments_keep_their_values(
+    values: list[list[tuple[float, float]]], data: st.DataObject
+) -> None:
     chosen = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=4)) if values else []
     flat = np.array([x for row in values for x, _ in row])
     cu, positions = take_segments(offsets(values), np.array(chosen, np.int64))

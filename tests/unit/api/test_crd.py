@@ -18,14 +18,24 @@ ROOT = Path(__file__).parents[3]
 SCHEMA = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 
 
-@pytest.mark.parametrize("copy", ["crds/agenticruns.yaml", "charts/agenticrun/crds/agenticruns.yaml"])
+@pytest.mark.parametrize(
+    "copy", ["crds/agenticruns.yaml", "charts/agenticrun/crds/agenticruns.yaml"]
+)
 def test_the_committed_crd_is_what_the_generator_writes(copy: str) -> None:
-    generated = subprocess.run([sys.executable, "-m", "agenticrun_api.crd"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    generated = subprocess.run(
+        [sys.executable, "-m", "agenticrun_api.crd"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout
     assert (ROOT / copy).read_text() == generated, "run: make generate"
 
 
 def test_it_is_plain_yaml_without_anchors() -> None:
-    assert yaml.safe_load((ROOT / "crds/agenticruns.yaml").read_text()) == custom_resource_definition()
+    assert (
+        yaml.safe_load((ROOT / "crds/agenticruns.yaml").read_text()) == custom_resource_definition()
+    )
 
 
 def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -50,24 +60,38 @@ def test_every_list_and_string_of_the_spec_is_bounded_because_rules_cost_by_size
 
 
 def test_only_fields_that_hold_foreign_objects_are_open() -> None:
-    open_fields = {path for path, node in _nodes(SCHEMA["properties"]["spec"]) if node.get("x-kubernetes-preserve-unknown-fields")}
+    open_fields = {
+        path
+        for path, node in _nodes(SCHEMA["properties"]["spec"])
+        if node.get("x-kubernetes-preserve-unknown-fields")
+    }
     assert {path.rsplit(".", 1)[1] for path in open_fields} == {
         "config", "affinity", "tolerations[]", "env[]", "envFrom[]", "volumes[]", "volumeMounts[]",
     }  # fmt: skip
 
 
 def test_the_status_has_no_defaults_so_that_absent_stays_absent() -> None:
-    assert [path for path, node in _nodes(SCHEMA["properties"]["status"]) if "default" in node] == []
+    assert [
+        path for path, node in _nodes(SCHEMA["properties"]["status"]) if "default" in node
+    ] == []
 
 
 def test_every_default_of_the_schema_is_the_models_own() -> None:
-    defaults = {path: node["default"] for path, node in _nodes(SCHEMA["properties"]["spec"]) if "default" in node}
+    defaults = {
+        path: node["default"]
+        for path, node in _nodes(SCHEMA["properties"]["spec"])
+        if "default" in node
+    }
     assert defaults[".imagePullPolicy"] == "IfNotPresent"
     assert defaults[".roles"] == AgenticRunSpec.model_fields["roles"].default.to_dict()
 
 
 def test_required_fields_are_those_that_no_default_can_guess() -> None:
-    required = {f"{path}.{name}" for path, node in _nodes(SCHEMA["properties"]["spec"]) for name in node.get("required", ())}
+    required = {
+        f"{path}.{name}"
+        for path, node in _nodes(SCHEMA["properties"]["spec"])
+        for name in node.get("required", ())
+    }
     assert required == {
         ".model", ".pipeline", ".code.configMap",
         ".pipeline.maxSteps", ".pipeline.rolloutBatchSize", ".pipeline.envs", ".pipeline.trainEnvs",

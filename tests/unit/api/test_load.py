@@ -10,7 +10,11 @@ import yaml
 from agenticrun_api import InvalidRun, load_run, parse_run
 from runs import MINIMAL, REMOVE, Change, run_with
 
-EXAMPLES = [file for file in sorted((Path(__file__).parents[3] / "examples").rglob("*.yaml")) if file.name != "kustomization.yaml"]
+EXAMPLES = [
+    file
+    for file in sorted((Path(__file__).parents[3] / "examples").rglob("*.yaml"))
+    if file.name != "kustomization.yaml"
+]
 P = "spec.pipeline"
 
 
@@ -21,9 +25,15 @@ P = "spec.pipeline"
         ((f"{P}.maxSteps", "many"), f"{P}.maxSteps: Input should be a valid integer"),
         ((f"{P}.maxSteps", 0), f"{P}.maxSteps: Input should be greater than or equal to 1 (got 0)"),
         ((f"{P}.maxSteps", REMOVE), f"{P}.maxSteps: Field required"),
-        ((f"{P}.staleness", {"offPolicy": "Maybe"}), f"{P}.staleness.offPolicy: Input should be 'Refuse' or 'Ignore' (got 'Maybe')"),
+        (
+            (f"{P}.staleness", {"offPolicy": "Maybe"}),
+            f"{P}.staleness.offPolicy: Input should be 'Refuse' or 'Ignore' (got 'Maybe')",
+        ),
         ((f"{P}.envs", []), f"{P}.envs: List should have at least 1 item"),
-        ((f"{P}.envs", [{"tag": "Lake", "type": 7}]), f"{P}.envs[0].type: Input should be a valid string (got 7)"),
+        (
+            (f"{P}.envs", [{"tag": "Lake", "type": 7}]),
+            f"{P}.envs[0].type: Input should be a valid string (got 7)",
+        ),
         (("spec.roles.env.memory", "lots"), "spec.roles.env.memory: String should match pattern"),
         (("spec.rayVersion", "nightly"), "spec.rayVersion: String should match pattern"),
         (("metadata.name", "Lake"), "metadata.name: String should match pattern"),
@@ -40,8 +50,14 @@ def test_one_error_is_one_line_that_begins_with_the_path(change: Change, line: s
 
 def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(InvalidRun) as caught:
-        parse_run(run_with((f"{P}.maxSteps", 0), ("spec.roles.trainer.gpus", -1), ("spec.modle", {})))
-    assert {line.split(":")[0] for line in caught.value.errors} == {f"{P}.maxSteps", "spec.roles.trainer.gpus", "spec.modle"}
+        parse_run(
+            run_with((f"{P}.maxSteps", 0), ("spec.roles.trainer.gpus", -1), ("spec.modle", {}))
+        )
+    assert {line.split(":")[0] for line in caught.value.errors} == {
+        f"{P}.maxSteps",
+        "spec.roles.trainer.gpus",
+        "spec.modle",
+    }
 
 
 def test_other_documents_in_the_file_are_ignored(tmp_path: Path) -> None:
@@ -55,7 +71,10 @@ def test_other_documents_in_the_file_are_ignored(tmp_path: Path) -> None:
     [
         ("spec: [", "not YAML"),
         ("kind: ConfigMap", "expected one document of kind AgenticRun, found 0"),
-        ("kind: AgenticRun\n---\nkind: AgenticRun", "expected one document of kind AgenticRun, found 2"),
+        (
+            "kind: AgenticRun\n---\nkind: AgenticRun",
+            "expected one document of kind AgenticRun, found 2",
+        ),
     ],
 )
 def test_a_file_without_one_run_says_so(tmp_path: Path, text: str, message: str) -> None:
@@ -77,8 +96,24 @@ def test_a_quantity_may_be_a_number_and_becomes_a_string() -> None:
 
 
 def test_the_document_for_the_pods_has_identity_and_spec_and_parses_again() -> None:
-    run = parse_run({**run_with(), "metadata": {"name": "lake", "namespace": "team", "uid": "u-1", "generation": 3, "labels": {"a": "b"}}})
+    run = parse_run(
+        {
+            **run_with(),
+            "metadata": {
+                "name": "lake",
+                "namespace": "team",
+                "uid": "u-1",
+                "generation": 3,
+                "labels": {"a": "b"},
+            },
+        }
+    )
     document = run.document()
     assert set(document) == {"apiVersion", "kind", "metadata", "spec"}
-    assert document["metadata"] == {"name": "lake", "namespace": "team", "uid": "u-1", "generation": 3}
+    assert document["metadata"] == {
+        "name": "lake",
+        "namespace": "team",
+        "uid": "u-1",
+        "generation": 3,
+    }
     assert parse_run(document).spec == run.spec

@@ -26,7 +26,9 @@ def test_disaggregated_runs_have_inference_pods_also_where_nothing_is_said_about
 
 
 def test_colocated_engines_live_on_the_trainers_pods() -> None:
-    spec = a_spec(("spec.placement", "Colocated"), ("spec.roles", {"trainer": {"gpus": 4, "replicas": 2}}))
+    spec = a_spec(
+        ("spec.placement", "Colocated"), ("spec.roles", {"trainer": {"gpus": 4, "replicas": 2}})
+    )
     assert spec.roles.workers == (Role.TRAINER, Role.ENV)
     assert spec.actors_per_pod(Role.TRAINER) == {Role.TRAINER: 4, Role.INFERENCE: 4}
     assert (spec.actors(Role.TRAINER), spec.actors(Role.INFERENCE)) == (8, 8)
@@ -49,7 +51,9 @@ def test_what_is_mounted_in_the_pods_reads_back_as_the_same_run() -> None:
         (engine("vllm", tensor_parallel_size=4, pipeline_parallel_size=2), 1),
     ],
 )
-def test_an_engine_takes_the_gpus_that_its_own_options_ask_for(strategy: Change, engines: int) -> None:
+def test_an_engine_takes_the_gpus_that_its_own_options_ask_for(
+    strategy: Change, engines: int
+) -> None:
     spec = a_spec(strategy, ("spec.roles", {"inference": {"gpus": 8, "replicas": 3}}))
     assert spec.actors_per_pod(Role.INFERENCE) == {Role.INFERENCE: engines}
     assert spec.actors(Role.INFERENCE) == 3 * engines
@@ -64,11 +68,21 @@ def test_without_gpus_a_pod_carries_one_engine_whatever_its_parallelism() -> Non
     [("Disaggregated", "inference"), ("Colocated", "trainer")],
 )
 def test_gpus_that_are_no_multiple_of_an_engines_are_refused(placement: str, role: str) -> None:
-    with pytest.raises(InvalidRun, match=rf"spec\.roles\.{role}\.gpus: an engine takes 2 GPUs .* 3 of a pod are not a multiple"):
-        a_spec(("spec.placement", placement), ("spec.roles", {role: {"gpus": 3}}), engine("vllm", tensor_parallel_size=2))
+    with pytest.raises(
+        InvalidRun,
+        match=rf"spec\.roles\.{role}\.gpus: an engine takes 2 GPUs .* 3 of a pod are not a multiple",
+    ):
+        a_spec(
+            ("spec.placement", placement),
+            ("spec.roles", {role: {"gpus": 3}}),
+            engine("vllm", tensor_parallel_size=2),
+        )
 
 
 @pytest.mark.parametrize("size", [0, -1, "two", 1.5, True])
 def test_a_size_that_is_no_number_of_gpus_is_refused(size: Any) -> None:
-    with pytest.raises(InvalidRun, match=r"spec\.pipeline\.actorInfer\.strategy\.config: tp_size must be a whole number of GPUs"):
+    with pytest.raises(
+        InvalidRun,
+        match=r"spec\.pipeline\.actorInfer\.strategy\.config: tp_size must be a whole number of GPUs",
+    ):
         a_spec(engine("sglang", tp_size=size))

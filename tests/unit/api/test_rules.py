@@ -16,15 +16,21 @@ def _models(model: type[Model] = Model) -> set[type[Model]]:
 
 
 def test_every_rule_has_a_case() -> None:
-    written = {rule.message for model in _models() for rule in model.RULES if "oldSelf" not in rule.cel}
-    covered = {message for message in written for case in RULE_CASES if message.startswith(case.message)}
+    written = {
+        rule.message for model in _models() for rule in model.RULES if "oldSelf" not in rule.cel
+    }
+    covered = {
+        message for message in written for case in RULE_CASES if message.startswith(case.message)
+    }
     assert covered == written
     assert len(RULE_CASES) == len(written)
 
 
 def test_a_rule_without_a_python_check_is_a_transition_or_about_metadata() -> None:
     unchecked = [rule for model in _models() for rule in model.RULES if rule.check is None]
-    assert all("oldSelf" in rule.cel or rule.cel.startswith("self.metadata.name") for rule in unchecked)
+    assert all(
+        "oldSelf" in rule.cel or rule.cel.startswith("self.metadata.name") for rule in unchecked
+    )
 
 
 @pytest.mark.parametrize("case", RULE_CASES, ids=lambda case: case.id)
@@ -48,10 +54,15 @@ def test_a_partition_is_accepted_exactly_when_it_adds_up(groups: int, partition:
     tags = [f"Env{i}" for i in range(len(partition))]
     document = run_with(
         ("spec.pipeline.envs", [{"tag": tag, "type": "frozen_lake"} for tag in tags]),
-        ("spec.pipeline.trainEnvs", {"groups": groups, "groupSize": 4, "tags": tags, "partition": partition}),
+        (
+            "spec.pipeline.trainEnvs",
+            {"groups": groups, "groupSize": 4, "tags": tags, "partition": partition},
+        ),
     )
     if sum(partition) == groups:
-        assert parse_run(document).spec.pipeline.train_envs.shares() == dict(zip(tags, partition, strict=True))
+        assert parse_run(document).spec.pipeline.train_envs.shares() == dict(
+            zip(tags, partition, strict=True)
+        )
     else:
         with pytest.raises(InvalidRun, match="partition must add up"):
             parse_run(document)

@@ -14,7 +14,9 @@ from agenticrun_api import AgenticRunStatus, ConditionType, InvalidRun, Phase, P
 from agenticrun_api.load import parse
 from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS
 
-TIMES = st.datetimes(datetime(1970, 1, 1), datetime(2200, 12, 31)).map(lambda time: time.strftime("%Y-%m-%dT%H:%M:%SZ"))
+TIMES = st.datetimes(datetime(1970, 1, 1), datetime(2200, 12, 31)).map(
+    lambda time: time.strftime("%Y-%m-%dT%H:%M:%SZ")
+)
 TEXT = st.text(max_size=256)
 COUNTS = st.integers(0, 10_000)
 
@@ -39,8 +41,16 @@ STATUSES = optional(
     step=COUNTS,
     progress=TEXT,
     lastStepTime=TIMES,
-    metrics=st.lists(st.fixed_dictionaries({"name": st.text(max_size=96), "value": st.text(max_size=32)}), max_size=MAX_METRICS),
-    roles=st.lists(st.fixed_dictionaries({"name": st.just("env"), "desired": COUNTS, "ready": COUNTS, "gpus": COUNTS}), max_size=4),
+    metrics=st.lists(
+        st.fixed_dictionaries({"name": st.text(max_size=96), "value": st.text(max_size=32)}),
+        max_size=MAX_METRICS,
+    ),
+    roles=st.lists(
+        st.fixed_dictionaries(
+            {"name": st.just("env"), "desired": COUNTS, "ready": COUNTS, "gpus": COUNTS}
+        ),
+        max_size=4,
+    ),
     job=st.fixed_dictionaries({"attempt": COUNTS, "submissionId": TEXT}),
     checkpoint=st.fixed_dictionaries({"step": COUNTS, "uri": TEXT, "time": TIMES}),
     restarts=COUNTS,
@@ -89,7 +99,18 @@ PROGRESS: dict[str, Any] = {
         ({"lastStepTime": "9999-01-01T00:00:00Z"}, "lastStepTime"),
         ({"secondsPerStep": -1.0}, "secondsPerStep"),
         ({"sequence": 2**53 + 1}, "sequence"),
-        ({"final": {"outcome": "Great", "reason": "R", "message": "", "retryable": False, "time": "t"}}, "final.outcome"),
+        (
+            {
+                "final": {
+                    "outcome": "Great",
+                    "reason": "R",
+                    "message": "",
+                    "retryable": False,
+                    "time": "t",
+                }
+            },
+            "final.outcome",
+        ),
     ],
 )
 def test_progress_that_is_out_of_bounds_is_refused(change: dict[str, Any], path: str) -> None:

@@ -64,7 +64,9 @@ spec:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "own_env.py").write_text(OWN)
-    (tmp_path / "words.jsonl").write_text("".join(f'{{"word": "w{number}"}}\n' for number in range(20)))
+    (tmp_path / "words.jsonl").write_text(
+        "".join(f'{{"word": "w{number}"}}\n' for number in range(20))
+    )
     (tmp_path / "run.yaml").write_text(RUN.replace("WORDS", str(tmp_path / "words.jsonl")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -74,7 +76,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def check(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["check-env", "--seeds", "3", "--turns", "3", "--timeout", "120", *arguments])
+    result = CliRunner().invoke(
+        app, ["check-env", "--seeds", "3", "--turns", "3", "--timeout", "120", *arguments]
+    )
     return result.exit_code, result.output
 
 
@@ -106,11 +110,21 @@ def test_environments_of_a_run_are_checked_with_their_config_and_items() -> None
         (("own_env:Other",), ExitCode.INVALID_CONFIG, "own_env has no Other"),
         (("own_env:Own", "-c", "wort=3"), ExitCode.INVALID_CONFIG, "has no config key 'wort'"),
         (("nowhere",), ExitCode.INVALID_CONFIG, "no env is called 'nowhere'"),
-        (("-f", "run.yaml", "--tag", "C"), ExitCode.INVALID_CONFIG, "has no environment 'C'; it has A, B"),
-        (("own_env:Judge",), ExitCode.INVALID_CONFIG, "own_env:Judge is an EnvironmentService, whose actions only its agent knows"),
+        (
+            ("-f", "run.yaml", "--tag", "C"),
+            ExitCode.INVALID_CONFIG,
+            "has no environment 'C'; it has A, B",
+        ),
+        (
+            ("own_env:Judge",),
+            ExitCode.INVALID_CONFIG,
+            "own_env:Judge is an EnvironmentService, whose actions only its agent knows",
+        ),
         (("own_env:Repeats",), 0, "no items were given to play"),
     ],
 )
-def test_what_cannot_be_checked_is_told(arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_what_cannot_be_checked_is_told(
+    arguments: tuple[str, ...], code: int, message: str
+) -> None:
     found, output = check(*arguments)
     assert (found, message in output) == (code, True), output

@@ -58,7 +58,10 @@ def test_all_errors_are_told_with_their_fields(tmp_path: Path) -> None:
     ("change", "expected"),
     [
         ("type: frozen_lakes", "spec.pipeline.envs[0].type: no env is called 'frozen_lakes'"),
-        ("type: frozen_lake, config: {sise: 4}", "spec.pipeline.envs[0].config: env 'frozen_lake' has no config key 'sise'"),
+        (
+            "type: frozen_lake, config: {sise: 4}",
+            "spec.pipeline.envs[0].config: env 'frozen_lake' has no config key 'sise'",
+        ),
         ("type: 'mine:Env'", "ModuleNotFoundError: No module named 'not_installed'"),
     ],
 )
@@ -70,12 +73,24 @@ def test_environments_are_opened(tmp_path: Path, change: str, expected: str) -> 
 
 
 def test_an_environment_beside_the_yaml_is_found(tmp_path: Path) -> None:
-    (tmp_path / "own_lake.py").write_text("from agenticrun_workers.envs import FrozenLake\n\nclass Mine(FrozenLake): ...\n")
+    (tmp_path / "own_lake.py").write_text(
+        "from agenticrun_workers.envs import FrozenLake\n\nclass Mine(FrozenLake): ...\n"
+    )
     assert validate(tmp_path, GOOD.replace("type: frozen_lake", "type: 'own_lake:Mine'"))[0] == 0
 
 
 def test_changes_are_made_before_the_run_is_checked(tmp_path: Path) -> None:
-    assert validate(tmp_path, GOOD, "--set", "pipeline.rolloutBatchSize=4", "--set", "pipeline.trainEnvs.groupSize=4")[0] == 0
+    assert (
+        validate(
+            tmp_path,
+            GOOD,
+            "--set",
+            "pipeline.rolloutBatchSize=4",
+            "--set",
+            "pipeline.trainEnvs.groupSize=4",
+        )[0]
+        == 0
+    )
     code, output = validate(tmp_path, GOOD, "--set", "pipeline.envs[0].config.sise=3")
     assert code == ExitCode.INVALID_CONFIG
     assert "spec.pipeline.envs[0].config: env 'frozen_lake' has no config key 'sise'" in output

@@ -165,18 +165,30 @@ def test_random_play_is_the_same_for_the_same_seed_and_is_filmed(folder: Path) -
 
 
 def test_async_environments_play_too() -> None:
-    assert "reward       1.5, terminated" in debug("--tag", "B", "--set", "pipeline.envs[1].type=own_debug:Async")[1]
+    assert (
+        "reward       1.5, terminated"
+        in debug("--tag", "B", "--set", "pipeline.envs[1].type=own_debug:Async")[1]
+    )
 
 
-def test_a_service_plays_with_its_agent_and_its_data_lies_beside_the_yaml(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_plays_with_its_agent_and_its_data_lies_beside_the_yaml(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "words.jsonl").write_text('{"prompt": "hot"}\n')
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     changes = [word for change in SERVICE for word in ("--set", change)]
-    result = CliRunner().invoke(app, ["debug", "-f", "../run.yaml", "--policy", "human", *changes], input="hot\ncold\n")
+    result = CliRunner().invoke(
+        app, ["debug", "-f", "../run.yaml", "--policy", "human", *changes], input="hot\ncold\n"
+    )
     assert result.exit_code == 0, result.output
-    for told in ("<|user|>hot<|end|>", "[['hot'], ['cold']])", "reward       [0.0, 1.0], terminated", "info         {'judged': 2}"):
+    for told in (
+        "<|user|>hot<|end|>",
+        "[['hot'], ['cold']])",
+        "reward       [0.0, 1.0], terminated",
+        "info         {'judged': 2}",
+    ):
         assert told in result.output, told
     first, second = result.output.split("end, trajectory")[1:]
     assert "score        0" in first
@@ -200,8 +212,18 @@ def test_what_the_environment_raises_is_shown_with_its_traceback(folder: Path) -
 
 
 def test_a_breakpoint_opens_the_debugger_here() -> None:
-    arguments = ["debug", "-f", "run.yaml", "--tag", "B", "--set", "pipeline.envs[1].config.does=break"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"}  # Ray sets it where it runs
+    arguments = [
+        "debug",
+        "-f",
+        "run.yaml",
+        "--tag",
+        "B",
+        "--set",
+        "pipeline.envs[1].config.does=break",
+    ]
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"
+    }  # Ray sets it where it runs
     ended = subprocess.run(
         [sys.executable, "-m", "agenticrun_workers.cli", *arguments],
         env=environment,

@@ -20,14 +20,27 @@ from agenticrun_workers.types import EpisodeKey, StopReason, Stream
 from tiny_runs import tiny_document
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=9).flatmap(lambda won: st.tuples(st.just(won), st.integers(1, len(won)))))
-def test_pass_at_k_is_the_share_of_subsets_that_hold_a_success(case: tuple[list[bool], int]) -> None:
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=9).flatmap(
+        lambda won: st.tuples(st.just(won), st.integers(1, len(won)))
+    )
+)
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_success(
+    case: tuple[list[bool], int],
+) -> None:
     won, k = case
     subsets = [any(subset) for subset in combinations(won, k)]
     assert pass_at(k, len(won), sum(won)) == pytest.approx(sum(subsets) / len(subsets), abs=1e-12)
 
 
-def played(group: int, member: int, *, tag: str = "Lake", reason: StopReason = StopReason.COMPLETED, **metrics: float) -> EpisodeResult:
+def played(
+    group: int,
+    member: int,
+    *,
+    tag: str = "Lake",
+    reason: StopReason = StopReason.COMPLETED,
+    **metrics: float,
+) -> EpisodeResult:
     """An episode of two turns with 3 + 1 response tokens and the score 0.5."""
     return EpisodeResult(
         key=EpisodeKey(Stream.VALIDATION, group, member),
@@ -55,8 +68,14 @@ def test_levels_are_averaged_after_their_samples() -> None:
 
 
 def test_an_episode_that_broke_off_is_a_failure_that_is_told() -> None:
-    found = summarize([played(0, 0, success=1.0), played(0, 1, reason=StopReason.ENV_ERROR)], [1])["Lake"]
-    assert (found.success, found.errors, found.stop) == (0.5, 1, {"completed": 0.5, "env_error": 0.5})
+    found = summarize([played(0, 0, success=1.0), played(0, 1, reason=StopReason.ENV_ERROR)], [1])[
+        "Lake"
+    ]
+    assert (found.success, found.errors, found.stop) == (
+        0.5,
+        1,
+        {"completed": 0.5, "env_error": 0.5},
+    )
 
 
 def test_an_environment_that_measures_no_success_has_none() -> None:
@@ -73,7 +92,11 @@ def run_with(eval_spec: dict[str, Any], **pipeline: Any) -> Any:
 
 
 def test_every_level_of_the_validation_set_is_played_so_often() -> None:
-    run = run_with({"samples": 4, "passAt": [1, 4]}, valBatchSize=12, valEnvs={"groups": 6, "groupSize": 2, "tags": ["Lake"]})
+    run = run_with(
+        {"samples": 4, "passAt": [1, 4]},
+        valBatchSize=12,
+        valEnvs={"groups": 6, "groupSize": 2, "tags": ["Lake"]},
+    )
     playing = evaluation_run(run, "/models/mine").spec
     assert playing.pipeline.val_envs is not None
     assert playing.pipeline.val_envs.group_size == 4
@@ -90,7 +113,9 @@ def test_engines_of_a_colocated_run_have_the_devices_to_themselves() -> None:
 
 
 def test_sampling_of_the_evaluation_is_that_of_all_environments() -> None:
-    lake = tiny_document()["spec"]["pipeline"]["envs"][0] | {"validationGenerating": {"temperature": 0.3}}
+    lake = tiny_document()["spec"]["pipeline"]["envs"][0] | {
+        "validationGenerating": {"temperature": 0.3}
+    }
     run = run_with({"generating": {"temperature": 0.7}}, envs=[lake])
     playing = evaluation_run(run, "x").spec.pipeline
     assert playing.actor_infer.validation_generating.temperature == 0.7

@@ -19,7 +19,10 @@ def pipeline(*changes: str) -> dict[str, Any]:
     return changed
 
 
-@pytest.mark.parametrize("path", ["pipeline.envs[0].maxSteps", "spec.pipeline.envs[0].maxSteps", "pipeline.envs.0.maxSteps"])
+@pytest.mark.parametrize(
+    "path",
+    ["pipeline.envs[0].maxSteps", "spec.pipeline.envs[0].maxSteps", "pipeline.envs.0.maxSteps"],
+)
 def test_the_spec_prefix_is_optional_and_indices_have_two_spellings(path: str) -> None:
     assert pipeline(f"{path}=4")["envs"][0]["maxSteps"] == 4
 
@@ -46,7 +49,9 @@ def test_values_are_yaml(text: str, value: object) -> None:
 
 
 def test_mappings_on_the_way_are_made() -> None:
-    assert pipeline("pipeline.actorTrain.training.learningRate=1e-5")["actorTrain"] == {"training": {"learningRate": 1e-5}}
+    assert pipeline("pipeline.actorTrain.training.learningRate=1e-5")["actorTrain"] == {
+        "training": {"learningRate": 1e-5}
+    }
 
 
 def test_a_null_mapping_is_replaced() -> None:
@@ -61,7 +66,10 @@ def test_a_field_is_found_in_the_file_s_own_spelling() -> None:
 
 def test_later_changes_win_and_the_given_document_stays() -> None:
     document = run_with()
-    assert with_overrides(document, ["pipeline.seed=1", "pipeline.seed=2"])["spec"]["pipeline"]["seed"] == 2
+    assert (
+        with_overrides(document, ["pipeline.seed=1", "pipeline.seed=2"])["spec"]["pipeline"]["seed"]
+        == 2
+    )
     assert document == run_with()
 
 
@@ -74,7 +82,10 @@ def test_the_name_can_be_set() -> None:
     [
         ("pipeline.seed", "spec.pipeline.seed: write --set pipeline.seed=VALUE"),
         ("pipeline.envs[3].maxSteps=1", "spec.pipeline.envs[3]: the list has 1 entries"),
-        ("pipeline.envs.maxSteps=1", "spec.pipeline.envs: is a list: write spec.pipeline.envs[0] for its first entry"),
+        (
+            "pipeline.envs.maxSteps=1",
+            "spec.pipeline.envs: is a list: write spec.pipeline.envs[0] for its first entry",
+        ),
         ("pipeline.trainEnvs[0]=1", "spec.pipeline.trainEnvs: is not a list, so it has no entry 0"),
         ("pipeline.maxSteps.x=1", "spec.pipeline.maxSteps: is 2, which has no 'x'"),
         ("pipeline.seed=[1", "spec.pipeline.seed: '[1' is not YAML"),
@@ -92,7 +103,9 @@ def test_errors_begin_with_the_path(change: str, error: str) -> None:
 def test_the_run_is_validated_after_all_changes(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(run_with()))
-    run = load_run_with(file, ["pipeline.trainEnvs.groupSize=3", "pipeline.rolloutBatchSize=9"])  # each alone is refused
+    run = load_run_with(
+        file, ["pipeline.trainEnvs.groupSize=3", "pipeline.rolloutBatchSize=9"]
+    )  # each alone is refused
     assert run.spec.pipeline.rollout_batch_size == 9
     with pytest.raises(InvalidRun, match=r"spec\.pipeline\.sead: unknown field"):
         load_run_with(file, ["pipeline.sead=1"])

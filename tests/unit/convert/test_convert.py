@@ -20,7 +20,12 @@ from agenticrun_workers.convert.compose import Composition
 from agenticrun_workers.convert.strategies import KEPT, ZERO_KEPT
 from agenticrun_workers.models.task_tokenizer import build_task_tokenizer
 from agenticrun_workers.trainer.deepspeed_options import OFFLOADED, ZERO_PASSED, DeepSpeedOptions
-from agenticrun_workers.trainer.megatron.options import DATA_PARALLEL, SIZES, TRANSFORMER, MegatronOptions
+from agenticrun_workers.trainer.megatron.options import (
+    DATA_PARALLEL,
+    SIZES,
+    TRANSFORMER,
+    MegatronOptions,
+)
 from agenticrun_workers.trainer.options import FsdpOptions
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "data/roll/agentic").glob("*.yaml"))
@@ -31,9 +36,22 @@ BASE: dict[str, Any] = {
     "rollout_batch_size": 32,
     "sequence_length": 1024,
     "adv_estimator": "reinforce",
-    "custom_envs": {"Lake": {"env_type": "frozen_lake", "env_config": {"is_slippery": False, "action_pattern": "(.*)"}}},
-    "train_env_manager": {"num_env_groups": 8, "group_size": 4, "tags": ["Lake"], "num_groups_partition": [8]},
-    "actor_infer": {"generating_args": {"temperature": 1.0, "top_p": 1.0, "top_k": 0}, "strategy_args": {"strategy_name": "hf_infer"}},
+    "custom_envs": {
+        "Lake": {
+            "env_type": "frozen_lake",
+            "env_config": {"is_slippery": False, "action_pattern": "(.*)"},
+        }
+    },
+    "train_env_manager": {
+        "num_env_groups": 8,
+        "group_size": 4,
+        "tags": ["Lake"],
+        "num_groups_partition": [8],
+    },
+    "actor_infer": {
+        "generating_args": {"temperature": 1.0, "top_p": 1.0, "top_k": 0},
+        "strategy_args": {"strategy_name": "hf_infer"},
+    },
 }
 """A small configuration that converts without a line of `cannot`."""
 
@@ -74,10 +92,25 @@ def test_a_result_that_is_refused_is_told() -> None:
     ("normalization", "changes", "name", "expected"),
     [
         ({"grouping": "traj_group_id", "method": "mean_std"}, {}, "grpo", {"normStdType": "group"}),
-        ({"grouping": "traj_group_id", "norm_mean_type": "group", "norm_std_type": "batch"}, {}, "grpo", {"normStdType": "batch"}),
+        (
+            {"grouping": "traj_group_id", "norm_mean_type": "group", "norm_std_type": "batch"},
+            {},
+            "grpo",
+            {"normStdType": "batch"},
+        ),
         ({"grouping": "traj_group_id", "method": "mean"}, {}, "grpo", {"normStdType": "none"}),
-        ({"grouping": "traj_group_id", "method": "mean_std"}, {"gamma": 0.9}, "reinforce", {"gamma": 0.9}),
-        ({"grouping": "traj_group_id", "method": "mean_std"}, {"whiten_rewards": True}, "reinforce", {"whitenRewards": True}),
+        (
+            {"grouping": "traj_group_id", "method": "mean_std"},
+            {"gamma": 0.9},
+            "reinforce",
+            {"gamma": 0.9},
+        ),
+        (
+            {"grouping": "traj_group_id", "method": "mean_std"},
+            {"whiten_rewards": True},
+            "reinforce",
+            {"whitenRewards": True},
+        ),
         ({"grouping": "batch", "method": "mean_std"}, {}, "reinforce", {}),
         ({}, {}, "reinforce", {}),
     ],
@@ -91,18 +124,25 @@ def test_roll_s_grpo_is_ours_only_where_the_formulas_agree(
     if name == "grpo" or not normalization:
         assert "rewardNormalization" not in found
     else:
-        assert found["rewardNormalization"]["grouping"] == {"traj_group_id": "group", "batch": "batch"}[normalization["grouping"]]
+        assert (
+            found["rewardNormalization"]["grouping"]
+            == {"traj_group_id": "group", "batch": "batch"}[normalization["grouping"]]
+        )
 
 
 def test_token_kl_keeps_grpo_a_reinforce() -> None:
     found = pipeline(
-        adv_estimator="grpo", reward_normalization={"grouping": "traj_group_id", "method": "mean_std"}, add_token_level_kl=True
+        adv_estimator="grpo",
+        reward_normalization={"grouping": "traj_group_id", "method": "mean_std"},
+        add_token_level_kl=True,
     )
     assert found["algorithm"]["name"] == "reinforce"
     assert found["algorithm"]["rewardKl"] == {"kind": "k1", "coef": 0.2}
 
 
-@pytest.mark.parametrize(("kind", "ours"), [("kl", "k1"), ("mse", "k2"), ("k3", "k3"), ("abs", "abs"), ("full", "k1")])
+@pytest.mark.parametrize(
+    ("kind", "ours"), [("kl", "k1"), ("mse", "k2"), ("k3", "k3"), ("abs", "abs"), ("full", "k1")]
+)
 def test_kl_kinds_have_other_names(kind: str, ours: str) -> None:
     conversion = converted(add_token_level_kl=True, kl_penalty=kind)
     assert conversion.document["spec"]["pipeline"]["algorithm"]["rewardKl"]["kind"] == ours
@@ -124,23 +164,38 @@ def test_dual_clip_is_one_plus_twice_the_clip() -> None:
     ("worker", "variant"),
     [
         ({"pg_variant": "tis"}, "ppo"),  # ignored without the worker class that reads it
-        ({"pg_variant": "tis", "worker_cls": "roll.pipeline.agentic.agentic_actor_pg_worker.ActorWorker"}, "tis"),
+        (
+            {
+                "pg_variant": "tis",
+                "worker_cls": "roll.pipeline.agentic.agentic_actor_pg_worker.ActorWorker",
+            },
+            "tis",
+        ),
         ({"worker_cls": "roll.pipeline.agentic.agentic_actor_pg_worker.ActorWorker"}, "ppo"),
     ],
 )
-def test_the_loss_variant_counts_with_its_worker_class_only(worker: dict[str, Any], variant: str) -> None:
+def test_the_loss_variant_counts_with_its_worker_class_only(
+    worker: dict[str, Any], variant: str
+) -> None:
     assert pipeline(actor_train=worker)["algorithm"]["pgVariant"] == variant
 
 
 def test_sampling_defaults_are_roll_s_and_cut_the_distribution() -> None:
     conversion = converted(actor_infer={})
     sampling = conversion.document["spec"]["pipeline"]["actorInfer"]
-    assert sampling["generating"] == {"temperature": 0.95, "topP": 0.7, "topK": 50, "allowTruncatedSampling": True}
+    assert sampling["generating"] == {
+        "temperature": 0.95,
+        "topP": 0.7,
+        "topK": 50,
+        "allowTruncatedSampling": True,
+    }
     assert sampling["validationGenerating"] == {"temperature": 0.95, "topP": 0.7, "topK": 50}
 
 
 def test_a_correction_needs_the_whole_distribution() -> None:
-    found = pipeline(actor_infer={}, train_infer_correction={"is_weight": {"enabled": True, "upper_bound": None}})
+    found = pipeline(
+        actor_infer={}, train_infer_correction={"is_weight": {"enabled": True, "upper_bound": None}}
+    )
     assert found["actorInfer"]["generating"] == {"temperature": 0.95}
     assert found["trainInferCorrection"] == {"isWeight": {"level": "token", "upperBound": 1e6}}
 
@@ -150,12 +205,20 @@ def test_a_correction_needs_the_whole_distribution() -> None:
     [
         (0, 1, None),
         (2, 1, {"max": 2, "partialRollout": False, "offPolicy": "Ignore"}),
-        (0.5, 1, {"max": 0.5, "partialRollout": False, "offPolicy": "Ignore"}),  # crashed in ROLL (C8)
+        (
+            0.5,
+            1,
+            {"max": 0.5, "partialRollout": False, "offPolicy": "Ignore"},
+        ),  # crashed in ROLL (C8)
         (0, 4, {"max": 3, "partialRollout": False, "offPolicy": "Ignore"}),
     ],
 )
-def test_rollout_that_runs_ahead_is_said_openly(ahead: float, frequency: int, expected: dict[str, Any] | None) -> None:
-    conversion = converted(async_generation_ratio=ahead, actor_train={"model_update_frequency": frequency})
+def test_rollout_that_runs_ahead_is_said_openly(
+    ahead: float, frequency: int, expected: dict[str, Any] | None
+) -> None:
+    conversion = converted(
+        async_generation_ratio=ahead, actor_train={"model_update_frequency": frequency}
+    )
     assert conversion.document["spec"]["pipeline"].get("staleness") == expected
     parse_run(conversion.document)
 
@@ -170,7 +233,10 @@ def test_rollout_that_runs_ahead_is_said_openly(ahead: float, frequency: int, ex
     ],
 )
 def test_devices_become_pods_of_equal_size(mapping: Any, pods: dict[str, int]) -> None:
-    assert converted(actor_train={"device_mapping": mapping}).document["spec"]["roles"]["trainer"] == pods
+    assert (
+        converted(actor_train={"device_mapping": mapping}).document["spec"]["roles"]["trainer"]
+        == pods
+    )
 
 
 def test_device_mappings_are_read_not_run() -> None:
@@ -180,7 +246,9 @@ def test_device_mappings_are_read_not_run() -> None:
 
 def test_a_reference_with_gpus_of_its_own_gets_pods() -> None:
     roles = {"actor_train": {"device_mapping": [0, 1]}, "reference": {"device_mapping": [2]}}
-    assert converted(use_kl_loss=True, kl_loss_coef=0.1, **roles).document["spec"]["roles"]["reference"] == {"gpus": 1, "replicas": 1}
+    assert converted(use_kl_loss=True, kl_loss_coef=0.1, **roles).document["spec"]["roles"][
+        "reference"
+    ] == {"gpus": 1, "replicas": 1}
     assert "reference" not in converted(**roles).document["spec"]["roles"]  # nothing reads it
 
 
@@ -188,9 +256,16 @@ def test_a_reference_with_gpus_of_its_own_gets_pods() -> None:
     ("per_device", "accumulation", "devices", "expected"),
     [(2, 2, 2, 8), (1, 3, 1, 4), (8, 4, 1, None), (16, 16, 8, None)],
 )
-def test_optimizer_batches_are_whole_groups(per_device: int, accumulation: int, devices: int, expected: int | None) -> None:
-    training = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": accumulation}
-    found = pipeline(actor_train={"training_args": training, "device_mapping": list(range(devices))})["actorTrain"]["training"]
+def test_optimizer_batches_are_whole_groups(
+    per_device: int, accumulation: int, devices: int, expected: int | None
+) -> None:
+    training = {
+        "per_device_train_batch_size": per_device,
+        "gradient_accumulation_steps": accumulation,
+    }
+    found = pipeline(
+        actor_train={"training_args": training, "device_mapping": list(range(devices))}
+    )["actorTrain"]["training"]
     assert found.get("miniBatchSize") == expected
 
 
@@ -199,7 +274,10 @@ def test_model_parallel_ranks_are_no_data_parallel_ranks() -> None:
         actor_train={
             "training_args": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
             "device_mapping": "list(range(0, 8))",
-            "strategy_args": {"strategy_name": "megatron_train", "strategy_config": {"tensor_model_parallel_size": 4}},
+            "strategy_args": {
+                "strategy_name": "megatron_train",
+                "strategy_config": {"tensor_model_parallel_size": 4},
+            },
         }
     )
     assert conversion.document["spec"]["pipeline"]["actorTrain"]["training"]["miniBatchSize"] == 8
@@ -208,29 +286,57 @@ def test_model_parallel_ranks_are_no_data_parallel_ranks() -> None:
     assert strategy == {"name": "megatron", "config": {"tensor_model_parallel_size": 4}}
 
 
-ZERO = {"stage": 3, "reduce_bucket_size": "auto", "overlap_comm": True, "stage3_gather_16bit_weights_on_model_save": True}
+ZERO = {
+    "stage": 3,
+    "reduce_bucket_size": "auto",
+    "overlap_comm": True,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
 
 
 @pytest.mark.parametrize(
     ("trainer", "options", "model_args", "expected"),
     [
-        ("fsdp2_train", {"offload_policy": True, "param_dtype": "bf16"}, {}, {"offload_policy": True, "gradient_checkpointing": True}),
-        ("fsdp2_train", None, {"ulysses_size": 2, "disable_gradient_checkpointing": True}, {"ulysses_sequence_parallel_size": 2}),
+        (
+            "fsdp2_train",
+            {"offload_policy": True, "param_dtype": "bf16"},
+            {},
+            {"offload_policy": True, "gradient_checkpointing": True},
+        ),
+        (
+            "fsdp2_train",
+            None,
+            {"ulysses_size": 2, "disable_gradient_checkpointing": True},
+            {"ulysses_sequence_parallel_size": 2},
+        ),
         (
             "megatron_train",
-            {"recompute_granularity": "full", "sequence_parallel": True, "expert_model_parallel_size": 1},
+            {
+                "recompute_granularity": "full",
+                "sequence_parallel": True,
+                "expert_model_parallel_size": 1,
+            },
             {},
-            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            },
         ),
         (
             "deepspeed_train",
             {"zero_optimization": ZERO, "train_batch_size": "auto", "bf16": {"enabled": "auto"}},
             {},
-            {"zero_optimization": {"stage": 3, "overlap_comm": True}, "gradient_checkpointing": True},
+            {
+                "zero_optimization": {"stage": 3, "overlap_comm": True},
+                "gradient_checkpointing": True,
+            },
         ),
     ],
 )
-def test_trainers_keep_the_options_that_ours_have(trainer: str, options: Any, model_args: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_trainers_keep_the_options_that_ours_have(
+    trainer: str, options: Any, model_args: dict[str, Any], expected: dict[str, Any]
+) -> None:
     arguments = {"strategy_name": trainer, "strategy_config": options}
     conversion = converted(actor_train={"strategy_args": arguments, "model_args": model_args})
     assert cannot(conversion) == []
@@ -253,31 +359,61 @@ def test_the_options_that_are_kept_are_options_of_ours() -> None:
 
 
 def test_parallelism_that_we_do_not_have_is_told() -> None:
-    options = {"expert_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "optimizer_cpu_offload": True}
-    conversion = converted(actor_train={"strategy_args": {"strategy_name": "megatron_train", "strategy_config": options}})
-    assert sorted(cannot(conversion)) == [f"actor_train.strategy_args.strategy_config.{name}" for name in sorted(options)]
+    options = {
+        "expert_model_parallel_size": 4,
+        "virtual_pipeline_model_parallel_size": 2,
+        "optimizer_cpu_offload": True,
+    }
+    conversion = converted(
+        actor_train={
+            "strategy_args": {"strategy_name": "megatron_train", "strategy_config": options}
+        }
+    )
+    assert sorted(cannot(conversion)) == [
+        f"actor_train.strategy_args.strategy_config.{name}" for name in sorted(options)
+    ]
 
 
 def infer(name: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {**BASE["actor_infer"], "strategy_args": {"strategy_name": name, "strategy_config": options}, **more}
+    return {
+        **BASE["actor_infer"],
+        "strategy_args": {"strategy_name": name, "strategy_config": options},
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
     ("engine", "options", "gpus", "expected"),
     [
-        ("vllm", {"gpu_memory_utilization": 0.8, "load_format": "auto", "max_model_len": 9}, 1, {"gpu_memory_utilization": 0.8}),
+        (
+            "vllm",
+            {"gpu_memory_utilization": 0.8, "load_format": "auto", "max_model_len": 9},
+            1,
+            {"gpu_memory_utilization": 0.8},
+        ),
         ("vllm", {"tensor_parallel_size": 1}, 2, {"tensor_parallel_size": 2}),
         ("vllm", {"tensor_parallel_size": 4}, 4, {"tensor_parallel_size": 4}),
         ("sglang", {"mem_fraction_static": 0.7}, 1, {"mem_fraction_static": 0.7}),
-        ("sglang", {"mem_fraction_static": 0.7}, 8, {"mem_fraction_static": 0.7, "tensor_parallel_size": 8}),
+        (
+            "sglang",
+            {"mem_fraction_static": 0.7},
+            8,
+            {"mem_fraction_static": 0.7, "tensor_parallel_size": 8},
+        ),
         ("hf_infer", {"whatever": 1}, 1, {}),
     ],
 )
-def test_engines_keep_their_own_options(engine: str, options: dict[str, Any], gpus: int, expected: dict[str, Any]) -> None:
+def test_engines_keep_their_own_options(
+    engine: str, options: dict[str, Any], gpus: int, expected: dict[str, Any]
+) -> None:
     conversion = converted(actor_infer=infer(engine, options, num_gpus_per_worker=gpus))
     assert cannot(conversion) == []
     strategy = parse_run(conversion.document).spec.pipeline.actor_infer.strategy
-    assert (strategy.name, strategy.config, strategy.gpus) == ({"hf_infer": "transformers"}.get(engine, engine), expected, gpus)
+    assert (strategy.name, strategy.config, strategy.gpus) == (
+        {"hf_infer": "transformers"}.get(engine, engine),
+        expected,
+        gpus,
+    )
 
 
 @pytest.mark.parametrize(
@@ -301,7 +437,9 @@ def test_adapters(model_args: dict[str, Any], expected: dict[str, Any] | None) -
 def test_adapters_that_we_cannot_train_are_told() -> None:
     adapters = {"model_args": {"lora_target": "all-linear", "lora_dropout": 0.1}}
     assert "actor_train.model_args.lora_dropout" in cannot(converted(actor_train=adapters))
-    megatron = converted(actor_train={**adapters, "strategy_args": {"strategy_name": "megatron_train"}})
+    megatron = converted(
+        actor_train={**adapters, "strategy_args": {"strategy_name": "megatron_train"}}
+    )
     assert "actor_train.model_args.lora_target" in cannot(megatron)
     parse_run(megatron.document)
 
@@ -315,7 +453,9 @@ def test_adapters_that_we_cannot_train_are_told() -> None:
         ("list(range(8, 16))", 0, None),
     ],
 )
-def test_engines_on_exactly_the_trainers_gpus_take_turns_with_them(engines: str, ahead: float, placement: str | None) -> None:
+def test_engines_on_exactly_the_trainers_gpus_take_turns_with_them(
+    engines: str, ahead: float, placement: str | None
+) -> None:
     conversion = converted(
         actor_train={"device_mapping": "list(range(0, 8))"},
         actor_infer=infer("vllm", {}, device_mapping=engines),
@@ -358,14 +498,22 @@ def test_what_is_no_configuration_is_told(tmp_path: Path) -> None:
         ({"sequence_length": "long"}, "sequence_length: must be a number"),
         ({"custom_envs": [1]}, "custom_envs: must be a mapping"),
         ({"custom_envs": {"Lake": 1}}, "custom_envs.Lake: must be a mapping"),
-        ({"custom_envs": {"Lake": {"max_steps": "many"}}}, "custom_envs.Lake.max_steps: must be a number"),
+        (
+            {"custom_envs": {"Lake": {"max_steps": "many"}}},
+            "custom_envs.Lake.max_steps: must be a number",
+        ),
         ({"actor_train": 3}, "actor_train: must be a mapping"),
-        ({"actor_infer": {"generating_args": {"top_p": "half"}}}, "actor_infer.generating_args.top_p: must be a number"),
+        (
+            {"actor_infer": {"generating_args": {"top_p": "half"}}},
+            "actor_infer.generating_args.top_p: must be a number",
+        ),
         ({"train_env_manager": {"tags": "Lake"}}, "train_env_manager.tags: must be a list"),
         ({"whiten_advantages": 1}, "whiten_advantages: must be a switch"),
     ],
 )
-def test_values_that_roll_would_refuse_are_named_with_their_path(changes: dict[str, Any], message: str) -> None:
+def test_values_that_roll_would_refuse_are_named_with_their_path(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConvertError) as raised:
         converted(**changes)
     assert str(raised.value).startswith(message)
@@ -397,5 +545,9 @@ def test_agents_take_the_converted_templates(example: Path) -> None:
     run = parse_run(convert(compose(example), example.stem).document)
     tokenizer = build_task_tokenizer(("a",), 256)
     for env in run.spec.pipeline.envs:
-        limits = AgentLimits(max_turns=env.max_steps, max_tokens_per_step=env.max_tokens_per_step, sequence_length=256)
+        limits = AgentLimits(
+            max_turns=env.max_steps,
+            max_tokens_per_step=env.max_tokens_per_step,
+            sequence_length=256,
+        )
         make_agent(env.agent.type, env.agent.config, tokenizer=tokenizer, limits=limits)

@@ -14,7 +14,10 @@ from agenticrun_workers.convert.mapping import AGENTIC
 
 DATA = Path(__file__).parents[2] / "data/roll"
 EXAMPLES = sorted((DATA / "agentic").glob("*.yaml"))
-SECTIONS = {path.removeprefix("top"): names.split() for path, names in yaml.safe_load((DATA / "fields.yaml").read_text()).items()}
+SECTIONS = {
+    path.removeprefix("top"): names.split()
+    for path, names in yaml.safe_load((DATA / "fields.yaml").read_text()).items()
+}
 """Path of a section -> its fields, as ROLL's code has them."""
 
 
@@ -45,18 +48,31 @@ def used(values: Any, path: str = "") -> set[str]:
     return {f"{path}.{key}" if path else str(key) for key in values} | set().union(*below)
 
 
-ROLES = ("actor_train", "actor_infer", "reference", "critic", "train_env_manager", "val_env_manager")
+ROLES = (
+    "actor_train",
+    "actor_infer",
+    "reference",
+    "critic",
+    "train_env_manager",
+    "val_env_manager",
+)
 
 
 def test_the_examples_use_every_field_of_roll() -> None:
     keys = {key for example in EXAMPLES for key in used(compose(example).config)}
-    of_any_role = {key.split(".", 1)[1] for key in keys if key.split(".")[0] in ROLES and "." in key}
+    of_any_role = {
+        key.split(".", 1)[1] for key in keys if key.split(".")[0] in ROLES and "." in key
+    }
     missing = []
     for path, names in SECTIONS.items():
         role, _, rest = path.partition(".")
         for name in names:
             inner = f"{rest}.{name}" if rest else name
-            there = inner in of_any_role if role in ROLES else f"{path.replace('custom_envs', 'custom_envs.*')}.{name}".lstrip(".") in keys
+            there = (
+                inner in of_any_role
+                if role in ROLES
+                else f"{path.replace('custom_envs', 'custom_envs.*')}.{name}".lstrip(".") in keys
+            )
             if not there:
                 missing.append(f"{path}.{name}")
     assert missing == []

@@ -34,7 +34,14 @@ OTHER_TEXTS = {
     "weight_type": ("token",),
     "agg_type": ("sequence",),
 }
-ONE_CHOICE = ("strategy_name", "worker_cls", "group_filter_cls", "proxy_type", "pipeline_cls", "type")
+ONE_CHOICE = (
+    "strategy_name",
+    "worker_cls",
+    "group_filter_cls",
+    "proxy_type",
+    "pipeline_cls",
+    "type",
+)
 """Fields of which we have one value only: nothing in the run says it."""
 CONDITIONAL = re.compile(
     "asks for nothing|not set|a variable|only|does not read|no env manager|takes? its place|is off|validation waits|same way"
@@ -53,21 +60,30 @@ def others(line: Line) -> list[Any]:
         case float():
             return [line.value / 2 or 0.5]
         case str():
-            return [text for text in OTHER_TEXTS.get(name, (f"{line.value}x",)) if text != line.value]
+            return [
+                text for text in OTHER_TEXTS.get(name, (f"{line.value}x",)) if text != line.value
+            ]
     return []
 
 
 def scalars(conversion: Conversion, fate: Fate) -> Iterator[Line]:
     """Lines of one fate about a single number, text or switch."""
     for line in conversion.lines:
-        if line.fate is fate and others(line) and line.field.rsplit(".", 1)[-1] not in ONE_CHOICE and " " not in line.field:
+        if (
+            line.fate is fate
+            and others(line)
+            and line.field.rsplit(".", 1)[-1] not in ONE_CHOICE
+            and " " not in line.field
+        ):
             yield line
 
 
 def changed(composition: Composition, field: str, value: Any) -> Composition:
     """The configuration with another value of one field."""
     config = copy.deepcopy(composition.config)
-    *path, last = [int(key) if key.isdigit() else key for key in re.split(r"[.\[\]]+", field) if key]
+    *path, last = [
+        int(key) if key.isdigit() else key for key in re.split(r"[.\[\]]+", field) if key
+    ]
     node: Any = config
     for key in path:
         node = node[key]
@@ -82,7 +98,10 @@ def test_what_is_mapped_changes_the_run(example: Path) -> None:
     silent = [
         (line.field, line.value)
         for line in scalars(conversion, Fate.MAPPED)
-        if all(convert(changed(composition, line.field, value), "x").document == conversion.document for value in others(line))
+        if all(
+            convert(changed(composition, line.field, value), "x").document == conversion.document
+            for value in others(line)
+        )
     ]
     assert silent == []
 
@@ -106,16 +125,27 @@ def test_every_field_of_the_file_has_a_line(example: Path) -> None:
     composition = compose(example)
     fields = {line.field for line in convert(composition, "x").lines}
     for key, value in composition.config.items():
-        assert key in fields or any(field.startswith((f"{key}.", f"{key}[")) for field in fields), (key, value)
+        assert key in fields or any(field.startswith((f"{key}.", f"{key}[")) for field in fields), (
+            key,
+            value,
+        )
 
 
 def test_a_typo_is_told_with_the_likely_field() -> None:
     composition = compose(EXAMPLES[0])
     composition.config["adv_estimater"] = "gae"
     composition.config["actor_train"]["training_args"]["flash_attn"] = True
-    lines = {line.field: line for line in convert(composition, "x").lines if line.fate is Fate.UNKNOWN}
-    assert lines["adv_estimater"].note == "ROLL has no such field and ignores it: did you mean adv_estimator?"
-    assert lines["actor_train.training_args.flash_attn"].note == "ROLL has no such field and ignores it"
+    lines = {
+        line.field: line for line in convert(composition, "x").lines if line.fate is Fate.UNKNOWN
+    }
+    assert (
+        lines["adv_estimater"].note
+        == "ROLL has no such field and ignores it: did you mean adv_estimator?"
+    )
+    assert (
+        lines["actor_train.training_args.flash_attn"].note
+        == "ROLL has no such field and ignores it"
+    )
 
 
 def test_secrets_are_neither_shown_nor_written() -> None:

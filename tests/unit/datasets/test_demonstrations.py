@@ -18,14 +18,20 @@ from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.trainer.samples import supervised_samples
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory
 
-TOKENIZER = build_task_tokenizer(["hot", "cold", "up", "down", "?", " ", "opposite", *"0123456789"], 1000)
+TOKENIZER = build_task_tokenizer(
+    ["hot", "cold", "up", "down", "?", " ", "opposite", *"0123456789"], 1000
+)
 CHAT = ChatFormat(TOKENIZER)
 
 
-def demonstrations(folder: Path, rows: list[dict[str, Any]], *, sequence_length: int = 100, **options: Any) -> Demonstrations:
+def demonstrations(
+    folder: Path, rows: list[dict[str, Any]], *, sequence_length: int = 100, **options: Any
+) -> Demonstrations:
     path = folder / "answers.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spec = WarmupDataset.model_validate({"path": str(path), "shuffle": False, "valSplit": "train", **options})
+    spec = WarmupDataset.model_validate(
+        {"path": str(path), "shuffle": False, "valSplit": "train", **options}
+    )
     return Demonstrations(spec, seed=0, sequence_length=sequence_length)
 
 
@@ -46,15 +52,23 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "messages"), [("hot?", [{"role": "user", "content": "hot?"}]), (MESSAGES, MESSAGES)])
-def test_prompt_and_answer_are_what_the_chat_template_renders(tmp_path: Path, prompt: Any, messages: list[dict[str, str]]) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "messages"), [("hot?", [{"role": "user", "content": "hot?"}]), (MESSAGES, MESSAGES)]
+)
+def test_prompt_and_answer_are_what_the_chat_template_renders(
+    tmp_path: Path, prompt: Any, messages: list[dict[str, str]]
+) -> None:
     trajectory = shown(demonstrations(tmp_path, [{"prompt": prompt, "answer": "cold"}]))
-    assert trajectory.tokens_T.tolist() == rendered([*messages, {"role": "assistant", "content": "cold"}])
+    assert trajectory.tokens_T.tolist() == rendered(
+        [*messages, {"role": "assistant", "content": "cold"}]
+    )
     assert EpisodeResult.of(trajectory).trainable
 
 
 def test_the_loss_is_on_the_answer_and_its_end_of_turn_alone(tmp_path: Path) -> None:
-    (sample,) = supervised_samples(shown(demonstrations(tmp_path, [{"prompt": MESSAGES, "answer": "cold"}])))
+    (sample,) = supervised_samples(
+        shown(demonstrations(tmp_path, [{"prompt": MESSAGES, "answer": "cold"}]))
+    )
     weighed = sample.tokens_T[sample.weight_T > 0]
     assert TOKENIZER.convert_ids_to_tokens(weighed.tolist()) == ["cold", "<|end|>"]
 
@@ -67,7 +81,13 @@ def test_columns_of_any_name_and_answers_that_are_numbers(tmp_path: Path) -> Non
 
 def test_items_come_in_epochs_by_their_number(tmp_path: Path) -> None:
     found = demonstrations(tmp_path, [{"prompt": "?", "answer": str(n)} for n in range(3)])
-    assert [CHAT.text(shown(found, n).turns[0].response_T) for n in range(5)] == ["0", "1", "2", "0", "1"]
+    assert [CHAT.text(shown(found, n).turns[0].response_T) for n in range(5)] == [
+        "0",
+        "1",
+        "2",
+        "0",
+        "1",
+    ]
 
 
 def test_an_item_that_is_too_long_is_left_out_not_cut(tmp_path: Path) -> None:
@@ -88,13 +108,17 @@ def test_an_item_that_is_too_long_is_left_out_not_cut(tmp_path: Path) -> None:
         ({"prompt": [{"role": "user", "text": "hot?"}], "answer": "cold"}, "KeyError: 'content'"),
     ],
 )
-def test_an_item_that_cannot_be_shown_says_why(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_an_item_that_cannot_be_shown_says_why(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
     trajectory = shown(demonstrations(tmp_path, [row]))
     assert trajectory.stop_reason is StopReason.ENV_ERROR
     assert message in trajectory.error
 
 
-@pytest.mark.parametrize(("option", "field"), [("promptColumn", "promptColumn"), ("answerColumn", "answerColumn")])
+@pytest.mark.parametrize(
+    ("option", "field"), [("promptColumn", "promptColumn"), ("answerColumn", "answerColumn")]
+)
 def test_a_column_that_is_not_there_is_refused(tmp_path: Path, option: str, field: str) -> None:
     with pytest.raises(InvalidConfig, match="no column 'reply'; it has answer, prompt") as caught:
         demonstrations(tmp_path, [{"prompt": "hot?", "answer": "cold"}], **{option: "reply"})
@@ -112,5 +136,7 @@ def test_only_a_warm_up_from_a_data_set_has_demonstrations() -> None:
     }
     assert Demonstrations.of(Pipeline.model_validate(config)) is None
     config["warmup"] = {"steps": 1, "source": "Dataset", "dataset": {"path": "/nowhere.jsonl"}}
-    with pytest.raises(InvalidConfig, match=r"spec\.pipeline\.warmup\.dataset\.path: no file or folder"):
+    with pytest.raises(
+        InvalidConfig, match=r"spec\.pipeline\.warmup\.dataset\.path: no file or folder"
+    ):
         Demonstrations.of(Pipeline.model_validate(config))

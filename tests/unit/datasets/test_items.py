@@ -32,7 +32,12 @@ def folder() -> Iterator[Path]:
 
 def write(folder: Path, count: int, name: str = "items") -> str:
     path = folder / f"{name}-{count}.jsonl"
-    path.write_text("".join(json.dumps({"number": number, "text": f"item {number}"}) + "\n" for number in range(count)))
+    path.write_text(
+        "".join(
+            json.dumps({"number": number, "text": f"item {number}"}) + "\n"
+            for number in range(count)
+        )
+    )
     return str(path)
 
 
@@ -42,7 +47,9 @@ def numbers(dataset: Dataset, stream: Stream, places: range) -> list[int]:
 
 def test_each_epoch_plays_every_item_once_in_an_order_of_its_own(folder: Path) -> None:
     dataset = Dataset(DatasetSpec(path=write(folder, 20), val_share=0.2), seed=1, field=FIELD)
-    epochs = [numbers(dataset, Stream.TRAIN, range(16 * epoch, 16 * (epoch + 1))) for epoch in range(3)]
+    epochs = [
+        numbers(dataset, Stream.TRAIN, range(16 * epoch, 16 * (epoch + 1))) for epoch in range(3)
+    ]
     assert [len(set(epoch)) for epoch in epochs] == [16, 16, 16]
     assert set(epochs[0]) == set(epochs[1]) == set(epochs[2])
     assert epochs[0] != epochs[1] != epochs[2]
@@ -56,13 +63,17 @@ def test_without_shuffle_items_come_in_file_order_in_every_epoch(folder: Path) -
 
 
 @given(asked=st.lists(st.integers(0, 200), max_size=12), seed=st.integers(0, 2**31 - 1))
-def test_an_item_depends_on_its_number_and_not_on_what_was_asked_before(folder: Path, asked: list[int], seed: int) -> None:
+def test_an_item_depends_on_its_number_and_not_on_what_was_asked_before(
+    folder: Path, asked: list[int], seed: int
+) -> None:
     spec = DatasetSpec(path=write(folder, 20))
     used = Dataset(spec, seed, FIELD)
     for number in asked:
         used.item(Stream.TRAIN, number)
     for number in asked:
-        assert used.item(Stream.TRAIN, number) == Dataset(spec, seed, FIELD).item(Stream.TRAIN, number)
+        assert used.item(Stream.TRAIN, number) == Dataset(spec, seed, FIELD).item(
+            Stream.TRAIN, number
+        )
 
 
 def test_seeds_differ_in_order_and_agree_on_what_is_held_out(folder: Path) -> None:
@@ -72,7 +83,9 @@ def test_seeds_differ_in_order_and_agree_on_what_is_held_out(folder: Path) -> No
     assert numbers(one, Stream.VALIDATION, range(15)) == numbers(two, Stream.VALIDATION, range(15))
 
 
-def test_validation_goes_through_the_held_out_items_in_file_order_again_and_again(folder: Path) -> None:
+def test_validation_goes_through_the_held_out_items_in_file_order_again_and_again(
+    folder: Path,
+) -> None:
     dataset = Dataset(DatasetSpec(path=write(folder, 20), val_share=0.25), seed=1, field=FIELD)
     once = numbers(dataset, Stream.VALIDATION, range(5))
     assert once == sorted(set(once))
@@ -82,7 +95,9 @@ def test_validation_goes_through_the_held_out_items_in_file_order_again_and_agai
 
 def test_a_warm_up_from_the_same_file_never_sees_what_is_held_out(folder: Path) -> None:
     dataset = Dataset(DatasetSpec(path=write(folder, 20)), seed=1, field=FIELD)
-    assert set(numbers(dataset, Stream.WARMUP, range(18))) == set(numbers(dataset, Stream.TRAIN, range(18)))
+    assert set(numbers(dataset, Stream.WARMUP, range(18))) == set(
+        numbers(dataset, Stream.TRAIN, range(18))
+    )
 
 
 @given(count=st.integers(2, 300), share=st.floats(0.001, 0.999))
@@ -94,7 +109,10 @@ def test_holding_out_splits_the_rows_into_two_parts_in_order(count: int, share: 
     assert len(held) == min(max(1, round(share * count)), count - 1)
 
 
-@given(shares=st.dictionaries(st.sampled_from("ABCD"), st.integers(1, 5), min_size=1), group=st.integers(0, 60))
+@given(
+    shares=st.dictionaries(st.sampled_from("ABCD"), st.integers(1, 5), min_size=1),
+    group=st.integers(0, 60),
+)
 def test_groups_of_a_tag_are_numbered_without_gaps(shares: dict[str, int], group: int) -> None:
     cycle = tag_cycle(shares)
     tags = [cycle[number % len(cycle)] for number in range(group + 1)]
@@ -108,7 +126,10 @@ def pipeline(*paths: str | None, **changes: Any) -> Pipeline:
             "maxSteps": 1,
             "rolloutBatchSize": 2,
             "evalSteps": 0,
-            "envs": [{"tag": t, "type": "x"} | ({"dataset": {"path": p}} if p else {}) for t, p in zip(tags, paths, strict=True)],
+            "envs": [
+                {"tag": t, "type": "x"} | ({"dataset": {"path": p}} if p else {})
+                for t, p in zip(tags, paths, strict=True)
+            ],
             "trainEnvs": {"groups": len(paths), "groupSize": 2, "tags": list(tags)},
         }
         | changes
@@ -124,7 +145,10 @@ def test_two_tags_each_play_all_of_their_own_items(folder: Path) -> None:
         item = items.of(tag, Stream.TRAIN, group)
         assert item is not None
         played[tag][item["number"]] += 1
-    assert {tag: sorted(set(counts.values())) for tag, counts in played.items()} == {"A": [2], "B": [2]}
+    assert {tag: sorted(set(counts.values())) for tag, counts in played.items()} == {
+        "A": [2],
+        "B": [2],
+    }
 
 
 def test_an_environment_without_a_data_set_has_no_items(folder: Path) -> None:

@@ -37,11 +37,19 @@ def write_csv(path: Path) -> str:
 
 
 def open_dataset(path: str, **options: Any) -> Dataset:
-    return Dataset(DatasetSpec.model_validate({"path": path, "shuffle": False, **options}), seed=0, field="dataset")
+    return Dataset(
+        DatasetSpec.model_validate({"path": path, "shuffle": False, **options}),
+        seed=0,
+        field="dataset",
+    )
 
 
 def questions(dataset: Dataset) -> set[str]:
-    return {dataset.item(stream, n)["q"] for stream in (Stream.TRAIN, Stream.VALIDATION) for n in range(dataset.size(stream))}
+    return {
+        dataset.item(stream, n)["q"]
+        for stream in (Stream.TRAIN, Stream.VALIDATION)
+        for n in range(dataset.size(stream))
+    }
 
 
 def test_jsonl_csv_parquet_and_saved_folders_hold_the_same_items(tmp_path: Path) -> None:
@@ -61,7 +69,9 @@ def test_a_glob_joins_its_files_in_the_order_of_their_names(tmp_path: Path) -> N
     assert [dataset.item(Stream.TRAIN, n)["q"] for n in range(6)] == [row["q"] for row in ROWS]
 
 
-def test_a_relative_path_is_found_beside_the_users_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_found_beside_the_users_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_lines(tmp_path / "items.jsonl")
     monkeypatch.setenv("PYTHONPATH", f"/nowhere:{tmp_path}")
     assert open_dataset("items.jsonl").size(Stream.TRAIN) == 5
@@ -73,7 +83,9 @@ def test_chat_messages_and_numbers_keep_their_types(tmp_path: Path) -> None:
     assert open_dataset(str(tmp_path / "items.jsonl")).item(Stream.TRAIN, 0) == row
 
 
-def test_a_validation_split_of_its_own_is_played_whole_and_nothing_is_held_out(tmp_path: Path) -> None:
+def test_a_validation_split_of_its_own_is_played_whole_and_nothing_is_held_out(
+    tmp_path: Path,
+) -> None:
     splits = {"train": hf.Dataset.from_list(ROWS[:4]), "test": hf.Dataset.from_list(ROWS[4:])}
     hf.DatasetDict(**splits).save_to_disk(str(tmp_path / "splits"))
     dataset = open_dataset(str(tmp_path / "splits"), valSplit="test")
@@ -86,7 +98,9 @@ def test_columns_are_renamed_copied_and_swapped(tmp_path: Path) -> None:
     renamed = open_dataset(path, columns={"prompt": "q"}, valSplit="train")
     assert renamed.item(Stream.TRAIN, 1) == {"prompt": "question 1", "a": "1"}
     assert renamed.columns == {"prompt", "a"}
-    assert open_dataset(path, columns={"q": "a", "a": "q"}, valSplit="train").item(Stream.TRAIN, 1) == {"q": "1", "a": "question 1"}
+    assert open_dataset(path, columns={"q": "a", "a": "q"}, valSplit="train").item(
+        Stream.TRAIN, 1
+    ) == {"q": "1", "a": "question 1"}
     copied = open_dataset(path, columns={"x": "a", "y": "a"}, valSplit="train")
     assert copied.item(Stream.TRAIN, 1) == {"q": "question 1", "x": "1", "y": "1"}
 
@@ -96,11 +110,17 @@ def test_columns_are_renamed_copied_and_swapped(tmp_path: Path) -> None:
     [
         ({"split": "test"}, "dataset.split", "no split 'test'; it has train"),
         ({"valSplit": "validation"}, "dataset.valSplit", "no split 'validation'; it has train"),
-        ({"columns": {"prompt": "question"}}, "dataset.columns.prompt", "no column 'question'; it has q, a"),
+        (
+            {"columns": {"prompt": "question"}},
+            "dataset.columns.prompt",
+            "no column 'question'; it has q, a",
+        ),
         ({"columns": {"a": "q"}}, "dataset.columns.a", "has a column 'a' of its own"),
     ],
 )
-def test_what_is_missing_is_named_with_what_there_is(tmp_path: Path, options: dict[str, Any], field: str, message: str) -> None:
+def test_what_is_missing_is_named_with_what_there_is(
+    tmp_path: Path, options: dict[str, Any], field: str, message: str
+) -> None:
     with pytest.raises(InvalidConfig, match=message) as caught:
         open_dataset(write_lines(tmp_path / "items.jsonl"), **options)
     assert caught.value.path == field
@@ -129,7 +149,9 @@ def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path: Path) -
 
 def test_a_plain_folder_says_how_to_name_its_files(tmp_path: Path) -> None:
     write_lines(tmp_path / "items.jsonl")
-    with pytest.raises(InvalidConfig, match=r"name plain files with a glob, for example .*/\*\.jsonl"):
+    with pytest.raises(
+        InvalidConfig, match=r"name plain files with a glob, for example .*/\*\.jsonl"
+    ):
         open_dataset(str(tmp_path))
 
 
@@ -147,7 +169,9 @@ def test_one_item_cannot_be_held_out(tmp_path: Path) -> None:
     assert open_dataset(path, valSplit="train").size(Stream.TRAIN) == 1
 
 
-def test_a_hub_that_does_not_answer_is_another_attempts_business(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_another_attempts_business(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def unreachable(name: str) -> None:
         raise ConnectionError("no route")
 

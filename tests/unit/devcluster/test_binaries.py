@@ -31,7 +31,9 @@ def test_key_is_stable_and_changes_with_the_source(module: Path) -> None:
 
 
 def test_key_changes_with_the_build_flags(module: Path) -> None:
-    assert module_key(_PROGRAM, module) != module_key(replace(_PROGRAM, variables=("version=2",)), module)
+    assert module_key(_PROGRAM, module) != module_key(
+        replace(_PROGRAM, variables=("version=2",)), module
+    )
 
 
 def test_key_tells_a_renamed_file(module: Path) -> None:
@@ -56,20 +58,33 @@ def test_every_program_has_its_committed_module() -> None:
         ("helm", "helm.sh/helm/v3", HELM_VERSION),
     ],
 )
-def test_modules_pin_the_versions_that_the_settings_name(program: str, module: str, version: str) -> None:
-    assert re.search(rf"\b{re.escape(module)} {re.escape(version)}\b", (_GO / program / "go.mod").read_text())
+def test_modules_pin_the_versions_that_the_settings_name(
+    program: str, module: str, version: str
+) -> None:
+    assert re.search(
+        rf"\b{re.escape(module)} {re.escape(version)}\b", (_GO / program / "go.mod").read_text()
+    )
 
 
 def test_modules_need_no_newer_go_than_the_tool_asks_for() -> None:
     for program in PROGRAMS:
-        needed = re.search(r"^go (\d+)\.(\d+)", (_GO / program.name / "go.mod").read_text(), re.MULTILINE)
+        needed = re.search(
+            r"^go (\d+)\.(\d+)", (_GO / program.name / "go.mod").read_text(), re.MULTILINE
+        )
         assert needed is not None
         assert (int(needed[1]), int(needed[2])) <= MINIMUM_GO
 
 
 @pytest.mark.parametrize(
     ("version", "enough"),
-    [("go1.26.8", True), ("go1.25", True), ("go1.24.9", False), ("go2.0", True), ("devel go1.27-abc", True), ("", False)],
+    [
+        ("go1.26.8", True),
+        ("go1.25", True),
+        ("go1.24.9", False),
+        ("go2.0", True),
+        ("devel go1.27-abc", True),
+        ("", False),
+    ],
 )
 def test_go_release_is_compared_by_number(version: str, enough: bool) -> None:
     assert recent_enough(version) is enough

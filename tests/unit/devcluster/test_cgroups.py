@@ -46,7 +46,9 @@ def test_v1_cpuset_gets_the_roots_cpus_and_memory_nodes_else_no_process_fits_in(
 def test_v2_has_one_parent_with_the_controllers_delegated(v2: Path) -> None:
     cgroups.create("ours", v2)
     assert (v2 / "ours").is_dir()
-    assert (v2 / "cgroup.subtree_control").read_text() == "+memory"  # the kernel would add up what a plain file keeps the last of
+    assert (
+        v2 / "cgroup.subtree_control"
+    ).read_text() == "+memory"  # the kernel would add up what a plain file keeps the last of
 
 
 def test_processes_are_found_at_any_depth(v1: Path) -> None:
@@ -65,7 +67,9 @@ def test_a_cgroup_that_vanishes_while_processes_are_looked_for_has_none(v1: Path
     assert cgroups.processes("ours", v1) == set()
 
 
-def test_removal_waits_for_a_cgroup_whose_last_thread_is_still_on_its_way_out(v1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_waits_for_a_cgroup_whose_last_thread_is_still_on_its_way_out(
+    v1: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     busy = v1 / "memory" / "ours" / "pod1"
     busy.mkdir(parents=True)
     refusals = iter(range(2))

@@ -35,23 +35,31 @@ def test_a_named_context_comes_first(settings: Settings, machine: pytest.MonkeyP
     assert isinstance(choose(replace(settings, context="lab")), ContextCluster)
 
 
-def test_kind_comes_before_the_host_where_docker_answers(settings: Settings, machine: pytest.MonkeyPatch) -> None:
+def test_kind_comes_before_the_host_where_docker_answers(
+    settings: Settings, machine: pytest.MonkeyPatch
+) -> None:
     with_kind(machine, docker_answers=True)
     assert isinstance(choose(settings), KindCluster)
 
 
-def test_docker_that_does_not_answer_is_no_docker(settings: Settings, machine: pytest.MonkeyPatch) -> None:
+def test_docker_that_does_not_answer_is_no_docker(
+    settings: Settings, machine: pytest.MonkeyPatch
+) -> None:
     with_kind(machine, docker_answers=False)
     assert isinstance(choose(settings), HostCluster)
 
 
-def test_a_host_cluster_that_exists_stays_the_choice_when_docker_appears(settings: Settings, machine: pytest.MonkeyPatch) -> None:
+def test_a_host_cluster_that_exists_stays_the_choice_when_docker_appears(
+    settings: Settings, machine: pytest.MonkeyPatch
+) -> None:
     settings.state.mkdir()
     with_kind(machine, docker_answers=True)
     assert isinstance(choose(settings), HostCluster)
 
 
-def test_where_none_is_possible_one_line_says_why(settings: Settings, machine: pytest.MonkeyPatch) -> None:
+def test_where_none_is_possible_one_line_says_why(
+    settings: Settings, machine: pytest.MonkeyPatch
+) -> None:
     machine.setattr(prerequisites, "host_refusal", lambda: "not root")
     with pytest.raises(NoClusterPossible, match="not root") as caught:
         choose(settings)
@@ -60,9 +68,15 @@ def test_where_none_is_possible_one_line_says_why(settings: Settings, machine: p
 
 @pytest.mark.parametrize(
     ("mask", "lacking"),
-    [("000001fffeffffff", []), ("00000000a80425fb", ["CAP_NET_ADMIN", "CAP_SYS_ADMIN"]), ("0000000000001000", ["CAP_SYS_ADMIN"])],
+    [
+        ("000001fffeffffff", []),
+        ("00000000a80425fb", ["CAP_NET_ADMIN", "CAP_SYS_ADMIN"]),
+        ("0000000000001000", ["CAP_SYS_ADMIN"]),
+    ],
 )
-def test_a_container_without_the_rights_of_a_node_is_recognised(mask: str, lacking: list[str]) -> None:
+def test_a_container_without_the_rights_of_a_node_is_recognised(
+    mask: str, lacking: list[str]
+) -> None:
     assert prerequisites.lacking_capabilities(f"Name:\tx\nCapEff:\t{mask}\n") == lacking
 
 
@@ -71,7 +85,9 @@ def test_a_cluster_that_is_down_has_no_kubeconfig(settings: Settings) -> None:
         HostCluster(settings).kubeconfig()
 
 
-def test_command_line_ends_with_3_where_no_cluster_is_possible(machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_ends_with_3_where_no_cluster_is_possible(
+    machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from devcluster.cli import main
 
     machine.delenv("CONTEXT", raising=False)
@@ -105,14 +121,29 @@ def test_status_waits_for_problems_that_pass_if_told_so_but_not_for_a_cluster_th
     assert status(["the node is not Ready"], wait="60") == 0
     assert status(["the node is not Ready"], wait="0") == 1
     assert status(["down"], wait="60") == 1
-    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == ["up", "the node is not Ready", "down"]
+    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "up",
+        "the node is not Ready",
+        "down",
+    ]
 
 
 def test_settings_come_from_the_environment() -> None:
     settings = Settings.from_environment(
-        {"HOME": "/home/x", "AGENTICRUN_CACHE": "/cache", "AGENTICRUN_DEVCLUSTER_STATE": "/state", "CONTEXT": "lab", "IMAGE_REGISTRY": "r/"}
+        {
+            "HOME": "/home/x",
+            "AGENTICRUN_CACHE": "/cache",
+            "AGENTICRUN_DEVCLUSTER_STATE": "/state",
+            "CONTEXT": "lab",
+            "IMAGE_REGISTRY": "r/",
+        }
     )
-    assert (settings.cache, settings.state, settings.context, settings.image_registry) == (Path("/cache"), Path("/state"), "lab", "r")
+    assert (settings.cache, settings.state, settings.context, settings.image_registry) == (
+        Path("/cache"),
+        Path("/state"),
+        "lab",
+        "r",
+    )
     assert Settings.from_environment({"HOME": "/home/x"}).cache == Path("/home/x/.cache/agenticrun")
 
 
@@ -122,7 +153,9 @@ def test_the_repository_is_found_from_the_tools_place() -> None:
 
 def test_only_mounts_below_the_folder_are_ours(tmp_path: Path) -> None:
     table = tmp_path / "mounts"
-    table.write_text("a /state/x ext4\nb /state ext4\nc /state-other/y ext4\nd /state/with\\040space ext4\n")
+    table.write_text(
+        "a /state/x ext4\nb /state ext4\nc /state-other/y ext4\nd /state/with\\040space ext4\n"
+    )
     assert mounts_below(Path("/state"), table) == ["/state/x", "/state/with space"]
 
 

@@ -48,7 +48,9 @@ def all_specs(components: Components) -> list[ProcessSpec]:
     ]
 
 
-def test_every_component_but_the_registry_lives_in_the_nodes_network(components: Components) -> None:
+def test_every_component_but_the_registry_lives_in_the_nodes_network(
+    components: Components,
+) -> None:
     outside = [spec.name for spec in all_specs(components) if not spec.in_netns]
     assert outside == ["registry"]
 
@@ -59,7 +61,9 @@ def test_rbac_and_node_restriction_are_on(components: Components) -> None:
     assert "--enable-admission-plugins=NodeRestriction" in argv
 
 
-def test_nothing_is_written_outside_state_and_cache(components: Components, settings: Settings) -> None:
+def test_nothing_is_written_outside_state_and_cache(
+    components: Components, settings: Settings
+) -> None:
     for spec in all_specs(components):
         for path in spec.files:
             assert path.is_relative_to(settings.state), spec.name
@@ -90,7 +94,9 @@ def test_pods_ask_the_address_that_coredns_binds(settings: Settings) -> None:
     assert [*network.plan(settings)][8][-2:] == ["dev", "lo"]
 
 
-def test_the_runtime_pulls_from_the_address_that_the_registry_serves(settings: Settings, components: Components) -> None:
+def test_the_runtime_pulls_from_the_address_that_the_registry_serves(
+    settings: Settings, components: Components
+) -> None:
     assert yaml.safe_load(configs.registry(settings))["http"]["addr"] == settings.registry
     hosts = [path for path in components.containerd().files if path.name == "hosts.toml"]
     assert [path.parent.name for path in hosts] == [settings.registry]
@@ -99,7 +105,11 @@ def test_the_runtime_pulls_from_the_address_that_the_registry_serves(settings: S
 def test_cni_hands_out_addresses_that_the_host_routes(settings: Settings) -> None:
     bridge = json.loads(configs.cni(settings))["plugins"][0]
     assert bridge["ipam"]["ranges"] == [[{"subnet": settings.pod_cidr}]]
-    routed = {command[3] for command in network.plan(settings) if list(command[:3]) == ["ip", "route", "add"]}
+    routed = {
+        command[3]
+        for command in network.plan(settings)
+        if list(command[:3]) == ["ip", "route", "add"]
+    }
     assert routed == {settings.pod_cidr, settings.service_cidr}
 
 
@@ -110,7 +120,11 @@ def test_the_cni_folder_is_the_one_that_has_the_plugins_when_containerd_starts(
     monkeypatch.setattr(configs, "CNI_FOLDERS", (debian, upstream))
 
     def folder() -> str:
-        (text,) = [text for path, text in components.containerd().files.items() if path.name == "containerd.toml"]
+        (text,) = [
+            text
+            for path, text in components.containerd().files.items()
+            if path.name == "containerd.toml"
+        ]
         found = re.search(r'bin_dir = "(.*)"', text)
         assert found is not None
         return found[1]
@@ -133,13 +147,23 @@ def test_interface_name_fits_the_kernels_limit(settings: Settings) -> None:
 
 
 def test_apiserver_certificate_names_every_address_it_is_reached_by(settings: Settings) -> None:
-    (certificate,) = [certificate for certificate in pki.certificates(settings) if certificate.name == "apiserver"]
-    for name in ("DNS:kubernetes.default.svc", f"IP:{settings.node_ip}", f"IP:{settings.apiserver_service_ip}"):
+    (certificate,) = [
+        certificate for certificate in pki.certificates(settings) if certificate.name == "apiserver"
+    ]
+    for name in (
+        "DNS:kubernetes.default.svc",
+        f"IP:{settings.node_ip}",
+        f"IP:{settings.apiserver_service_ip}",
+    ):
         assert name in certificate.alternative_names.split(",")
 
 
-def test_kubelet_certificate_has_the_identity_that_the_node_authorizer_expects(settings: Settings) -> None:
-    (certificate,) = [certificate for certificate in pki.certificates(settings) if certificate.name == "kubelet"]
+def test_kubelet_certificate_has_the_identity_that_the_node_authorizer_expects(
+    settings: Settings,
+) -> None:
+    (certificate,) = [
+        certificate for certificate in pki.certificates(settings) if certificate.name == "kubelet"
+    ]
     assert certificate.subject == f"/O=system:nodes/CN=system:node:{settings.node_name}"
 
 
@@ -155,4 +179,6 @@ def test_created_pki_is_complete_and_a_second_creation_changes_nothing(settings:
     pki.create(settings)
     assert {path: path.read_bytes() for path in settings.pki.iterdir()} == before
     assert settings.kubeconfig.stat().st_mode & 0o077 == 0
-    assert {f"{certificate.name}.crt" for certificate in pki.certificates(settings)} <= {path.name for path in before}
+    assert {f"{certificate.name}.crt" for certificate in pki.certificates(settings)} <= {
+        path.name for path in before
+    }

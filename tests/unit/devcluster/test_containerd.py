@@ -44,13 +44,17 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return runtime
 
 
-def test_all_containers_are_removed_and_it_is_said_that_there_were_some(runtime: Runtime, settings: Settings) -> None:
+def test_all_containers_are_removed_and_it_is_said_that_there_were_some(
+    runtime: Runtime, settings: Settings
+) -> None:
     assert Containerd(settings, Path("imagectl")).remove_containers()
     assert runtime.containers == set()
     assert not Containerd(settings, Path("imagectl")).remove_containers()
 
 
-def test_a_container_that_comes_meanwhile_is_removed_and_one_that_goes_meanwhile_is_no_error(runtime: Runtime, settings: Settings) -> None:
+def test_a_container_that_comes_meanwhile_is_removed_and_one_that_goes_meanwhile_is_no_error(
+    runtime: Runtime, settings: Settings
+) -> None:
     runtime.comes_late, runtime.goes_early = ["c"], ["a"]
     assert Containerd(settings, Path("imagectl")).remove_containers()
     assert runtime.containers == set()

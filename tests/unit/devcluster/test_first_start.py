@@ -35,9 +35,15 @@ for name in NAMES:
 
 
 def test_modules_look_at_nothing_while_they_are_imported() -> None:
-    names = [path.stem for path in (_TOOLS / "devcluster").glob("*.py") if path.stem not in ("__init__", "__main__")]
+    names = [
+        path.stem
+        for path in (_TOOLS / "devcluster").glob("*.py")
+        if path.stem not in ("__init__", "__main__")
+    ]
     program = _IMPORT_BLINDFOLDED.replace("NAMES", repr(names))
-    done = subprocess.run([sys.executable, "-c", program], cwd=_TOOLS, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=_TOOLS, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == len(names)
 
@@ -61,7 +67,9 @@ def test_a_cluster_that_is_constructed_looks_at_nothing_but_our_own_files(
     with monkeypatch.context() as patch:
         for name in ("stat", "scandir", "listdir", "access"):
             patch.setattr(os, name, watched(name))
-        patch.setattr(subprocess, "Popen", lambda *arguments, **more: looked.append(f"runs {arguments}"))
+        patch.setattr(
+            subprocess, "Popen", lambda *arguments, **more: looked.append(f"runs {arguments}")
+        )
         HostCluster(settings)
     assert looked == []
     assert list(tmp_path.iterdir()) == [], "nothing is written either"

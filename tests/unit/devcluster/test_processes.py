@@ -50,7 +50,9 @@ def test_a_process_whose_flags_changed_is_replaced(table: ProcessTable) -> None:
     assert start_ticks(first.pid) != first.start_ticks
 
 
-def test_a_process_whose_configuration_changed_is_replaced_and_sees_the_new_file(table: ProcessTable, tmp_path: Path) -> None:
+def test_a_process_whose_configuration_changed_is_replaced_and_sees_the_new_file(
+    table: ProcessTable, tmp_path: Path
+) -> None:
     config = tmp_path / "etc" / "config"
     table.start(sleeper(files={config: "old"}))
     assert table.start(sleeper(files={config: "new"}))
@@ -60,7 +62,11 @@ def test_a_process_whose_configuration_changed_is_replaced_and_sees_the_new_file
 def test_a_recycled_pid_is_neither_alive_nor_stopped(table: ProcessTable, tmp_path: Path) -> None:
     stranger = subprocess.Popen(_SLEEP)
     try:
-        record = {"pid": stranger.pid, "start_ticks": (start_ticks(stranger.pid) or 0) - 1, "digest": sleeper().digest}
+        record = {
+            "pid": stranger.pid,
+            "start_ticks": (start_ticks(stranger.pid) or 0) - 1,
+            "digest": sleeper().digest,
+        }
         (tmp_path / "processes").mkdir()
         (tmp_path / "processes" / "sleeper.json").write_text(json.dumps(record))
         assert not table.alive("sleeper")
@@ -81,7 +87,9 @@ def test_a_record_cut_short_by_a_crash_counts_as_dead(table: ProcessTable, tmp_p
 
 def test_a_zombie_counts_as_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
-    while child.returncode is None and Path(f"/proc/{child.pid}/stat").read_text().split()[2] != "Z":
+    while (
+        child.returncode is None and Path(f"/proc/{child.pid}/stat").read_text().split()[2] != "Z"
+    ):
         pass
     assert start_ticks(child.pid) is None
     child.wait()
@@ -95,7 +103,9 @@ def test_a_process_that_ignores_sigterm_is_killed(table: ProcessTable) -> None:
     assert not table.alive("sleeper")
 
 
-def test_a_program_that_cannot_run_is_an_error_that_names_its_log(table: ProcessTable, tmp_path: Path) -> None:
+def test_a_program_that_cannot_run_is_an_error_that_names_its_log(
+    table: ProcessTable, tmp_path: Path
+) -> None:
     with pytest.raises((DevclusterError, FileNotFoundError)):
         table.start(sleeper(argv=(str(tmp_path / "missing"),)))
 
@@ -108,7 +118,9 @@ def test_start_ticks_reads_past_a_command_name_with_spaces_and_parentheses(tmp_p
 
 
 @pytest.mark.parametrize(("threads", "ticks"), [(1, None), (2, 19)])
-def test_a_killed_process_is_gone_with_its_last_thread_and_not_with_its_first(tmp_path: Path, threads: int, ticks: int | None) -> None:
+def test_a_killed_process_is_gone_with_its_last_thread_and_not_with_its_first(
+    tmp_path: Path, threads: int, ticks: int | None
+) -> None:
     (tmp_path / "7").mkdir()
     fields = ["Z", *(str(number) for number in range(1, 50))]
     fields[17] = str(threads)

@@ -14,7 +14,12 @@ _RECIPE = Recipe("worker", "worker", ("images/worker", "code"))
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A small source tree."""
-    for name, content in {"images/worker/Dockerfile": "FROM x", "code/a.py": "a = 1", "code/sub/b.py": "b = 1", "docs/x.md": "x"}.items():
+    for name, content in {
+        "images/worker/Dockerfile": "FROM x",
+        "code/a.py": "a = 1",
+        "code/sub/b.py": "b = 1",
+        "docs/x.md": "x",
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     return tmp_path
@@ -60,7 +65,12 @@ def test_build_arguments_change_the_tag(tree: Path) -> None:
 def test_every_engine_has_a_variant_of_its_own_for_gpus_and_for_machines_without() -> None:
     made = [*variants(ENGINES, gpus=True), *variants(ENGINES, gpus=False)]
     assert [recipe.name for recipe in made] == ["worker-sglang", "worker-vllm"] * 2
-    assert [recipe.arguments["ENGINE_LOCK"] for recipe in made] == ["sglang", "vllm", "sglang-cpu", "vllm-cpu"]
+    assert [recipe.arguments["ENGINE_LOCK"] for recipe in made] == [
+        "sglang",
+        "vllm",
+        "sglang-cpu",
+        "vllm-cpu",
+    ]
     assert {recipe.dockerfile for recipe in made} == {"images/worker/Dockerfile"}
 
 
@@ -77,11 +87,22 @@ def test_inputs_of_the_real_recipes_exist_and_cover_what_the_dockerfiles_copy() 
     for recipe in [*RECIPES, *variants(ENGINES, gpus=True)]:
         assert [name for name in recipe.inputs if not (root / name).exists()] == []
         copies = [
-            name for line in (root / recipe.dockerfile).read_text().splitlines() if line.startswith("COPY ") for name in line.split()[1:-1]
+            name
+            for line in (root / recipe.dockerfile).read_text().splitlines()
+            if line.startswith("COPY ")
+            for name in line.split()[1:-1]
         ]
-        uncovered = [copy for copy in copies if not any(copy == name or copy.startswith(f"{name}/") for name in recipe.inputs)]
+        uncovered = [
+            copy
+            for copy in copies
+            if not any(copy == name or copy.startswith(f"{name}/") for name in recipe.inputs)
+        ]
         assert uncovered == []
-        allowed = [line[1:] for line in (root / f"{recipe.dockerfile}.dockerignore").read_text().splitlines() if line.startswith("!")]
+        allowed = [
+            line[1:]
+            for line in (root / f"{recipe.dockerfile}.dockerignore").read_text().splitlines()
+            if line.startswith("!")
+        ]
         assert sorted(allowed) == sorted(copies)
 
 

@@ -19,7 +19,9 @@ DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "algorithms.md").read_text()
 YAML = re.compile(r"^```yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIELD_AND_NUMBER = re.compile(r"`([A-Za-z0-9.]+)` (?:\| )?\(?(\d+(?:\.\d+)?)[,)\s]")
-HEADINGS_AND_YAML = re.compile(r"^#+ (?P<heading>[^\n]+)$|^```yaml\n(?P<yaml>.*?)^```$", re.MULTILINE | re.DOTALL)
+HEADINGS_AND_YAML = re.compile(
+    r"^#+ (?P<heading>[^\n]+)$|^```yaml\n(?P<yaml>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 def _recipes() -> dict[str, dict[str, Any]]:
@@ -35,7 +37,11 @@ def _recipes() -> dict[str, dict[str, Any]]:
 def _neighbours() -> dict[str, dict[str, Any]]:
     """The YAML blocks of pages whose blocks begin at `spec` or `pipeline`, by page and number."""
     texts = {name: (DOCS / name).read_text() for name in ("checkpoints.md", "deterministic.md")}
-    blocks = {f"{name}-{n}": yaml.safe_load(text) for name, page in texts.items() for n, text in enumerate(YAML.findall(page))}
+    blocks = {
+        f"{name}-{n}": yaml.safe_load(text)
+        for name, page in texts.items()
+        for n, text in enumerate(YAML.findall(page))
+    }
     return {name: block.get("spec", block) for name, block in blocks.items()}
 
 
@@ -43,29 +49,50 @@ def _merged(base: Any, change: Any) -> Any:
     """`change` over `base`, mapping by mapping."""
     if not (isinstance(base, dict) and isinstance(change, dict)):
         return change
-    return {key: _merged(base.get(key), change[key]) if key in change else base[key] for key in base | change}
+    return {
+        key: _merged(base.get(key), change[key]) if key in change else base[key]
+        for key in base | change
+    }
 
 
 RECIPES = _recipes()
 
 
 def test_there_is_a_recipe_for_each_method() -> None:
-    names = ("PPO with GAE", "GRPO", "DAPO-like", "Dr. GRPO", "RLOO", "REINFORCE++", "StarPO", "StarPO-S", "GiGPO", "GSPO")
+    names = (
+        "PPO with GAE",
+        "GRPO",
+        "DAPO-like",
+        "Dr. GRPO",
+        "RLOO",
+        "REINFORCE++",
+        "StarPO",
+        "StarPO-S",
+        "GiGPO",
+        "GSPO",
+    )
     assert [name for name in names if name not in RECIPES] == []
     assert len(RECIPES) == PAGE.count("```yaml")
 
 
-@pytest.mark.parametrize("block", [*RECIPES.values(), *_neighbours().values()], ids=[*RECIPES, *_neighbours()])
+@pytest.mark.parametrize(
+    "block", [*RECIPES.values(), *_neighbours().values()], ids=[*RECIPES, *_neighbours()]
+)
 def test_what_the_page_shows_is_a_valid_run(block: dict[str, Any]) -> None:
     parse_run({**MINIMAL, "spec": _merged(copy.deepcopy(MINIMAL["spec"]), block)})
 
 
-@pytest.mark.parametrize("model", [value for value in vars(api).values() if isinstance(value, type) and issubclass(value, Model)])
+@pytest.mark.parametrize(
+    "model",
+    [value for value in vars(api).values() if isinstance(value, type) and issubclass(value, Model)],
+)
 def test_every_field_of_the_algorithm_is_explained(model: type[Model]) -> None:
     named_elsewhere: dict[type[Model], set[str]] = {
         api.Guards: {"maxLogprobGap", "minEntropy", "maxZeroVarianceShare", "patience", "action"}
     }  # docs/tracking.md
-    fields = {str(info.alias) for info in model.model_fields.values()} - named_elsewhere.get(model, set())
+    fields = {str(info.alias) for info in model.model_fields.values()} - named_elsewhere.get(
+        model, set()
+    )
     assert [field for field in sorted(fields) if not re.search(rf"\b{field}\b", PAGE)] == []
 
 
@@ -84,12 +111,18 @@ def _defaults() -> dict[str, Any]:
         "decoupled.": api.Decoupled,
         "isWeight.": api.IsWeight,
     }
-    return {f"{prefix}{info.alias}": info.default for prefix, model in models.items() for info in model.model_fields.values()}
+    return {
+        f"{prefix}{info.alias}": info.default
+        for prefix, model in models.items()
+        for info in model.model_fields.values()
+    }
 
 
 def test_the_defaults_that_the_page_gives_are_the_models() -> None:
     defaults = _defaults()
-    given = [(name, float(number)) for name, number in FIELD_AND_NUMBER.findall(PAGE) if name in defaults]
+    given = [
+        (name, float(number)) for name, number in FIELD_AND_NUMBER.findall(PAGE) if name in defaults
+    ]
     assert len(given) >= 20
     assert [(name, number) for name, number in given if number != defaults[name]] == []
 

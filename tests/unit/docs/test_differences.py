@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-ROWS = dict(re.findall(r"^\| (C\d+) \|(.*)$", (ROOT / "docs/differences-from-roll.md").read_text(), re.MULTILINE))
+ROWS = dict(
+    re.findall(
+        r"^\| (C\d+) \|(.*)$", (ROOT / "docs/differences-from-roll.md").read_text(), re.MULTILINE
+    )
+)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
@@ -20,7 +24,9 @@ def test_every_difference_has_a_row() -> None:
 def test_the_row_names_tests_that_exist(name: str) -> None:
     named = TEST.findall(ROWS[name])
     assert named
-    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
+    missing = [
+        f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / file).read_text()
+    ]
     assert missing == []
 
 

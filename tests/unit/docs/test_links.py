@@ -35,4 +35,6 @@ def test_the_page_links_to_what_exists(page: Path) -> None:
 
 def test_the_readme_links_to_every_page_of_docs() -> None:
     linked = {target for target, _ in _links(ROOT / "README.md")}
-    assert [page.name for page in sorted(ROOT.glob("docs/*.md")) if f"docs/{page.name}" not in linked] == []
+    assert [
+        page.name for page in sorted(ROOT.glob("docs/*.md")) if f"docs/{page.name}" not in linked
+    ] == []

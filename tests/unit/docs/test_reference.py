@@ -13,7 +13,13 @@ PAGE = ROOT / "docs/reference.md"
 
 
 def test_the_committed_page_is_what_the_generator_writes() -> None:
-    generated = subprocess.run([sys.executable, "tools/docs/reference.py"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    generated = subprocess.run(
+        [sys.executable, "tools/docs/reference.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout
     assert PAGE.read_text() == generated, "run: make generate"
 
 
@@ -21,5 +27,9 @@ def test_every_field_of_spec_and_pipeline_has_a_row() -> None:
     page = PAGE.read_text()
     for model, heading in ((AgenticRunSpec, "## `spec`\n"), (Pipeline, "## `spec.pipeline`\n")):
         section = page.split(heading)[1].split("\n## ")[0]
-        missing = [info.alias for info in model.model_fields.values() if f"| `{info.alias}` |" not in section]
+        missing = [
+            info.alias
+            for info in model.model_fields.values()
+            if f"| `{info.alias}` |" not in section
+        ]
         assert missing == []

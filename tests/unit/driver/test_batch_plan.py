@@ -27,27 +27,44 @@ def pipeline(**changes: Any) -> Pipeline:
 
 def groups(*members: int) -> tuple[Group, ...]:
     return tuple(
-        Group(number, "A", tuple(result(number, m, tokens=20 + 7 * number + m, score=float(m % 2)) for m in range(size)))
+        Group(
+            number,
+            "A",
+            tuple(
+                result(number, m, tokens=20 + 7 * number + m, score=float(m % 2))
+                for m in range(size)
+            ),
+        )
         for number, size in enumerate(members)
     )
 
 
-def plan(config: Pipeline, batch: tuple[Group, ...], ranks: int, version: int = 1) -> list[RankPlan]:
+def plan(
+    config: Pipeline, batch: tuple[Group, ...], ranks: int, version: int = 1
+) -> list[RankPlan]:
     return plan_batch(config, batch, ranks, version)
 
 
 @given(ranks=st.integers(1, 5), epochs=st.integers(1, 3), chunk=st.sampled_from([2, 4, 8]))
-def test_every_trajectory_trains_once_per_epoch_on_one_rank(ranks: int, epochs: int, chunk: int) -> None:
-    config = pipeline(algorithm={"ppoEpochs": epochs}, actorTrain={"training": {"miniBatchSize": chunk}})
+def test_every_trajectory_trains_once_per_epoch_on_one_rank(
+    ranks: int, epochs: int, chunk: int
+) -> None:
+    config = pipeline(
+        algorithm={"ppoEpochs": epochs}, actorTrain={"training": {"miniBatchSize": chunk}}
+    )
     jobs = plan(config, groups(2, 2, 2, 2), ranks)
     assert {len(job.mini_batches) for job in jobs} == {8 // chunk * epochs}
-    trained = Counter(job.items[i][0] for job in jobs for mini_batch in job.mini_batches for i in mini_batch)
+    trained = Counter(
+        job.items[i][0] for job in jobs for mini_batch in job.mini_batches for i in mini_batch
+    )
     assert set(trained.values()) == {epochs}
     assert len(trained) == 8
 
 
 def test_groups_are_kept_whole_in_a_mini_batch() -> None:
-    jobs = plan(pipeline(actorTrain={"training": {"miniBatchSize": 4}}), groups(2, 2, 2, 2), ranks=2)
+    jobs = plan(
+        pipeline(actorTrain={"training": {"miniBatchSize": 4}}), groups(2, 2, 2, 2), ranks=2
+    )
     for step in range(2):
         members = Counter(job.items[i][0].group for job in jobs for i in job.mini_batches[step])
         assert set(members.values()) == {2}
@@ -60,13 +77,17 @@ def test_a_group_that_lost_a_member_trains_with_the_rest() -> None:
 
 def test_mini_batches_are_drawn_anew_each_step_and_the_same_after_a_resume() -> None:
     config = pipeline(actorTrain={"training": {"miniBatchSize": 2}})
-    orders = [plan(config, groups(2, 2, 2, 2), 1, version)[0].mini_batches for version in (1, 2, 3, 4)]
+    orders = [
+        plan(config, groups(2, 2, 2, 2), 1, version)[0].mini_batches for version in (1, 2, 3, 4)
+    ]
     assert len(set(orders)) > 1
     assert plan(config, groups(2, 2, 2, 2), 1, 3)[0].mini_batches == orders[2]
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 6))
-def test_ranks_differ_by_no_more_than_the_longest_trajectory(lengths: list[int], ranks: int) -> None:
+def test_ranks_differ_by_no_more_than_the_longest_trajectory(
+    lengths: list[int], ranks: int
+) -> None:
     results = [result(number, tokens=tokens) for number, tokens in enumerate(lengths)]
     loads = [sum(r.tokens for r in share) for share in balance(results, ranks)]
     assert max(loads) - min(loads) <= max(lengths)

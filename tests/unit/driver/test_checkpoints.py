@@ -12,7 +12,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from agenticrun_workers.driver.checkpoints import Checkpoint, CheckpointStore, DriverState, folder_of
+from agenticrun_workers.driver.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    DriverState,
+    folder_of,
+)
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.storage import MODULE_RECORD, DamagedFile, FileEntry, Folder
 
@@ -26,19 +31,30 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
 
 def state(step: int) -> DriverState:
     baselines = {"val/A/random_success": 0.02}
-    return DriverState(step, step * 16, again=(3, 5), best_success=0.5, baselines=baselines, parts={"kl": {"coef": 0.1}})
+    return DriverState(
+        step,
+        step * 16,
+        again=(3, 5),
+        best_success=0.5,
+        baselines=baselines,
+        parts={"kl": {"coef": 0.1}},
+    )
 
 
 async def write_shard(folder: str) -> None:
     """A module's rank writes a shard and, as real ones do, a record of it."""
     entry = Folder(folder).write("rank-0.pt", folder.encode())
-    Folder(folder).write(MODULE_RECORD, json.dumps({"ranks": 1, "files": {"rank-0.pt": entry.to_json()}}).encode())
+    Folder(folder).write(
+        MODULE_RECORD, json.dumps({"ranks": 1, "files": {"rank-0.pt": entry.to_json()}}).encode()
+    )
 
 
 async def read_shard(folder: str) -> None:
     """A module's rank loads its shard, checking it."""
     record = json.loads(Folder(folder).read(MODULE_RECORD))
-    with Folder(folder).open_verified("rank-0.pt", FileEntry.from_json(record["files"]["rank-0.pt"])):
+    with Folder(folder).open_verified(
+        "rank-0.pt", FileEntry.from_json(record["files"]["rank-0.pt"])
+    ):
         pass
 
 
@@ -115,7 +131,9 @@ async def test_the_manifest_is_written_last(base: Folder, monkeypatch: pytest.Mo
     assert written[-1] == "manifest.json"
 
 
-async def test_the_manifest_names_the_run_the_modules_and_every_file_with_its_checksum(base: Folder) -> None:
+async def test_the_manifest_names_the_run_the_modules_and_every_file_with_its_checksum(
+    base: Folder,
+) -> None:
     saved = Folder((await a_store(base).save(state(10), SAVE)).folder)
     manifest = json.loads(saved.read("manifest.json"))
     assert (manifest["runUid"], manifest["step"]) == ("uid-1", 10)
@@ -126,7 +144,14 @@ async def test_the_manifest_names_the_run_the_modules_and_every_file_with_its_ch
     assert files == {name: saved.checksum(name) for name in files}
 
 
-DAMAGES = ["missing shard", "short shard", "altered shard", "altered state", "altered record", "broken manifest"]
+DAMAGES = [
+    "missing shard",
+    "short shard",
+    "altered shard",
+    "altered state",
+    "altered record",
+    "broken manifest",
+]
 
 
 def damage(checkpoint: Checkpoint, kind: str) -> None:
@@ -147,11 +172,18 @@ def damage(checkpoint: Checkpoint, kind: str) -> None:
             folder.write("manifest.json", b"{")
 
 
-NAMED = {"shard": "critic/rank-0.pt", "state": "state.json", "record": "critic/module.json", "manifest": "manifest.json"}
+NAMED = {
+    "shard": "critic/rank-0.pt",
+    "state": "state.json",
+    "record": "critic/module.json",
+    "manifest": "manifest.json",
+}
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-async def test_auto_falls_back_to_the_newest_undamaged_one_and_says_so(base: Folder, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_auto_falls_back_to_the_newest_undamaged_one_and_says_so(
+    base: Folder, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     store = a_store(base, keep=3)
     for step in (10, 20, 30):
         damage_me = await store.save(state(step), SAVE)
@@ -163,18 +195,27 @@ async def test_auto_falls_back_to_the_newest_undamaged_one_and_says_so(base: Fol
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-async def test_if_all_are_damaged_the_run_does_not_silently_begin_anew(base: Folder, kind: str) -> None:
+async def test_if_all_are_damaged_the_run_does_not_silently_begin_anew(
+    base: Folder, kind: str
+) -> None:
     damage(await a_store(base).save(state(10), SAVE), kind)
-    with pytest.raises(InvalidConfig, match=rf"spec\.checkpoint\.resume: .*{NAMED[kind.split()[1]]}.* set Never to begin anew"):
+    with pytest.raises(
+        InvalidConfig,
+        match=rf"spec\.checkpoint\.resume: .*{NAMED[kind.split()[1]]}.* set Never to begin anew",
+    ):
         await restored_step(a_store(base))
 
 
-async def test_a_named_checkpoint_that_is_damaged_is_a_config_error_that_names_the_file(base: Folder) -> None:
+async def test_a_named_checkpoint_that_is_damaged_is_a_config_error_that_names_the_file(
+    base: Folder,
+) -> None:
     store = a_store(base)
     await store.save(state(10), SAVE)
     second = await store.save(state(20), SAVE)
     damage(second, "altered shard")
-    with pytest.raises(InvalidConfig, match=r"step-20/critic/rank-0.pt was altered: its checksum is"):
+    with pytest.raises(
+        InvalidConfig, match=r"step-20/critic/rank-0.pt was altered: its checksum is"
+    ):
         await restored_step(store, second.folder)
 
 
@@ -182,7 +223,9 @@ async def test_a_checkpoint_of_another_format_is_refused_by_its_number(base: Fol
     saved = await a_store(base).save(state(10), SAVE)
     manifest = json.loads(Folder(saved.folder).read("manifest.json"))
     Folder(saved.folder).write("manifest.json", json.dumps({**manifest, "format": 99}).encode())
-    with pytest.raises(InvalidConfig, match="is of format 99; this version of AgenticRun reads format 2"):
+    with pytest.raises(
+        InvalidConfig, match="is of format 99; this version of AgenticRun reads format 2"
+    ):
         await restored_step(a_store(base))
 
 
@@ -270,7 +313,9 @@ async def test_a_run_that_goes_on_from_before_replaces_what_lies_ahead(base: Fol
     assert found[1].best_success == 0.75
 
 
-async def test_a_fresh_start_never_takes_an_older_attempts_checkpoint_for_its_own(base: Folder) -> None:
+async def test_a_fresh_start_never_takes_an_older_attempts_checkpoint_for_its_own(
+    base: Folder,
+) -> None:
     await a_store(base, keep=1).save(state(10), SAVE)
     fresh = a_store(base, keep=1)
     await fresh.restore("Never", LOAD)
@@ -294,17 +339,34 @@ def test_the_folder_of_a_run_tells_name_and_uid() -> None:
     assert folder_of("/checkpoints", "lake", "0123456789ab") == "/checkpoints/lake-01234567"
     assert folder_of("/checkpoints/", "lake", "0123456789ab") == "/checkpoints/lake-01234567"
     assert folder_of("file:///data", "lake", "") == "/data/lake-local"
-    assert folder_of("s3://bucket/prefix", "lake", "0123456789ab") == "s3://bucket/prefix/lake-01234567"
+    assert (
+        folder_of("s3://bucket/prefix", "lake", "0123456789ab")
+        == "s3://bucket/prefix/lake-01234567"
+    )
 
 
-@pytest.mark.parametrize(("uri", "problem"), [("nope://x", "Protocol not known: nope"), ("missing://x", "install no-such-driver")])
-def test_a_place_without_a_driver_is_a_config_error_that_says_what_to_do(uri: str, problem: str) -> None:
-    fsspec.register_implementation("missing", "no_such_driver.FileSystem", clobber=True, errtxt="install no-such-driver")
-    with pytest.raises(InvalidConfig, match=rf"spec\.checkpoint\.uri: {uri}.*: {problem}; use a folder or s3://bucket/prefix"):
+@pytest.mark.parametrize(
+    ("uri", "problem"),
+    [("nope://x", "Protocol not known: nope"), ("missing://x", "install no-such-driver")],
+)
+def test_a_place_without_a_driver_is_a_config_error_that_says_what_to_do(
+    uri: str, problem: str
+) -> None:
+    fsspec.register_implementation(
+        "missing", "no_such_driver.FileSystem", clobber=True, errtxt="install no-such-driver"
+    )
+    with pytest.raises(
+        InvalidConfig,
+        match=rf"spec\.checkpoint\.uri: {uri}.*: {problem}; use a folder or s3://bucket/prefix",
+    ):
         folder_of(uri, "lake", "")
 
 
-async def test_a_place_that_cannot_be_written_is_known_before_training_begins(tmp_path: Path) -> None:
+async def test_a_place_that_cannot_be_written_is_known_before_training_begins(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidConfig, match=r"spec\.checkpoint\.uri: .*name a folder, not a file"):
-        await CheckpointStore(tmp_path / "file" / "checkpoints", "uid-1", keep=2).restore("Never", LOAD)
+        await CheckpointStore(tmp_path / "file" / "checkpoints", "uid-1", keep=2).restore(
+            "Never", LOAD
+        )

@@ -46,13 +46,18 @@ def test_reinforce_puts_the_score_where_the_trajectory_ends() -> None:
 
 def test_the_most_uncertain_groups_keep_their_order() -> None:
     spreads = (0.0, 3.0, 1.0, 2.0)
-    groups = tuple(Group(n, "A", (result(n, 0, score=0.0), result(n, 1, score=spread))) for n, spread in enumerate(spreads))
+    groups = tuple(
+        Group(n, "A", (result(n, 0, score=0.0), result(n, 1, score=spread)))
+        for n, spread in enumerate(spreads)
+    )
     assert [group.group for group in most_uncertain(groups, 0.5)] == [1, 3]
     assert [group.group for group in most_uncertain(groups, 0.01)] == [1]
 
 
 def test_the_controller_sees_the_mean_kl_per_response_token() -> None:
-    config = pipeline(algorithm={"name": "reinforce", "rewardKl": {"coef": 0.2, "targetKl": 0.1, "horizon": 100}})
+    config = pipeline(
+        algorithm={"name": "reinforce", "rewardKl": {"coef": 0.2, "targetKl": 0.1, "horizon": 100}}
+    )
     results = two_groups()
     kl = {r.key: np.full(r.turns, 0.5 * r.response_tokens / r.turns) for r in results}
     controller, seen = updated(kl_controller(config, None), results, kl)

@@ -25,7 +25,9 @@ def test_an_alarm_rises_after_patience_steps_in_a_row_and_is_told_once() -> None
     assert [step.metrics["guard/entropy"] for step in said] == [0, 0, 0, 1, 1]
     assert [len(step.messages) for step in said] == [0, 0, 0, 1, 0]
     message = said[3].messages[0]
-    assert message.startswith("guard entropy: actor/entropy is 0.3, below spec.pipeline.guards.minEntropy 0.5 for 2 steps: ")
+    assert message.startswith(
+        "guard entropy: actor/entropy is 0.3, below spec.pipeline.guards.minEntropy 0.5 for 2 steps: "
+    )
 
 
 def test_an_alarm_falls_at_the_first_good_step_and_says_so() -> None:
@@ -38,7 +40,9 @@ def test_an_alarm_falls_at_the_first_good_step_and_says_so() -> None:
 
 
 def test_the_bound_itself_is_good() -> None:
-    watch = GuardWatch(Guards(min_entropy=0.5, max_zero_variance_share=0.8, max_logprob_gap=0.1, patience=1))
+    watch = GuardWatch(
+        Guards(min_entropy=0.5, max_zero_variance_share=0.8, max_logprob_gap=0.1, patience=1)
+    )
     at_bounds = {"actor/entropy": 0.5, "group/zero_variance_share": 0.8, "engine/logprob_gap": 0.1}
     assert set(watch.observe(at_bounds).metrics.values()) == {0.0}
     beyond = {"actor/entropy": 0.49, "group/zero_variance_share": 0.81, "engine/logprob_gap": 0.11}
@@ -53,7 +57,10 @@ def test_a_step_that_measures_nothing_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "metric"),
-    [(Guards(min_entropy=0.5, patience=1), "actor/entropy"), (Guards(patience=1), "engine/logprob_gap")],
+    [
+        (Guards(min_entropy=0.5, patience=1), "actor/entropy"),
+        (Guards(patience=1), "engine/logprob_gap"),
+    ],
 )
 def test_what_is_not_a_number_is_beyond_every_bound(spec: Guards, metric: str) -> None:
     watch = GuardWatch(spec)
@@ -62,17 +69,28 @@ def test_what_is_not_a_number_is_beyond_every_bound(spec: Guards, metric: str) -
 
 def test_the_worst_engine_raises_the_alarm_and_is_named() -> None:
     watch = GuardWatch(Guards(max_logprob_gap=0.1, patience=1))
-    said = watch.observe({"engine/engine-0/logprob_gap": 0.01, "engine/engine-1/logprob_gap": 0.3, "engine/engine-1/queue": 5.0})
+    said = watch.observe(
+        {
+            "engine/engine-0/logprob_gap": 0.01,
+            "engine/engine-1/logprob_gap": 0.3,
+            "engine/engine-1/queue": 5.0,
+        }
+    )
     assert said.metrics == {"guard/logprob_gap": 1.0}
     assert "engine/engine-1/logprob_gap is 0.3" in said.messages[0]
 
 
 def test_guards_that_are_not_asked_for_are_no_metric() -> None:
-    assert GuardWatch(Guards()).observe({"actor/entropy": 0.0, "group/zero_variance_share": 1.0}).metrics == {"guard/logprob_gap": 0.0}
+    assert GuardWatch(Guards()).observe(
+        {"actor/entropy": 0.0, "group/zero_variance_share": 1.0}
+    ).metrics == {"guard/logprob_gap": 0.0}
 
 
 def test_report_never_fails_and_fail_does_once_the_alarm_is_up() -> None:
-    report, fail = (GuardWatch(Guards(min_entropy=0.5, patience=2, action=action)) for action in ("Report", "Fail"))
+    report, fail = (
+        GuardWatch(Guards(min_entropy=0.5, patience=2, action=action))
+        for action in ("Report", "Fail")
+    )
     for watch in (report, fail):
         watch.observe(entropy(0.1))
         watch.enforce()
@@ -92,7 +110,9 @@ VALUES = st.lists(st.one_of(st.none(), st.floats(0, 1)), max_size=30)
 
 
 @given(values=VALUES, cut=st.integers(0, 30), patience=st.integers(1, 4))
-def test_a_resume_from_the_stored_state_says_what_the_uninterrupted_run_says(values: list[float | None], cut: int, patience: int) -> None:
+def test_a_resume_from_the_stored_state_says_what_the_uninterrupted_run_says(
+    values: list[float | None], cut: int, patience: int
+) -> None:
     spec = Guards(min_entropy=0.5, patience=patience)
     steps = [{} if value is None else entropy(value) for value in values]
     straight = GuardWatch(spec)
@@ -105,7 +125,9 @@ def test_a_resume_from_the_stored_state_says_what_the_uninterrupted_run_says(val
 
 
 @given(values=st.lists(st.floats(0, 1), max_size=30), patience=st.integers(1, 4))
-def test_an_alarm_is_up_exactly_when_the_newest_steps_are_all_bad(values: list[float], patience: int) -> None:
+def test_an_alarm_is_up_exactly_when_the_newest_steps_are_all_bad(
+    values: list[float], patience: int
+) -> None:
     watch = GuardWatch(Guards(min_entropy=0.5, patience=patience))
     for end in range(1, len(values) + 1):
         newest = values[max(0, end - patience) : end]

@@ -91,9 +91,13 @@ class Run:
         self.savers = {"actor_train": self.save}
         self.measured: Metrics = {"actor/pg_loss": 0.0}
         self.kl: float | None = None
-        gate = StalenessGate.resumed(2, 2, self.pipeline.staleness.max, resume.step if resume else 0)
+        gate = StalenessGate.resumed(
+            2, 2, self.pipeline.staleness.max, resume.step if resume else 0
+        )
         position = RolloutPosition(resume.next_group, resume.again) if resume else RolloutPosition()
-        self.rollout = RolloutController(self.players, gate, GroupPlan.of(self.pipeline), discard=self.discard, position=position)
+        self.rollout = RolloutController(
+            self.players, gate, GroupPlan.of(self.pipeline), discard=self.discard, position=position
+        )
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.store = CheckpointStore(folder, "uid", keep=5)
         parts = LoopParts(
@@ -125,7 +129,9 @@ class Run:
         self.prepared = groups
         if self.kl is None:
             return Prepared(None)
-        return Prepared({r.key: np.full(r.turns, self.kl) for group in groups for r in group.results})
+        return Prepared(
+            {r.key: np.full(r.turns, self.kl) for group in groups for r in group.results}
+        )
 
     async def train(self, credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics:
         self.credits = credits
@@ -136,7 +142,9 @@ class Run:
     def weights(self) -> Any:
         return "weights"
 
-    async def update_weights(self, weights: Any, version: int, handover: Callable[[], Awaitable[None]] | None) -> SyncReport:
+    async def update_weights(
+        self, weights: Any, version: int, handover: Callable[[], Awaitable[None]] | None
+    ) -> SyncReport:
         assert (weights, handover) == ("weights", None)
         self.players.version = version
         self.events.append(f"sync {version}")
@@ -183,18 +191,36 @@ async def test_a_fresh_run_goes_through_its_steps_in_order(tmp_path: Path) -> No
     ]
 
 
-async def test_every_trajectory_was_sampled_by_the_newest_policy_and_is_freed_after_training(tmp_path: Path) -> None:
+async def test_every_trajectory_was_sampled_by_the_newest_policy_and_is_freed_after_training(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path)
     await run.loop.run()
-    assert [metrics["staleness/max"] for _, metrics in run.logged if "staleness/max" in metrics] == [0.0] * 3
+    assert [
+        metrics["staleness/max"] for _, metrics in run.logged if "staleness/max" in metrics
+    ] == [0.0] * 3
     assert len(run.discarded) == 12
 
 
 async def test_a_resumed_run_warms_up_no_more_and_continues_its_numbers(tmp_path: Path) -> None:
-    state = DriverState(step=2, next_group=6, again=(4, 5), best_success=0.9, baselines={"val/A/random_success": 0.02})
+    state = DriverState(
+        step=2,
+        next_group=6,
+        again=(4, 5),
+        best_success=0.9,
+        baselines={"val/A/random_success": 0.02},
+    )
     run = Run(tmp_path, resume=state, warmup={"steps": 1})
     await run.loop.run()
-    assert run.events == ["sync 2", "play validation", "play train", "train version 3", "sync 3", "play validation", "save step-3"]
+    assert run.events == [
+        "sync 2",
+        "play validation",
+        "play train",
+        "train version 3",
+        "sync 3",
+        "play validation",
+        "save step-3",
+    ]
     assert [task.group for task in run.players.tasks if task.stream is Stream.TRAIN] == [4, 5]
     assert run.sink.snapshots[-1].metrics["val/A/random_success"] == 0.02
     assert run.logged[-1][1]["val/success/best"] == 0.9
@@ -204,7 +230,11 @@ async def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.players.hold(2)
     running = asyncio.create_task(run.loop.run())
-    while run.players.tasks[-1:] == [] or run.players.tasks[-1].group != 3 or run.players.tasks[-1].stream is not Stream.TRAIN:
+    while (
+        run.players.tasks[-1:] == []
+        or run.players.tasks[-1].group != 3
+        or run.players.tasks[-1].stream is not Stream.TRAIN
+    ):
         await asyncio.sleep(0.01)
     run.requests.apply(Commands(stop=True))
     with pytest.raises(StopRequested):
@@ -220,11 +250,15 @@ async def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 async def test_a_stop_loses_no_group(staleness: int, tmp_path: Path) -> None:
     """Also where the next batch was ready before the stop."""
-    run = Run(tmp_path, maxSteps=6, evalSteps=0, staleness={"max": staleness, "offPolicy": "Ignore"})
+    run = Run(
+        tmp_path, maxSteps=6, evalSteps=0, staleness={"max": staleness, "offPolicy": "Ignore"}
+    )
     trained: set[int] = set()
     train = run.train
 
-    async def train_while_others_play(credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics:
+    async def train_while_others_play(
+        credits: TurnCredits, version: int, *, train_actor: bool
+    ) -> Metrics:
         trained.update(group.group for group in run.prepared)
         await asyncio.sleep(0.05)
         if version == 2:
@@ -254,7 +288,11 @@ async def test_checkpoints_come_when_due_and_when_asked_for(tmp_path: Path) -> N
     run.requests.apply(Commands(checkpoint=7))
     run.requests.apply(Commands(checkpoint=8))
     await run.loop.run()
-    assert [event for event in run.events if event.startswith("save")] == ["save step-1", "save step-3", "save step-4"]
+    assert [event for event in run.events if event.startswith("save")] == [
+        "save step-1",
+        "save step-3",
+        "save step-4",
+    ]
 
 
 async def test_a_part_that_cannot_be_kept_alive_ends_the_attempt(tmp_path: Path) -> None:
@@ -285,12 +323,21 @@ async def test_validation_plays_the_same_levels_each_time(tmp_path: Path) -> Non
     assert sorted(task.group for task in validated) == sorted([*range(6)] * 4)
 
 
-async def test_engines_get_new_weights_every_model_update_frequency_steps_and_before_each_validation(tmp_path: Path) -> None:
+async def test_engines_get_new_weights_every_model_update_frequency_steps_and_before_each_validation(
+    tmp_path: Path,
+) -> None:
     staleness = {"max": 2, "offPolicy": "Ignore"}
     run = Run(tmp_path, maxSteps=6, modelUpdateFrequency=3, evalSteps=4, staleness=staleness)
     await run.loop.run()
-    assert [event for event in run.events if event.startswith("sync")] == ["sync 0", "sync 3", "sync 4", "sync 6"]
-    moved = [metrics["weight_sync/bytes"] for _, metrics in run.logged if "weight_sync/bytes" in metrics]
+    assert [event for event in run.events if event.startswith("sync")] == [
+        "sync 0",
+        "sync 3",
+        "sync 4",
+        "sync 6",
+    ]
+    moved = [
+        metrics["weight_sync/bytes"] for _, metrics in run.logged if "weight_sync/bytes" in metrics
+    ]
     assert moved == [64.0, 0.0, 0.0, 64.0, 64.0, 0.0]
 
 
@@ -298,7 +345,11 @@ async def test_the_critic_trains_alone_during_its_warm_up(tmp_path: Path) -> Non
     run = Run(tmp_path, evalSteps=0, criticWarmup=2, algorithm={"name": "gae"}, critic={})
     await run.loop.run()
     trained = [event for event in run.events if event.startswith("train")]
-    assert trained == ["train the critic of version 1", "train the critic of version 2", "train version 3"]
+    assert trained == [
+        "train the critic of version 1",
+        "train the critic of version 2",
+        "train version 3",
+    ]
 
 
 async def test_a_variance_filter_trains_on_the_most_uncertain_groups(tmp_path: Path) -> None:
@@ -314,7 +365,9 @@ async def test_the_kl_coefficient_adapts_and_goes_on_after_a_resume(tmp_path: Pa
     run = Run(tmp_path, maxSteps=2, evalSteps=0, saveSteps=1, algorithm=algorithm)
     run.kl = 1.0
     await run.loop.run()
-    assert [metrics["critic/kl_coef"] for _, metrics in run.logged] == pytest.approx([0.1, 0.1 * 1.02])
+    assert [metrics["critic/kl_coef"] for _, metrics in run.logged] == pytest.approx(
+        [0.1, 0.1 * 1.02]
+    )
     saved = run.store.newest()
     assert saved is not None
     again = Run(tmp_path, resume=saved.driver_state(), maxSteps=3, evalSteps=0, algorithm=algorithm)
@@ -323,7 +376,9 @@ async def test_the_kl_coefficient_adapts_and_goes_on_after_a_resume(tmp_path: Pa
     assert again.credits.kl_coef == pytest.approx(0.1 * 1.02**2)
 
 
-async def test_a_guard_that_may_fail_the_run_does_so_after_the_step_is_logged(tmp_path: Path) -> None:
+async def test_a_guard_that_may_fail_the_run_does_so_after_the_step_is_logged(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path, evalSteps=0, guards={"minEntropy": 0.5, "patience": 2, "action": "Fail"})
     run.measured = {"actor/entropy": 0.1}
     with pytest.raises(GuardTripped, match="entropy"):

@@ -34,11 +34,21 @@ from rollout_fakes import result
 
 
 def test_a_batch_tells_scores_ages_and_why_episodes_ended() -> None:
-    played = (result(0, 0, score=1.0, version=4), result(0, 1, stop=StopReason.MAX_TURNS, version=5))
+    played = (
+        result(0, 0, score=1.0, version=4),
+        result(0, 1, stop=StopReason.MAX_TURNS, version=5),
+    )
     failed = result(0, 2, stop=StopReason.TIMEOUT)
     batch = Batch(
         (Group(0, "A", played),),
-        RolloutCounts(rerolled=2, dropped=1, filtered=4, aborted_tokens=7, length_bias=-1.5, untrainable=[failed, failed]),
+        RolloutCounts(
+            rerolled=2,
+            dropped=1,
+            filtered=4,
+            aborted_tokens=7,
+            length_bias=-1.5,
+            untrainable=[failed, failed],
+        ),
         queue_depth=3,
     )
     metrics = rollout_metrics(batch, version=5)
@@ -72,15 +82,22 @@ def test_a_batch_tells_scores_ages_and_why_episodes_ended() -> None:
 
 
 def test_episodes_that_a_judge_failed_are_counted_by_judge() -> None:
-    failed = replace(result(0, 1, stop=StopReason.ENV_ERROR), metrics={"judge/style/failures": 1.0, "judge/style/seconds": 0.5})
+    failed = replace(
+        result(0, 1, stop=StopReason.ENV_ERROR),
+        metrics={"judge/style/failures": 1.0, "judge/style/seconds": 0.5},
+    )
     judged = replace(result(0, 0), metrics={"reward/style": 2.0})
-    batch = Batch((Group(0, "A", (judged,)),), RolloutCounts(untrainable=[failed, failed]), queue_depth=0)
+    batch = Batch(
+        (Group(0, "A", (judged,)),), RolloutCounts(untrainable=[failed, failed]), queue_depth=0
+    )
     metrics = rollout_metrics(batch, version=0)
     assert (metrics["judge/style/failures"], metrics["env/A/reward/style"]) == (2.0, 2.0)
 
 
 def test_validation_is_averaged_per_tag_and_then_over_tags() -> None:
-    metrics = validation_metrics([result(0, score=1.0), result(1, score=0.0), result(2, score=1.0, tag="B")])
+    metrics = validation_metrics(
+        [result(0, score=1.0), result(1, score=0.0), result(2, score=1.0, tag="B")]
+    )
     assert metrics["val/A/success"] == 0.5
     assert metrics["val/B/success"] == 1.0
     assert success_of(metrics) == 0.75
@@ -102,17 +119,29 @@ def test_validation_tells_turns_and_why_episodes_ended() -> None:
     assert "val/A/stop/timeout" not in metrics
 
 
-@pytest.mark.parametrize(("lora", "adapters", "merged"), [(False, False, None), (True, True, 0.0), (True, False, 1.0)])
+@pytest.mark.parametrize(
+    ("lora", "adapters", "merged"), [(False, False, None), (True, True, 0.0), (True, False, 1.0)]
+)
 def test_a_sync_says_how_adapters_went(lora: bool, adapters: bool, merged: float | None) -> None:
     metrics = sync_metrics(SyncReport(Transport.DISK, 64, 0.25, {}, adapters), lora=lora)
     assert metrics.get("weight_sync/lora_merged") == merged
-    assert (metrics["weight_sync/bytes"], metrics["weight_sync/Disk"], metrics["weight_sync/SharedMemory"]) == (64.0, 1.0, 0.0)
+    assert (
+        metrics["weight_sync/bytes"],
+        metrics["weight_sync/Disk"],
+        metrics["weight_sync/SharedMemory"],
+    ) == (64.0, 1.0, 0.0)
     assert sync_metrics(None, lora=lora) == {"weight_sync/bytes": 0.0}
 
 
 def test_speed_does_not_count_the_validation_inside_a_step() -> None:
     metrics = timing_metrics({"step": 6.0, "val": 4.0, "sync": 0.5}, tokens=100)
-    assert metrics == {"time/step": 6.0, "time/val": 4.0, "time/sync": 0.5, "weight_sync/seconds": 0.5, "system/tps": 50.0}
+    assert metrics == {
+        "time/step": 6.0,
+        "time/val": 4.0,
+        "time/sync": 0.5,
+        "weight_sync/seconds": 0.5,
+        "system/tps": 50.0,
+    }
 
 
 def test_engines_tell_speed_queue_and_how_busy_they_were_also_one_that_is_new() -> None:
@@ -134,7 +163,15 @@ def test_engines_tell_speed_queue_and_how_busy_they_were_also_one_that_is_new() 
 
 def test_a_snapshot_holds_the_most_telling_metrics_and_nothing_that_the_api_refuses() -> None:
     many = {f"time/phase{i}": 1.0 for i in range(100)}
-    shown = telling({**many, "val/A/success": 0.5, "env/A/bad name": 1.0, "actor/entropy": math.nan, "rollout/score/mean": 0.1})
+    shown = telling(
+        {
+            **many,
+            "val/A/success": 0.5,
+            "env/A/bad name": 1.0,
+            "actor/entropy": math.nan,
+            "rollout/score/mean": 0.1,
+        }
+    )
     assert len(shown) == 64
     assert list(shown)[:3] == ["val/A/success", "rollout/score/mean", "time/phase0"]
     assert "actor/entropy" not in shown
@@ -142,8 +179,12 @@ def test_a_snapshot_holds_the_most_telling_metrics_and_nothing_that_the_api_refu
 
 
 def test_many_environments_do_not_hide_the_losses() -> None:
-    many = {f"val/Level{i:02}/{name}": 0.5 for i in range(30) for name in ("success", "score", "turns")}
-    first = list(telling({**many, "actor/total_loss": 0.1, "system/tps": 10.0, "actor/entropy": 1.0}))[:16]
+    many = {
+        f"val/Level{i:02}/{name}": 0.5 for i in range(30) for name in ("success", "score", "turns")
+    }
+    first = list(
+        telling({**many, "actor/total_loss": 0.1, "system/tps": 10.0, "actor/entropy": 1.0})
+    )[:16]
     assert first[:6] == [
         "val/Level00/success",
         "val/Level01/success",
@@ -162,8 +203,13 @@ METRIC = re.compile(rf"({FAMILIES.replace(' ', '|')})/[A-Za-z0-9_/<>{{}},-]*[A-Z
 
 def documented() -> re.Pattern[str]:
     """A pattern of all names in docs/metrics.md: `<tag>` stands for any name, `{mean,max}` for each of its parts."""
-    names = [name for name in re.findall(r"`([^` ]+)`", DOCUMENT.read_text()) if METRIC.fullmatch(name)]
-    patterns = [re.sub(r"\\\{(.*?)\\\}", lambda m: f"(?:{m[1].replace(',', '|')})", re.escape(name)) for name in names]
+    names = [
+        name for name in re.findall(r"`([^` ]+)`", DOCUMENT.read_text()) if METRIC.fullmatch(name)
+    ]
+    patterns = [
+        re.sub(r"\\\{(.*?)\\\}", lambda m: f"(?:{m[1].replace(',', '|')})", re.escape(name))
+        for name in names
+    ]
     return re.compile("|".join(re.sub(r"<[^/]+?>", "[^/]+", pattern) for pattern in patterns))
 
 
@@ -173,23 +219,48 @@ def names_in_source() -> set[str]:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                found.add("".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values))
+                found.add(
+                    "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else "x"
+                        for part in node.values
+                    )
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(node.value)
-    return {name for name in found if METRIC.fullmatch(name) and not re.fullmatch("[a-z_]+/x", name)}
+    return {
+        name for name in found if METRIC.fullmatch(name) and not re.fullmatch("[a-z_]+/x", name)
+    }
 
 
 def test_every_metric_is_explained_in_the_docs() -> None:
-    spreads = {f"{name}/mean" for name in ("critic/score", "critic/rewards", "critic/episode_rewards_norm", "critic/step_rewards_norm")}
+    spreads = {
+        f"{name}/mean"
+        for name in (
+            "critic/score",
+            "critic/rewards",
+            "critic/episode_rewards_norm",
+            "critic/step_rewards_norm",
+        )
+    }
     measured = {
-        *rollout_metrics(Batch((Group(0, "A", (result(0, 0),)),), RolloutCounts(), queue_depth=0), version=0),
+        *rollout_metrics(
+            Batch((Group(0, "A", (result(0, 0),)),), RolloutCounts(), queue_depth=0), version=0
+        ),
         *validation_metrics([result(0)]),
         *timing_metrics({"step": 1.0}, 1.0),
         *nothing_learned(),
         *(f"critic/{name}" for name in torch_critic.SUMS),
-        *(f"guard/{guard.name}" for guard in guards_of(Guards(min_entropy=0.1, max_zero_variance_share=0.9))),
+        *(
+            f"guard/{guard.name}"
+            for guard in guards_of(Guards(min_entropy=0.1, max_zero_variance_share=0.9))
+        ),
         *spreads,
     }
     heads = {name.removesuffix("/mean") for name in measured if name.endswith("/mean")}
     explained = documented()
-    assert sorted(name for name in (measured | names_in_source()) - heads if not explained.fullmatch(name)) == []
+    assert (
+        sorted(
+            name for name in (measured | names_in_source()) - heads if not explained.fullmatch(name)
+        )
+        == []
+    )

@@ -21,11 +21,21 @@ def wrapped(cause: Exception) -> Exception:
 
 
 def test_a_config_error_is_not_tried_again_and_names_the_field() -> None:
-    error = InvalidConfig("spec.pipeline.envs[1].type", "importing mine failed: ModuleNotFoundError: No module named 'x'")
+    error = InvalidConfig(
+        "spec.pipeline.envs[1].type",
+        "importing mine failed: ModuleNotFoundError: No module named 'x'",
+    )
     for raised in (error, wrapped(error)):
         report = report_of(raised, step=0)
-        assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "InvalidConfig", False)
-        assert report.message == "spec.pipeline.envs[1].type: importing mine failed: ModuleNotFoundError: No module named 'x'"
+        assert (report.outcome, report.reason, report.retryable) == (
+            Outcome.FAILED,
+            "InvalidConfig",
+            False,
+        )
+        assert (
+            report.message
+            == "spec.pipeline.envs[1].type: importing mine failed: ModuleNotFoundError: No module named 'x'"
+        )
         assert exit_code(report) == ExitCode.INVALID_CONFIG
 
 

@@ -26,7 +26,11 @@ def pipeline(logging_steps: int = 1) -> Pipeline:
 
 
 def shown(group: int, member: int = 0, tag: str = "A", *, frames: bytes = b"") -> EpisodeResult:
-    return replace(result(group, member, tag=tag, score=0.5), transcript=f"play of {tag} {group}\n", frames=frames)
+    return replace(
+        result(group, member, tag=tag, score=0.5),
+        transcript=f"play of {tag} {group}\n",
+        frames=frames,
+    )
 
 
 def gif() -> bytes:
@@ -38,7 +42,9 @@ def gif() -> bytes:
 
 
 def test_an_episode_says_what_it_is_and_is_written_whole(tmp_path: Path) -> None:
-    failed = replace(result(7, 1, stop=StopReason.ENV_ERROR), transcript="half a play", error="KeyError: 'x'")
+    failed = replace(
+        result(7, 1, stop=StopReason.ENV_ERROR), transcript="half a play", error="KeyError: 'x'"
+    )
     SampleWriter(tmp_path, Tracking(sample_logs=2), pipeline()).write(12, [shown(3), failed])
     assert (tmp_path / "samples" / "step-12.txt").read_text() == (
         "=== tag A, group 3, member 0, score 0.5, stop completed, turns 2, tokens 20 ===\n"
@@ -52,7 +58,11 @@ def test_an_episode_says_what_it_is_and_is_written_whole(tmp_path: Path) -> None
 def test_as_many_episodes_as_asked_for_taking_tags_in_turn(tmp_path: Path) -> None:
     episodes = [shown(0, tag="A"), shown(1, tag="A"), result(2, tag="A"), shown(3, tag="B")]
     SampleWriter(tmp_path, Tracking(sample_logs=2), pipeline()).write(1, episodes)
-    assert [line for line in (tmp_path / "samples" / "step-1.txt").read_text().splitlines() if line.startswith("play")] == [
+    assert [
+        line
+        for line in (tmp_path / "samples" / "step-1.txt").read_text().splitlines()
+        if line.startswith("play")
+    ] == [
         "play of A 0",
         "play of B 3",
     ]
@@ -79,13 +89,21 @@ def test_pictures_are_gifs_of_the_episodes_that_have_frames(tmp_path: Path) -> N
         assert (picture.format, picture.size, getattr(picture, "n_frames", 1)) == ("GIF", (4, 4), 2)
 
 
-@pytest.mark.parametrize(("logs", "every", "due"), [(1, 1, [1, 2, 3, 4]), (1, 2, [2, 4]), (1, 0, []), (0, 1, [])])
-def test_samples_are_due_every_logging_steps(tmp_path: Path, logs: int, every: int, due: list[int]) -> None:
-    writer = SampleWriter(tmp_path, Tracking(sample_logs=logs, render_dir="pictures"), pipeline(every))
+@pytest.mark.parametrize(
+    ("logs", "every", "due"), [(1, 1, [1, 2, 3, 4]), (1, 2, [2, 4]), (1, 0, []), (0, 1, [])]
+)
+def test_samples_are_due_every_logging_steps(
+    tmp_path: Path, logs: int, every: int, due: list[int]
+) -> None:
+    writer = SampleWriter(
+        tmp_path, Tracking(sample_logs=logs, render_dir="pictures"), pipeline(every)
+    )
     for step in range(1, 5):
         if writer.due(step):
             writer.write(step, [shown(0)])
-    assert [step for step in range(1, 5) if (tmp_path / "samples" / f"step-{step}.txt").exists()] == due
+    assert [
+        step for step in range(1, 5) if (tmp_path / "samples" / f"step-{step}.txt").exists()
+    ] == due
     assert writer.frames == (logs > 0)
 
 
@@ -94,11 +112,17 @@ def test_nothing_to_show_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_takes_nothing_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_takes_nothing_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "samples").write_text("a file where the folder belongs")
     writer = SampleWriter(tmp_path, Tracking(), pipeline())
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             writer.write(step, [shown(0)])
-    told = [record.getMessage().split(":")[0] for record in caplog.records if record.name == samples.__name__]
+    told = [
+        record.getMessage().split(":")[0]
+        for record in caplog.records
+        if record.name == samples.__name__
+    ]
     assert told == ["sample episodes are not written"]

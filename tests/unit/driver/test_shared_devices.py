@@ -36,7 +36,9 @@ class Users:
         self.told.append("wake")
 
 
-async def test_trainers_leave_before_engines_wake_and_engines_sleep_before_trainers_return() -> None:
+async def test_trainers_leave_before_engines_wake_and_engines_sleep_before_trainers_return() -> (
+    None
+):
     users = Users()
     devices = SharedDevices(users, users)
     await devices.to_engines()

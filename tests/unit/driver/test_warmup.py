@@ -32,14 +32,21 @@ class Run:
             }
         )
         self.parts = ranks
-        self.players = FakePlayers(lambda task, member: StopReason.ENV_ERROR if task.group in fails else StopReason.COMPLETED)
+        self.players = FakePlayers(
+            lambda task, member: (
+                StopReason.ENV_ERROR if task.group in fails else StopReason.COMPLETED
+            )
+        )
         self.trained: list[Keys] = []
         self.kept: set[EpisodeKey] = set()
         self.most_kept = 0
         self.warmup = Warmup(self, self, pipeline, self.discard)  # type: ignore[arg-type]
 
     async def play(self, task: GroupTask) -> list[EpisodeResult]:
-        results = [replace(r, key=replace(r.key, stream=task.stream)) for r in await self.players.play(task)]
+        results = [
+            replace(r, key=replace(r.key, stream=task.stream))
+            for r in await self.players.play(task)
+        ]
         self.kept |= {result.key for result in results if result.trainable}
         self.most_kept = max(self.most_kept, len(self.kept))
         return results
@@ -67,13 +74,18 @@ async def test_each_step_trains_on_the_next_groups_over_all_ranks() -> None:
 
 
 async def test_random_play_is_of_the_training_environments_and_a_data_set_plays_nothing() -> None:
-    for source, dataset, random_policy in (("RandomValidActions", None, True), ("Dataset", {"path": "x.jsonl"}, False)):
+    for source, dataset, random_policy in (
+        ("RandomValidActions", None, True),
+        ("Dataset", {"path": "x.jsonl"}, False),
+    ):
         run = Run(steps=2, batchSize=2, source=source, dataset=dataset)
         await run.metrics()
         assert {(t.stream, t.random_policy, t.demonstration) for t in run.players.tasks} == {
             (Stream.WARMUP, random_policy, not random_policy)
         }
-        assert [(t.group, t.members) for t in run.players.tasks] == [(group, (0,)) for group in range(4)]
+        assert [(t.group, t.members) for t in run.players.tasks] == [
+            (group, (0,)) for group in range(4)
+        ]
         assert [t.tag for t in run.players.tasks] == ["A", "B", "A", "B"]
 
 
@@ -84,7 +96,9 @@ async def test_what_fails_is_left_out_of_its_own_step_and_counted() -> None:
 
 
 async def test_a_step_with_nothing_to_train_on_ends_the_run_with_the_reason() -> None:
-    with pytest.raises(InvalidConfig, match="none of the 2 episodes or items of a step can be trained on") as caught:
+    with pytest.raises(
+        InvalidConfig, match="none of the 2 episodes or items of a step can be trained on"
+    ) as caught:
         await Run(steps=2, batchSize=2, fails=(0, 1)).metrics()
     assert caught.value.path == "spec.pipeline.warmup"
 

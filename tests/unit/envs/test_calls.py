@@ -91,9 +91,15 @@ ANY_ERROR = [
 ]
 
 
-@pytest.mark.parametrize("env", [Does, DoesAsync, lambda now: Does(now, blocking=False)], ids=["thread", "coroutine", "direct"])
+@pytest.mark.parametrize(
+    "env",
+    [Does, DoesAsync, lambda now: Does(now, blocking=False)],
+    ids=["thread", "coroutine", "direct"],
+)
 @pytest.mark.parametrize(("error", "message"), ANY_ERROR, ids=lambda value: type(value).__name__)
-def test_whatever_is_raised_is_a_fault_that_names_it(env: Any, error: BaseException, message: str) -> None:
+def test_whatever_is_raised_is_a_fault_that_names_it(
+    env: Any, error: BaseException, message: str
+) -> None:
     fault = fault_of(env(raises(error)))
     assert fault.reason is StopReason.ENV_ERROR
     assert str(fault).startswith(message)
@@ -137,14 +143,23 @@ NO_STEPS = [
     (StepResult("seen", 0.0, False, np.zeros(2)), "truncated of ndarray"),  # type: ignore[arg-type]
     (StepResult("seen", 0.0, False, metrics={"speed": INFINITY}), "the metric speed = inf"),
     (StepResult("seen", 0.0, False, metrics={"speed": NOT_A_NUMBER}), "the metric speed = nan"),
-    (StepResult("seen", 0.0, False, metrics={"speed": "fast"}), "the metric speed = 'fast', which is no number"),  # type: ignore[dict-item]
+    (
+        StepResult("seen", 0.0, False, metrics={"speed": "fast"}),
+        "the metric speed = 'fast', which is no number",
+    ),  # type: ignore[dict-item]
     (StepResult("seen", 0.0, False, metrics=[1.0]), "metrics that are no mapping"),  # type: ignore[arg-type]
     (StepResult("seen", 0.0, False, metrics={1: 1.0}), "metrics that are no mapping from names"),  # type: ignore[dict-item]
-    (StepResult("seen", 0.0, False, modes={"speed": "median"}), "the mode 'median' of the metric speed; known are first, last,"),  # type: ignore[dict-item]
+    (
+        StepResult("seen", 0.0, False, modes={"speed": "median"}),
+        "the mode 'median' of the metric speed; known are first, last,",
+    ),  # type: ignore[dict-item]
     (StepResult("seen", 0.0, False, info=None), "an info of NoneType, not a mapping"),  # type: ignore[arg-type]
     (("seen", 0.0, False, False, None), "an info of NoneType, not a mapping"),
     (("seen", NOT_A_NUMBER, False, False, {}), "step returned the reward nan"),
-    (("seen", 0.0, False, False, {"metrics": {"a": 1.0}, "metrics_agg_mode": {"a": "total"}}), "the mode 'total' of the metric a"),
+    (
+        ("seen", 0.0, False, False, {"metrics": {"a": 1.0}, "metrics_agg_mode": {"a": "total"}}),
+        "the mode 'total' of the metric a",
+    ),
     (("seen", 0.0, False, False, {"metrics": 3}), "metrics that are no mapping"),
 ]
 
@@ -182,16 +197,25 @@ def test_valid_actions_are_texts(answer: object, message: str) -> None:
 
 
 @given(
-    reward=st.one_of(st.floats(-1e30, 1e30), st.integers(-(2**70), 2**70), st.booleans(), st.floats(-1, 1, width=32).map(np.float32)),
+    reward=st.one_of(
+        st.floats(-1e30, 1e30),
+        st.integers(-(2**70), 2**70),
+        st.booleans(),
+        st.floats(-1, 1, width=32).map(np.float32),
+    ),
     ended=st.tuples(st.booleans(), st.booleans()),
     metrics=st.dictionaries(st.text(), st.floats(-1e30, 1e30), max_size=3),
     text=st.text(st.characters(exclude_categories=["Cs"])),
 )
-def test_a_tuple_means_the_same_as_a_step_result(reward: Any, ended: tuple[bool, bool], metrics: dict[str, float], text: str) -> None:
+def test_a_tuple_means_the_same_as_a_step_result(
+    reward: Any, ended: tuple[bool, bool], metrics: dict[str, float], text: str
+) -> None:
     modes: dict[str, Any] = dict.fromkeys(metrics, "max")
     info = {"metrics": metrics, "metrics_agg_mode": modes}
     of_tuple = step(returns((text, reward, np.bool_(ended[0]), ended[1], info)))
-    assert of_tuple == step(returns(StepResult(text, reward, ended[0], ended[1], metrics, modes, info)))
+    assert of_tuple == step(
+        returns(StepResult(text, reward, ended[0], ended[1], metrics, modes, info))
+    )
     assert (type(of_tuple.reward), of_tuple.reward) == (float, float(reward))
     assert (of_tuple.terminated, of_tuple.truncated, of_tuple.observation) == (*ended, text)
 
@@ -233,7 +257,9 @@ class AnyArguments:
         (AnyArguments(), "7 validation", ""),
     ],
 )
-def test_every_shape_of_reset_is_called_as_it_is_meant(env: Any, observation: str, instruction: str) -> None:
+def test_every_shape_of_reset_is_called_as_it_is_meant(
+    env: Any, observation: str, instruction: str
+) -> None:
     start = asyncio.run(EnvCalls().reset(env, 7, Stream.VALIDATION))
     assert (start.observation, start.instruction) == (observation, instruction)
 
@@ -263,7 +289,11 @@ class Stubborn(Does):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda release: Does(release.wait), lambda _: Stubborn(lambda: GOOD), lambda _: Does(lambda: asyncio.sleep(SLOW_SECONDS))],
+    [
+        lambda release: Does(release.wait),
+        lambda _: Stubborn(lambda: GOOD),
+        lambda _: Does(lambda: asyncio.sleep(SLOW_SECONDS)),
+    ],
     ids=["thread", "stubborn", "coroutine"],
 )
 def test_what_takes_too_long_is_a_timeout_at_once(make: Callable[[threading.Event], Any]) -> None:
@@ -284,21 +314,35 @@ def test_what_takes_too_long_is_a_timeout_at_once(make: Callable[[threading.Even
     assert seconds < SLOW_SECONDS
 
 
-def test_sixty_four_threads_that_hang_starve_nobody_and_an_interpreter_would_not_wait_for_them() -> None:
+def test_sixty_four_threads_that_hang_starve_nobody_and_an_interpreter_would_not_wait_for_them() -> (
+    None
+):
     release = threading.Event()
 
     async def play() -> int:
-        short, long = EnvCalls(3.0), EnvCalls(60.0)  # healthy calls take microseconds, and machines stall
-        hung = await asyncio.gather(*(short.step(Does(release.wait), "go") for _ in range(2 * MAX_BLOCKING_CALLS)), return_exceptions=True)
-        healthy = await asyncio.gather(*(long.step(Does(lambda: GOOD), "go") for _ in range(2 * MAX_BLOCKING_CALLS)))
+        short, long = (
+            EnvCalls(3.0),
+            EnvCalls(60.0),
+        )  # healthy calls take microseconds, and machines stall
+        hung = await asyncio.gather(
+            *(short.step(Does(release.wait), "go") for _ in range(2 * MAX_BLOCKING_CALLS)),
+            return_exceptions=True,
+        )
+        healthy = await asyncio.gather(
+            *(long.step(Does(lambda: GOOD), "go") for _ in range(2 * MAX_BLOCKING_CALLS))
+        )
         assert healthy == [GOOD] * len(healthy)
-        return sum(isinstance(fault, EnvFault) and fault.reason is StopReason.TIMEOUT for fault in hung)
+        return sum(
+            isinstance(fault, EnvFault) and fault.reason is StopReason.TIMEOUT for fault in hung
+        )
 
     assert nobody_hangs()
     try:
         assert asyncio.run(play()) == 2 * MAX_BLOCKING_CALLS
         assert hanging() == 2 * MAX_BLOCKING_CALLS
-        assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("env"))
+        assert all(
+            thread.daemon for thread in threading.enumerate() if thread.name.startswith("env")
+        )
     finally:
         release.set()
     assert nobody_hangs()
@@ -309,7 +353,9 @@ def nobody_hangs() -> bool:
     return eventually(lambda: not hanging(), 60, "threads that were given up end")
 
 
-def test_waiting_for_a_free_thread_is_not_the_environments_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_free_thread_is_not_the_environments_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(env_calls, "MAX_BLOCKING_CALLS", 2)
     begun, limit, release = [], asyncio.timeout, threading.Event()
 
@@ -319,7 +365,10 @@ def test_waiting_for_a_free_thread_is_not_the_environments_fault(monkeypatch: py
 
     async def play() -> list[StepResult]:
         calls = EnvCalls(60.0)
-        steps = [asyncio.create_task(calls.step(Does(lambda: release.wait() and GOOD), "go")) for _ in range(14)]
+        steps = [
+            asyncio.create_task(calls.step(Does(lambda: release.wait() and GOOD), "go"))
+            for _ in range(14)
+        ]
         try:
             for _ in range(20):
                 await asyncio.sleep(0)
@@ -351,7 +400,12 @@ def test_threads_are_used_again() -> None:
     async def names() -> set[str]:
         calls = EnvCalls()
         seen = [
-            (await calls.step(Does(lambda: StepResult(threading.current_thread().name, 0.0, False)), "go")).observation for _ in range(50)
+            (
+                await calls.step(
+                    Does(lambda: StepResult(threading.current_thread().name, 0.0, False)), "go"
+                )
+            ).observation
+            for _ in range(50)
         ]
         return set(seen)
 

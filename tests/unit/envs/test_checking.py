@@ -30,7 +30,9 @@ class Count:
     limit = 5
 
     def reset(self, seed: int, split: Stream) -> Any:
-        self.left = random.Random(f"{split}{seed}").randint(1, 10_000) % 5000 + 5000 * (split == "validation")
+        self.left = random.Random(f"{split}{seed}").randint(1, 10_000) % 5000 + 5000 * (
+            split == "validation"
+        )
         self.turns = 0
         return str(self.left)
 
@@ -38,7 +40,9 @@ class Count:
         self.turns += 1
         valid = action in ("1", "2")
         self.left -= int(action) if valid else 0
-        return StepResult(str(self.left), 0.1, self.turns == self.limit, metrics={"action_is_valid": float(valid)})
+        return StepResult(
+            str(self.left), 0.1, self.turns == self.limit, metrics={"action_is_valid": float(valid)}
+        )
 
     def valid_actions(self) -> list[str]:
         return ["1", "2"]
@@ -188,7 +192,12 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def check(cls: type, **options: Any) -> Report:
-    return check_env(f"test_checking:{cls.__name__}", seeds=SEEDS, timeout=3.0 if cls in (Hangs, Stuck) else 30.0, **options)
+    return check_env(
+        f"test_checking:{cls.__name__}",
+        seeds=SEEDS,
+        timeout=3.0 if cls in (Hangs, Stuck) else 30.0,
+        **options,
+    )
 
 
 def test_a_good_environment_passes_all_checks() -> None:
@@ -204,7 +213,11 @@ def test_a_good_environment_passes_all_checks() -> None:
         (Raises, "other process", "KeyError: 'no such cell' (test_checking.py:"),
         (Exits, "other process", "ends itself: exit code 3"),
         (Hangs, "other process", "step took more than 3.0 s"),
-        (Unseeded, "same seed", "two new environments with the same seed differ in episode 0, turn 0"),
+        (
+            Unseeded,
+            "same seed",
+            "two new environments with the same seed differ in episode 0, turn 0",
+        ),
         (Hashes, "other process", "another PYTHONHASHSEED, differ in episode 0"),
         (Remembers, "reuse", "one that has played others before differ in episode 1"),
         (Shares, "interleaved", "one beside others differ in episode"),
@@ -216,7 +229,9 @@ def test_a_good_environment_passes_all_checks() -> None:
         (Blurred, "render", "render returned uint8 [2, 2]"),
     ],
 )
-def test_a_broken_promise_fails_its_check(cls: type, name: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_promise_fails_its_check(
+    cls: type, name: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if name != "other process":
         monkeypatch.setattr(checking, "FIRST", {})  # a process takes half a second
         monkeypatch.setattr(checking, "CHECKS", {name: CHECKS[name]})
@@ -239,7 +254,9 @@ def test_a_broken_promise_fails_its_check(cls: type, name: str, found: str, monk
         (Silent, "types", "there is no instruction"),
     ],
 )
-def test_what_is_not_as_good_as_it_could_be_is_a_warning(cls: type, name: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_as_good_as_it_could_be_is_a_warning(
+    cls: type, name: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checking, "FIRST", {"types": FIRST["types"]})
     report = check(cls)
     assert list(report.of(Verdict.WARNING)) == [name]
@@ -268,11 +285,28 @@ BUILT_IN: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ("sokoban", {}, []),
     ("webshop", {}, []),
     ("gymnasium", {"id": "Taxi-v4"}, []),
-    ("math", {}, [{"question": "2 + 3 = ?", "answer": "5"}, {"question": "6 * 7 = ?", "answer": "#### 42"}]),
+    (
+        "math",
+        {},
+        [{"question": "2 + 3 = ?", "answer": "5"}, {"question": "6 * 7 = ?", "answer": "#### 42"}],
+    ),
     ("python_tool", {"sandbox": "best-effort"}, [{"question": "2 + 3 = ?", "answer": "5"}]),
 ]
 
 
-@pytest.mark.parametrize(("name", "config", "items"), BUILT_IN, ids=[f"{name}{config or ''}" for name, config, _ in BUILT_IN])
-def test_the_environments_that_we_ship_keep_their_promises(name: str, config: dict[str, Any], items: list[dict[str, Any]]) -> None:
-    check_env(name, config, items=items, seeds=2 if items else SEEDS, turns=2 if items else 8, timeout=120.0).assert_ok()
+@pytest.mark.parametrize(
+    ("name", "config", "items"),
+    BUILT_IN,
+    ids=[f"{name}{config or ''}" for name, config, _ in BUILT_IN],
+)
+def test_the_environments_that_we_ship_keep_their_promises(
+    name: str, config: dict[str, Any], items: list[dict[str, Any]]
+) -> None:
+    check_env(
+        name,
+        config,
+        items=items,
+        seeds=2 if items else SEEDS,
+        turns=2 if items else 8,
+        timeout=120.0,
+    ).assert_ok()

@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvConfigError, FrozenLake, Renders, make_env
-from agenticrun_workers.envs.frozen_lake_map import from_array, is_holdout, is_solvable, random_holes, to_array
+from agenticrun_workers.envs.frozen_lake_map import (
+    from_array,
+    is_holdout,
+    is_solvable,
+    random_holes,
+    to_array,
+)
 from agenticrun_workers.envs.grid import NoLevel
 from agenticrun_workers.envs.grid_picture import CELL
 from agenticrun_workers.types import Stream
@@ -97,7 +103,9 @@ def test_each_cell_is_a_hole_as_often_as_in_gymnasium() -> None:
     for seed in range(3000):
         env.reset(seed, Stream.TRAIN)
         ours += holes_of(env)
-        theirs += np.array([[cell == "H" for cell in row] for row in generate_random_map(4, 0.8, seed=seed)])
+        theirs += np.array(
+            [[cell == "H" for cell in row] for row in generate_random_map(4, 0.8, seed=seed)]
+        )
     assert np.abs(ours - theirs).max() / 3000 < 0.045
 
 
@@ -114,12 +122,21 @@ def test_training_and_validation_share_no_map_of_all_that_exist() -> None:
 
 def test_the_holdout_has_its_share_of_all_maps() -> None:
     solvable = [board for board in all_maps(4) if is_solvable(from_array(board), 4)]
-    assert np.mean([is_holdout(from_array(board), 4, 0.2) for board in solvable]) == pytest.approx(0.2, abs=0.02)
+    assert np.mean([is_holdout(from_array(board), 4, 0.2) for board in solvable]) == pytest.approx(
+        0.2, abs=0.02
+    )
 
 
 def test_the_holdout_never_changes() -> None:
     """A fixed sum over all maps: if it changes, checkpoints would be validated on maps that they were trained on."""
-    assert sum(number for number, board in enumerate(all_maps(4)) if is_holdout(from_array(board), 4, 0.2)) == 27616903
+    assert (
+        sum(
+            number
+            for number, board in enumerate(all_maps(4))
+            if is_holdout(from_array(board), 4, 0.2)
+        )
+        == 27616903
+    )
 
 
 def test_every_level_is_solvable() -> None:
@@ -155,10 +172,17 @@ def test_large_boards_are_integers_too(size: int, share: float, seed: int) -> No
     assert (to_array(from_array(board), size) == board).all()
 
 
-@pytest.mark.parametrize("config", [{"frozen_probability": 1.0}, {"size": 30, "frozen_probability": 0.3}])
-def test_a_configuration_without_levels_is_refused_and_does_not_hang(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "config", [{"frozen_probability": 1.0}, {"size": 30, "frozen_probability": 0.3}]
+)
+def test_a_configuration_without_levels_is_refused_and_does_not_hang(
+    config: dict[str, Any],
+) -> None:
     """gymnasium would look for ever."""
-    with pytest.raises(NoLevel, match="in 10000 random ones: choose another size, frozenProbability or holdoutShare"):
+    with pytest.raises(
+        NoLevel,
+        match="in 10000 random ones: choose another size, frozenProbability or holdoutShare",
+    ):
         FrozenLake(**config)
 
 
@@ -197,7 +221,12 @@ def test_an_answer_that_is_no_action_moves_nothing() -> None:
     before = env.reset(1, Stream.TRAIN)
     result = env.step("sideways")
     assert (result.observation, result.reward, result.terminated) == (before, 0.0, False)
-    assert result.metrics == {"action_is_valid": 0.0, "action_is_effective": 0.0, "num_actions": 1.0, "success": 0.0}
+    assert result.metrics == {
+        "action_is_valid": 0.0,
+        "action_is_effective": 0.0,
+        "num_actions": 1.0,
+        "success": 0.0,
+    }
 
 
 def test_a_step_against_the_border_is_valid_but_without_effect() -> None:
@@ -216,7 +245,10 @@ def test_the_picture_shows_holes_the_goal_and_where_the_player_is() -> None:
     assert start.dtype == np.uint8
 
     def cells(picture: np.ndarray) -> dict[tuple[int, int], bytes]:
-        return {(r, c): picture[r * CELL : (r + 1) * CELL, c * CELL : (c + 1) * CELL].tobytes() for r, c in np.ndindex(3, 3)}
+        return {
+            (r, c): picture[r * CELL : (r + 1) * CELL, c * CELL : (c + 1) * CELL].tobytes()
+            for r, c in np.ndindex(3, 3)
+        }
 
     before = cells(start)
     assert len(set(before.values())) == 4  # player, hole, goal, ice
@@ -227,7 +259,10 @@ def test_the_picture_shows_holes_the_goal_and_where_the_player_is() -> None:
 
 
 def test_symbols_and_actions_can_be_chosen() -> None:
-    env = make_env("frozen_lake", {"symbols": "@.#$x!", "actions": ["west", "south", "east", "north"], "size": 2})
+    env = make_env(
+        "frozen_lake",
+        {"symbols": "@.#$x!", "actions": ["west", "south", "east", "north"], "size": 2},
+    )
     assert isinstance(env, FrozenLake)
     env.start_on(np.zeros((2, 2), np.bool_))
     assert env.step("east").observation == ".@\n.$"

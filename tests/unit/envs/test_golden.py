@@ -26,12 +26,24 @@ GOLDEN = Path(__file__).parents[2] / "data/golden/grid_worlds.json"
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "frozen_lake": ("frozen_lake", {}),
     "frozen_lake slippery": ("frozen_lake", {"isSlippery": True}),
-    "frozen_lake 8x8": ("frozen_lake", {"size": 8, "isSlippery": True, "frozenProbability": 0.7, "holdoutShare": 0.5}),
-    "frozen_lake other words": ("frozen_lake", {"size": 3, "symbols": "@.#$x!", "actions": ["w", "s", "e", "n"]}),
+    "frozen_lake 8x8": (
+        "frozen_lake",
+        {"size": 8, "isSlippery": True, "frozenProbability": 0.7, "holdoutShare": 0.5},
+    ),
+    "frozen_lake other words": (
+        "frozen_lake",
+        {"size": 3, "symbols": "@.#$x!", "actions": ["w", "s", "e", "n"]},
+    ),
     "sokoban": ("sokoban", {}),
     "sokoban 7x8, 2 boxes": ("sokoban", {"rows": 7, "columns": 8, "boxes": 2, "holdoutShare": 0.5}),
-    "sokoban 9x9, 2 boxes, shallow": ("sokoban", {"rows": 9, "columns": 9, "boxes": 2, "searchDepth": 20, "walkSteps": 15}),
-    "sokoban other words": ("sokoban", {"rows": 5, "columns": 6, "symbols": "W.t*b@+", "actions": ["n", "s", "w", "e"]}),
+    "sokoban 9x9, 2 boxes, shallow": (
+        "sokoban",
+        {"rows": 9, "columns": 9, "boxes": 2, "searchDepth": 20, "walkSteps": 15},
+    ),
+    "sokoban other words": (
+        "sokoban",
+        {"rows": 5, "columns": 6, "symbols": "W.t*b@+", "actions": ["n", "s", "w", "e"]},
+    ),
 }
 
 
@@ -62,7 +74,14 @@ def test_levels_and_episodes_are_those_of_every_other_machine(name: str) -> None
 def test_a_process_with_other_string_hashes_plays_the_same_episodes(hash_seed: str) -> None:
     """ROLL draws levels from Python's hash of a string, which differs between processes."""
     command = [sys.executable, __file__]
-    done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": hash_seed}, check=True, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert json.loads(done.stdout) == json.loads(GOLDEN.read_text())
 
 

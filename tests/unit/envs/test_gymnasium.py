@@ -23,8 +23,14 @@ class Room(gymnasium.Env):
 
     metadata = {"render_modes": []}  # noqa: RUF012
 
-    def __init__(self, observation_space: spaces.Space, action_space: spaces.Space, shown: Any) -> None:
-        self.observation_space, self.action_space, self.shown = observation_space, action_space, shown
+    def __init__(
+        self, observation_space: spaces.Space, action_space: spaces.Space, shown: Any
+    ) -> None:
+        self.observation_space, self.action_space, self.shown = (
+            observation_space,
+            action_space,
+            shown,
+        )
         self.done: list[Any] = []
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -39,13 +45,30 @@ class Room(gymnasium.Env):
 gymnasium.register("Room-v0", Room)
 
 
-def room(observation_space: spaces.Space, shown: Any, action_space: spaces.Space | None = None, **config: Any) -> GymnasiumEnv:
-    kwargs = {"observation_space": observation_space, "action_space": action_space or spaces.Discrete(2), "shown": shown}
+def room(
+    observation_space: spaces.Space,
+    shown: Any,
+    action_space: spaces.Space | None = None,
+    **config: Any,
+) -> GymnasiumEnv:
+    kwargs = {
+        "observation_space": observation_space,
+        "action_space": action_space or spaces.Discrete(2),
+        "shown": shown,
+    }
     return GymnasiumEnv(id="Room-v0", kwargs=kwargs, **config)
 
 
 @pytest.mark.parametrize(
-    "id", ["CliffWalking-v1", "CliffWalkingSlippery-v1", "Taxi-v4", "FrozenLake-v1", "FrozenLake8x8-v1", "Blackjack-v1"]
+    "id",
+    [
+        "CliffWalking-v1",
+        "CliffWalkingSlippery-v1",
+        "Taxi-v4",
+        "FrozenLake-v1",
+        "FrozenLake8x8-v1",
+        "Blackjack-v1",
+    ],
 )
 def test_episodes_are_gymnasiums(id: str) -> None:
     env, theirs = GymnasiumEnv(id=id), gymnasium.make(id)
@@ -56,7 +79,11 @@ def test_episodes_are_gymnasiums(id: str) -> None:
         for action in np.random.default_rng(seed).integers(len(words), size=30):
             result = env.step(words[action])
             _, reward, terminated, truncated, _ = theirs.step(int(action))
-            assert (result.reward, result.terminated, result.truncated) == (reward, terminated, truncated)
+            assert (result.reward, result.terminated, result.truncated) == (
+                reward,
+                terminated,
+                truncated,
+            )
             if terminated or truncated:
                 break
 
@@ -76,27 +103,45 @@ def test_falling_off_the_cliff_is_no_success() -> None:
     env = GymnasiumEnv(id="CliffWalking-v1")
     env.reset(0, Stream.TRAIN)
     result = env.step("right")
-    assert (result.reward, result.terminated, result.metrics["success"], result.metrics["action_is_effective"]) == (-100, False, 0.0, 0.0)
+    assert (
+        result.reward,
+        result.terminated,
+        result.metrics["success"],
+        result.metrics["action_is_effective"],
+    ) == (-100, False, 0.0, 0.0)
 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.integers(0, 3))
-def test_taxis_state_is_said_in_words(row: int, column: int, passenger: int, destination: int) -> None:
+def test_taxis_state_is_said_in_words(
+    row: int, column: int, passenger: int, destination: int
+) -> None:
     taxi = gymnasium.make("Taxi-v4").unwrapped
     fields = taxi_fields(taxi.encode(row, column, passenger, destination))
-    assert (fields["row"], fields["column"], fields["destination"]) == (str(row), str(column), TAXI_STANDS[destination])
-    assert fields["passenger"] == ("in the taxi" if passenger == 4 else f"at {TAXI_STANDS[passenger]}")
+    assert (fields["row"], fields["column"], fields["destination"]) == (
+        str(row),
+        str(column),
+        TAXI_STANDS[destination],
+    )
+    assert fields["passenger"] == (
+        "in the taxi" if passenger == 4 else f"at {TAXI_STANDS[passenger]}"
+    )
 
 
 def test_taxis_stands_are_where_it_draws_them() -> None:
     places = gymnasium.make("Taxi-v4").unwrapped.locs
-    assert [f"{letter} at row {row}, column {column}" for letter, (row, column) in zip("RGYB", places, strict=True)] == list(TAXI_STANDS)
+    assert [
+        f"{letter} at row {row}, column {column}"
+        for letter, (row, column) in zip("RGYB", places, strict=True)
+    ] == list(TAXI_STANDS)
 
 
 def test_taxis_valid_actions_are_those_of_its_mask() -> None:
     env = GymnasiumEnv(id="Taxi-v4")
     for seed in range(5):
         env.reset(seed, Stream.TRAIN)
-        assert env.valid_actions() == [word for word, possible in zip(env._words.all(), env._mask, strict=True) if possible]
+        assert env.valid_actions() == [
+            word for word, possible in zip(env._words.all(), env._mask, strict=True) if possible
+        ]
         assert 0 < len(env.valid_actions()) < 6
 
 
@@ -117,14 +162,21 @@ def test_an_answer_that_is_no_action_is_a_normal_step() -> None:
     board = env.reset(0, Stream.TRAIN)
     assert board == "<S>FFF\nFHFH\nFFFH\nHFFG"
     result = env.step("jump")
-    assert (result.observation, result.reward, result.terminated, result.metrics["action_is_valid"]) == (board, 0.0, False, 0.0)
+    assert (
+        result.observation,
+        result.reward,
+        result.terminated,
+        result.metrics["action_is_valid"],
+    ) == (board, 0.0, False, 0.0)
     assert env.step(" Down ").observation == "SFFF\n<F>HFH\nFFFH\nHFFG"
 
 
 def test_the_step_limit_truncates() -> None:
     env = GymnasiumEnv(id="CliffWalking-v1", kwargs={"max_episode_steps": 2})
     env.reset(0, Stream.TRAIN)
-    assert [(result.terminated, result.truncated) for result in (env.step("up"), env.step("up"))] == [(False, False), (False, True)]
+    assert [
+        (result.terminated, result.truncated) for result in (env.step("up"), env.step("up"))
+    ] == [(False, False), (False, True)]
 
 
 def test_seeds_of_training_and_validation_never_meet() -> None:
@@ -146,19 +198,32 @@ def test_seeds_of_training_and_validation_never_meet() -> None:
         (spaces.MultiBinary(3), np.array([1, 0, 1]), "1, 0, 1"),
         (spaces.Box(-1, 1, (2, 2)), np.array([[0.5, -0.25], [1, 0]]), "0.50, -0.25, 1.00, 0.00"),
         (spaces.Box(0, 9, (2,), np.int32), np.array([3, 4]), "3, 4"),
-        (spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (1,)))), (1, np.array([0.125])), "1, 0.12"),
-        (spaces.Dict({"x": spaces.Discrete(3), "y": spaces.MultiDiscrete([2, 2])}), {"x": 2, "y": np.array([0, 1])}, "x: 2, y: 0, 1"),
+        (
+            spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (1,)))),
+            (1, np.array([0.125])),
+            "1, 0.12",
+        ),
+        (
+            spaces.Dict({"x": spaces.Discrete(3), "y": spaces.MultiDiscrete([2, 2])}),
+            {"x": 2, "y": np.array([0, 1])},
+            "x: 2, y: 0, 1",
+        ),
         (spaces.Text(9), "a dog", "a dog"),
     ],
 )
-def test_observations_are_written_by_their_space(space: spaces.Space, value: Any, text: str) -> None:
+def test_observations_are_written_by_their_space(
+    space: spaces.Space, value: Any, text: str
+) -> None:
     assert write(space, value, decimals=2) == text
     assert room(space, value).reset(0, Stream.TRAIN) == text
 
 
 def test_templates_name_the_parts_of_an_observation() -> None:
     pair = spaces.Tuple((spaces.Discrete(30), spaces.Discrete(5)))
-    assert room(pair, (7, 3), observation="sum {0} of {1} [{observation}]").reset(0, Stream.TRAIN) == "sum 7 of 3 [7, 3]"
+    assert (
+        room(pair, (7, 3), observation="sum {0} of {1} [{observation}]").reset(0, Stream.TRAIN)
+        == "sum 7 of 3 [7, 3]"
+    )
     named = spaces.Dict({"x": spaces.Discrete(9)})
     assert room(named, {"x": 4}, observation="x is {x}").reset(0, Stream.TRAIN) == "x is 4"
 
@@ -196,7 +261,10 @@ def test_every_listed_action_is_one_of_the_space_and_each_is_listed_once(sizes: 
 
 
 def test_colours_of_drawings_become_brackets() -> None:
-    assert plain("  (Down)\n|\x1b[34;1mR\x1b[0m: |\x1b[35m\x1b[43mY\x1b[0m\x1b[0m|\n\n") == "|<R>: |<Y>|"
+    assert (
+        plain("  (Down)\n|\x1b[34;1mR\x1b[0m: |\x1b[35m\x1b[43mY\x1b[0m\x1b[0m|\n\n")
+        == "|<R>: |<Y>|"
+    )
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,15 @@ async def fault_of(isolation: Isolation, action: str, timeout: float = 60.0) -> 
 
 async def test_an_isolated_environment_plays_like_any_other() -> None:
     with isolated("frozen_lake", size=5, isSlippery=True) as isolation:
-        calls, ours, theirs = EnvCalls(60.0), FrozenLake(size=5, is_slippery=True), await isolation.start()
+        calls, ours, theirs = (
+            EnvCalls(60.0),
+            FrozenLake(size=5, is_slippery=True),
+            await isolation.start(),
+        )
         for seed in range(5):
-            assert await calls.reset(theirs, seed, Stream.VALIDATION) == await calls.reset(ours, seed, Stream.VALIDATION)
+            assert await calls.reset(theirs, seed, Stream.VALIDATION) == await calls.reset(
+                ours, seed, Stream.VALIDATION
+            )
             for action in ("Down", "Right", "Nowhere", "Down"):
                 assert await calls.step(theirs, action) == await calls.step(ours, action)
         assert await calls.valid_actions(theirs) == ours.valid_actions()
@@ -136,7 +142,11 @@ async def test_every_shape_and_items_work() -> None:
         ("hang", StopReason.TIMEOUT, "step took more than 0.2 s"),
         ("sys.exit", StopReason.ENV_ERROR, "SystemExit: 4"),
         ("raise", StopReason.ENV_ERROR, f"ValueError: no such door ({HERE.name}:"),
-        ("lambda", StopReason.ENV_ERROR, "step returned something that cannot leave the environment's process"),
+        (
+            "lambda",
+            StopReason.ENV_ERROR,
+            "step returned something that cannot leave the environment's process",
+        ),
         ("huge", StopReason.ENV_ERROR, "sent no answer: TooLong: 100,0"),
     ],
 )
@@ -154,7 +164,11 @@ async def test_what_it_does_to_itself_is_a_fault_and_others_play_on(
     ("type", "start", "message"),
     [
         (SUICIDAL, "exit", "the environment's process ended itself with exit code 3"),
-        (SUICIDAL, "raise", "it could not be built: EnvConfigError: env 'test_isolated:Suicidal' refuses its config: no such door"),
+        (
+            SUICIDAL,
+            "raise",
+            "it could not be built: EnvConfigError: env 'test_isolated:Suicidal' refuses its config: no such door",
+        ),
         (SUICIDAL, "hang", "took more than 0.5 s to be built"),
         (f"{HERE.stem}:Nobody", "", "test_isolated has no Nobody"),
     ],
@@ -174,7 +188,9 @@ async def pid_of(env: IsolatedEnv) -> int:
     return int((await EnvCalls(60.0).reset(env, 0, Stream.TRAIN)).info["pid"])
 
 
-async def test_end_ends_the_process_also_one_that_hangs_in_c_with_what_it_started(suicidal: Isolation) -> None:
+async def test_end_ends_the_process_also_one_that_hangs_in_c_with_what_it_started(
+    suicidal: Isolation,
+) -> None:
     env = await suicidal.start()
     pid = await pid_of(env)
     await EnvCalls(60.0).step(env, "child")
@@ -184,7 +200,9 @@ async def test_end_ends_the_process_also_one_that_hangs_in_c_with_what_it_starte
     await all_end(pid, child)
 
 
-async def test_any_number_of_environments_may_be_ended_and_how_the_next_one_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_any_number_of_environments_may_be_ended_and_how_the_next_one_ends_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pair = socket.socketpair
 
     def tiny_pair(*arguments: Any) -> tuple[socket.socket, socket.socket]:
@@ -202,7 +220,9 @@ async def test_any_number_of_environments_may_be_ended_and_how_the_next_one_ends
             for env in envs:
                 env.end()
             await all_end(*pids)
-            (await isolation.start()).end()  # its process begins after the server has seen the others end
+            (
+                await isolation.start()
+            ).end()  # its process begins after the server has seen the others end
         assert "exit code 3" in str(await fault_of(isolation, "exit"))
         assert isolation._statuses == {}
 
@@ -220,14 +240,18 @@ class Nursery:
 """
 
 
-async def test_what_the_environments_module_started_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_the_environments_module_started_may_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "nursery.py").write_text(NURSERY)
     monkeypatch.syspath_prepend(str(tmp_path))
     with isolated("nursery:Nursery") as isolation:
         calls, env = EnvCalls(60.0), await isolation.start()
         child = int((await calls.reset(env, 0, Stream.TRAIN)).observation)
         os.kill(child, signal.SIGTERM)
-        await eventually_in_loop(lambda: not Path(f"/proc/{child}").exists(), 60, "the server reaps it")
+        await eventually_in_loop(
+            lambda: not Path(f"/proc/{child}").exists(), 60, "the server reaps it"
+        )
         await isolation.start()
         await calls.step(env, "go")
 

@@ -50,7 +50,14 @@ def test_the_answer_of_a_solution(solution: str, answer: str) -> None:
     assert reference_answer(solution) == answer
 
 
-@given(st.recursive(st.text("ab1 ", max_size=3), lambda inner: st.builds("{{{}}}{}".format, inner, inner), max_leaves=6), st.text("ab$. "))
+@given(
+    st.recursive(
+        st.text("ab1 ", max_size=3),
+        lambda inner: st.builds("{{{}}}{}".format, inner, inner),
+        max_leaves=6,
+    ),
+    st.text("ab$. "),
+)
 def test_a_box_holds_what_was_put_into_it(inside: str, after: str) -> None:
     assert boxed(f"so \\boxed{{{inside}}}{after}") == inside.strip()
 
@@ -85,7 +92,9 @@ def test_whole_numbers_need_no_process(gold: int, said: int) -> None:
         ("42", "1" * 100_000 + r" \boxed{42}", RIGHT),
     ],
 )
-def test_answers_are_compared_by_mathematics(verifier: MathVerifier, gold: str, answer: str, verdict: Verdict) -> None:
+def test_answers_are_compared_by_mathematics(
+    verifier: MathVerifier, gold: str, answer: str, verdict: Verdict
+) -> None:
     assert ask(verifier, gold, answer) == verdict
 
 
@@ -96,7 +105,9 @@ def test_a_comparison_that_hangs_is_ended_and_others_go_on(verifier: MathVerifie
     async def both() -> list[Verdict]:
         hung = [asyncio.create_task(verifier.verify("1/2", HANGS)) for _ in range(2)]
         await asyncio.sleep(0)  # they begin
-        quick = [await verifier.verify(str(n), str(n)) for n in range(100)]  # the event loop is free
+        quick = [
+            await verifier.verify(str(n), str(n)) for n in range(100)
+        ]  # the event loop is free
         assert quick == [RIGHT] * 100
         assert not any(task.done() for task in hung)
         return await asyncio.gather(*hung)

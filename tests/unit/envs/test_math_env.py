@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from agenticrun_workers.envs import EnvCalls, EnvConfigError, MathEnv, MathSingleStep, StepResult, make_env
+from agenticrun_workers.envs import (
+    EnvCalls,
+    EnvConfigError,
+    MathEnv,
+    MathSingleStep,
+    StepResult,
+    make_env,
+)
 from agenticrun_workers.envs.math_env import RIGHT, WRONG
 from agenticrun_workers.envs.service import ServiceCalls
 from agenticrun_workers.types import Stream
@@ -30,7 +37,9 @@ def conversation(env: Any, *answers: str, item: dict[str, Any] = ITEM) -> list[S
 
 
 def test_a_wrong_answer_is_told_and_may_be_tried_again() -> None:
-    wrong, unreadable, right = conversation(make_env("math", {"turnDiscount": 0.5}), r"\boxed{8}", "", r"So \boxed{7}.")
+    wrong, unreadable, right = conversation(
+        make_env("math", {"turnDiscount": 0.5}), r"\boxed{8}", "", r"So \boxed{7}."
+    )
     assert [(r.observation, r.reward, r.terminated) for r in (wrong, unreadable, right)] == [
         (WRONG, 0.0, False),
         (WRONG, 0.0, False),
@@ -41,9 +50,17 @@ def test_a_wrong_answer_is_told_and_may_be_tried_again() -> None:
 
 
 def test_rewards_and_texts_are_settings() -> None:
-    config = {"rightReward": 2.0, "wrongReward": -1.0, "rightFeedback": "yes", "wrongFeedback": "no"}
+    config = {
+        "rightReward": 2.0,
+        "wrongReward": -1.0,
+        "rightFeedback": "yes",
+        "wrongFeedback": "no",
+    }
     env = make_env("math", config)
-    assert [(r.observation, r.reward) for r in conversation(env, "8", "7")] == [("no", -1.0), ("yes", 2.0)]
+    assert [(r.observation, r.reward) for r in conversation(env, "8", "7")] == [
+        ("no", -1.0),
+        ("yes", 2.0),
+    ]
     assert env.vocabulary() == ["yes", "no"]  # type: ignore[attr-defined]
 
 
@@ -63,13 +80,17 @@ def test_an_instance_plays_one_problem_after_another() -> None:
         ("math_single_step", {"turnDiscount": 1}, "has no config key 'turnDiscount'"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(type: str, config: dict[str, Any], message: str) -> None:
+def test_settings_that_mean_nothing_are_refused(
+    type: str, config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(EnvConfigError, match=message):
         make_env(type, config)
 
 
 def test_an_item_without_a_question_says_how_to_name_its_column() -> None:
-    with pytest.raises(ValueError, match=r"no 'answer': give the column's name in dataset\.columns"):
+    with pytest.raises(
+        ValueError, match=r"no 'answer': give the column's name in dataset\.columns"
+    ):
         MathEnv().set_item({"question": "?", "solution": "1"})
 
 
@@ -87,8 +108,12 @@ def test_the_stateless_environment_judges_several_answers_at_once() -> None:
 def test_many_environments_are_verified_side_by_side() -> None:
     async def play(number: int) -> bool:
         calls, env = EnvCalls(), MathEnv()
-        await calls.reset(env, 0, Stream.TRAIN, {"question": "?", "answer": f"\\frac{{{number}}}{{7}}"})
-        said = await asyncio.gather(*(calls.step(env, f"\\boxed{{{n}/7}}") for n in (number, number + 1)))
+        await calls.reset(
+            env, 0, Stream.TRAIN, {"question": "?", "answer": f"\\frac{{{number}}}{{7}}"}
+        )
+        said = await asyncio.gather(
+            *(calls.step(env, f"\\boxed{{{n}/7}}") for n in (number, number + 1))
+        )
         return [result.terminated for result in said] == [True, False]
 
     async def many() -> list[bool]:

@@ -23,13 +23,18 @@ WORKERS = [100 * number for number in range(8)]
 """First seed of each."""
 EACH = 40
 
-both_worlds = pytest.mark.parametrize("world", [lambda: FrozenLake(is_slippery=True), Sokoban], ids=["frozen_lake", "sokoban"])
+both_worlds = pytest.mark.parametrize(
+    "world", [lambda: FrozenLake(is_slippery=True), Sokoban], ids=["frozen_lake", "sokoban"]
+)
 
 
 def episodes(world: World, first: int) -> list[str]:
     env, texts = world(), []
     for seed in range(first, first + EACH):
-        texts += [env.reset(seed, Stream.TRAIN), *(env.step(answer).observation for answer in ANSWERS)]
+        texts += [
+            env.reset(seed, Stream.TRAIN),
+            *(env.step(answer).observation for answer in ANSWERS),
+        ]
     return texts
 
 
@@ -54,7 +59,9 @@ async def test_eight_tasks_that_take_turns_make_the_levels_that_one_makes(world:
                 texts.append((await calls.step(env, answer)).observation)
         return texts
 
-    assert await asyncio.gather(*map(played, WORKERS)) == [episodes(world, first) for first in WORKERS]
+    assert await asyncio.gather(*map(played, WORKERS)) == [
+        episodes(world, first) for first in WORKERS
+    ]
 
 
 @both_worlds

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvConfigError, TakesItem, make_env
 from agenticrun_workers.envs.tools import PythonTool, python_tool
-from agenticrun_workers.envs.tools.calls import Answer, BadCall, Call, CallParser, same_answer, shortened
+from agenticrun_workers.envs.tools.calls import (
+    Answer,
+    BadCall,
+    Call,
+    CallParser,
+    same_answer,
+    shortened,
+)
 from agenticrun_workers.envs.tools.sums import problem
 from agenticrun_workers.sandbox import SandboxUnavailable
 from agenticrun_workers.types import Stream
@@ -30,10 +37,16 @@ def tool_call(name: str = "python", **arguments: object) -> str:
         ("```Python \n1```", Call("1")),
         (tool_call(code="1 + 1"), Call("1 + 1")),
         (tool_call("code_interpreter", code="2"), Call("2")),
-        (f"<tool_call>{json.dumps({'name': 'python', 'arguments': json.dumps({'code': '3'})})}</tool_call>", Call("3")),
+        (
+            f"<tool_call>{json.dumps({'name': 'python', 'arguments': json.dumps({'code': '3'})})}</tool_call>",
+            Call("3"),
+        ),
         ("<answer> 42 </answer>", Answer("42")),
         ("<answer>4\n2</answer>", Answer("4\n2")),
-        ("```python\n1\n```\nIt prints 1. <answer>1</answer>", Call("1\n")),  # what the model makes up after its call does not count
+        (
+            "```python\n1\n```\nIt prints 1. <answer>1</answer>",
+            Call("1\n"),
+        ),  # what the model makes up after its call does not count
         ("<answer>1</answer>\n```python\n1\n```", Answer("1")),
         (f"{tool_call(code='1')} ```python\n2\n```", Call("1")),
         ("```\n1\n```", None),
@@ -122,7 +135,11 @@ def test_a_problem_is_solved_with_a_call_and_an_answer() -> None:
     assert env.reset(0, Stream.TRAIN) == "What is 17 * 23?"
     called = env.step("I compute it.\n```python\nprint(17 * 23)\n```")
     assert (called.observation, called.reward, called.terminated) == ("391", 0.0, False)
-    assert (called.metrics["tool_calls"], called.metrics["tool_errors"], called.metrics["action_is_valid"]) == (1.0, 0.0, 1.0)
+    assert (
+        called.metrics["tool_calls"],
+        called.metrics["tool_errors"],
+        called.metrics["action_is_valid"],
+    ) == (1.0, 0.0, 1.0)
     end = env.step("<answer>391.0</answer>")
     assert (end.reward, end.terminated, end.metrics["success"]) == (1.0, True, 1.0)
 
@@ -138,16 +155,46 @@ def test_a_wrong_answer_ends_the_episode_without_a_reward() -> None:
 @pytest.mark.parametrize(
     ("answer", "told", "metrics"),
     [
-        ("```python\n1 / 0\n```", "ZeroDivisionError: division by zero", {"tool_calls": 1, "tool_errors": 1, "action_is_valid": 1}),
-        ("```python\nx = 1\n```", "(no output)", {"tool_calls": 1, "tool_errors": 0, "action_is_valid": 1}),
-        ("```python\nwhile True: pass\n```", "stopped: it took more than 0.3 s", {"tool_calls": 1, "tool_errors": 1, "action_is_valid": 1}),
-        ("```python\nwhile True: print(1)\n```", "stopped: it wrote too much", {"tool_calls": 1, "tool_errors": 1, "action_is_valid": 1}),
-        ("```python\nopen('/etc/passwd').read()\n```", "Permission denied", {"tool_calls": 1, "tool_errors": 1, "action_is_valid": 1}),
-        ("<tool_call>{}</tool_call>", "this one is not", {"tool_calls": 0, "tool_errors": 1, "action_is_valid": 0}),
-        ("I do not know", "or <answer>...</answer> to answer", {"tool_calls": 0, "tool_errors": 0, "action_is_valid": 0}),
+        (
+            "```python\n1 / 0\n```",
+            "ZeroDivisionError: division by zero",
+            {"tool_calls": 1, "tool_errors": 1, "action_is_valid": 1},
+        ),
+        (
+            "```python\nx = 1\n```",
+            "(no output)",
+            {"tool_calls": 1, "tool_errors": 0, "action_is_valid": 1},
+        ),
+        (
+            "```python\nwhile True: pass\n```",
+            "stopped: it took more than 0.3 s",
+            {"tool_calls": 1, "tool_errors": 1, "action_is_valid": 1},
+        ),
+        (
+            "```python\nwhile True: print(1)\n```",
+            "stopped: it wrote too much",
+            {"tool_calls": 1, "tool_errors": 1, "action_is_valid": 1},
+        ),
+        (
+            "```python\nopen('/etc/passwd').read()\n```",
+            "Permission denied",
+            {"tool_calls": 1, "tool_errors": 1, "action_is_valid": 1},
+        ),
+        (
+            "<tool_call>{}</tool_call>",
+            "this one is not",
+            {"tool_calls": 0, "tool_errors": 1, "action_is_valid": 0},
+        ),
+        (
+            "I do not know",
+            "or <answer>...</answer> to answer",
+            {"tool_calls": 0, "tool_errors": 0, "action_is_valid": 0},
+        ),
     ],
 )
-def test_whatever_a_call_does_is_told_and_the_episode_goes_on(answer: str, told: str, metrics: dict[str, float]) -> None:
+def test_whatever_a_call_does_is_told_and_the_episode_goes_on(
+    answer: str, told: str, metrics: dict[str, float]
+) -> None:
     env = PythonTool(seconds=0.3 if "0.3 s" in told else 20.0, result_characters=300)
     env.reset(0, Stream.TRAIN)
     result = env.step(answer)
@@ -188,7 +235,9 @@ def test_valid_actions_are_calls_with_the_numbers_at_hand_and_answers() -> None:
     for seed in range(20):
         env = PythonTool()
         env.reset(seed, Stream.TRAIN)
-        assert all(env.step(action).metrics["action_is_valid"] for action in env.valid_actions()[-2:])
+        assert all(
+            env.step(action).metrics["action_is_valid"] for action in env.valid_actions()[-2:]
+        )
 
 
 def test_every_text_of_a_tiny_models_episode_is_made_of_the_vocabulary() -> None:
@@ -215,7 +264,9 @@ def test_bad_configs_are_refused_by_key(config: dict[str, Any], message: str) ->
         make_env("python_tool", config)
 
 
-def test_a_machine_that_cannot_contain_code_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_contain_code_is_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def run_nothing(*_: object) -> None:
         raise SandboxUnavailable("this machine cannot contain code: landlock: not there")
 

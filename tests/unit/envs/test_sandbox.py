@@ -21,7 +21,16 @@ from typing import Any
 import pytest
 
 from agenticrun_workers import sandbox
-from agenticrun_workers.sandbox import Limits, Outcome, SandboxUnavailable, describe, python, run_python, seccomp, zygote
+from agenticrun_workers.sandbox import (
+    Limits,
+    Outcome,
+    SandboxUnavailable,
+    describe,
+    python,
+    run_python,
+    seccomp,
+    zygote,
+)
 from agenticrun_workers.sandbox.syscalls import NUMBERS
 from processes import children
 from waiting import eventually
@@ -35,10 +44,26 @@ SHORT, LONG = 0.5, 20.0
 ATTACKS: dict[str, tuple[str, str, str]] = {
     # name: code, how it ends, what standard error says
     "fork bomb": ("import os\nwhile True: os.fork()", "failed", "PermissionError"),
-    "fork by libc": ("import ctypes\nassert ctypes.CDLL(None).fork() == 0, 'refused'", "failed", "refused"),
-    "vfork by number": ("import ctypes\nassert ctypes.CDLL(None).syscall(vfork) >= 0, 'refused'", "failed", "refused"),
-    "clone3 by number": ("import ctypes\nassert ctypes.CDLL(None).syscall(435, bytes(88), 88) >= 0, 'refused'", "failed", "refused"),
-    "another program": ("import os\nos.execv('/bin/sh', ['sh', '-c', 'echo out'])", "failed", "PermissionError"),
+    "fork by libc": (
+        "import ctypes\nassert ctypes.CDLL(None).fork() == 0, 'refused'",
+        "failed",
+        "refused",
+    ),
+    "vfork by number": (
+        "import ctypes\nassert ctypes.CDLL(None).syscall(vfork) >= 0, 'refused'",
+        "failed",
+        "refused",
+    ),
+    "clone3 by number": (
+        "import ctypes\nassert ctypes.CDLL(None).syscall(435, bytes(88), 88) >= 0, 'refused'",
+        "failed",
+        "refused",
+    ),
+    "another program": (
+        "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo out'])",
+        "failed",
+        "PermissionError",
+    ),
     "subprocess": ("import subprocess\nsubprocess.run(['/bin/ls'])", "failed", "PermissionError"),
     "thread bomb": (
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
@@ -56,19 +81,47 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
     "endless loop": ("while True: pass", "time", ""),
     "endless sleep": ("import time\ntime.sleep(100)", "time", ""),
     "endless without output": ("import os\nos.close(1)\nos.close(2)\nwhile True: pass", "time", ""),
-    "ignores signals": ("import signal\nfor s in range(1, 32):\n  if s not in (9, 19): signal.signal(s, 1)\nwhile True: pass", "time", ""),
+    "ignores signals": (
+        "import signal\nfor s in range(1, 32):\n  if s not in (9, 19): signal.signal(s, 1)\nwhile True: pass",
+        "time",
+        "",
+    ),
     "output flood": ("while True: print('x' * 1000)", "output", ""),
     "error flood": ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output", "xxx"),
-    "socket": ("import socket\nsocket.create_connection(('127.0.0.1', 80))", "failed", "PermissionError"),
-    "udp": ("import socket\nsocket.socket(2, 2).sendto(b'x', ('127.0.0.1', 53))", "failed", "PermissionError"),
+    "socket": (
+        "import socket\nsocket.create_connection(('127.0.0.1', 80))",
+        "failed",
+        "PermissionError",
+    ),
+    "udp": (
+        "import socket\nsocket.socket(2, 2).sendto(b'x', ('127.0.0.1', 53))",
+        "failed",
+        "PermissionError",
+    ),
     "unix socket": ("import socket\nsocket.socket(1, 1)", "failed", "PermissionError"),
     "name lookup": ("import socket\nsocket.getaddrinfo('example.com', 80)", "failed", "gaierror"),
-    "io_uring": ("import ctypes\nassert ctypes.CDLL(None).syscall(425, 8, bytes(120)) >= 0, 'refused'", "failed", "refused"),
-    "environment of the parent": ("import os\nopen(f'/proc/{os.getppid()}/environ').read()", "failed", "PermissionError"),
+    "io_uring": (
+        "import ctypes\nassert ctypes.CDLL(None).syscall(425, 8, bytes(120)) >= 0, 'refused'",
+        "failed",
+        "refused",
+    ),
+    "environment of the parent": (
+        "import os\nopen(f'/proc/{os.getppid()}/environ').read()",
+        "failed",
+        "PermissionError",
+    ),
     "own environment in /proc": ("open('/proc/self/environ').read()", "failed", "PermissionError"),
     "list of processes": ("import os\nos.listdir('/proc')", "failed", "PermissionError"),
-    "memory of the parent": ("import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')", "failed", "PermissionError"),
-    "ptrace": ("import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0, 'refused'", "failed", "refused"),
+    "memory of the parent": (
+        "import os\nopen(f'/proc/{os.getppid()}/mem', 'rb')",
+        "failed",
+        "PermissionError",
+    ),
+    "ptrace": (
+        "import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0, 'refused'",
+        "failed",
+        "refused",
+    ),
     "reads memory": (
         "import ctypes, os\nassert ctypes.CDLL(None).process_vm_readv(os.getppid(), 0, 0, 0, 0, 0) == 0, 'refused'",
         "failed",
@@ -82,33 +135,73 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
     "overwrites": ("open(secret, 'w')", "failed", "PermissionError"),
     "deletes": ("import os\nos.remove(secret)", "failed", "PermissionError"),
     "truncates": ("import os\nos.truncate(secret, 0)", "failed", "PermissionError"),
-    "renames": ("import os\nopen('x', 'w').close()\nos.rename('x', folder + '/x')", "failed", "Error"),
+    "renames": (
+        "import os\nopen('x', 'w').close()\nos.rename('x', folder + '/x')",
+        "failed",
+        "Error",
+    ),
     "links": ("import os\nos.link(secret, 'x')", "failed", "PermissionError"),
     "symbolic link": ("import os\nos.symlink(secret, 'x')", "failed", "PermissionError"),
     "changes modes": ("import os\nos.chmod(secret, 0o777)", "failed", "PermissionError"),
     "changes times": ("import os\nos.utime(secret)", "failed", "PermissionError"),
-    "shared memory": ("from multiprocessing.shared_memory import SharedMemory\nSharedMemory('x', True, 99)", "failed", "PermissionError"),
+    "shared memory": (
+        "from multiprocessing.shared_memory import SharedMemory\nSharedMemory('x', True, 99)",
+        "failed",
+        "PermissionError",
+    ),
     "folders": ("import os\nos.mkdir('x')", "failed", "PermissionError"),
-    "a large file": ("f = open('x', 'wb')\nwhile True: f.write(bytes(2**20))", "failed", "File too large"),
-    "many large files": ("n = 0\nwhile True:\n  n += 1\n  open(f'f{n % 20}', 'wb').write(bytes(2**21))", "files", ""),
+    "a large file": (
+        "f = open('x', 'wb')\nwhile True: f.write(bytes(2**20))",
+        "failed",
+        "File too large",
+    ),
+    "many large files": (
+        "n = 0\nwhile True:\n  n += 1\n  open(f'f{n % 20}', 'wb').write(bytes(2**21))",
+        "files",
+        "",
+    ),
     "very many files": ("n = 0\nwhile True:\n  n += 1\n  open(f'f{n}', 'w').close()", "files", ""),
     "open files": ("x = [open('/dev/null') for _ in range(100)]", "failed", "Too many open files"),
     "kills the parent": ("import os\nos.kill(os.getppid(), 9)", "failed", "PermissionError"),
     "kills everybody": ("import os\nos.kill(-1, 9)", "failed", "PermissionError"),
-    "signals by files": ("import fcntl, os\nfcntl.fcntl(1, 8, os.getppid())", "failed", "PermissionError"),
+    "signals by files": (
+        "import fcntl, os\nfcntl.fcntl(1, 8, os.getppid())",
+        "failed",
+        "PermissionError",
+    ),
     "limits of the parent": (
         "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))",
         "failed",
         "PermissionError",
     ),
-    "raises its limits": ("import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))", "failed", "Error"),
+    "raises its limits": (
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))",
+        "failed",
+        "Error",
+    ),
     "becomes root": ("import os\nos.setuid(0)\nos.setresuid(0, 0, 0)", "failed", "PermissionError"),
-    "mounts": ("import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, 0) == 0, 'refused'", "failed", "refused"),
-    "namespaces": ("import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0, 'refused'", "failed", "refused"),
-    "types into the terminal": ("import fcntl\nfcntl.ioctl(1, 0x5412, b'x')", "failed", "PermissionError"),
+    "mounts": (
+        "import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, 0) == 0, 'refused'",
+        "failed",
+        "refused",
+    ),
+    "namespaces": (
+        "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0, 'refused'",
+        "failed",
+        "refused",
+    ),
+    "types into the terminal": (
+        "import fcntl\nfcntl.ioctl(1, 0x5412, b'x')",
+        "failed",
+        "PermissionError",
+    ),
     "leaves the session": ("import os\nos.setsid()", "failed", "PermissionError"),
     "asks for input": ("input()", "failed", "EOFError"),
-    "descriptors of others": ("import os\nfor fd in range(3, 32):\n  os.fstat(fd)", "failed", "Bad file descriptor"),
+    "descriptors of others": (
+        "import os\nfor fd in range(3, 32):\n  os.fstat(fd)",
+        "failed",
+        "Bad file descriptor",
+    ),
 }
 
 
@@ -125,10 +218,17 @@ def play(secret: Path) -> dict[str, dict[str, Any]]:
 
     def attack(code: str, end: str) -> dict[str, Any]:
         outcome = run_python(known + code, Limits(SHORT if end == "time" else LONG, **LIMITS))
-        return {"end": outcome.end, "stdout": outcome.stdout, "stderr": outcome.stderr, "seconds": outcome.seconds}
+        return {
+            "end": outcome.end,
+            "stdout": outcome.stdout,
+            "stderr": outcome.stderr,
+            "seconds": outcome.seconds,
+        }
 
     with ThreadPoolExecutor(4) as threads:
-        return dict(zip(ATTACKS, threads.map(lambda row: attack(*row[:2]), ATTACKS.values()), strict=True))
+        return dict(
+            zip(ATTACKS, threads.map(lambda row: attack(*row[:2]), ATTACKS.values()), strict=True)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -162,17 +262,23 @@ def as_nobody(interpreter: str, program: str) -> subprocess.CompletedProcess[str
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(packages)}
     command = [interpreter, "-c", program]
     nobody: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-    return subprocess.run(command, **nobody, cwd="/", env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, **nobody, cwd="/", env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def interpreter_of_nobody() -> str:
     """This one; the system's of the same version where this one lies in a folder that only root may enter."""
-    wanted = f"import sys; assert sys.version_info[:2] == {sys.version_info[:2]}; import numpy, pytest"
+    wanted = (
+        f"import sys; assert sys.version_info[:2] == {sys.version_info[:2]}; import numpy, pytest"
+    )
     for interpreter in (sys.executable, "/usr/bin/python3"):
         with suppress(OSError):
             if as_nobody(interpreter, wanted).returncode == 0:
                 return interpreter
-    pytest.skip(f"nobody may not run {sys.executable}, and /usr/bin/python3 is not the same version")
+    pytest.skip(
+        f"nobody may not run {sys.executable}, and /usr/bin/python3 is not the same version"
+    )
 
 
 @pytest.fixture(scope="module", params=["this user", "nobody", "nobody in a pod"])
@@ -241,11 +347,17 @@ def test_the_environment_holds_constants_only(monkeypatch: pytest.MonkeyPatch) -
         ("print(list({'a', 'b', 'c', 'd'}) == list({'a', 'b', 'c', 'd'}), hash('a'))", None),
         ("import numpy as np\nnp.arange(3).sum()", "np.int64(3)\n"),
         ("import asyncio\nasync def f(): return 7\nasyncio.run(f())", "7\n"),
-        ("import threading\nt = threading.Thread(target=print, args=('hi',))\nt.start()\nt.join()", "hi\n"),
+        (
+            "import threading\nt = threading.Thread(target=print, args=('hi',))\nt.start()\nt.join()",
+            "hi\n",
+        ),
         ("open('a', 'w').write('hi')\nprint(open('a').read())\nimport os\nos.remove('a')", "hi\n"),
         ("import tempfile\nwith tempfile.TemporaryFile() as f: print(f.write(b'abc'))", "3\n"),
         ("from dataclasses import dataclass\n@dataclass\nclass P: x: 'int'\nP(1)", "P(x=1)\n"),
-        ("import json, re, math, random, itertools, fractions, decimal, datetime, statistics\nmath.comb(5, 2)", "10\n"),
+        (
+            "import json, re, math, random, itertools, fractions, decimal, datetime, statistics\nmath.comb(5, 2)",
+            "10\n",
+        ),
         ("print('é')", "é\n"),
     ],
 )
@@ -259,9 +371,19 @@ def test_computing_works(code: str, stdout: str | None) -> None:
 @pytest.mark.parametrize(
     ("code", "stderr"),
     [
-        ("1 / 0", ['  File "<code>", line 1, in <module>', "    1 / 0", "ZeroDivisionError: division by zero"]),
+        (
+            "1 / 0",
+            [
+                '  File "<code>", line 1, in <module>',
+                "    1 / 0",
+                "ZeroDivisionError: division by zero",
+            ],
+        ),
         ("x =", ['  File "<code>", line 1', "    x =", "SyntaxError: invalid syntax"]),
-        ("def f(): g()\ndef g(): h()\ndef h(): 1 / 0\nf()", ["line 4, in <module>", "line 2, in g", "line 3, in h", "ZeroDivisionError"]),
+        (
+            "def f(): g()\ndef g(): h()\ndef h(): 1 / 0\nf()",
+            ["line 4, in <module>", "line 2, in g", "line 3, in h", "ZeroDivisionError"],
+        ),
         ("raise SystemExit(3)", []),
         ("exit(1)", []),
     ],
@@ -298,7 +420,9 @@ def test_nothing_stays_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("print(1)\nfor n in range(40): open(f'{n}', 'w').close()", "files", "1\n"),
     ],
 )
-def test_what_ended_while_its_watcher_was_away_was_not_late(code: str, end: str, stdout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ended_while_its_watcher_was_away_was_not_late(
+    code: str, end: str, stdout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_python("")
     assert zygote._zygote is not None
     server, asked = zygote._zygote.process.pid, []
@@ -323,16 +447,28 @@ def test_many_run_at_once() -> None:
 
 def test_it_says_which_layers_hold() -> None:
     layers = describe()
-    assert set(layers) == {"limits", "no_new_privileges", "landlock", "seccomp", "capabilities", "namespaces"}
+    assert set(layers) == {
+        "limits",
+        "no_new_privileges",
+        "landlock",
+        "seccomp",
+        "capabilities",
+        "namespaces",
+    }
     assert not [name for name in python.REQUIRED if layers[name].startswith("no: ")]
 
 
 def test_it_refuses_where_a_layer_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    with pytest.raises(SandboxUnavailable, match=r"seccomp: there is no filter for this machine.*best-effort"):
+    with pytest.raises(
+        SandboxUnavailable, match=r"seccomp: there is no filter for this machine.*best-effort"
+    ):
         run_python("print('ran')")
     outcome = run_python("print('ran')", mode="best-effort")
-    assert (outcome.stdout, outcome.layers["seccomp"]) == ("ran\n", "no: there is no filter for this machine")
+    assert (outcome.stdout, outcome.layers["seccomp"]) == (
+        "ran\n",
+        "no: there is no filter for this machine",
+    )
 
 
 def test_a_python_that_does_not_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,19 +477,30 @@ def test_a_python_that_does_not_start_is_reported(monkeypatch: pytest.MonkeyPatc
         run_python("1")
 
 
-@pytest.mark.parametrize("limits", [{"seconds": 0}, {"memory_mb": -1}, {"output_bytes": 0}, {"scratch_mb": -1}])
+@pytest.mark.parametrize(
+    "limits", [{"seconds": 0}, {"memory_mb": -1}, {"output_bytes": 0}, {"scratch_mb": -1}]
+)
 def test_limits_that_allow_nothing_are_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Limits(**limits)
 
 
 @pytest.mark.parametrize(
-    ("header", "column"), [("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 0), ("/usr/include/asm-generic/unistd.h", 1)]
+    ("header", "column"),
+    [
+        ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 0),
+        ("/usr/include/asm-generic/unistd.h", 1),
+    ],
 )
 def test_the_numbers_are_the_kernels(header: str, column: int) -> None:
     if not Path(header).exists():
         pytest.skip(f"{header} is not installed")
-    theirs = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text())}
+    theirs = {
+        name: int(number)
+        for name, number in re.findall(
+            r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text()
+        )
+    }
     theirs |= {"newfstatat": theirs.get("newfstatat", theirs.get("fstatat", -1))}
     for name, numbers in NUMBERS.items():
         assert numbers[column] == theirs.get(name), name

@@ -25,12 +25,21 @@ def room_of(board: str) -> Room:
     def places(symbols: str) -> int:
         return sum(1 << cell for cell, symbol in enumerate(board) if symbol in symbols)
 
-    return Room(len(rows), len(rows[0]), places("_OS√XP"), places("OS√"), places("√X"), places("PS").bit_length() - 1)
+    return Room(
+        len(rows),
+        len(rows[0]),
+        places("_OS√XP"),
+        places("OS√"),
+        places("√X"),
+        places("PS").bit_length() - 1,
+    )
 
 
 def playing(board: str, **config: object) -> Sokoban:
     rows = board.split("\n")
-    env = Sokoban(rows=len(rows), columns=len(rows[0]), boxes=board.count("X") + board.count("√"), **config)  # type: ignore[arg-type]
+    env = Sokoban(
+        rows=len(rows), columns=len(rows[0]), boxes=board.count("X") + board.count("√"), **config
+    )  # type: ignore[arg-type]
     env.start_on(room_of(board))
     return env
 
@@ -42,15 +51,27 @@ CORRIDOR = "#######\n#######\n#P_X_O#\n#######\n#######"
 @given(
     seed=st.integers(0, 2**40),
     boxes=st.integers(1, 3),
-    actions=st.lists(st.sampled_from([*WORDS, " up ", "DOWN", "jump", ""]), min_size=1, max_size=60),
+    actions=st.lists(
+        st.sampled_from([*WORDS, " up ", "DOWN", "jump", ""]), min_size=1, max_size=60
+    ),
 )
-def test_every_step_is_gym_sokobans_in_the_same_room(seed: int, boxes: int, actions: list[str]) -> None:
-    env, reference = Sokoban(rows=6, columns=7, boxes=boxes), ReferenceSokoban(6, 7, boxes, draws=False)
+def test_every_step_is_gym_sokobans_in_the_same_room(
+    seed: int, boxes: int, actions: list[str]
+) -> None:
+    env, reference = (
+        Sokoban(rows=6, columns=7, boxes=boxes),
+        ReferenceSokoban(6, 7, boxes, draws=False),
+    )
     reference.start_on(env.reset(seed, Stream.TRAIN))
     for action in actions:
         ours = env.step(action)
         board, reward, terminated, truncated, info = reference.play(action)
-        assert (ours.observation, ours.reward, ours.terminated, ours.truncated) == (board, reward, terminated, truncated)
+        assert (ours.observation, ours.reward, ours.terminated, ours.truncated) == (
+            board,
+            reward,
+            terminated,
+            truncated,
+        )
         assert {name: ours.metrics[name] for name in info["metrics"]} == info["metrics"]
 
 
@@ -84,17 +105,34 @@ def test_a_box_is_pushed_along_and_the_last_one_on_its_target_ends_the_episode()
 def test_a_box_on_and_off_its_target_gives_and_takes_one() -> None:
     env = playing("#########\n#_______#\n#PXO___X#\n#______O#\n#########")
     on, off = env.step("Right"), env.step("Right")
-    assert (on.reward, on.metrics["boxes_on_target"], on.observation.split("\n")[2]) == (0.9, 1, "#_P√___X#")
-    assert (off.reward, off.metrics["boxes_on_target"], off.observation.split("\n")[2]) == (-1.1, 0, "#__SX__X#")
+    assert (on.reward, on.metrics["boxes_on_target"], on.observation.split("\n")[2]) == (
+        0.9,
+        1,
+        "#_P√___X#",
+    )
+    assert (off.reward, off.metrics["boxes_on_target"], off.observation.split("\n")[2]) == (
+        -1.1,
+        0,
+        "#__SX__X#",
+    )
     assert not on.terminated
     assert not off.terminated
 
 
 @pytest.mark.parametrize(
     ("action", "valid", "effective"),
-    [("Left", 1.0, 0.0), ("Up", 1.0, 0.0), ("Right", 1.0, 1.0), ("right ", 1.0, 1.0), ("push right", 0.0, 0.0), ("", 0.0, 0.0)],
+    [
+        ("Left", 1.0, 0.0),
+        ("Up", 1.0, 0.0),
+        ("Right", 1.0, 1.0),
+        ("right ", 1.0, 1.0),
+        ("push right", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
 )
-def test_every_answer_costs_a_step_and_says_whether_it_was_one(action: str, valid: float, effective: float) -> None:
+def test_every_answer_costs_a_step_and_says_whether_it_was_one(
+    action: str, valid: float, effective: float
+) -> None:
     env = playing(CORRIDOR)
     result = env.step(action)
     assert (result.reward, result.terminated) == (-0.1, False)
@@ -117,12 +155,21 @@ def test_a_box_in_front_of_a_box_or_a_wall_does_not_move(row: str) -> None:
 
 
 def test_symbols_and_actions_can_be_chosen() -> None:
-    env = make_env("sokoban", {"rows": 5, "columns": 7, "symbols": "W.t*b@+", "actions": ["n", "s", "w", "e"]})
+    env = make_env(
+        "sokoban", {"rows": 5, "columns": 7, "symbols": "W.t*b@+", "actions": ["n", "s", "w", "e"]}
+    )
     assert isinstance(env, Sokoban)
     env.start_on(room_of(CORRIDOR))
-    assert [env.step("E").observation.split("\n")[2] for _ in range(3)] == ["W.@b.tW", "W..@btW", "W...@*W"]
+    assert [env.step("E").observation.split("\n")[2] for _ in range(3)] == [
+        "W.@b.tW",
+        "W..@btW",
+        "W...@*W",
+    ]
     assert env.valid_actions() == ["n", "s", "w", "e"]
-    assert all(part in env.instruction for part in ("walls W and floor .", "every box b onto a target t", "n, s, w or e"))
+    assert all(
+        part in env.instruction
+        for part in ("walls W and floor .", "every box b onto a target t", "n, s, w or e")
+    )
 
 
 @pytest.mark.parametrize("words", ["cells", "rows"])
@@ -130,7 +177,10 @@ def test_every_text_is_made_of_the_vocabulary(words: str) -> None:
     env, rng = Sokoban(rows=5, boxes=2, words=words), random.Random(7)  # type: ignore[arg-type]
     vocabulary = set(env.vocabulary())
     for seed in range(60):
-        boards = [env.reset(seed, Stream.TRAIN), *(env.step(rng.choice(WORDS)).observation for _ in range(20))]
+        boards = [
+            env.reset(seed, Stream.TRAIN),
+            *(env.step(rng.choice(WORDS)).observation for _ in range(20)),
+        ]
         for board in boards:
             pieces = [*board] if words == "cells" else board.splitlines(keepends=True)
             assert vocabulary.issuperset(pieces)
@@ -171,7 +221,9 @@ def cells_of_picture(env: Sokoban) -> dict[str, bytes]:
     assert picture.dtype == np.uint8
     assert picture.shape == (env.rows * CELL, env.columns * CELL, 3)
     return {
-        symbol: picture[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL].tobytes()
+        symbol: picture[
+            row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL
+        ].tobytes()
         for row, text in enumerate(env.board().split("\n"))
         for column, symbol in enumerate(text)
     }

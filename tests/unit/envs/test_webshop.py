@@ -47,7 +47,9 @@ GOLDEN = {"text": "e28807508ffedac4", "text_rich": "efbca19c7e136469"}
 @pytest.mark.parametrize("mode", ["text", "text_rich"])
 def test_episodes_are_the_same_on_every_machine(mode: str) -> None:
     env = make_env("webshop", {"observationMode": mode})
-    assert digest([play(env, seed, split) for seed in range(10) for split in Stream]) == GOLDEN[mode]
+    assert (
+        digest([play(env, seed, split) for seed in range(10) for split in Stream]) == GOLDEN[mode]
+    )
 
 
 def test_episodes_are_the_same_in_many_threads_at_once() -> None:
@@ -101,7 +103,20 @@ def test_buying_something_else_is_bought_but_no_success() -> None:
     assert (end.metrics["success"], end.metrics["bought"]) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("action", ["", "buy", "click[]", "click[buy now]", "click[search]", "search[]", "walk[north]", "click", "[x]"])
+@pytest.mark.parametrize(
+    "action",
+    [
+        "",
+        "buy",
+        "click[]",
+        "click[buy now]",
+        "click[search]",
+        "search[]",
+        "walk[north]",
+        "click",
+        "[x]",
+    ],
+)
 def test_what_is_not_on_the_page_changes_nothing(action: str) -> None:
     env = WebShop()
     before = env.reset(1, Stream.TRAIN)
@@ -118,7 +133,10 @@ def test_an_action_is_effective_if_it_changes_the_page() -> None:
     rich = WebShop(observation_mode="text_rich")
     rich.reset(3, Stream.TRAIN)
     find(rich)
-    assert [rich.step(f"click[{option}]").metrics["action_is_effective"] for _ in range(2)] == [1.0, 0.0]
+    assert [rich.step(f"click[{option}]").metrics["action_is_effective"] for _ in range(2)] == [
+        1.0,
+        0.0,
+    ]
     assert env.step("click[features]").metrics["action_is_effective"] == 1.0
 
 
@@ -136,7 +154,14 @@ def test_pages_are_written_like_the_simulators() -> None:
     found = env._visit.results
     assert found is not None
     first = env._shop.products[found[0]]
-    assert lines(env)[:8] == [*head, f"Page 1 (Total results: {len(found)})", "Next >", first.asin, first.title, first.price_tag]
+    assert lines(env)[:8] == [
+        *head,
+        f"Page 1 (Total results: {len(found)})",
+        "Next >",
+        first.asin,
+        first.title,
+        first.price_tag,
+    ]
     assert len(lines(env)) == 5 + 3 * 10
     env.step("click[next >]")
     assert lines(env)[3:6] == [f"Page 2 (Total results: {len(found)})", "< Prev", "Next >"]
@@ -144,7 +169,15 @@ def test_pages_are_written_like_the_simulators() -> None:
     env.step(f"click[{first.asin.lower()}]")
     options = [text for name, values in first.options.items() for text in (name, *values)]
     reads = ["Description", "Features", "Reviews", "Attributes", "Buy Now"]
-    assert lines(env) == [*head, "< Prev", *options, first.title, f"Price: {first.price_tag}", f"Rating: {first.rating}", *reads]
+    assert lines(env) == [
+        *head,
+        "< Prev",
+        *options,
+        first.title,
+        f"Price: {first.price_tag}",
+        f"Rating: {first.rating}",
+        *reads,
+    ]
     [review] = first.reviews
     contents = {
         "description": [first.description],
@@ -168,7 +201,9 @@ def test_rich_pages_mark_what_was_clicked() -> None:
     assert f"\n  [clicked button] {option} [clicked button_]\n" in page
     assert "\n[button] Buy Now [button_]\n" in page
     asin = env._visit.goal.asin
-    assert f"\n\n[clicked button] {asin} [clicked button_]\n" in env.step("click[< prev]").observation
+    assert (
+        f"\n\n[clicked button] {asin} [clicked button_]\n" in env.step("click[< prev]").observation
+    )
 
 
 def test_going_back_forgets_what_the_simulator_forgets() -> None:
@@ -205,8 +240,17 @@ def test_the_search_finds_nothing_for_unknown_words() -> None:
     assert "(Total results: 0)" in env.step("search[the ...]").observation
 
 
-@given(st.lists(st.lists(st.sampled_from(["ab", "cd", "ef", "gh"]), min_size=1, max_size=9), min_size=1, max_size=9), st.integers(1, 9))
-def test_bm25_ranks_as_its_definition_and_ties_keep_the_files_order(texts: list[list[str]], limit: int) -> None:
+@given(
+    st.lists(
+        st.lists(st.sampled_from(["ab", "cd", "ef", "gh"]), min_size=1, max_size=9),
+        min_size=1,
+        max_size=9,
+    ),
+    st.integers(1, 9),
+)
+def test_bm25_ranks_as_its_definition_and_ties_keep_the_files_order(
+    texts: list[list[str]], limit: int
+) -> None:
     products = [replace(PRODUCT, title=" ".join(text)) for text in texts]
     documents = [indexed_words(document(product)) for product in products]
     average = sum(map(len, documents)) / len(documents)
@@ -226,12 +270,18 @@ def test_bm25_ranks_as_its_definition_and_ties_keep_the_files_order(texts: list[
         best = engine.search(" ".join(query))
         assert len(best) == min(limit, sum(score > 0 for score in scores))
         expected = sorted(range(len(scores)), key=lambda position: -scores[position])[: len(best)]
-        assert [scores[position] for position in best] == pytest.approx([scores[position] for position in expected], rel=1e-5)
-        assert all(one < other for one, other in pairwise(best) if documents[one] == documents[other])
+        assert [scores[position] for position in best] == pytest.approx(
+            [scores[position] for position in expected], rel=1e-5
+        )
+        assert all(
+            one < other for one, other in pairwise(best) if documents[one] == documents[other]
+        )
 
 
 def test_plurals_are_found_too() -> None:
-    assert [singular(word) for word in ("socks", "berries", "dishes", "glass", "bus", "shoes", "gas")] == [
+    assert [
+        singular(word) for word in ("socks", "berries", "dishes", "glass", "bus", "shoes", "gas")
+    ] == [
         "sock",
         "berry",
         "dishe",
@@ -247,7 +297,9 @@ def test_a_clicked_option_belongs_to_the_last_group_that_has_it() -> None:
     env.reset(3, Stream.TRAIN)
     find(env)
     assert env._visit.product is not None
-    env._visit.product = replace(env._visit.product, options={"size": ("one", "two"), "pack": ("two", "description")})
+    env._visit.product = replace(
+        env._visit.product, options={"size": ("one", "two"), "pack": ("two", "description")}
+    )
     env._page = env._visit.page()
     env.step("click[two]")
     assert env._visit.options == {"pack": "two"}
@@ -283,9 +335,19 @@ def test_webshops_own_files_are_read(tmp_path: Path) -> None:
 def test_odd_products_of_the_files_are_read_as_webshop_reads_them(tmp_path: Path) -> None:
     files = write_files(tmp_path)
     items = json.loads(Path(files["items"]).read_text())
-    odd = {**items[0], "asin": "B0ODD00001", "pricing": None, "small_description": "One line", "full_description": None}
-    odd |= {"customization_options": {"Color": [{"value": " Navy/Blue ", "image": None}], "Style": None}}
-    Path(files["items"]).write_text(json.dumps([odd, odd, {**odd, "asin": "nan"}, {**odd, "asin": "TOOLONGASIN"}, *items[:3]]))
+    odd = {
+        **items[0],
+        "asin": "B0ODD00001",
+        "pricing": None,
+        "small_description": "One line",
+        "full_description": None,
+    }
+    odd |= {
+        "customization_options": {"Color": [{"value": " Navy/Blue ", "image": None}], "Style": None}
+    }
+    Path(files["items"]).write_text(
+        json.dumps([odd, odd, {**odd, "asin": "nan"}, {**odd, "asin": "TOOLONGASIN"}, *items[:3]])
+    )
     [product, *others] = make_env("webshop", files)._shop.products  # type: ignore[attr-defined]
     assert len(others) == 3
     assert (product.price, product.price_tag) == (100.0, "$100.0")

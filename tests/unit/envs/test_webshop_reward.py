@@ -10,15 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.envs.webshop import made_up
-from agenticrun_workers.envs.webshop.goals import NO_LIMIT, Goal, Split, human_goals, synthetic_goals
+from agenticrun_workers.envs.webshop.goals import (
+    NO_LIMIT,
+    Goal,
+    Split,
+    human_goals,
+    synthetic_goals,
+)
 from agenticrun_workers.envs.webshop.products import CATEGORY_SEPARATOR, Product, read_products
-from agenticrun_workers.envs.webshop.reward import content_words, option_text, reward, same_text, type_reward
+from agenticrun_workers.envs.webshop.reward import (
+    content_words,
+    option_text,
+    reward,
+    same_text,
+    type_reward,
+)
 
 DATA = made_up.catalogue()
 PRODUCTS = read_products(DATA.items, DATA.attributes, DATA.reviews)
 
 
-def product(title: str = "Alder Wool Socks", query: str = "wool socks", path: str = "A > B > C", **others: object) -> Product:
+def product(
+    title: str = "Alder Wool Socks",
+    query: str = "wool socks",
+    path: str = "A > B > C",
+    **others: object,
+) -> Product:
     fields: dict[str, object] = {
         "description": "",
         "features": (),
@@ -28,13 +45,31 @@ def product(title: str = "Alder Wool Socks", query: str = "wool socks", path: st
         "attributes": (),
         "category": "fashion",
     }
-    return Product("B000000001", title, query=query, product_category=path.replace(">", CATEGORY_SEPARATOR), **{**fields, **others})  # type: ignore[arg-type]
+    return Product(
+        "B000000001",
+        title,
+        query=query,
+        product_category=path.replace(">", CATEGORY_SEPARATOR),
+        **{**fields, **others},
+    )  # type: ignore[arg-type]
 
 
 def goal(
-    title: str = "Alder Wool Socks", query: str = "wool socks", path: str = "A > B > C", options: Sequence[tuple[str, str]] = ()
+    title: str = "Alder Wool Socks",
+    query: str = "wool socks",
+    path: str = "A > B > C",
+    options: Sequence[tuple[str, str]] = (),
 ) -> Goal:
-    return Goal("B000000001", "", ("warm", "thick"), tuple(options), 20.0, title, query, path.replace(">", CATEGORY_SEPARATOR))
+    return Goal(
+        "B000000001",
+        "",
+        ("warm", "thick"),
+        tuple(options),
+        20.0,
+        title,
+        query,
+        path.replace(">", CATEGORY_SEPARATOR),
+    )
 
 
 def longest_common_subsequence(one: str, other: str) -> int:
@@ -42,13 +77,19 @@ def longest_common_subsequence(one: str, other: str) -> int:
     for a in one:
         above = 0
         for column, b in enumerate(other, 1):
-            above, row[column] = row[column], above + 1 if a == b else max(row[column], row[column - 1])
+            above, row[column] = (
+                row[column],
+                above + 1 if a == b else max(row[column], row[column - 1]),
+            )
     return row[-1]
 
 
 def token_set_ratio(one: str, other: str) -> float:
     """The best similarity of: common words, common words with the rest of one, and with the rest of the other."""
-    words = [set(re.sub(r"[^a-z0-9]", " ", re.sub(r"[^\x00-\x7f]", "", text).lower()).split()) for text in (one, other)]
+    words = [
+        set(re.sub(r"[^a-z0-9]", " ", re.sub(r"[^\x00-\x7f]", "", text).lower()).split())
+        for text in (one, other)
+    ]
     if not all(words):
         return 0.0
     common = words[0] & words[1]
@@ -61,7 +102,21 @@ def token_set_ratio(one: str, other: str) -> float:
 
 
 TEXTS = st.lists(
-    st.sampled_from(["tea tree", "essential", "oils", "oil", "pack of 12", "XL", "é-cru", "navy|blue", "", "6 feet"]), max_size=4
+    st.sampled_from(
+        [
+            "tea tree",
+            "essential",
+            "oils",
+            "oil",
+            "pack of 12",
+            "XL",
+            "é-cru",
+            "navy|blue",
+            "",
+            "6 feet",
+        ]
+    ),
+    max_size=4,
 )
 
 
@@ -75,8 +130,12 @@ def test_so_are_texts_that_nearly_agree(one: str, other: str) -> None:
     assert same_text(one, other) == (round(token_set_ratio(one, other)) > 85)
 
 
-@pytest.mark.parametrize(("one", "other", "same"), [("aaaaab", "aaaaac", False), ("aaaaaab", "aaaaaac", True)])
-def test_83_percent_is_different_and_86_percent_is_the_same(one: str, other: str, same: bool) -> None:
+@pytest.mark.parametrize(
+    ("one", "other", "same"), [("aaaaab", "aaaaac", False), ("aaaaaab", "aaaaaac", True)]
+)
+def test_83_percent_is_different_and_86_percent_is_the_same(
+    one: str, other: str, same: bool
+) -> None:
     assert same_text(one, other) is same
 
 
@@ -85,21 +144,50 @@ def test_83_percent_is_different_and_86_percent_is_the_same(one: str, other: str
     [
         (product(), goal(), 1.0),
         (product(query="other", path="X > Y"), goal(), 1.0),  # the title alone is enough
-        (product(title="Wool " + "a1 b1 c1"), goal("Wool s t u v w"), 1.0),  # a sixth of the words, but the same query
-        (product(title="Wool", query="other"), goal("Wool s t u v w"), 1.0),  # or two categories in common
+        (
+            product(title="Wool " + "a1 b1 c1"),
+            goal("Wool s t u v w"),
+            1.0,
+        ),  # a sixth of the words, but the same query
+        (
+            product(title="Wool", query="other"),
+            goal("Wool s t u v w"),
+            1.0,
+        ),  # or two categories in common
         (product(title="Wool", query="other", path="A > X"), goal("Wool s t u v w"), 0.5),
-        (product(title="Wool", query="other", path="A > A > X"), goal("Wool s t u v w", path="A > A > B"), 0.5),  # one twice is one
-        (product(title="Wool"), goal("Wool d e f g h j k l m n"), 0.1),  # a tenth is too little, whatever the query
+        (
+            product(title="Wool", query="other", path="A > A > X"),
+            goal("Wool s t u v w", path="A > A > B"),
+            0.5,
+        ),  # one twice is one
+        (
+            product(title="Wool"),
+            goal("Wool d e f g h j k l m n"),
+            0.1,
+        ),  # a tenth is too little, whatever the query
         (product(title="Lamp"), goal(), 0.0),
-        (product(title="Lamp", query="other", path="X"), goal("12 of the 3"), 0.5),  # no words to compare: as if a fifth agreed
+        (
+            product(title="Lamp", query="other", path="X"),
+            goal("12 of the 3"),
+            0.5,
+        ),  # no words to compare: as if a fifth agreed
     ],
 )
-def test_the_type_counts_content_words_query_and_categories(found: Product, wanted: Goal, expected: float) -> None:
+def test_the_type_counts_content_words_query_and_categories(
+    found: Product, wanted: Goal, expected: float
+) -> None:
     assert type_reward(found, wanted) == expected
 
 
 def test_content_words_are_no_numbers_and_no_function_words() -> None:
-    assert content_words("Pack of 12 USB-C Cables (6 ft), for the 4K Player") == ["pack", "usb-c", "cables", "ft", "4k", "player"]
+    assert content_words("Pack of 12 USB-C Cables (6 ft), for the 4K Player") == [
+        "pack",
+        "usb-c",
+        "cables",
+        "ft",
+        "4k",
+        "player",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +200,9 @@ def test_content_words_are_no_numbers_and_no_function_words() -> None:
         ("size", "6 feet", "size 6 feet"),
     ],
 )
-def test_goal_options_are_compared_as_colours_or_texts(name: str, value: str, expected: str) -> None:
+def test_goal_options_are_compared_as_colours_or_texts(
+    name: str, value: str, expected: str
+) -> None:
     assert option_text(name, value) == expected
 
 
@@ -120,7 +210,13 @@ def test_each_part_of_the_reward_counts_as_the_formula_says() -> None:
     wanted = goal(options=(("color", "navy"), ("size", "large")))
     found = product(attributes=("warm",), features=("Thick and soft",))
     everything = reward(found, wanted, {"color": "true navy", "size": "large"})
-    assert (everything.total, everything.type, everything.attributes, everything.options, everything.price) == (1, 1, 1, 1, 1)
+    assert (
+        everything.total,
+        everything.type,
+        everything.attributes,
+        everything.options,
+        everything.price,
+    ) == (1, 1, 1, 1, 1)
     assert reward(found, wanted, {"color": "true navy"}).total == 4 / 5
     assert reward(product(attributes=("warm",)), wanted, {}).total == 2 / 5
     assert reward(product(price=20.5), wanted, {}).total == 0
@@ -129,19 +225,37 @@ def test_each_part_of_the_reward_counts_as_the_formula_says() -> None:
     assert reward(found, goal(), {"color": "red"}).options is None
 
 
-@given(st.sampled_from(PRODUCTS), st.sampled_from(human_goals(PRODUCTS, DATA.human_instructions)), st.randoms(use_true_random=False))
-def test_rewards_of_the_catalogue_follow_the_papers_formula(found: Product, wanted: Goal, rng) -> None:
-    chosen = {name: rng.choice(values) for name, values in found.options.items() if rng.random() < 0.7}
+@given(
+    st.sampled_from(PRODUCTS),
+    st.sampled_from(human_goals(PRODUCTS, DATA.human_instructions)),
+    st.randoms(use_true_random=False),
+)
+def test_rewards_of_the_catalogue_follow_the_papers_formula(
+    found: Product, wanted: Goal, rng
+) -> None:
+    chosen = {
+        name: rng.choice(values) for name, values in found.options.items() if rng.random() < 0.7
+    }
     attributes = sum(attribute in found.attributes for attribute in wanted.attributes)
-    options = sum(any(token_set_ratio(value, text) > 85 for text in chosen.values()) for _, value in wanted.options)
-    match = (attributes + options + (found.price <= wanted.price_upper)) / (len(wanted.attributes) + len(wanted.options) + 1)
+    options = sum(
+        any(token_set_ratio(value, text) > 85 for text in chosen.values())
+        for _, value in wanted.options
+    )
+    match = (attributes + options + (found.price <= wanted.price_upper)) / (
+        len(wanted.attributes) + len(wanted.options) + 1
+    )
     assert reward(found, wanted, chosen).total == pytest.approx(type_reward(found, wanted) * match)
 
 
 def test_the_right_product_with_the_right_options_is_worth_one() -> None:
     by_asin = {product.asin: product for product in PRODUCTS}
-    for wanted in [*human_goals(PRODUCTS, DATA.human_instructions), *synthetic_goals(PRODUCTS, DATA.attributes)]:
-        options = {name or str(number): value for number, (name, value) in enumerate(wanted.options)}
+    for wanted in [
+        *human_goals(PRODUCTS, DATA.human_instructions),
+        *synthetic_goals(PRODUCTS, DATA.attributes),
+    ]:
+        options = {
+            name or str(number): value for number, (name, value) in enumerate(wanted.options)
+        }
         assert reward(by_asin[wanted.asin], wanted, options).total == 1
 
 
@@ -168,7 +282,9 @@ def test_price_limits_are_tens_above_the_price_and_said_in_the_instruction() -> 
     for wanted in human_goals(PRODUCTS, DATA.human_instructions):
         tens = [ten for ten in range(10, 1000, 10) if ten > prices[wanted.asin]][1:4]
         assert wanted.price_upper in tens
-        assert wanted.instruction.endswith(f", and price lower than {wanted.price_upper:.2f} dollars")
+        assert wanted.instruction.endswith(
+            f", and price lower than {wanted.price_upper:.2f} dollars"
+        )
 
 
 def test_dear_products_have_no_price_limit() -> None:
@@ -189,7 +305,9 @@ def test_dear_products_have_no_price_limit() -> None:
         (100, (50, 100), (0, 50), (range(50, 100), range(50))),
     ],
 )
-def test_splits_are_webshops_ranges_or_the_ones_asked_for(goals, train, validation, expected) -> None:
+def test_splits_are_webshops_ranges_or_the_ones_asked_for(
+    goals, train, validation, expected
+) -> None:
     split = Split.of(goals, train, validation)
     assert (split.train, split.validation) == expected
 

@@ -16,14 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from agenticrun_workers.sandbox import Limits, Outcome, SandboxUnavailable, python, run_python, zygote
+from agenticrun_workers.sandbox import (
+    Limits,
+    Outcome,
+    SandboxUnavailable,
+    python,
+    run_python,
+    zygote,
+)
 from processes import children, lives
 from waiting import eventually
 
 ENDLESS = "open('begun', 'w').close()\nwhile True: pass"
-FLOODS_WHEN_TOLD = (
-    "import os, time\nopen('begun', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)\nwhile True: print('x' * 1000)"
-)
+FLOODS_WHEN_TOLD = "import os, time\nopen('begun', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)\nwhile True: print('x' * 1000)"
 OPEN_FILES = """
 import os
 for fd in range(4096):
@@ -63,7 +68,9 @@ def begun_call(scratches: Path, server: int) -> tuple[Path, int]:
 
 
 @contextmanager
-def endless_call(scratches: Path, seconds: float, code: str = ENDLESS) -> Iterator[tuple[Future[Outcome], Path, int]]:
+def endless_call(
+    scratches: Path, seconds: float, code: str = ENDLESS
+) -> Iterator[tuple[Future[Outcome], Path, int]]:
     """A call that goes on, its scratch folder and its process."""
     pid = server()
     with ThreadPoolExecutor(1) as threads:
@@ -75,7 +82,9 @@ def program(code: str) -> subprocess.Popen[str]:
     """Another process that uses the sandbox."""
     packages = str(Path(zygote.__file__).parents[2])
     code = f"import os, signal, sys, threading\nsys.path.insert(0, {packages!r})\n{code}"
-    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_calls_share_a_process_to_be_forked_from_and_leave_nothing_in_it() -> None:
@@ -84,7 +93,10 @@ def test_calls_share_a_process_to_be_forked_from_and_leave_nothing_in_it() -> No
     first += "sys.modules['left'] = types.ModuleType('left')\nopen('left', 'w').close()\nos.getppid(), os.getcwd() == os.environ['HOME']"
     assert run_python(first).stdout == f"({pid}, True)\n"
     seen = "hasattr(builtins, 'left'), hasattr(json, 'left'), 'LEFT' in os.environ, 'left' in sys.modules, os.listdir()"
-    assert run_python(f"import builtins, json, os, sys\n{seen}").stdout == "(False, False, False, False, [])\n"
+    assert (
+        run_python(f"import builtins, json, os, sys\n{seen}").stdout
+        == "(False, False, False, False, [])\n"
+    )
 
 
 def test_a_call_has_no_files_of_the_server_or_of_calls_at_the_same_time(scratches: Path) -> None:
@@ -103,13 +115,20 @@ def test_a_call_sees_no_frames_of_the_server() -> None:
 
 def test_signals_are_as_in_a_fresh_python() -> None:
     code = "import signal\nprint(*map(signal.getsignal, range(1, 32)), signal.pthread_sigmask(0, []), signal.set_wakeup_fd(-1))"
-    assert run_python(code).stdout == subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert (
+        run_python(code).stdout
+        == subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 def test_16_at_once_are_told_apart() -> None:
     with ThreadPoolExecutor(16) as threads:
         outcomes = list(threads.map(lambda n: run_python(f"print({n})\nexit({n})"), range(64)))
-    assert [(outcome.stdout, outcome.end) for outcome in outcomes] == [(f"{n}\n", "failed" if n else "finished") for n in range(64)]
+    assert [(outcome.stdout, outcome.end) for outcome in outcomes] == [
+        (f"{n}\n", "failed" if n else "finished") for n in range(64)
+    ]
     assert children(server()) == []
 
 
@@ -170,7 +189,9 @@ def test_a_server_that_dies_during_a_call_ends_it_with_an_error(scratches: Path)
     eventually(lambda: gone(child), 10, "the call's process ends")
 
 
-def test_a_call_ends_at_its_limit_though_a_fork_of_the_caller_has_its_socket(scratches: Path) -> None:
+def test_a_call_ends_at_its_limit_though_a_fork_of_the_caller_has_its_socket(
+    scratches: Path,
+) -> None:
     with endless_call(scratches, 60, FLOODS_WHEN_TOLD) as (call, scratch, child):
         fork = os.fork()
         if fork == 0:
@@ -187,11 +208,13 @@ def test_a_call_ends_at_its_limit_though_a_fork_of_the_caller_has_its_socket(scr
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "a fork lives on"])
 def test_nothing_outlives_a_caller_that_is_killed(forks: bool, scratches: Path) -> None:
-    code = (
-        "from agenticrun_workers.sandbox import Limits, run_python, zygote\nrun_python('')\nprint(zygote._zygote.process.pid, flush=True)\n"
+    code = "from agenticrun_workers.sandbox import Limits, run_python, zygote\nrun_python('')\nprint(zygote._zygote.process.pid, flush=True)\n"
+    code += (
+        f"threading.Thread(target=run_python, args=({ENDLESS!r}, Limits(60))).start()\ninput()\n"
     )
-    code += f"threading.Thread(target=run_python, args=({ENDLESS!r}, Limits(60))).start()\ninput()\n"
-    code += "if os.fork() == 0: print('forked', os.getpid(), flush=True); input()\n" if forks else ""
+    code += (
+        "if os.fork() == 0: print('forked', os.getpid(), flush=True); input()\n" if forks else ""
+    )
     fork = 0
     with program(code) as caller:
         assert caller.stdout is not None
@@ -241,7 +264,9 @@ assert run_python('1').end == 'finished'
     assert program(code).wait(60) == 0
 
 
-def test_a_child_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_cannot_begin_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = tmp_path / "launcher.py"
     broken.write_text(python.LAUNCHER.read_text().replace("os.setsid()", "1 / 0"))
     with monkeypatch.context() as patch:

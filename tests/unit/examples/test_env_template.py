@@ -14,7 +14,19 @@ FOLDER = Path(__file__).parents[3] / "examples/env-template"
 
 def test_its_own_tests_pass() -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(FOLDER), "-c", os.devnull, "test_treasure.py"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(FOLDER),
+            "-c",
+            os.devnull,
+            "test_treasure.py",
+        ],
         cwd=FOLDER,
         env={**os.environ, "PYTHONPATH": str(FOLDER), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,

@@ -29,7 +29,10 @@ def test_answers_and_episodes_fit(name: str) -> None:
             observation, length = env.reset(seed, Stream.TRAIN), 0
             for _ in range(spec.max_steps):
                 answer = str(rng.choice(env.valid_actions()))
-                prompt, answered = len(tokenizer.encode(str(observation))), len(tokenizer.encode(answer))
+                prompt, answered = (
+                    len(tokenizer.encode(str(observation))),
+                    len(tokenizer.encode(answer)),
+                )
                 assert answered + 1 <= spec.max_tokens_per_step, answer
                 turn = prompt + answered + CHAT_TOKENS
                 length = turn if spec.agent.type == "step_wise" else length + turn

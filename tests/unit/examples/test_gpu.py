@@ -30,8 +30,14 @@ def test_there_is_a_row_for_every_example() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_example_has_the_gpus_and_engines_that_its_comment_promises(file: Path) -> None:
     spec = parse_run(read(file)).spec
-    engines_alone = 0 if spec.colocated else spec.roles.of(Role.INFERENCE).gpus * spec.roles.replicas(Role.INFERENCE)
-    assert (spec.actors(Role.TRAINER), engines_alone, spec.actors(Role.INFERENCE)) == GPUS[file.stem]
+    engines_alone = (
+        0
+        if spec.colocated
+        else spec.roles.of(Role.INFERENCE).gpus * spec.roles.replicas(Role.INFERENCE)
+    )
+    assert (spec.actors(Role.TRAINER), engines_alone, spec.actors(Role.INFERENCE)) == GPUS[
+        file.stem
+    ]
     assert f"kubectl apply -f examples/gpu/{file.name}" in file.read_text()
 
 
@@ -42,9 +48,14 @@ def test_pods_request_what_the_example_says(file: Path) -> None:
     run = parse_run(document)
     groups: list[dict[str, Any]] = ray_cluster(run, IMAGES)["spec"]["workerGroupSpecs"]
     requested = {
-        group["groupName"]: group["template"]["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0) for group in groups
+        group["groupName"]: group["template"]["spec"]["containers"][0]["resources"]["limits"].get(
+            "nvidia.com/gpu", 0
+        )
+        for group in groups
     }
-    assert requested == {role.value: run.spec.roles.of(role).gpus for role in run.spec.roles.workers}
+    assert requested == {
+        role.value: run.spec.roles.of(role).gpus for role in run.spec.roles.workers
+    }
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

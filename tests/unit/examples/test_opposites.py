@@ -38,7 +38,10 @@ def test_an_episode_depends_on_seed_and_split_only(env: Any) -> None:
 
 
 def test_training_and_validation_share_no_level(env: Any) -> None:
-    levels = {split: {tuple(episode(env, seed, split)) for seed in range(300)} for split in (Stream.TRAIN, Stream.VALIDATION)}
+    levels = {
+        split: {tuple(episode(env, seed, split)) for seed in range(300)}
+        for split in (Stream.TRAIN, Stream.VALIDATION)
+    }
     assert not levels[Stream.TRAIN] & levels[Stream.VALIDATION]
 
 

@@ -17,16 +17,24 @@ def rank(number: int, node: str, *gpus: str) -> Placement:
 def test_an_engine_of_two_gpus_sits_beside_two_ranks_of_its_pod() -> None:
     # Ray places ranks in any order; their numbers are no order of GPUs
     trainers = [rank(0, "a", "1"), rank(1, "b", "0"), rank(2, "a", "0"), rank(3, "b", "1")]
-    assert shared_places(trainers, 2) == [SharedPlace("a", ("1", "0")), SharedPlace("b", ("0", "1"))]
+    assert shared_places(trainers, 2) == [
+        SharedPlace("a", ("1", "0")),
+        SharedPlace("b", ("0", "1")),
+    ]
 
 
 def test_without_gpus_there_is_an_engine_beside_every_rank() -> None:
-    assert shared_places([rank(0, "a"), rank(1, "a")], 1) == [SharedPlace("a", ()), SharedPlace("a", ())]
+    assert shared_places([rank(0, "a"), rank(1, "a")], 1) == [
+        SharedPlace("a", ()),
+        SharedPlace("a", ()),
+    ]
 
 
 @given(pods=st.integers(1, 4), engines=st.integers(1, 4), ranks=st.integers(1, 4))
 def test_every_gpu_has_exactly_one_engine(pods: int, engines: int, ranks: int) -> None:
-    trainers = [rank(0, f"n{pod}", str(gpu)) for pod in range(pods) for gpu in range(engines * ranks)]
+    trainers = [
+        rank(0, f"n{pod}", str(gpu)) for pod in range(pods) for gpu in range(engines * ranks)
+    ]
     places = shared_places(trainers, ranks)
     assert len(places) == pods * engines
     shared = [(place.node_id, gpu) for place in places for gpu in place.gpus]

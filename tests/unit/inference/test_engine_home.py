@@ -20,9 +20,13 @@ def no_engines_but_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def install(home: Path, package: str, version: str) -> Path:
     """An environment as pip leaves it, as far as anybody looks."""
-    metadata = home / "toy/lib/python3.11/site-packages" / f"{package}-{version}.dist-info" / "METADATA"
+    metadata = (
+        home / "toy/lib/python3.11/site-packages" / f"{package}-{version}.dist-info" / "METADATA"
+    )
     metadata.parent.mkdir(parents=True)
-    metadata.write_text(f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: {version}\n")
+    metadata.write_text(
+        f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: {version}\n"
+    )
     (home / "toy/bin").mkdir()
     (home / "toy/bin/python").touch()
     return home / "toy/bin/python"
@@ -31,7 +35,9 @@ def install(home: Path, package: str, version: str) -> Path:
 def test_the_folder_that_the_variable_names_comes_first_then_the_images_then_the_checkouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named, image, checkout = (install(tmp_path / where, "toy", "1.2.3") for where in ("named", "image", "checkout"))
+    named, image, checkout = (
+        install(tmp_path / where, "toy", "1.2.3") for where in ("named", "image", "checkout")
+    )
     assert find_engine("toy", ["toy"], "==1.2.3") == image
     (tmp_path / "image/toy").rename(tmp_path / "image/other")
     assert find_engine("toy", ["toy"], "==1.2.3") == checkout
@@ -45,7 +51,9 @@ def test_any_of_the_packages_may_provide_the_engine(tmp_path: Path) -> None:
 
 
 def test_a_missing_environment_says_what_to_do() -> None:
-    with pytest.raises(EngineStartError, match=r"engine toy is not installed.*make engines.*AGENTICRUN_ENGINES"):
+    with pytest.raises(
+        EngineStartError, match=r"engine toy is not installed.*make engines.*AGENTICRUN_ENGINES"
+    ):
         find_engine("toy", ["toy"], "==1")
 
 
@@ -57,5 +65,7 @@ def test_an_environment_without_the_package_says_so(tmp_path: Path) -> None:
 
 def test_another_version_is_refused_with_both_versions(tmp_path: Path) -> None:
     install(tmp_path / "checkout", "toy", "1.2.4")
-    with pytest.raises(EngineStartError, match=r"holds toy 1\.2\.4, but AgenticRun was tested with toy ==1\.2\.3"):
+    with pytest.raises(
+        EngineStartError, match=r"holds toy 1\.2\.4, but AgenticRun was tested with toy ==1\.2\.3"
+    ):
         find_engine("toy", ["toy"], "==1.2.3")

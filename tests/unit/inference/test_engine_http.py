@@ -42,7 +42,11 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 @pytest_asyncio.fixture
 async def process(tmp_path: Path) -> AsyncIterator[EngineProcess]:
-    process = EngineProcess(Server("toy", lambda port: [sys.executable, "-c", SERVER, str(port)], tmp_path, stop_seconds=0))
+    process = EngineProcess(
+        Server(
+            "toy", lambda port: [sys.executable, "-c", SERVER, str(port)], tmp_path, stop_seconds=0
+        )
+    )
     await process.start()
     yield process
     await process.stop()
@@ -67,7 +71,9 @@ async def test_a_refused_request_is_told_from_a_failure(http: EngineHttp) -> Non
     assert not isinstance(caught.value, InvalidRequest)
 
 
-async def test_a_connection_that_the_server_has_closed_meanwhile_does_not_fail_a_request(http: EngineHttp) -> None:
+async def test_a_connection_that_the_server_has_closed_meanwhile_does_not_fail_a_request(
+    http: EngineHttp,
+) -> None:
     for number in range(5):
         assert await http.post("/once", {"number": number}) == {"number": number}
 
@@ -88,7 +94,9 @@ async def test_requests_fail_with_the_servers_last_words_when_it_ends(http: Engi
         await http.post("/echo", {})
 
 
-async def test_last_words_are_waited_for_while_a_keeper_is_slow_to_end(http: EngineHttp, process: EngineProcess) -> None:
+async def test_last_words_are_waited_for_while_a_keeper_is_slow_to_end(
+    http: EngineHttp, process: EngineProcess
+) -> None:
     """On a machine that is busy with other things."""
     assert process._keeper is not None
     os.kill(process._keeper.pid, signal.SIGSTOP)

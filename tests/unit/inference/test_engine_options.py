@@ -8,7 +8,11 @@ import pytest
 
 from agenticrun_workers.inference.engine_options import command_line
 
-OWNED = {"port": "the engine", "dtype": "spec.model.dtype", "context_length": "spec.pipeline.sequenceLength"}
+OWNED = {
+    "port": "the engine",
+    "dtype": "spec.model.dtype",
+    "context_length": "spec.pipeline.sequenceLength",
+}
 
 
 @pytest.mark.parametrize(
@@ -26,22 +30,29 @@ OWNED = {"port": "the engine", "dtype": "spec.model.dtype", "context_length": "s
         ({"name": "--port=80"}, ["--name=--port=80"]),
     ],
 )
-def test_options_become_flags_under_their_own_names(config: dict[str, Any], words: list[str]) -> None:
+def test_options_become_flags_under_their_own_names(
+    config: dict[str, Any], words: list[str]
+) -> None:
     assert command_line(config, OWNED) == words
 
 
 def test_switches_can_be_turned_off_where_the_server_has_a_flag_for_it() -> None:
-    assert command_line({"enable_prefix_caching": False}, OWNED, negatable=True) == ["--no-enable-prefix-caching"]
+    assert command_line({"enable_prefix_caching": False}, OWNED, negatable=True) == [
+        "--no-enable-prefix-caching"
+    ]
 
 
 def test_what_the_user_sets_replaces_our_default() -> None:
-    assert command_line({"sleep_on_idle": False, "seed": 3}, OWNED, {"sleep_on_idle": True, "seed": 1, "x": 2}) == ["--seed=3", "--x=2"]
+    assert command_line(
+        {"sleep_on_idle": False, "seed": 3}, OWNED, {"sleep_on_idle": True, "seed": 1, "x": 2}
+    ) == ["--seed=3", "--x=2"]
 
 
 @pytest.mark.parametrize("name", ["dtype", "context_length", "context-length", "--context-length"])
 def test_an_option_that_another_field_decides_is_refused_and_the_field_is_named(name: str) -> None:
     with pytest.raises(
-        ValueError, match=rf"config\.{name.strip('-').replace('-', '_')} cannot be set: {OWNED[name.strip('-').replace('-', '_')]}"
+        ValueError,
+        match=rf"config\.{name.strip('-').replace('-', '_')} cannot be set: {OWNED[name.strip('-').replace('-', '_')]}",
     ):
         command_line({name: 1}, OWNED)
 

@@ -68,7 +68,9 @@ def temporary_folders_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return tmp_path
 
 
-async def test_a_started_server_answers_and_a_stopped_one_leaves_no_process_no_port_and_no_file(tmp_path: Path) -> None:
+async def test_a_started_server_answers_and_a_stopped_one_leaves_no_process_no_port_and_no_file(
+    tmp_path: Path,
+) -> None:
     process = EngineProcess(a_server(tmp_path / "logs", "child"))
     await process.start()
     port = int(process.url.rpartition(":")[2])
@@ -84,7 +86,9 @@ async def test_a_started_server_answers_and_a_stopped_one_leaves_no_process_no_p
     assert "one line of the log" in process.log.read_text()
 
 
-async def test_a_server_that_ends_before_it_serves_is_an_error_that_quotes_its_log(tmp_path: Path) -> None:
+async def test_a_server_that_ends_before_it_serves_is_an_error_that_quotes_its_log(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(EngineStartError, match=r"toy ended with status 1[\s\S]*the model is wrong"):
         await EngineProcess(a_server(tmp_path / "logs", "dies", "child")).start()
     assert [entry.name for entry in tmp_path.iterdir()] == ["logs"]
@@ -98,12 +102,16 @@ async def test_a_server_that_never_serves_is_an_error_and_is_stopped(tmp_path: P
     assert not lives(the_processes_of(process)[0])
 
 
-async def test_a_port_that_is_taken_in_between_leads_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_port_that_is_taken_in_between_leads_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         given = iter([other.getsockname()[1]])
-        monkeypatch.setattr(engine_process, "free_port", lambda host: next(given, None) or free_port(host))
+        monkeypatch.setattr(
+            engine_process, "free_port", lambda host: next(given, None) or free_port(host)
+        )
         process = EngineProcess(a_server(tmp_path))
         await process.start()
         assert process.url != f"http://127.0.0.1:{other.getsockname()[1]}"
@@ -116,7 +124,9 @@ async def test_a_program_that_answers_on_the_port_instead_of_the_server_is_not_t
     first = EngineProcess(a_server(tmp_path))
     await first.start()
     given = iter([int(first.url.rpartition(":")[2])])
-    monkeypatch.setattr(engine_process, "free_port", lambda host: next(given, None) or free_port(host))
+    monkeypatch.setattr(
+        engine_process, "free_port", lambda host: next(given, None) or free_port(host)
+    )
     second = EngineProcess(a_server(tmp_path))
     await second.start()
     assert second.url != first.url
@@ -124,7 +134,9 @@ async def test_a_program_that_answers_on_the_port_instead_of_the_server_is_not_t
     await second.stop()
 
 
-async def test_four_taken_ports_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_four_taken_ports_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -133,7 +145,9 @@ async def test_four_taken_ports_are_an_error(tmp_path: Path, monkeypatch: pytest
             await EngineProcess(a_server(tmp_path)).start()
 
 
-async def test_a_server_that_is_killed_is_noticed_and_takes_its_children_along(tmp_path: Path) -> None:
+async def test_a_server_that_is_killed_is_noticed_and_takes_its_children_along(
+    tmp_path: Path,
+) -> None:
     process = EngineProcess(a_server(tmp_path, "child"))
     await process.start()
     stand_in, keeper, server, child = the_processes_of(process)
@@ -145,11 +159,15 @@ async def test_a_server_that_is_killed_is_noticed_and_takes_its_children_along(t
     assert not lives(stand_in)
 
 
-async def test_processes_with_names_that_are_no_text_are_found_and_killed_too(tmp_path: Path) -> None:
+async def test_processes_with_names_that_are_no_text_are_found_and_killed_too(
+    tmp_path: Path,
+) -> None:
     process = EngineProcess(a_server(tmp_path, "misnamed"))
     await process.start()
     _, _, server, child = the_processes_of(process)
-    eventually(lambda: Path(f"/proc/{child}/comm").read_bytes() == b"\xc3\n", 60, "the child has its name")
+    eventually(
+        lambda: Path(f"/proc/{child}/comm").read_bytes() == b"\xc3\n", 60, "the child has its name"
+    )
     assert child in the_processes_of(process)
     os.kill(server, signal.SIGKILL)
     await asyncio.wait_for(process.gone(), 60)
@@ -173,8 +191,16 @@ sys.exit(process_supervisor.main(os.getppid(), sys.argv[1], ["sh", "-c", "sleep 
 def test_a_server_that_is_stopped_as_it_starts_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()
-    command = [sys.executable, "-c", SLOW_KEEPER, str(folder), str(Path(engine_process.__file__).parent)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stand_in:
+    command = [
+        sys.executable,
+        "-c",
+        SLOW_KEEPER,
+        str(folder),
+        str(Path(engine_process.__file__).parent),
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as stand_in:
         assert stand_in.stdout is not None
         assert stand_in.stdout.readline() == "started\n"
         pids = family(stand_in.pid)
@@ -201,7 +227,11 @@ asyncio.run(main())
 async def test_semaphores_of_a_server_that_is_killed_are_removed(tmp_path: Path) -> None:
     process = EngineProcess(a_server(tmp_path, "semaphore"))
     await process.start()
-    name = next(line.split()[1] for line in process.log.read_text().splitlines() if line.startswith("semaphore"))
+    name = next(
+        line.split()[1]
+        for line in process.log.read_text().splitlines()
+        if line.startswith("semaphore")
+    )
     semaphore = Path("/dev/shm", "sem." + name.strip("/"))
     assert semaphore.exists()
     os.kill(the_processes_of(process)[2], signal.SIGKILL)
@@ -217,17 +247,23 @@ async def test_nothing_is_left_when_the_programs_own_children_are_killed(tmp_pat
     os.kill(stand_in, signal.SIGKILL)
     await process.gone()
     eventually(lambda: not any(map(lives, others)), 60, "the others end")
-    eventually(lambda: [entry.name for entry in tmp_path.iterdir()] == ["logs"], 60, "no file is left")
+    eventually(
+        lambda: [entry.name for entry in tmp_path.iterdir()] == ["logs"], 60, "no file is left"
+    )
 
 
 def test_nothing_is_left_when_the_program_that_started_a_server_is_killed(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT, SERVER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, SERVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pids = family(int(parent.stdout.readline()))
         assert len(pids) == 4, "the keeper and its stand-in, the server and its child"
         parent.kill()
     eventually(lambda: not any(map(lives, pids)), 60, "the processes end")
-    eventually(lambda: [entry.name for entry in tmp_path.iterdir()] == ["logs"], 60, "no file is left")
+    eventually(
+        lambda: [entry.name for entry in tmp_path.iterdir()] == ["logs"], 60, "no file is left"
+    )
 
 
 def test_free_ports_are_outside_the_range_of_outgoing_connections_and_can_be_bound() -> None:

@@ -9,7 +9,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from agenticrun_workers.inference import EngineError, UnusableModel
-from agenticrun_workers.inference.model_files import Incoming, is_tied, read_limits, shapes_of_file, shapes_of_model
+from agenticrun_workers.inference.model_files import (
+    Incoming,
+    is_tied,
+    read_limits,
+    shapes_of_file,
+    shapes_of_model,
+)
 from tiny_model import CONTEXT, VOCABULARY, tiny_model, weight_parts
 
 
@@ -37,17 +43,24 @@ def test_a_config_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
 
 def test_shapes_are_read_from_the_headers(model: Path) -> None:
     [file] = model.glob("*.safetensors")
-    assert shapes_of_model(model) == {name: tuple(value.shape) for name, value in load_file(file).items()}
+    assert shapes_of_model(model) == {
+        name: tuple(value.shape) for name, value in load_file(file).items()
+    }
 
 
-def test_shapes_of_a_model_in_several_files_come_from_those_of_its_index(model: Path, tmp_path: Path) -> None:
+def test_shapes_of_a_model_in_several_files_come_from_those_of_its_index(
+    model: Path, tmp_path: Path
+) -> None:
     parts = weight_parts(model, tmp_path / "parts")
     index = {"weight_map": {name: part.name for part in parts for name in load_file(part)}}
     (tmp_path / "parts/model.safetensors.index.json").write_text(json.dumps(index))
     assert shapes_of_model(tmp_path / "parts") == shapes_of_model(model)
 
 
-@pytest.mark.parametrize("index", [None, "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": "missing.safetensors"}}'])
+@pytest.mark.parametrize(
+    "index",
+    [None, "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": "missing.safetensors"}}'],
+)
 def test_a_folder_without_readable_weights_is_refused(tmp_path: Path, index: str | None) -> None:
     if index is not None:
         (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -69,7 +82,9 @@ def given(model: Path, *parts: Path, tied: bool = True) -> None:
     incoming.finish()
 
 
-def test_all_parameters_must_come_each_in_its_shape_and_no_others(model: Path, tmp_path: Path) -> None:
+def test_all_parameters_must_come_each_in_its_shape_and_no_others(
+    model: Path, tmp_path: Path
+) -> None:
     first, second = weight_parts(model, tmp_path / "parts")
     given(model, first, second)
     with pytest.raises(EngineError, match=r"the new weights lack \d+ parameters, model\."):
@@ -88,7 +103,10 @@ def test_a_tied_output_layer_may_come_or_stay_away(model: Path, tmp_path: Path) 
     assert is_tied(model)
     first, second = weight_parts(model, tmp_path / "parts")
     weights = load_file(first) | load_file(second)
-    save_file({**load_file(second), "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, second)
+    save_file(
+        {**load_file(second), "lm_head.weight": weights["model.embed_tokens.weight"].clone()},
+        second,
+    )
     given(model, first, second)
     with pytest.raises(EngineError, match=r"lm_head\.weight"):
         given(model, first, second, tied=False)

@@ -10,13 +10,28 @@ import pytest
 import ray
 
 from agenticrun_workers.inference.actor import EngineActor
-from agenticrun_workers.inference.request_port import LENGTH_BYTES, Abort, Answer, Frames, RequestPort, connect
-from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, IntArray, SamplingParams
+from agenticrun_workers.inference.request_port import (
+    LENGTH_BYTES,
+    Abort,
+    Answer,
+    Frames,
+    RequestPort,
+    connect,
+)
+from agenticrun_workers.types import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    IntArray,
+    SamplingParams,
+)
 from waiting import eventually_in_loop
 
 
 def generation(tokens_T: IntArray, finish: FinishReason) -> Generation:
-    return Generation(tokens_T, np.zeros(len(tokens_T), np.float32), np.zeros(len(tokens_T), np.int32), finish)
+    return Generation(
+        tokens_T, np.zeros(len(tokens_T), np.float32), np.zeros(len(tokens_T), np.int32), finish
+    )
 
 
 class Engine:
@@ -84,7 +99,9 @@ async def test_a_request_that_is_given_up_in_the_same_breath_is_stopped() -> Non
     frames = await connect(await port.address(), "w")
     for message in (ask("a"), Abort(["a"]), ask("a"), Abort(["a"]), ask("a", 7)):
         frames.write(message)  # one write, and one read
-    assert [(answer.request_id, answer.error) for answer in await answers(frames, 3)] == [("a", "")] * 3
+    assert [(answer.request_id, answer.error) for answer in await answers(frames, 3)] == [
+        ("a", "")
+    ] * 3
     assert (engine.begun, engine.in_flight) == (3, {})
     await idle(lambda: port.load)
     frames.close()
@@ -114,7 +131,9 @@ async def test_a_request_whose_client_leaves_in_the_same_breath_is_stopped() -> 
     assert (engine.begun, engine.in_flight) == (1, {})
 
 
-async def test_an_id_that_is_asked_for_again_after_its_abort_is_aborted_when_the_client_leaves() -> None:
+async def test_an_id_that_is_asked_for_again_after_its_abort_is_aborted_when_the_client_leaves() -> (
+    None
+):
     engine = Engine()
     port = RequestPort(engine.generate, engine.abort)
     frames = await connect(await port.address(), "w")
@@ -134,11 +153,15 @@ async def asked_while_it_sleeps(
     await made.sleep()
     frames = await connect(await made.requests_address(), "w")
     frames.write(requests)
-    await eventually_in_loop(lambda: made._port.load == len(requests), 60, "the actor has read the requests")
+    await eventually_in_loop(
+        lambda: made._port.load == len(requests), 60, "the actor has read the requests"
+    )
     return made, frames
 
 
-async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = Engine()
     made, frames = await asked_while_it_sleeps(engine, ask("a", 7) + ask("b", 8), monkeypatch)
     await made.wake()
@@ -149,7 +172,9 @@ async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatc
     frames.close()
 
 
-async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its id may be asked for again at once, and that request waits like any other."""
     engine = Engine()
     made, frames = await asked_while_it_sleeps(engine, ask("a"), monkeypatch)
@@ -157,7 +182,10 @@ async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_
         frames.write(message)
     (given_up,) = await answers(frames, 1)
     assert given_up.generation is not None
-    assert (given_up.generation.finish, len(given_up.generation.tokens_T)) == (FinishReason.ABORT, 0)
+    assert (given_up.generation.finish, len(given_up.generation.tokens_T)) == (
+        FinishReason.ABORT,
+        0,
+    )
     await made.wake()
     await made.finish_update()
     (answer,) = await answers(frames, 1)
@@ -167,7 +195,9 @@ async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_
     frames.close()
 
 
-async def test_a_request_that_is_given_up_as_its_engine_gets_its_weights_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_is_given_up_as_its_engine_gets_its_weights_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = Engine()
     made, frames = await asked_while_it_sleeps(engine, ask("a"), monkeypatch)
     await made.finish_update()

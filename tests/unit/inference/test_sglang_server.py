@@ -26,8 +26,17 @@ def parsed(flags: list[str]) -> dict[str, Any]:
 
 def test_the_run_decides_model_precision_context_and_place() -> None:
     flags = parsed(options().flags(port=1234))
-    assert (flags["model_path"], flags["dtype"], flags["weight_version"], flags["port"]) == ("/model", "bfloat16", "7", "1234")
-    assert (flags["host"], flags["device"], flags["skip_tokenizer_init"]) == ("127.0.0.1", "cpu", True)
+    assert (flags["model_path"], flags["dtype"], flags["weight_version"], flags["port"]) == (
+        "/model",
+        "bfloat16",
+        "7",
+        "1234",
+    )
+    assert (flags["host"], flags["device"], flags["skip_tokenizer_init"]) == (
+        "127.0.0.1",
+        "cpu",
+        True,
+    )
     assert int(flags["context_length"]) > 2048
 
 
@@ -38,7 +47,9 @@ def test_on_gpus_it_spans_all_of_the_engines_and_can_give_their_memory_back() ->
 
 
 def test_the_user_replaces_our_defaults_and_adds_options() -> None:
-    flags = parsed(options(max_running_requests=3, sleep_on_idle=False, schedule_policy="lpm").flags(port=1))
+    flags = parsed(
+        options(max_running_requests=3, sleep_on_idle=False, schedule_policy="lpm").flags(port=1)
+    )
     assert (flags["max_running_requests"], flags["schedule_policy"]) == ("3", "lpm")
     assert "sleep_on_idle" not in flags
 
@@ -50,12 +61,18 @@ def test_what_other_fields_decide_is_refused(name: str) -> None:
 
 
 def test_a_precision_that_sglang_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"spec\.model\.dtype is float64, but SGLang computes with float32 or bfloat16"):
+    with pytest.raises(
+        ValueError,
+        match=r"spec\.model\.dtype is float64, but SGLang computes with float32 or bfloat16",
+    ):
         SglangOptions(Path("/model"), "float64", 2048, 7, Path("/logs"))
 
 
 def test_sizes_are_those_of_the_options_that_count() -> None:
     assert (options().processes, options().seats) == (1, 64)
-    assert (options(tp_size=2, max_running_requests=8).processes, options(max_running_requests=8).seats) == (2, 8)
+    assert (
+        options(tp_size=2, max_running_requests=8).processes,
+        options(max_running_requests=8).seats,
+    ) == (2, 8)
     assert options(gpus=4, pp_size=2).processes == 4
     assert parsed(options(gpus=4, pp_size=2).flags(port=1))["tp_size"] == "2"

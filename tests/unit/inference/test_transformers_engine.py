@@ -13,7 +13,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from agenticrun_workers.inference import EngineError, InvalidRequest, TransformersEngine, UnusableModel
+from agenticrun_workers.inference import (
+    EngineError,
+    InvalidRequest,
+    TransformersEngine,
+    UnusableModel,
+)
 from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from weight_files import weight_files
@@ -26,7 +31,15 @@ VOCABULARY = len(WORDS) + 5
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of sharp distributions with grouped heads."""
     path = tmp_path_factory.mktemp(request.param)
-    spec = InitializeSpec(WORDS, request.param, hidden_size=32, intermediate_size=64, heads=4, key_value_heads=2, initializer_range=0.4)
+    spec = InitializeSpec(
+        WORDS,
+        request.param,
+        hidden_size=32,
+        intermediate_size=64,
+        heads=4,
+        key_value_heads=2,
+        initializer_range=0.4,
+    )
     initialize_model(path, spec)
     return path
 
@@ -45,13 +58,19 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(VOCABULARY, size=length).astype(np.int32)
 
 
-def ask(name: str, tokens: np.ndarray, new: int = 6, temperature: float = 1.0, **options: object) -> GenerationRequest:
-    sampling = SamplingParams(new, temperature, **{k: v for k, v in options.items() if k == "stop_token_ids"})  # type: ignore[arg-type]
+def ask(
+    name: str, tokens: np.ndarray, new: int = 6, temperature: float = 1.0, **options: object
+) -> GenerationRequest:
+    sampling = SamplingParams(
+        new, temperature, **{k: v for k, v in options.items() if k == "stop_token_ids"}
+    )  # type: ignore[arg-type]
     seed = sum(name.encode()) * 7919
     return GenerationRequest(name, str(options.get("session", name)), tokens, sampling, seed)
 
 
-def reference_logprobs(model: PreTrainedModel, prompt_T: np.ndarray, response_T: np.ndarray, temperature: float) -> torch.Tensor:
+def reference_logprobs(
+    model: PreTrainedModel, prompt_T: np.ndarray, response_T: np.ndarray, temperature: float
+) -> torch.Tensor:
     ids = torch.from_numpy(np.concatenate([prompt_T, response_T])).long()[None]
     with torch.no_grad():
         logprobs = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)
@@ -59,7 +78,9 @@ def reference_logprobs(model: PreTrainedModel, prompt_T: np.ndarray, response_T:
 
 
 def check(model: PreTrainedModel, request: GenerationRequest, generation: Generation) -> None:
-    expected = reference_logprobs(model, request.prompt_tokens, generation.tokens_T, request.sampling.temperature or 1.0)
+    expected = reference_logprobs(
+        model, request.prompt_tokens, generation.tokens_T, request.sampling.temperature or 1.0
+    )
     np.testing.assert_allclose(generation.logprobs_T, expected.numpy(), atol=1e-4, rtol=1e-4)
 
 
@@ -72,8 +93,12 @@ def test_greedy_tokens_and_log_probs_equal_a_plain_forward_pass(folder: Path) ->
 
     async def work() -> None:
         async with serving(folder) as engine:
-            requests = [ask(f"r{i}", prompt(3 + 5 * i, i), new=10, temperature=0.0) for i in range(6)]
-            for request, generation in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
+            requests = [
+                ask(f"r{i}", prompt(3 + 5 * i, i), new=10, temperature=0.0) for i in range(6)
+            ]
+            for request, generation in zip(
+                requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
+            ):
                 ids = request.prompt_tokens.tolist()
                 for token in generation.tokens_T.tolist():
                     with torch.no_grad():
@@ -89,7 +114,9 @@ def test_a_request_samples_the_same_alone_and_among_others_that_come_and_go(fold
     model = load_model(str(folder))
 
     async def work() -> None:
-        requests = [ask(f"r{i}", prompt(4 + 3 * i, i), new=3 + 2 * i, temperature=0.7) for i in range(8)]
+        requests = [
+            ask(f"r{i}", prompt(4 + 3 * i, i), new=3 + 2 * i, temperature=0.7) for i in range(8)
+        ]
         async with serving(folder) as engine:
             alone = [await engine.generate(request) for request in requests]
 
@@ -149,9 +176,13 @@ def test_evicted_sessions_are_computed_again_and_give_the_same(folder: Path) -> 
             contexts = {f"s{i}": prompt(6 + i, i) for i in range(7)}
             for turn in range(3):
                 requests = [ask(f"{s}-{turn}", c, new=2, session=s) for s, c in contexts.items()]
-                for request, generation in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
+                for request, generation in zip(
+                    requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
+                ):
                     check(model, request, generation)
-                    contexts[request.session] = np.concatenate([request.prompt_tokens, generation.tokens_T, prompt(3, turn)])
+                    contexts[request.session] = np.concatenate(
+                        [request.prompt_tokens, generation.tokens_T, prompt(3, turn)]
+                    )
 
     run(work)
 
@@ -162,7 +193,9 @@ def test_two_requests_of_one_session_at_once_do_not_disturb_each_other(folder: P
     async def work() -> None:
         async with serving(folder) as engine:
             requests = [ask(f"r{i}", prompt(9, i), session="same") for i in range(3)]
-            for request, generation in zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True):
+            for request, generation in zip(
+                requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
+            ):
                 check(model, request, generation)
 
     run(work)
@@ -183,7 +216,10 @@ def test_a_stop_token_ends_the_response_and_belongs_to_it(folder: Path) -> None:
 
 def changed(model: PreTrainedModel) -> dict[str, np.ndarray]:
     generator = torch.Generator().manual_seed(4)
-    return {n: (p + 0.3 * torch.randn(p.shape, generator=generator)).detach().numpy() for n, p in model.named_parameters()}
+    return {
+        n: (p + 0.3 * torch.randn(p.shape, generator=generator)).detach().numpy()
+        for n, p in model.named_parameters()
+    }
 
 
 def test_new_weights_take_over_in_the_middle_of_a_response(folder: Path) -> None:
@@ -203,10 +239,18 @@ def test_new_weights_take_over_in_the_middle_of_a_response(folder: Path) -> None
             split = versions.index(7)
             assert split >= 10
             assert versions == [0] * split + [7] * (100 - split)
-            before = reference_logprobs(model, request.prompt_tokens, generation.tokens_T, 1.0).numpy()
-            after = reference_logprobs(updated, request.prompt_tokens, generation.tokens_T, 1.0).numpy()
-            np.testing.assert_allclose(generation.logprobs_T[:split], before[:split], atol=1e-4, rtol=1e-4)
-            np.testing.assert_allclose(generation.logprobs_T[split:], after[split:], atol=1e-4, rtol=1e-4)
+            before = reference_logprobs(
+                model, request.prompt_tokens, generation.tokens_T, 1.0
+            ).numpy()
+            after = reference_logprobs(
+                updated, request.prompt_tokens, generation.tokens_T, 1.0
+            ).numpy()
+            np.testing.assert_allclose(
+                generation.logprobs_T[:split], before[:split], atol=1e-4, rtol=1e-4
+            )
+            np.testing.assert_allclose(
+                generation.logprobs_T[split:], after[split:], atol=1e-4, rtol=1e-4
+            )
             assert engine.stats().policy_version == 7
 
     run(work)
@@ -333,7 +377,9 @@ def test_pause_stops_sampling_and_resume_goes_on_as_if_nothing_had_been(folder: 
         async with serving(folder) as engine:
             expected = await engine.generate(ask("a", prompt(10), new=90))
             count = engine.stats().generated_tokens
-            running = asyncio.create_task(engine.generate(ask("a", prompt(10), new=90, session="other")))
+            running = asyncio.create_task(
+                engine.generate(ask("a", prompt(10), new=90, session="other"))
+            )
             while engine.stats().generated_tokens < count + 5:
                 await asyncio.sleep(0.001)
             await engine.pause()
@@ -364,7 +410,9 @@ def test_abort_returns_what_was_sampled_so_far(folder: Path) -> None:
             check(model, requests[1], aborted)
             assert engine.stats().running == 2
             await engine.abort()
-            assert [(await task).finish for task in (running[0], running[2])] == [FinishReason.ABORT] * 2
+            assert [(await task).finish for task in (running[0], running[2])] == [
+                FinishReason.ABORT
+            ] * 2
 
     run(work)
 
@@ -391,7 +439,9 @@ def test_a_cancelled_caller_frees_its_place(folder: Path) -> None:
         ([1], 0, "do not fit"),
     ],
 )
-def test_a_request_that_can_never_be_served_is_refused_and_harms_nothing(folder: Path, tokens: list[int], new: int, message: str) -> None:
+def test_a_request_that_can_never_be_served_is_refused_and_harms_nothing(
+    folder: Path, tokens: list[int], new: int, message: str
+) -> None:
     async def work() -> None:
         async with serving(folder) as engine:
             with pytest.raises(InvalidRequest, match=message):
@@ -438,7 +488,9 @@ def test_stop_ends_what_is_in_flight_and_can_be_called_twice(folder: Path) -> No
     run(work)
 
 
-def test_a_failing_step_fails_its_requests_instead_of_hanging_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_fails_its_requests_instead_of_hanging_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def work() -> None:
         async with serving(folder) as engine:
             monkeypatch.setattr(engine, "_forward", lambda batch: 1 / 0)

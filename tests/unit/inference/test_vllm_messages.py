@@ -10,15 +10,25 @@ from agenticrun_workers.types import FinishReason, GenerationRequest, SamplingPa
 
 
 def a_request(**sampling: object) -> GenerationRequest:
-    return GenerationRequest("r", "s", np.array([3, 1], np.int32), SamplingParams(5, **sampling), seed=7)  # type: ignore[arg-type]
+    return GenerationRequest(
+        "r", "s", np.array([3, 1], np.int32), SamplingParams(5, **sampling), seed=7
+    )  # type: ignore[arg-type]
 
 
 def test_a_request_is_asked_for_token_by_token_until_one_of_its_own_stop_tokens() -> None:
-    body = to_vllm(a_request(temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(2, 9)), "17")
+    body = to_vllm(
+        a_request(temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(2, 9)), "17"
+    )
     assert body["request_id"] == "17"
     assert body["token_ids"] == [3, 1]
     sampling = body["sampling_params"]
-    assert (sampling["max_tokens"], sampling["temperature"], sampling["top_p"], sampling["top_k"], sampling["min_p"]) == (
+    assert (
+        sampling["max_tokens"],
+        sampling["temperature"],
+        sampling["top_p"],
+        sampling["top_k"],
+        sampling["min_p"],
+    ) == (
         5,
         0.5,
         0.9,
@@ -30,8 +40,13 @@ def test_a_request_is_asked_for_token_by_token_until_one_of_its_own_stop_tokens(
     assert "seed" not in sampling, "vLLM's own seeds end the server on CPUs"
 
 
-@pytest.mark.parametrize(("temperature", "record", "expected"), [(0.5, None, 0.5), (0.5, 1.0, 1.0), (0.0, None, 1.0), (0.0, 0.7, 0.7)])
-def test_log_probs_are_asked_for_at_the_temperature_that_the_types_say(temperature: float, record: float | None, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "record", "expected"),
+    [(0.5, None, 0.5), (0.5, 1.0, 1.0), (0.0, None, 1.0), (0.0, 0.7, 0.7)],
+)
+def test_log_probs_are_asked_for_at_the_temperature_that_the_types_say(
+    temperature: float, record: float | None, expected: float
+) -> None:
     body = to_vllm(a_request(temperature=temperature, record_temperature=record), "1")
     assert body["sampling_params"]["extra_args"] == {"seed": 7, "record_temperature": expected}
 
@@ -41,7 +56,10 @@ def test_an_answer_says_which_token_had_which_version() -> None:
         "token_ids": [4, 5, 6],
         "finish_reason": "abort",
         "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}, {"logprob": -0.5}]},
-        "weight_versions": [{"version": "8", "start": 0, "end": 1}, {"version": "9", "start": 1, "end": 3}],
+        "weight_versions": [
+            {"version": "8", "start": 0, "end": 1},
+            {"version": "9", "start": 1, "end": 3},
+        ],
     }
     generation = from_vllm({"choices": [choice]})
     assert generation.tokens_T.tolist() == [4, 5, 6]
@@ -51,6 +69,11 @@ def test_an_answer_says_which_token_had_which_version() -> None:
 
 
 def test_an_answer_without_tokens_has_empty_arrays() -> None:
-    choice = {"token_ids": [], "finish_reason": "abort", "logprobs": {"content": []}, "weight_versions": []}
+    choice = {
+        "token_ids": [],
+        "finish_reason": "abort",
+        "logprobs": {"content": []},
+        "weight_versions": [],
+    }
     generation = from_vllm({"choices": [choice]})
     assert len(generation.tokens_T) == len(generation.logprobs_T) == len(generation.versions_T) == 0

@@ -7,15 +7,40 @@ from typing import Any
 
 import pytest
 
-from agenticrun_workers.inference.vllm_options import OWNED, max_requests, server_environment, server_flags
+from agenticrun_workers.inference.vllm_options import (
+    OWNED,
+    max_requests,
+    server_environment,
+    server_flags,
+)
 
 
-def flags(config: dict[str, Any] | None = None, *, dtype: str = "float32", gpu: bool = False, trust: bool = False) -> list[str]:
-    return server_flags(Path("/m"), dtype=dtype, max_length=64, trust_remote_code=trust, config=config or {}, gpu=gpu)
+def flags(
+    config: dict[str, Any] | None = None,
+    *,
+    dtype: str = "float32",
+    gpu: bool = False,
+    trust: bool = False,
+) -> list[str]:
+    return server_flags(
+        Path("/m"),
+        dtype=dtype,
+        max_length=64,
+        trust_remote_code=trust,
+        config=config or {},
+        gpu=gpu,
+    )
 
 
 def test_the_users_options_reach_the_server_under_their_own_names() -> None:
-    words = flags({"gpu_memory_utilization": 0.5, "enable-prefix-caching": False, "kv_cache_dtype": "fp8", "max_num_seqs": 8})
+    words = flags(
+        {
+            "gpu_memory_utilization": 0.5,
+            "enable-prefix-caching": False,
+            "kv_cache_dtype": "fp8",
+            "max_num_seqs": 8,
+        }
+    )
     assert "--gpu-memory-utilization=0.5" in words
     assert "--no-enable-prefix-caching" in words
     assert "--kv-cache-dtype=fp8" in words
@@ -25,13 +50,19 @@ def test_the_users_options_reach_the_server_under_their_own_names() -> None:
 def test_defaults_can_be_replaced_and_removed() -> None:
     assert "--enforce-eager" in flags()
     assert "--no-enforce-eager" in flags({"enforce_eager": False})
-    assert not [word for word in flags({"kv_cache_memory_bytes": None}) if "kv-cache-memory" in word]
+    assert not [
+        word for word in flags({"kv_cache_memory_bytes": None}) if "kv-cache-memory" in word
+    ]
 
 
 def test_a_gpu_has_no_defaults_of_cpus_and_can_sleep() -> None:
     words = flags(gpu=True)
     assert "--enable-sleep-mode" in words
-    assert not [word for word in words if "enforce-eager" in word or "kv-cache-memory" in word or "executor" in word]
+    assert not [
+        word
+        for word in words
+        if "enforce-eager" in word or "kv-cache-memory" in word or "executor" in word
+    ]
     assert "OMP_NUM_THREADS" not in server_environment(threads=3, gpu=True)
     assert server_environment(threads=3, gpu=False)["OMP_NUM_THREADS"] == "3"
 
@@ -39,7 +70,9 @@ def test_a_gpu_has_no_defaults_of_cpus_and_can_sleep() -> None:
 @pytest.mark.parametrize("option", sorted(OWNED))
 def test_an_option_that_another_field_decides_is_refused_with_that_field(option: str) -> None:
     for name in (option, option.replace("_", "-")):
-        with pytest.raises(ValueError, match=rf"config\.{option} cannot be set: .+ decides it") as refused:
+        with pytest.raises(
+            ValueError, match=rf"config\.{option} cannot be set: .+ decides it"
+        ) as refused:
             flags({name: "x"})
         assert OWNED[option] in str(refused.value)
 
@@ -50,7 +83,9 @@ def test_parallelism_inside_an_engine_is_the_users() -> None:
 
 
 def test_a_dtype_that_vllm_cannot_compute_with_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"spec\.model\.dtype float64: vLLM computes with float32 or bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"spec\.model\.dtype float64: vLLM computes with float32 or bfloat16"
+    ):
         flags(dtype="float64")
 
 

@@ -13,28 +13,52 @@ from agenticrun_workers.models.devices import claim_device, collective_backends,
 from agenticrun_workers.models.loading import load_config
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "phimoe", "granitemoe"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "deepseek_v3",
+        "gpt_oss",
+        "olmoe",
+        "phimoe",
+        "granitemoe",
+    ],
+)
 def test_a_mixture_of_experts_is_refused(model_type: str, tmp_path: Path) -> None:
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=rf"is a mixture of experts \({model_type}\), which is not offered yet: train a dense model"):
+    with pytest.raises(
+        ModelLoadError,
+        match=rf"is a mixture of experts \({model_type}\), which is not offered yet: train a dense model",
+    ):
         load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "mllama", "qwen2_audio"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "mllama", "qwen2_audio"]
+)
 def test_a_model_of_several_modalities_is_refused(model_type: str, tmp_path: Path) -> None:
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=rf"is a model of several modalities \({model_type}\), which is not offered yet: train a text"):
+    with pytest.raises(
+        ModelLoadError,
+        match=rf"is a model of several modalities \({model_type}\), which is not offered yet: train a text",
+    ):
         load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "olmo2"]
+)
 def test_a_dense_text_model_is_not(model_type: str, tmp_path: Path) -> None:
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     assert load_config(str(tmp_path)).model_type == model_type
 
 
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=f"no causal language model could be loaded from {tmp_path}"):
+    with pytest.raises(
+        ModelLoadError, match=f"no causal language model could be loaded from {tmp_path}"
+    ):
         load_config(str(tmp_path))
 
 
@@ -50,4 +74,6 @@ def test_tensors_on_a_gpu_go_by_nccl_and_those_in_host_memory_by_gloo() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_ranks_that_see_the_same_gpus_take_them_in_turn() -> None:
-    assert [claim_device(rank).index for rank in range(4)] == [rank % torch.cuda.device_count() for rank in range(4)]
+    assert [claim_device(rank).index for rank in range(4)] == [
+        rank % torch.cuda.device_count() for rank in range(4)
+    ]

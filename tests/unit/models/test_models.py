@@ -29,12 +29,25 @@ TINY = {"words": WORDS, "hidden_size": 16, "intermediate_size": 32, "heads": 2}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_the_folder_loads_with_transformers_own_auto_classes(tmp_path: Path, architecture: str) -> None:
+def test_the_folder_loads_with_transformers_own_auto_classes(
+    tmp_path: Path, architecture: str
+) -> None:
     initialize_model(tmp_path, InitializeSpec(architecture=architecture, **TINY))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "P_\n_G"}], add_generation_prompt=True)["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids) == ["<|user|>", "P", "_", "\n", "_", "G", "<|end|>", "<|assistant|>"]
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "P_\n_G"}], add_generation_prompt=True
+    )["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == [
+        "<|user|>",
+        "P",
+        "_",
+        "\n",
+        "_",
+        "G",
+        "<|end|>",
+        "<|assistant|>",
+    ]
     assert model(torch.tensor([ids])).logits.shape == (1, 8, len(tokenizer))
     assert model.config.eos_token_id == tokenizer.eos_token_id
 
@@ -57,9 +70,15 @@ def test_making_a_model_leaves_the_global_random_numbers_alone(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"architecture": "gpt5"}, "architecture"), ({"heads": 3}, "heads"), ({"key_value_heads": 3}, "keyValueHeads")],
+    [
+        ({"architecture": "gpt5"}, "architecture"),
+        ({"heads": 3}, "heads"),
+        ({"key_value_heads": 3}, "keyValueHeads"),
+    ],
 )
-def test_a_shape_that_cannot_be_built_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_a_shape_that_cannot_be_built_is_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         initialize_model(tmp_path, InitializeSpec(**{**TINY, **change}))
 
@@ -84,7 +103,10 @@ def test_every_text_of_frozen_lake_is_covered_by_its_vocabulary() -> None:
     tokenizer = build_task_tokenizer([*env.vocabulary(), *words_of(env.instruction)], 100)
     assert tokenizer.decode(tokenizer.encode(env.instruction)) == env.instruction
     for seed in range(50):
-        texts = [env.reset(seed, Stream.TRAIN), *(env.step(a).observation for a in ("Right", "Down", "Down", "Right"))]
+        texts = [
+            env.reset(seed, Stream.TRAIN),
+            *(env.step(a).observation for a in ("Right", "Down", "Down", "Right")),
+        ]
         assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
 
 

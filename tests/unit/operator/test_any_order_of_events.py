@@ -22,7 +22,9 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(settled=st.booleans())
     def start(self, settled: bool) -> None:
         self.world = World()
-        self.world.apply_run(("spec.failurePolicy", {"maxRestarts": MAX_RESTARTS, "backoffSeconds": 5}))
+        self.world.apply_run(
+            ("spec.failurePolicy", {"maxRestarts": MAX_RESTARTS, "backoffSeconds": 5})
+        )
         self.operators = [Operator(self.world), Operator(self.world)]
         self.ended: Phase | None = None
         if settled:
@@ -154,4 +156,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+TestAnyOrder.settings = settings(
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

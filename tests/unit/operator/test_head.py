@@ -12,12 +12,20 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from agenticrun_api import Progress
-from agenticrun_operator.cluster import DirectTransport, HeadAddress, HeadUnreachable, RunHead, transports
+from agenticrun_operator.cluster import (
+    DirectTransport,
+    HeadAddress,
+    HeadUnreachable,
+    RunHead,
+    transports,
+)
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.planning import Job, NoJob, NoReport, Unreachable
 
-HEAD = HeadAddress(PodAddress("team", "lake-head", "127.0.0.1"), "run-uid", "ray-token", "reporter-token")
+HEAD = HeadAddress(
+    PodAddress("team", "lake-head", "127.0.0.1"), "run-uid", "ray-token", "reporter-token"
+)
 PROGRESS: dict[str, Any] = {
     "runUid": "run-uid",
     "submissionId": "lake-1",
@@ -40,7 +48,15 @@ class Scripted:
         self.asked: list[tuple[str, int, str, Mapping[str, str], Any]] = []
 
     async def request(
-        self, method: str, pod: PodAddress, port: int, path: str, *, headers: Mapping[str, str], body: Any = None, limit: int
+        self,
+        method: str,
+        pod: PodAddress,
+        port: int,
+        path: str,
+        *,
+        headers: Mapping[str, str],
+        body: Any = None,
+        limit: int,
     ) -> Response:
         self.asked.append((method, port, path, headers, body))
         for part, answer in self.answers.items():
@@ -57,7 +73,12 @@ async def test_progress_is_read_with_the_reporters_token() -> None:
     transport = Scripted(progress=says(PROGRESS))
     assert await RunHead(transport).progress(HEAD) == Progress.model_validate(PROGRESS)
     ((method, port, path, headers, _),) = transport.asked
-    assert (method, port, path, headers) == ("GET", 8787, "/progress", {"X-Ray-Authorization": "Bearer reporter-token"})
+    assert (method, port, path, headers) == (
+        "GET",
+        8787,
+        "/progress",
+        {"X-Ray-Authorization": "Bearer reporter-token"},
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,9 +102,13 @@ async def test_progress_that_breaks_the_contract_is_unusable(change: dict[str, A
     assert len(answer.why) <= 300
 
 
-@pytest.mark.parametrize("body", [b"not JSON", b'{"step": NaN}', b"[1]", b"\xff\xfe", b"[" * 20_000])
+@pytest.mark.parametrize(
+    "body", [b"not JSON", b'{"step": NaN}', b"[1]", b"\xff\xfe", b"[" * 20_000]
+)
 async def test_progress_that_is_no_progress_is_unusable(body: bytes) -> None:
-    assert isinstance(await RunHead(Scripted(progress=Response(200, body))).progress(HEAD), Unreachable)
+    assert isinstance(
+        await RunHead(Scripted(progress=Response(200, body))).progress(HEAD), Unreachable
+    )
 
 
 async def test_no_content_means_that_no_driver_has_reported() -> None:
@@ -91,13 +116,20 @@ async def test_no_content_means_that_no_driver_has_reported() -> None:
 
 
 async def test_a_job_is_read_without_what_we_do_not_need() -> None:
-    transport = Scripted(api_jobs=says({"status": "RUNNING", "message": "a\n b", "runtime_env": {}, "driver_exit_code": None}))
+    transport = Scripted(
+        api_jobs=says(
+            {"status": "RUNNING", "message": "a\n b", "runtime_env": {}, "driver_exit_code": None}
+        )
+    )
     assert await RunHead(transport).job(HEAD, "lake-1") == Job("RUNNING", "a b")
     assert transport.asked[0][3] == {"X-Ray-Authorization": "Bearer ray-token"}
 
 
 async def test_a_failed_job_brings_the_end_of_its_log() -> None:
-    transport = Scripted(api_jobs=says({"status": "FAILED", "driver_exit_code": 1}), api_v0_logs=Response(200, b"x" * 9000 + b"the end"))
+    transport = Scripted(
+        api_jobs=says({"status": "FAILED", "driver_exit_code": 1}),
+        api_v0_logs=Response(200, b"x" * 9000 + b"the end"),
+    )
     job = await RunHead(transport).job(HEAD, "lake-1")
     assert isinstance(job, Job)
     assert (len(job.log_tail), job.log_tail[-7:], job.exit_code) == (4096, "the end", 1)
@@ -105,15 +137,26 @@ async def test_a_failed_job_brings_the_end_of_its_log() -> None:
 
 async def test_a_failed_job_whose_log_is_gone_brings_what_ray_quotes() -> None:
     message = "exit code 137, last available logs (truncated): the end"
-    job = await RunHead(Scripted(api_jobs=says({"status": "FAILED", "message": message}))).job(HEAD, "lake-1")
+    job = await RunHead(Scripted(api_jobs=says({"status": "FAILED", "message": message}))).job(
+        HEAD, "lake-1"
+    )
     assert job == Job("FAILED", "exit code 137", None, " (truncated): the end")
 
 
 async def test_unknown_and_unreachable_are_not_the_same() -> None:
-    assert await RunHead(Scripted(api_jobs=Response(404, b"Job lake-1 does not exist"))).job(HEAD, "lake-1") == NoJob()
+    assert (
+        await RunHead(Scripted(api_jobs=Response(404, b"Job lake-1 does not exist"))).job(
+            HEAD, "lake-1"
+        )
+        == NoJob()
+    )
     assert isinstance(await RunHead(Scripted()).job(HEAD, "lake-1"), Unreachable)
-    assert isinstance(await RunHead(Scripted(api_jobs=Response(401, b""))).job(HEAD, "lake-1"), Unreachable)
-    assert isinstance(await RunHead(Scripted(api_jobs=says({"no": "status"}))).job(HEAD, "lake-1"), Unreachable)
+    assert isinstance(
+        await RunHead(Scripted(api_jobs=Response(401, b""))).job(HEAD, "lake-1"), Unreachable
+    )
+    assert isinstance(
+        await RunHead(Scripted(api_jobs=says({"no": "status"}))).job(HEAD, "lake-1"), Unreachable
+    )
 
 
 class RefusesTwice(Scripted):
@@ -121,7 +164,11 @@ class RefusesTwice(Scripted):
 
     async def request(self, method: str, *arguments: Any, **options: Any) -> Response:
         answer = await super().request(method, *arguments, **options)
-        return answer if method == "GET" else Response(400, b"ValueError: Job with submission_id lake-1 already exists.")
+        return (
+            answer
+            if method == "GET"
+            else Response(400, b"ValueError: Job with submission_id lake-1 already exists.")
+        )
 
 
 async def test_a_submission_that_ray_knows_already_is_settled_by_a_get() -> None:
@@ -135,11 +182,16 @@ async def test_a_submission_tells_the_driver_its_attempt() -> None:
     await RunHead(transport).submit(HEAD, "lake-1", 3)
     body = transport.asked[0][4]
     assert body["entrypoint"] == "python -m agenticrun_workers.driver"
-    assert body["runtime_env"] == {"env_vars": {"AGENTICRUN_ATTEMPT": "3", "AGENTICRUN_SUBMISSION_ID": "lake-1"}}
+    assert body["runtime_env"] == {
+        "env_vars": {"AGENTICRUN_ATTEMPT": "3", "AGENTICRUN_SUBMISSION_ID": "lake-1"}
+    }
 
 
 async def test_an_answer_that_is_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("TIMEOUT_SECONDS", "CONNECT_SECONDS"):  # a stalled machine is no answer that is too long
+    for limit in (
+        "TIMEOUT_SECONDS",
+        "CONNECT_SECONDS",
+    ):  # a stalled machine is no answer that is too long
         monkeypatch.setattr(transports, limit, 60.0)
 
     async def endless(_request: web.Request) -> web.Response:
@@ -151,11 +203,15 @@ async def test_an_answer_that_is_too_long_is_cut_off(monkeypatch: pytest.MonkeyP
         transport, port = DirectTransport(session), int(server.port or 0)
         with pytest.raises(HeadUnreachable, match="more than 65536 bytes"):
             await transport.request("GET", HEAD.pod, port, "/progress", headers={}, limit=65_536)
-        answer = await transport.request("GET", HEAD.pod, port, "/progress", headers={}, limit=100_000)
+        answer = await transport.request(
+            "GET", HEAD.pod, port, "/progress", headers={}, limit=100_000
+        )
         assert len(answer.body) == 100_000
 
 
 async def test_nobody_there_is_unreachable() -> None:
     async with aiohttp.ClientSession() as session:
         with pytest.raises(HeadUnreachable, match="lake-head"):
-            await DirectTransport(session).request("GET", HEAD.pod, 9, "/progress", headers={}, limit=10)
+            await DirectTransport(session).request(
+                "GET", HEAD.pod, 9, "/progress", headers={}, limit=10
+            )

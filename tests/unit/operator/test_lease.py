@@ -62,7 +62,11 @@ async def attempt(candidate: Leadership) -> bool:
 
 async def test_one_of_two_leads(store: Store) -> None:
     first, second = leader(store, "a"), leader(store, "b")
-    assert [await attempt(first), await attempt(second), await attempt(first)] == [True, False, True]
+    assert [await attempt(first), await attempt(second), await attempt(first)] == [
+        True,
+        False,
+        True,
+    ]
     assert first.held.is_set()
     assert not second.held.is_set()
 
@@ -93,7 +97,9 @@ async def test_a_short_outage_of_the_apiserver_does_not_end_leadership(store: St
     assert await attempt(first)
 
 
-async def test_without_the_apiserver_nobody_leads_for_long(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_apiserver_nobody_leads_for_long(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = leader(store, "a")
     await attempt(first)
     monkeypatch.setattr(module, "DURATION_SECONDS", module.RENEW_SECONDS)

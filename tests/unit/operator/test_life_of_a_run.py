@@ -45,7 +45,9 @@ def happened(world: World) -> list[str]:
     return [str(event.reason) for event in world.events]
 
 
-async def test_children_are_made_before_the_cluster_that_mounts_them(world: World, operator: Operator) -> None:
+async def test_children_are_made_before_the_cluster_that_mounts_them(
+    world: World, operator: Operator
+) -> None:
     await operator.reconcile()
     created = [request for request in world.requests if request.startswith("create ")]
     assert created == ["create Secret", "create Secret", "create ConfigMap", "create RayCluster"]
@@ -53,7 +55,9 @@ async def test_children_are_made_before_the_cluster_that_mounts_them(world: Worl
     assert world.status.progress == "0/2"
 
 
-async def test_nothing_is_submitted_before_every_role_is_ready(world: World, operator: Operator) -> None:
+async def test_nothing_is_submitted_before_every_role_is_ready(
+    world: World, operator: Operator
+) -> None:
     await operator.reconcile()
     world.make_pods(ready=False)
     await operator.reconcile()
@@ -65,10 +69,14 @@ async def test_nothing_is_submitted_before_every_role_is_ready(world: World, ope
     assert [job.attempt for job in world.jobs] == [1]
 
 
-async def test_the_attempt_is_stored_before_it_is_submitted(world: World, operator: Operator) -> None:
+async def test_the_attempt_is_stored_before_it_is_submitted(
+    world: World, operator: Operator
+) -> None:
     await operator.settle()
     assert world.requests.index("submit") > max(
-        index for index, name in enumerate(world.requests[: world.requests.index("submit")]) if name == "wrote status"
+        index
+        for index, name in enumerate(world.requests[: world.requests.index("submit")])
+        if name == "wrote status"
     )
     assert world.status.job is not None
     assert world.status.job.submission_id == world.jobs[0].submission_id
@@ -76,7 +84,14 @@ async def test_the_attempt_is_stored_before_it_is_submitted(world: World, operat
 
 
 async def test_a_step_shows_in_the_status(world: World, operator: Operator) -> None:
-    await training(operator, 1, reward=0.25, tokens_per_second=1234.5, staleness=0.0, metrics={"val/success": 0.5})
+    await training(
+        operator,
+        1,
+        reward=0.25,
+        tokens_per_second=1234.5,
+        staleness=0.0,
+        metrics={"val/success": 0.5},
+    )
     status = world.status
     assert (status.step, status.progress, status.reward) == (1, "1/2", "0.250")
     assert (status.tokens_per_second, status.staleness, status.eta) == ("1234", "0.00", "3s")
@@ -84,10 +99,14 @@ async def test_a_step_shows_in_the_status(world: World, operator: Operator) -> N
     assert condition(world, ConditionType.TRAINING).status == "True"
 
 
-async def test_the_status_tells_the_first_metrics_of_the_snapshot(world: World, operator: Operator) -> None:
+async def test_the_status_tells_the_first_metrics_of_the_snapshot(
+    world: World, operator: Operator
+) -> None:
     metrics = {f"m{place:02}": 1.0 for place in reversed(range(40))}
     await training(operator, 1, metrics=metrics)
-    assert [metric.name for metric in world.status.metrics] == [f"m{place}" for place in range(24, 40)]
+    assert [metric.name for metric in world.status.metrics] == [
+        f"m{place}" for place in range(24, 40)
+    ]
 
 
 async def test_what_the_driver_says_shows_as_the_message(world: World, operator: Operator) -> None:
@@ -104,7 +123,9 @@ async def test_nothing_new_is_not_written(world: World, operator: Operator) -> N
     assert world.status_writes == before
 
 
-async def test_a_light_look_asks_the_apiserver_for_nothing(world: World, operator: Operator) -> None:
+async def test_a_light_look_asks_the_apiserver_for_nothing(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     world.requests.clear()
     world.now += timedelta(seconds=2)
@@ -112,7 +133,9 @@ async def test_a_light_look_asks_the_apiserver_for_nothing(world: World, operato
     assert world.requests == ["get job", "get progress"]
 
 
-async def test_changes_between_steps_are_written_every_ten_seconds_at_most(world: World, operator: Operator) -> None:
+async def test_changes_between_steps_are_written_every_ten_seconds_at_most(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     before = world.status_writes
     for second in range(30):
@@ -129,7 +152,9 @@ async def test_a_step_is_written_at_once(world: World, operator: Operator) -> No
     assert world.status.step == 2
 
 
-async def test_a_report_of_success_completes_the_run_and_deletes_the_cluster(world: World, operator: Operator) -> None:
+async def test_a_report_of_success_completes_the_run_and_deletes_the_cluster(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     world.end_driver(Outcome.SUCCEEDED)
     await operator.settle(5)
@@ -137,10 +162,18 @@ async def test_a_report_of_success_completes_the_run_and_deletes_the_cluster(wor
     assert condition(world, ConditionType.COMPLETE).status == "True"
     assert condition(world, ConditionType.CLUSTER_PROVISIONED).reason == "ClusterDeleted"
     assert ("RayCluster", NAME) not in world.objects
-    assert happened(world) == ["ClusterCreated", "PodsReady", "DriverRunning", "RunSucceeded", "ClusterDeleted"]
+    assert happened(world) == [
+        "ClusterCreated",
+        "PodsReady",
+        "DriverRunning",
+        "RunSucceeded",
+        "ClusterDeleted",
+    ]
 
 
-async def test_a_driver_gets_time_to_exit_before_its_cluster_goes(world: World, operator: Operator) -> None:
+async def test_a_driver_gets_time_to_exit_before_its_cluster_goes(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     job = world.jobs[0]
     world.end_driver(Outcome.SUCCEEDED)
@@ -165,7 +198,9 @@ async def test_the_cluster_is_kept_where_the_run_says_so() -> None:
     assert ("RayCluster", NAME) in world.objects
 
 
-async def test_the_end_is_seen_by_an_operator_that_was_down_around_it(world: World, operator: Operator) -> None:
+async def test_the_end_is_seen_by_an_operator_that_was_down_around_it(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     world.end_driver(Outcome.SUCCEEDED)
     world.now += timedelta(minutes=5)
@@ -179,11 +214,16 @@ async def test_a_failure_that_cannot_pass_is_not_retried(world: World, operator:
     world.end_driver(Outcome.FAILED, retryable=False)
     await operator.settle(5)
     assert phase(world) is Phase.FAILED
-    assert (condition(world, ConditionType.FAILED).reason, condition(world, ConditionType.FAILED).message) == ("Told", "the driver's words")
+    assert (
+        condition(world, ConditionType.FAILED).reason,
+        condition(world, ConditionType.FAILED).message,
+    ) == ("Told", "the driver's words")
     assert len(world.jobs) == 1
 
 
-async def test_the_exit_code_of_a_bad_configuration_is_not_retried(world: World, operator: Operator) -> None:
+async def test_the_exit_code_of_a_bad_configuration_is_not_retried(
+    world: World, operator: Operator
+) -> None:
     await operator.settle()
     world.end_driver(None, exit_code=64)
     await operator.settle(3)
@@ -191,7 +231,9 @@ async def test_the_exit_code_of_a_bad_configuration_is_not_retried(world: World,
     assert condition(world, ConditionType.FAILED).reason == "InvalidConfig"
 
 
-async def test_a_killed_driver_is_submitted_again_on_the_same_cluster_after_a_backoff(world: World, operator: Operator) -> None:
+async def test_a_killed_driver_is_submitted_again_on_the_same_cluster_after_a_backoff(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     cluster = world.objects["RayCluster", NAME]["metadata"]["uid"]
     world.end_driver(None, exit_code=-9)
@@ -236,7 +278,9 @@ async def test_restarts_run_out(world: World, operator: Operator) -> None:
     assert len(world.jobs) == 3
 
 
-async def test_a_replaced_head_costs_a_restart_and_ends_in_a_new_attempt(world: World, operator: Operator) -> None:
+async def test_a_replaced_head_costs_a_restart_and_ends_in_a_new_attempt(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     world.delete_pod(Role.DRIVER)
     await operator.reconcile()
@@ -249,7 +293,9 @@ async def test_a_replaced_head_costs_a_restart_and_ends_in_a_new_attempt(world: 
     assert world.status.job.incarnation == world.incarnation()
 
 
-async def test_a_head_that_restarted_after_the_final_report_does_not_repeat_the_run(world: World, operator: Operator) -> None:
+async def test_a_head_that_restarted_after_the_final_report_does_not_repeat_the_run(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     world.end_driver(Outcome.SUCCEEDED)
     world.restart_head_container()
@@ -281,7 +327,9 @@ async def test_unreachable_progress_is_no_failure(world: World, operator: Operat
     assert condition(world, ConditionType.TRAINING).status == "True"
 
 
-async def test_an_ended_job_waits_for_its_report_but_not_for_ever(world: World, operator: Operator) -> None:
+async def test_an_ended_job_waits_for_its_report_but_not_for_ever(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     world.reporter_down = True
     world.end_driver(Outcome.SUCCEEDED)
@@ -304,7 +352,9 @@ async def test_progress_of_an_earlier_attempt_is_ignored(world: World, operator:
     assert phase(world) is Phase.RESTARTING
 
 
-async def test_a_failed_driver_that_does_not_exit_is_stopped_before_the_next_attempt(world: World, operator: Operator) -> None:
+async def test_a_failed_driver_that_does_not_exit_is_stopped_before_the_next_attempt(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     job = world.jobs[0]
     world.end_driver(Outcome.FAILED)
@@ -316,8 +366,12 @@ async def test_a_failed_driver_that_does_not_exit_is_stopped_before_the_next_att
     assert [item.attempt for item in world.jobs] == [1, 2]
 
 
-@pytest.mark.parametrize("ahead", [timedelta(0), timedelta(hours=1)], ids=["clocks agree", "the driver's is ahead"])
-async def test_a_driver_whose_first_report_is_the_final_one_gets_time_to_exit(world: World, operator: Operator, ahead: timedelta) -> None:
+@pytest.mark.parametrize(
+    "ahead", [timedelta(0), timedelta(hours=1)], ids=["clocks agree", "the driver's is ahead"]
+)
+async def test_a_driver_whose_first_report_is_the_final_one_gets_time_to_exit(
+    world: World, operator: Operator, ahead: timedelta
+) -> None:
     """It failed at once, or the operator was away: that Training is false since the submission says nothing about the exit."""
     await operator.settle(15)
     (job,) = world.jobs
@@ -333,7 +387,9 @@ async def test_a_driver_whose_first_report_is_the_final_one_gets_time_to_exit(wo
     assert condition(world, ConditionType.TRAINING).reason == "Told"
 
 
-async def test_a_submission_that_reaches_a_restarted_head_is_stopped_before_the_next_attempt(world: World, operator: Operator) -> None:
+async def test_a_submission_that_reaches_a_restarted_head_is_stopped_before_the_next_attempt(
+    world: World, operator: Operator
+) -> None:
     await operator.reconcile()
     world.make_pods()
     world.interruption = ("submit", world.restart_head_container)
@@ -347,7 +403,9 @@ async def test_a_submission_that_reaches_a_restarted_head_is_stopped_before_the_
     assert [(job.attempt, job.status) for job in world.jobs] == [(1, "STOPPED"), (2, "PENDING")]
 
 
-async def test_the_same_name_again_waits_for_the_earlier_run_and_starts_fresh(world: World, operator: Operator) -> None:
+async def test_the_same_name_again_waits_for_the_earlier_run_and_starts_fresh(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     world.delete_run()
     world.apply_run()
@@ -367,7 +425,11 @@ async def test_the_same_name_again_waits_for_the_earlier_run_and_starts_fresh(wo
 
 
 async def test_someone_elses_object_is_never_taken_over(world: World, operator: Operator) -> None:
-    theirs = {"kind": "ConfigMap", "metadata": {"name": f"{NAME}-run", "namespace": "team"}, "data": {"theirs": "1"}}
+    theirs = {
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{NAME}-run", "namespace": "team"},
+        "data": {"theirs": "1"},
+    }
     await world.create(theirs)
     await operator.settle(3)
     assert phase(world) is Phase.PENDING
@@ -402,14 +464,18 @@ async def test_a_finished_run_is_deleted_when_its_time_is_over() -> None:
     assert ("AgenticRun", NAME) not in world.objects
 
 
-async def test_a_spec_that_only_the_crd_accepts_fails_with_the_path(world: World, operator: Operator) -> None:
+async def test_a_spec_that_only_the_crd_accepts_fails_with_the_path(
+    world: World, operator: Operator
+) -> None:
     world.run["spec"]["pipeline"]["brandNew"] = 1
     await operator.reconcile()
     assert world.run["status"]["phase"] == "Failed"
     assert world.run["status"]["message"] == "spec.pipeline.brandNew: unknown field"
 
 
-async def test_a_driver_that_starts_does_not_take_back_the_last_attempts_numbers(world: World, operator: Operator) -> None:
+async def test_a_driver_that_starts_does_not_take_back_the_last_attempts_numbers(
+    world: World, operator: Operator
+) -> None:
     await training(operator, 2, reward=0.75)
     world.end_driver(None)
     await operator.settle(2)
@@ -419,13 +485,19 @@ async def test_a_driver_that_starts_does_not_take_back_the_last_attempts_numbers
     await operator.settle(1)
     assert world.status.job is not None
     assert world.status.job.attempt == 2
-    assert (world.status.progress, world.status.reward, world.status.activity) == ("2/2", "0.750", "starting")
+    assert (world.status.progress, world.status.reward, world.status.activity) == (
+        "2/2",
+        "0.750",
+        "starting",
+    )
     world.drive(1, reward=0.5)
     await operator.settle(1)
     assert world.status.progress == "1/2", "the checkpoint it went on from"
 
 
-async def test_a_driver_that_could_not_start_leaves_the_steps_alone(world: World, operator: Operator) -> None:
+async def test_a_driver_that_could_not_start_leaves_the_steps_alone(
+    world: World, operator: Operator
+) -> None:
     await operator.settle()
     world.drive(0, max_steps=0)
     world.end_driver(Outcome.FAILED, retryable=False)
@@ -445,26 +517,39 @@ async def test_a_changed_spec_is_applied_once(world: World, operator: Operator) 
     assert world.status.observed_generation == 2
 
 
-async def test_what_the_apiserver_refuses_fails_the_run_with_its_words(world: World, operator: Operator) -> None:
-    world.create_error = Refused('unknown field "spec.workerGroupSpecs[0].template.spec.tolerations[0].kee"')
+async def test_what_the_apiserver_refuses_fails_the_run_with_its_words(
+    world: World, operator: Operator
+) -> None:
+    world.create_error = Refused(
+        'unknown field "spec.workerGroupSpecs[0].template.spec.tolerations[0].kee"'
+    )
     await operator.settle(2)
     assert phase(world) is Phase.FAILED
     assert condition(world, ConditionType.FAILED).reason == "InvalidConfig"
     assert "tolerations[0].kee" in (world.status.message or "")
 
 
-async def test_a_run_whose_engine_no_image_has_waits_and_says_what_to_set(world: World, operator: Operator) -> None:
+async def test_a_run_whose_engine_no_image_has_waits_and_says_what_to_set(
+    world: World, operator: Operator
+) -> None:
     world.run["spec"]["pipeline"]["actorInfer"]["strategy"] = {"name": "vllm"}
     await operator.settle(3)
     assert phase(world) is Phase.PENDING
     assert condition(world, ConditionType.CLUSTER_PROVISIONED).reason == "NoEngineImage"
-    assert "no worker image with vllm is configured: set the chart's value images.workers.vllm" in (world.status.message or "")
+    assert "no worker image with vllm is configured: set the chart's value images.workers.vllm" in (
+        world.status.message or ""
+    )
     assert happened(world) == ["NoEngineImage"]
     assert ("RayCluster", NAME) not in world.objects
 
 
-async def test_engines_that_do_not_fit_their_pods_fail_the_run_before_it_has_any(world: World, operator: Operator) -> None:
-    world.run["spec"]["pipeline"]["actorInfer"]["strategy"] = {"name": "sglang", "config": {"tp_size": 2}}
+async def test_engines_that_do_not_fit_their_pods_fail_the_run_before_it_has_any(
+    world: World, operator: Operator
+) -> None:
+    world.run["spec"]["pipeline"]["actorInfer"]["strategy"] = {
+        "name": "sglang",
+        "config": {"tp_size": 2},
+    }
     world.run["spec"]["roles"]["inference"]["gpus"] = 3
     await operator.settle(2)
     status = world.run["status"]
@@ -474,11 +559,16 @@ async def test_engines_that_do_not_fit_their_pods_fail_the_run_before_it_has_any
     assert ("RayCluster", NAME) not in world.objects
 
 
-async def test_what_the_apiserver_denies_is_shown_and_tried_again(world: World, operator: Operator) -> None:
+async def test_what_the_apiserver_denies_is_shown_and_tried_again(
+    world: World, operator: Operator
+) -> None:
     world.create_error = Denied("exceeded quota: no more RayClusters")
     await operator.settle(3)
     assert not world.status.phase.finished
-    assert condition(world, ConditionType.CLUSTER_PROVISIONED).message == "exceeded quota: no more RayClusters"
+    assert (
+        condition(world, ConditionType.CLUSTER_PROVISIONED).message
+        == "exceeded quota: no more RayClusters"
+    )
     writes = world.status_writes
     await operator.settle(3)
     assert world.status_writes == writes, "the same trouble is not written again"
@@ -488,7 +578,9 @@ async def test_what_the_apiserver_denies_is_shown_and_tried_again(world: World, 
     assert world.status.message is None
 
 
-async def test_a_submission_that_fails_shows_why_and_is_repeated_under_the_same_id(world: World, operator: Operator) -> None:
+async def test_a_submission_that_fails_shows_why_and_is_repeated_under_the_same_id(
+    world: World, operator: Operator
+) -> None:
     await operator.reconcile()
     world.make_pods()
     world.submit_down = True
@@ -509,7 +601,9 @@ async def test_an_unreadable_run_gives_its_cluster_back(world: World, operator: 
     assert ("RayCluster", NAME) not in world.objects
 
 
-async def test_a_status_that_a_newer_operator_wrote_is_left_alone(world: World, operator: Operator) -> None:
+async def test_a_status_that_a_newer_operator_wrote_is_left_alone(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     world.run["status"]["brandNew"] = 1
     before = world.status_writes
@@ -519,7 +613,9 @@ async def test_a_status_that_a_newer_operator_wrote_is_left_alone(world: World, 
     assert ("RayCluster", NAME) in world.objects
 
 
-async def test_a_job_that_ray_has_forgotten_is_a_failed_attempt_and_never_submitted_again(world: World, operator: Operator) -> None:
+async def test_a_job_that_ray_has_forgotten_is_a_failed_attempt_and_never_submitted_again(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     (first,) = world.jobs
     world.jobs.clear()
@@ -531,7 +627,9 @@ async def test_a_job_that_ray_has_forgotten_is_a_failed_attempt_and_never_submit
     assert world.jobs[0].submission_id != first.submission_id
 
 
-async def test_a_head_that_restarted_is_asked_how_the_attempt_ended_before_it_counts_as_lost(world: World, operator: Operator) -> None:
+async def test_a_head_that_restarted_is_asked_how_the_attempt_ended_before_it_counts_as_lost(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
     world.end_driver(Outcome.SUCCEEDED)
     world.restart_head_container()
@@ -543,13 +641,17 @@ async def test_a_head_that_restarted_is_asked_how_the_attempt_ended_before_it_co
     assert phase(world) is Phase.SUCCEEDED
 
 
-async def test_a_head_that_restarts_between_two_looks_does_not_get_the_attempt_twice(world: World, operator: Operator) -> None:
+async def test_a_head_that_restarts_between_two_looks_does_not_get_the_attempt_twice(
+    world: World, operator: Operator
+) -> None:
     await operator.reconcile()
     world.make_pods()
     await operator.reconcile()
     assert [job.attempt for job in world.jobs] == [1]
     world.interruption = ("get job", world.restart_head_container)
     await operator.reconcile()
-    assert [job.attempt for job in world.jobs] == [1], "Ray knew nothing because it is new, not because the attempt is"
+    assert [job.attempt for job in world.jobs] == [1], (
+        "Ray knew nothing because it is new, not because the attempt is"
+    )
     await operator.settle()
     assert world.status.restarts == 1

@@ -9,16 +9,36 @@ from agenticrun_operator.planning import read_pod
 from agenticrun_operator.resources import Manifest
 
 
-def pod(*containers: Manifest, conditions: list[Manifest] | None = None, init: list[Manifest] | None = None) -> Manifest:
+def pod(
+    *containers: Manifest,
+    conditions: list[Manifest] | None = None,
+    init: list[Manifest] | None = None,
+) -> Manifest:
     return {
-        "metadata": {"name": "lake-env-1", "uid": "u", "labels": {"agenticrun.dev/role": "env", "agenticrun.dev/run-uid": "r"}},
-        "spec": {"initContainers": [{"name": "reporter", "image": "img:1"}], "containers": [{"name": "ray", "image": "img:1"}]},
-        "status": {"conditions": conditions or [], "containerStatuses": list(containers), "initContainerStatuses": init or []},
+        "metadata": {
+            "name": "lake-env-1",
+            "uid": "u",
+            "labels": {"agenticrun.dev/role": "env", "agenticrun.dev/run-uid": "r"},
+        },
+        "spec": {
+            "initContainers": [{"name": "reporter", "image": "img:1"}],
+            "containers": [{"name": "ray", "image": "img:1"}],
+        },
+        "status": {
+            "conditions": conditions or [],
+            "containerStatuses": list(containers),
+            "initContainerStatuses": init or [],
+        },
     }
 
 
 def waiting(reason: str, message: str = "", name: str = "ray", **more: Manifest) -> Manifest:
-    return {"name": name, "restartCount": 0, "state": {"waiting": {"reason": reason, "message": message}}, **more}
+    return {
+        "name": name,
+        "restartCount": 0,
+        "state": {"waiting": {"reason": reason, "message": message}},
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
@@ -27,17 +47,39 @@ def waiting(reason: str, message: str = "", name: str = "ray", **more: Manifest)
         (
             pod(
                 conditions=[
-                    {"type": "PodScheduled", "status": "False", "message": "0/1 nodes are available:\n Insufficient nvidia.com/gpu."}
+                    {
+                        "type": "PodScheduled",
+                        "status": "False",
+                        "message": "0/1 nodes are available:\n Insufficient nvidia.com/gpu.",
+                    }
                 ]
             ),
             Reason.UNSCHEDULABLE,
             "cannot be scheduled: 0/1 nodes are available: Insufficient nvidia.com/gpu.",
         ),
-        (pod(waiting("ErrImagePull", "not found")), Reason.IMAGE_PULL_FAILED, "cannot pull image img:1: not found"),
-        (pod(waiting("ImagePullBackOff")), Reason.IMAGE_PULL_FAILED, "cannot pull image img:1: ImagePullBackOff"),
-        (pod(init=[waiting("ErrImagePull", "no", "reporter")]), Reason.IMAGE_PULL_FAILED, "cannot pull image img:1: no"),
         (
-            pod(waiting("CrashLoopBackOff", "back-off", lastState={"terminated": {"exitCode": 3, "message": "no module\n x"}})),
+            pod(waiting("ErrImagePull", "not found")),
+            Reason.IMAGE_PULL_FAILED,
+            "cannot pull image img:1: not found",
+        ),
+        (
+            pod(waiting("ImagePullBackOff")),
+            Reason.IMAGE_PULL_FAILED,
+            "cannot pull image img:1: ImagePullBackOff",
+        ),
+        (
+            pod(init=[waiting("ErrImagePull", "no", "reporter")]),
+            Reason.IMAGE_PULL_FAILED,
+            "cannot pull image img:1: no",
+        ),
+        (
+            pod(
+                waiting(
+                    "CrashLoopBackOff",
+                    "back-off",
+                    lastState={"terminated": {"exitCode": 3, "message": "no module\n x"}},
+                )
+            ),
             Reason.CONTAINER_CRASHED,
             "container ray ended with exit code 3: no module x",
         ),
@@ -66,13 +108,20 @@ def test_the_reason_is_told(manifest: Manifest, reason: Reason, text: str) -> No
     assert (problem.reason, problem.message) == (reason, text)
 
 
-@pytest.mark.parametrize("manifest", [pod(), pod(waiting("ContainerCreating")), pod(waiting("PodInitializing"))])
+@pytest.mark.parametrize(
+    "manifest", [pod(), pod(waiting("ContainerCreating")), pod(waiting("PodInitializing"))]
+)
 def test_starting_is_no_problem(manifest: Manifest) -> None:
     assert read_pod(manifest).problem is None
 
 
 def test_a_ready_pod_has_no_problem_whatever_happened_before() -> None:
-    crashed = {"name": "ray", "restartCount": 1, "state": {"running": {}}, "lastState": {"terminated": {"exitCode": 1}}}
+    crashed = {
+        "name": "ray",
+        "restartCount": 1,
+        "state": {"running": {}},
+        "lastState": {"terminated": {"exitCode": 1}},
+    }
     seen = read_pod(pod(crashed, conditions=[{"type": "Ready", "status": "True"}]))
     assert seen.ready
     assert seen.problem is None
@@ -81,7 +130,9 @@ def test_a_ready_pod_has_no_problem_whatever_happened_before() -> None:
 
 def test_the_incarnation_changes_with_the_container_and_with_the_pod() -> None:
     def incarnation(uid: str, restarts: int) -> str | None:
-        manifest = pod({"name": "ray", "containerID": "c", "restartCount": restarts, "state": {"running": {}}})
+        manifest = pod(
+            {"name": "ray", "containerID": "c", "restartCount": restarts, "state": {"running": {}}}
+        )
         manifest["metadata"]["uid"] = uid
         return read_pod(manifest).incarnation
 

@@ -9,14 +9,26 @@ import pytest
 import yaml
 
 from agenticrun_api import AgenticRun, Role, parse_run
-from agenticrun_operator.resources import Manifest, WorkerImages, desired_children, ray_cluster, token_secret
+from agenticrun_operator.resources import (
+    Manifest,
+    WorkerImages,
+    desired_children,
+    ray_cluster,
+    token_secret,
+)
 from agenticrun_operator.resources.quantities import whole_number
 from runs import run_with
 
 WORKER = WorkerImages("worker:1", {"sglang": "worker-sglang:1"})
 GPU_RUN = (
-    ("spec.roles.trainer", {"replicas": 2, "gpus": 4, "cpus": "1500m", "memory": "8Gi", "shmSize": "2Gi"}),
-    ("spec.roles.inference", {"gpus": 1, "gpuResourceName": "example.com/gpu", "nodeSelector": {"type": "gpu"}}),
+    (
+        "spec.roles.trainer",
+        {"replicas": 2, "gpus": 4, "cpus": "1500m", "memory": "8Gi", "shmSize": "2Gi"},
+    ),
+    (
+        "spec.roles.inference",
+        {"gpus": 1, "gpuResourceName": "example.com/gpu", "nodeSelector": {"type": "gpu"}},
+    ),
     ("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),
     ("spec.code", {"configMap": "my-envs"}),
     ("spec.roles.reference", {"gpus": 1}),
@@ -39,7 +51,9 @@ def cluster() -> Manifest:
 
 def pod_of(cluster: Manifest, role: Role) -> Manifest:
     spec = cluster["spec"]
-    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]} | {"driver": spec["headGroupSpec"]}
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]} | {
+        "driver": spec["headGroupSpec"]
+    }
     pod: Manifest = groups[role.value]["template"]["spec"]
     return pod
 
@@ -51,7 +65,11 @@ def mounts(container: Manifest) -> dict[str, str]:
 def test_every_child_is_owned_by_the_run_and_carries_its_label() -> None:
     for child in desired_children(a_run(*GPU_RUN), WORKER):
         (owner,) = child["metadata"]["ownerReferences"]
-        assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("1234-uid", True, True)
+        assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == (
+            "1234-uid",
+            True,
+            True,
+        )
         assert child["metadata"]["labels"]["agenticrun.dev/run"] == "lake"
         assert child["metadata"]["namespace"] == "team"
 
@@ -59,7 +77,12 @@ def test_every_child_is_owned_by_the_run_and_carries_its_label() -> None:
 def test_the_run_config_is_the_run_without_its_status() -> None:
     (config, *_) = desired_children(a_run(), WORKER)
     document = yaml.safe_load(config["data"]["run.yaml"])
-    assert document["metadata"] == {"name": "lake", "namespace": "team", "uid": "1234-uid", "generation": 1}
+    assert document["metadata"] == {
+        "name": "lake",
+        "namespace": "team",
+        "uid": "1234-uid",
+        "generation": 1,
+    }
     assert "status" not in document
     assert parse_run(document).spec == a_run().spec
 
@@ -68,8 +91,13 @@ def test_a_claim_is_made_for_a_size_and_not_for_a_claim_of_the_users() -> None:
     kinds = [child["kind"] for child in desired_children(a_run(*GPU_RUN), WORKER)]
     assert kinds == ["ConfigMap", "PersistentVolumeClaim", "RayCluster"]
     theirs = a_run(("spec.checkpoint", {"volumeClaim": {"claimName": "data"}}))
-    assert [child["kind"] for child in desired_children(theirs, WORKER)] == ["ConfigMap", "RayCluster"]
-    volumes = {item["name"]: item for item in pod_of(ray_cluster(theirs, WORKER), Role.TRAINER)["volumes"]}
+    assert [child["kind"] for child in desired_children(theirs, WORKER)] == [
+        "ConfigMap",
+        "RayCluster",
+    ]
+    volumes = {
+        item["name"]: item for item in pod_of(ray_cluster(theirs, WORKER), Role.TRAINER)["volumes"]
+    }
     assert volumes["checkpoints"]["persistentVolumeClaim"] == {"claimName": "data"}
 
 
@@ -78,13 +106,22 @@ def test_ray_start_parameters_pin_each_role_to_its_pods(cluster: Manifest) -> No
     everyone = [head, *(group["rayStartParams"] for group in cluster["spec"]["workerGroupSpecs"])]
     trainer = everyone[1]
     resources = [json.loads(json.loads(params["resources"])) for params in everyone]
-    assert resources == [{"driver": 1}, {"trainer": 4}, {"reference": 1}, {"critic": 1}, {"inference": 1}, {"env": 1}]
+    assert resources == [
+        {"driver": 1},
+        {"trainer": 4},
+        {"reference": 1},
+        {"critic": 1},
+        {"inference": 1},
+        {"env": 1},
+    ]
     assert [params["num-cpus"] for params in everyone] == ["0", "2", "1", "1", "1", "1"]
     assert [params["num-gpus"] for params in everyone] == ["0", "4", "1", "1", "1", "0"]
     assert int(trainer["object-store-memory"]) < 2 * 2**30
 
 
-def test_gpus_are_limits_under_their_resource_name_and_cpus_are_never_limited(cluster: Manifest) -> None:
+def test_gpus_are_limits_under_their_resource_name_and_cpus_are_never_limited(
+    cluster: Manifest,
+) -> None:
     (trainer,) = pod_of(cluster, Role.TRAINER)["containers"]
     assert trainer["resources"] == {
         "requests": {"cpu": "1500m", "memory": "8Gi", "nvidia.com/gpu": 4},
@@ -100,28 +137,44 @@ def test_replicas_cannot_be_scaled_by_anyone_else(cluster: Manifest) -> None:
     assert (trainer["replicas"], trainer["minReplicas"], trainer["maxReplicas"]) == (2, 2, 2)
 
 
-def test_reference_and_critic_have_pods_only_where_the_run_gives_them_a_role(cluster: Manifest) -> None:
+def test_reference_and_critic_have_pods_only_where_the_run_gives_them_a_role(
+    cluster: Manifest,
+) -> None:
     named = [group["groupName"] for group in cluster["spec"]["workerGroupSpecs"]]
     assert named == ["trainer", "reference", "critic", "inference", "env"]
     plain = ray_cluster(a_run(("spec.pipeline.algorithm", {"lossKl": {}})), WORKER)
-    assert [group["groupName"] for group in plain["spec"]["workerGroupSpecs"]] == ["trainer", "inference", "env"]
+    assert [group["groupName"] for group in plain["spec"]["workerGroupSpecs"]] == [
+        "trainer",
+        "inference",
+        "env",
+    ]
 
 
 def test_all_head_ports_are_named(cluster: Manifest) -> None:
     (head,) = pod_of(cluster, Role.DRIVER)["containers"]
     ports = {port["name"]: port["containerPort"] for port in head["ports"]}
-    assert ports == {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "metrics": 8080, "reporter": 8787}
+    assert ports == {
+        "gcs-server": 6379,
+        "dashboard": 8265,
+        "client": 10001,
+        "metrics": 8080,
+        "reporter": 8787,
+    }
 
 
 def test_only_the_head_sees_the_run_and_the_reporters_token(cluster: Manifest) -> None:
     for role in Role:
         names = {volume["name"] for volume in pod_of(cluster, role)["volumes"]}
         assert ({"run", "reporter-token"} <= names) is (role is Role.DRIVER)
-        assert ("checkpoints" in names) is (role in (Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC))
+        assert ("checkpoints" in names) is (
+            role in (Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC)
+        )
         assert {"work", "shared-memory", "code"} <= names
 
 
-def test_the_reporter_is_a_native_sidecar_that_shares_the_drivers_work_folder(cluster: Manifest) -> None:
+def test_the_reporter_is_a_native_sidecar_that_shares_the_drivers_work_folder(
+    cluster: Manifest,
+) -> None:
     pod = pod_of(cluster, Role.DRIVER)
     (reporter,) = pod["initContainers"]
     assert reporter["restartPolicy"] == "Always"
@@ -133,7 +186,9 @@ def test_the_reporter_is_a_native_sidecar_that_shares_the_drivers_work_folder(cl
     assert mounts(reporter).items() <= mounts(pod["containers"][0]).items()
 
 
-def test_every_pod_meets_the_restricted_standard_and_holds_no_credentials(cluster: Manifest) -> None:
+def test_every_pod_meets_the_restricted_standard_and_holds_no_credentials(
+    cluster: Manifest,
+) -> None:
     for role in Role:
         pod = pod_of(cluster, role)
         assert pod["automountServiceAccountToken"] is False
@@ -147,7 +202,9 @@ def test_every_pod_meets_the_restricted_standard_and_holds_no_credentials(cluste
 
 def test_the_users_code_is_on_the_path_and_the_users_environment_wins() -> None:
     env = [{"name": "RAY_USAGE_STATS_ENABLED", "value": "1"}, {"name": "MINE", "value": "x"}]
-    cluster = ray_cluster(a_run(("spec.code", {"configMap": "my-envs"}), ("spec.roles.env", {"env": env})), WORKER)
+    cluster = ray_cluster(
+        a_run(("spec.code", {"configMap": "my-envs"}), ("spec.roles.env", {"env": env})), WORKER
+    )
     (container,) = pod_of(cluster, Role.ENV)["containers"]
     values = [(item["name"], item["value"]) for item in container["env"]]
     assert len(dict(values)) == len(values)
@@ -156,7 +213,9 @@ def test_the_users_code_is_on_the_path_and_the_users_environment_wins() -> None:
 
 
 def test_an_image_of_the_runs_own_goes_before_the_operators() -> None:
-    (container,) = pod_of(ray_cluster(a_run(("spec.image", "mine:2")), WORKER), Role.ENV)["containers"]
+    (container,) = pod_of(ray_cluster(a_run(("spec.image", "mine:2")), WORKER), Role.ENV)[
+        "containers"
+    ]
     assert container["image"] == "mine:2"
 
 
@@ -164,8 +223,12 @@ SGLANG = ("spec.pipeline.actorInfer.strategy", {"name": "sglang", "config": {"tp
 
 
 def images(cluster: Manifest) -> dict[str, str]:
-    groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]} | {"driver": cluster["spec"]["headGroupSpec"]}
-    return {name: group["template"]["spec"]["containers"][0]["image"] for name, group in groups.items()}
+    groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]} | {
+        "driver": cluster["spec"]["headGroupSpec"]
+    }
+    return {
+        name: group["template"]["spec"]["containers"][0]["image"] for name, group in groups.items()
+    }
 
 
 def test_only_the_pods_that_carry_engines_get_the_engines_image() -> None:
@@ -176,22 +239,37 @@ def test_only_the_pods_that_carry_engines_get_the_engines_image() -> None:
         "env": "worker:1",
     }
     colocated = ray_cluster(a_run(SGLANG, ("spec.placement", "Colocated")), WORKER)
-    assert images(colocated) == {"driver": "worker:1", "trainer": "worker-sglang:1", "env": "worker:1"}
-    assert set(images(ray_cluster(a_run(SGLANG, ("spec.image", "mine:2")), WORKER)).values()) == {"mine:2"}
+    assert images(colocated) == {
+        "driver": "worker:1",
+        "trainer": "worker-sglang:1",
+        "env": "worker:1",
+    }
+    assert set(images(ray_cluster(a_run(SGLANG, ("spec.image", "mine:2")), WORKER)).values()) == {
+        "mine:2"
+    }
 
 
 def test_an_inference_pod_offers_as_many_engines_as_its_gpus_are_enough_for() -> None:
     cluster = ray_cluster(a_run(SGLANG, ("spec.roles.inference", {"gpus": 8})), WORKER)
-    (inference,) = [group for group in cluster["spec"]["workerGroupSpecs"] if group["groupName"] == "inference"]
+    (inference,) = [
+        group for group in cluster["spec"]["workerGroupSpecs"] if group["groupName"] == "inference"
+    ]
     assert json.loads(json.loads(inference["rayStartParams"]["resources"])) == {"inference": 4}
     assert inference["rayStartParams"]["num-gpus"] == "8"
 
 
 def test_colocated_trainer_pods_offer_both_roles() -> None:
-    run = a_run(SGLANG, ("spec.placement", "Colocated"), ("spec.roles.trainer", {"gpus": 8, "replicas": 2}))
-    groups = {group["groupName"]: group for group in ray_cluster(run, WORKER)["spec"]["workerGroupSpecs"]}
+    run = a_run(
+        SGLANG, ("spec.placement", "Colocated"), ("spec.roles.trainer", {"gpus": 8, "replicas": 2})
+    )
+    groups = {
+        group["groupName"]: group for group in ray_cluster(run, WORKER)["spec"]["workerGroupSpecs"]
+    }
     assert set(groups) == {"trainer", "env"}
-    assert json.loads(json.loads(groups["trainer"]["rayStartParams"]["resources"])) == {"trainer": 8, "inference": 4}
+    assert json.loads(json.loads(groups["trainer"]["rayStartParams"]["resources"])) == {
+        "trainer": 8,
+        "inference": 4,
+    }
 
 
 def test_tokens_cannot_be_changed_in_place() -> None:
@@ -202,7 +280,16 @@ def test_tokens_cannot_be_changed_in_place() -> None:
 
 @pytest.mark.parametrize(
     ("quantity", "number"),
-    [("500m", 1), ("1", 1), ("1500m", 2), ("0.5", 1), ("2Gi", 2 * 2**30), ("1.5Ki", 1536), ("3G", 3_000_000_000), ("100k", 100_000)],
+    [
+        ("500m", 1),
+        ("1", 1),
+        ("1500m", 2),
+        ("0.5", 1),
+        ("2Gi", 2 * 2**30),
+        ("1.5Ki", 1536),
+        ("3G", 3_000_000_000),
+        ("100k", 100_000),
+    ],
 )
 def test_quantities_are_rounded_up(quantity: str, number: int) -> None:
     assert whole_number(quantity) == number

@@ -30,7 +30,13 @@ def progress(step: int, final: FinalReport | None = None) -> Progress:
     )
 
 
-REPORT = FinalReport(outcome=Outcome.FAILED, reason="WorkerLost", message="gone", retryable=True, time="2026-01-01T00:00:00Z")
+REPORT = FinalReport(
+    outcome=Outcome.FAILED,
+    reason="WorkerLost",
+    message="gone",
+    retryable=True,
+    time="2026-01-01T00:00:00Z",
+)
 
 
 async def test_a_change_is_posted_at_once_and_commands_come_back(tmp_path: Path) -> None:
@@ -58,7 +64,9 @@ async def test_without_a_reporter_updates_return_at_once(unused_tcp_port: int) -
     begin = time.perf_counter()
     for step in range(1000):
         client.update(progress(step))
-    assert time.perf_counter() - begin < 10.0  # one that waited for a connection each time would take minutes
+    assert (
+        time.perf_counter() - begin < 10.0
+    )  # one that waited for a connection each time would take minutes
 
 
 async def test_the_final_report_waits_for_a_reporter_that_restarts(tmp_path: Path) -> None:

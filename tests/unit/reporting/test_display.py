@@ -81,9 +81,16 @@ def test_without_a_terminal_a_long_warm_up_says_now_and_then_how_far_it_is() -> 
         display.update(progress(0, 0.5, Activity.STARTING))
         for step in range(100):
             seconds[0] += 0.3
-            display.update(progress(0, 0.5, Activity.WARMUP).model_copy(update={"message": f"warm-up step {step} of 100"}))
+            display.update(
+                progress(0, 0.5, Activity.WARMUP).model_copy(
+                    update={"message": f"warm-up step {step} of 100"}
+                )
+            )
     assert isinstance(console.file, io.StringIO)
-    steps = [int(found) for found in re.findall(r"\[warm-up\] warm-up step (\d+) of 100\n", console.file.getvalue())]
+    steps = [
+        int(found)
+        for found in re.findall(r"\[warm-up\] warm-up step (\d+) of 100\n", console.file.getvalue())
+    ]
     assert steps == [0, 34, 68]
 
 
@@ -97,7 +104,16 @@ def test_the_live_picture_shows_steps_success_curve_and_sample() -> None:
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     shown = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    for piece in ("lake", "5/10", "A/success", "0.500", "entropy 0.900", "kl 0.0125", "▁▅ 0.50", "Down"):
+    for piece in (
+        "lake",
+        "5/10",
+        "A/success",
+        "0.500",
+        "entropy 0.900",
+        "kl 0.0125",
+        "▁▅ 0.50",
+        "Down",
+    ):
         assert piece in shown
 
 

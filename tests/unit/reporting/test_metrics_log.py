@@ -36,7 +36,11 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     first.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("actor/entropy")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert [(e.step, e.value) for e in events.Scalars("actor/entropy")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+    ]
 
 
 def test_a_resume_keeps_the_step_of_its_checkpoint_and_validates_it_again(tmp_path: Path) -> None:
@@ -53,7 +57,9 @@ def test_tensorboard_hides_what_an_earlier_attempt_wrote_and_this_one_computes_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Files of one second and process are read in the order of their numbers as text; attempts are processes of their own.
-    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(0))
+    monkeypatch.setattr(
+        "tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(0)
+    )
     for resume_step, steps, value in ((0, (1, 2, 3, 4), 1.0), (2, (3,), 2.0), (0, (1,), 3.0)):
         tracker = TensorBoardTracker(tmp_path, resume_step)
         for step in steps:
@@ -62,4 +68,7 @@ def test_tensorboard_hides_what_an_earlier_attempt_wrote_and_this_one_computes_a
         events = EventAccumulator(str(tmp_path))
         events.Reload()
         shown = [(e.step, e.value) for e in events.Scalars("actor/entropy")]
-        assert shown == {0: [(s, value) for s in steps], 2: [(1, 1.0), (2, 1.0), (3, 2.0)]}[resume_step]
+        assert (
+            shown
+            == {0: [(s, value) for s in steps], 2: [(1, 1.0), (2, 1.0), (3, 2.0)]}[resume_step]
+        )

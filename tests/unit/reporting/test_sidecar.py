@@ -18,7 +18,9 @@ from agenticrun_workers.reporting.state import StateFile
 TOKEN = {TOKEN_HEADER: "Bearer secret"}
 
 
-def progress(sequence: int = 1, *, attempt: int = 1, step: int = 3, final: FinalReport | None = None) -> Progress:
+def progress(
+    sequence: int = 1, *, attempt: int = 1, step: int = 3, final: FinalReport | None = None
+) -> Progress:
     return Progress(
         run_uid="uid",
         submission_id=f"lake-uid-{attempt}",
@@ -35,7 +37,13 @@ def progress(sequence: int = 1, *, attempt: int = 1, step: int = 3, final: Final
     )
 
 
-REPORT = FinalReport(outcome=Outcome.SUCCEEDED, reason="RunSucceeded", message="done", retryable=False, time="2026-01-01T00:00:00Z")
+REPORT = FinalReport(
+    outcome=Outcome.SUCCEEDED,
+    reason="RunSucceeded",
+    message="done",
+    retryable=False,
+    time="2026-01-01T00:00:00Z",
+)
 
 
 class Sidecar:
@@ -53,7 +61,9 @@ class Sidecar:
         await self.start()
 
     async def post(self, snapshot: Progress) -> dict[str, object]:
-        response = await self.http.post("/progress", data=snapshot.model_dump_json(by_alias=True), headers=TOKEN)
+        response = await self.http.post(
+            "/progress", data=snapshot.model_dump_json(by_alias=True), headers=TOKEN
+        )
         assert response.status == 200, await response.text()
         answer: dict[str, object] = await response.json()
         return answer
@@ -71,9 +81,22 @@ async def sidecar(tmp_path: Path) -> AsyncIterator[Sidecar]:
     await running.http.close()
 
 
-@pytest.mark.parametrize("given", [{}, {TOKEN_HEADER: "Bearer wrong"}, {TOKEN_HEADER: "secret"}, {"Authorization": "Bearer secret"}])
-@pytest.mark.parametrize(("method", "path"), [("GET", "/progress"), ("POST", "/progress"), ("GET", "/metrics"), ("POST", "/stop")])
-async def test_nothing_but_the_probe_answers_without_the_token(sidecar: Sidecar, given: dict[str, str], method: str, path: str) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {TOKEN_HEADER: "Bearer wrong"},
+        {TOKEN_HEADER: "secret"},
+        {"Authorization": "Bearer secret"},
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/progress"), ("POST", "/progress"), ("GET", "/metrics"), ("POST", "/stop")],
+)
+async def test_nothing_but_the_probe_answers_without_the_token(
+    sidecar: Sidecar, given: dict[str, str], method: str, path: str
+) -> None:
     assert (await sidecar.http.request(method, path, headers=given)).status == 401
     assert (await sidecar.http.get("/healthz")).status == 200
 
@@ -103,7 +126,9 @@ async def test_a_restarted_sidecar_remembers_snapshot_report_and_commands(sideca
     assert await sidecar.post(progress(6)) == {"stop": True, "checkpoint": 1}
 
 
-async def test_a_new_attempt_is_not_stopped_by_the_command_to_the_last_one(sidecar: Sidecar) -> None:
+async def test_a_new_attempt_is_not_stopped_by_the_command_to_the_last_one(
+    sidecar: Sidecar,
+) -> None:
     await sidecar.post(progress(1))
     await sidecar.http.post("/stop", headers=TOKEN)
     assert (await sidecar.post(progress(2)))["stop"] is True

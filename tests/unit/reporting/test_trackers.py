@@ -13,12 +13,20 @@ from agenticrun_api import AgenticRun
 from agenticrun_workers.reporting.console import step_line
 from agenticrun_workers.reporting.trackers import Tolerated, build_trackers
 
-STEP = {"rollout/score/mean": 0.25, "actor/total_loss": -0.0123, "actor/entropy": 0.91, "system/tps": 9100.0, "time/step": 1.2}
+STEP = {
+    "rollout/score/mean": 0.25,
+    "actor/total_loss": -0.0123,
+    "actor/entropy": 0.91,
+    "system/tps": 9100.0,
+    "time/step": 1.2,
+}
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Ours: other threads and loggers have theirs."""
-    return [record.getMessage() for record in caplog.records if record.name.startswith("agenticrun_")]
+    return [
+        record.getMessage() for record in caplog.records if record.name.startswith("agenticrun_")
+    ]
 
 
 def test_every_tracker_that_the_run_asks_for_gets_every_step(
@@ -28,7 +36,9 @@ def test_every_tracker_that_the_run_asks_for_gets_every_step(
     trackers = build_trackers(make_run(), tmp_path, resume_step=0)
     for tracker in trackers:
         tracker.log(3, STEP)
-        tracker.log(3, {"val/Lake/success": 0.65, "val/Lake/random_success": 0.02, "val/Lake/score": 0.7})
+        tracker.log(
+            3, {"val/Lake/success": 0.65, "val/Lake/random_success": 0.02, "val/Lake/score": 0.7}
+        )
         tracker.close()
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert written[0] == {"step": 3, "time": written[0]["time"], **STEP}
@@ -40,7 +50,9 @@ def test_every_tracker_that_the_run_asks_for_gets_every_step(
 
 
 def test_a_line_names_the_alarms_that_are_up() -> None:
-    assert step_line(1, 10, {**STEP, "guard/entropy": 1.0, "guard/logprob_gap": 0.0}).endswith("s/step 1.20  ALARM entropy")
+    assert step_line(1, 10, {**STEP, "guard/entropy": 1.0, "guard/logprob_gap": 0.0}).endswith(
+        "s/step 1.20  ALARM entropy"
+    )
 
 
 def test_a_validation_without_success_shows_scores(
@@ -56,7 +68,9 @@ def test_what_a_run_does_not_ask_for_is_not_written(
     make_run: Callable[..., AgenticRun], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    for tracker in build_trackers(make_run(console=False, tensorboard=False), tmp_path, resume_step=0):
+    for tracker in build_trackers(
+        make_run(console=False, tensorboard=False), tmp_path, resume_step=0
+    ):
         tracker.log(1, STEP)
         tracker.close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -91,11 +105,16 @@ class Flaky:
         raise OSError("No space left on device")
 
 
-def test_failures_are_told_once_until_the_tracker_works_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_told_once_until_the_tracker_works_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     flaky = Flaky(2, 3, 5)
     tolerated = Tolerated("metrics.jsonl", flaky)
     for step in range(1, 6):
         tolerated.log(step, STEP)
     tolerated.close()
     assert flaky.steps == [1, 4]
-    assert lines(caplog) == ["metrics.jsonl does not take metrics: OSError: No space left on device"] * 2
+    assert (
+        lines(caplog)
+        == ["metrics.jsonl does not take metrics: OSError: No space left on device"] * 2
+    )

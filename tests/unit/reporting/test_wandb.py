@@ -46,8 +46,13 @@ def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
 def rows(path: Path) -> list[dict[str, float]]:
     """The logged rows, without wandb's own columns."""
     items = [record.history.item for record in records(path) if record.HasField("history")]
-    named = [{(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in row} for row in items]
-    return [{name: value for name, value in row.items() if not name.startswith("_")} for row in named]
+    named = [
+        {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in row}
+        for row in items
+    ]
+    return [
+        {name: value for name, value in row.items() if not name.startswith("_")} for row in named
+    ]
 
 
 SCRIPT = """
@@ -71,9 +76,18 @@ for tracker in trackers:
 """
 
 
-def attempt(run: AgenticRun, output: Path, steps: list[int], *, resume_step: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+def attempt(
+    run: AgenticRun, output: Path, steps: list[int], *, resume_step: int = 0, **env: str
+) -> subprocess.CompletedProcess[str]:
     """An attempt in a process of its own, as attempts are: wandb keeps state per process."""
-    arguments = json.dumps([run.model_dump(mode="json", by_alias=True, exclude_none=True), str(output), resume_step, steps])
+    arguments = json.dumps(
+        [
+            run.model_dump(mode="json", by_alias=True, exclude_none=True),
+            str(output),
+            resume_step,
+            steps,
+        ]
+    )
     return subprocess.run(
         [sys.executable, "-c", SCRIPT, arguments],
         capture_output=True,
@@ -106,7 +120,9 @@ def server() -> Iterator[Server]:
     thread.join()
 
 
-def test_offline_attempts_of_one_run_share_its_id_and_never_call_anybody(make_run: MakeRun, tmp_path: Path, server: Server) -> None:
+def test_offline_attempts_of_one_run_share_its_id_and_never_call_anybody(
+    make_run: MakeRun, tmp_path: Path, server: Server
+) -> None:
     address, calls = server
     run = make_run("uid-1", wandb=OFFLINE)
     output = tmp_path / "out"
@@ -115,36 +131,60 @@ def test_offline_attempts_of_one_run_share_its_id_and_never_call_anybody(make_ru
         assert done.returncode == 0, done.stderr
     assert calls == []
     first, second = sorted(output.glob("wandb/offline-run-*/run-uid-1.wandb"))
-    assert rows(first) == [{"step": step, "rollout/score/mean": step / 10, "actor/entropy": 1.0} for step in (1, 2, 3)]
+    assert rows(first) == [
+        {"step": step, "rollout/score/mean": step / 10, "actor/entropy": 1.0} for step in (1, 2, 3)
+    ]
     assert [row["step"] for row in rows(second)] == [3, 4]
 
 
-def test_an_offline_run_tells_project_group_tags_and_spec_but_no_secrets(make_run: MakeRun, tmp_path: Path) -> None:
+def test_an_offline_run_tells_project_group_tags_and_spec_but_no_secrets(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
     attempt(make_run("uid-1", wandb=OFFLINE), tmp_path / "out", [1])
     (path,) = (tmp_path / "out").glob("wandb/offline-run-*/run-uid-1.wandb")
     assert b"tell-nobody" not in path.read_bytes()
     told = next(record.run for record in records(path) if record.HasField("run"))
-    assert (told.run_id, told.project, told.entity, told.run_group, list(told.tags)) == ("uid-1", "rl", "us", "night", ["demo"])
+    assert (told.run_id, told.project, told.entity, told.run_group, list(told.tags)) == (
+        "uid-1",
+        "rl",
+        "us",
+        "night",
+        ["demo"],
+    )
     config = {item.key: json.loads(item.value_json) for item in told.config.update if item.key}
     assert config["pipeline"]["maxSteps"] == 10
     axes = [record.metric for record in records(path) if record.HasField("metric")]
     assert any(axis.glob_name == "*" and axis.step_metric == "step" for axis in axes)
 
 
-def test_online_without_a_key_is_refused_and_says_how_to_give_one(make_run: MakeRun, tmp_path: Path) -> None:
+def test_online_without_a_key_is_refused_and_says_how_to_give_one(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
     done = attempt(make_run("uid-1", wandb={"project": "rl"}), tmp_path / "out", [1])
     assert done.returncode == 1
-    assert done.stderr.startswith("spec.tracking.wandb: no API key: put WANDB_API_KEY into roles.driver.env")
+    assert done.stderr.startswith(
+        "spec.tracking.wandb: no API key: put WANDB_API_KEY into roles.driver.env"
+    )
 
 
-def test_a_server_that_does_not_answer_never_stops_training_and_is_told_once(make_run: MakeRun, tmp_path: Path, server: Server) -> None:
+def test_a_server_that_does_not_answer_never_stops_training_and_is_told_once(
+    make_run: MakeRun, tmp_path: Path, server: Server
+) -> None:
     address, calls = server
     output = tmp_path / "out"
-    done = attempt(make_run("uid-1", wandb={"project": "rl"}), output, [1, 2], WANDB_API_KEY="k" * 40, WANDB_BASE_URL=address)
+    done = attempt(
+        make_run("uid-1", wandb={"project": "rl"}),
+        output,
+        [1, 2],
+        WANDB_API_KEY="k" * 40,
+        WANDB_BASE_URL=address,
+    )
     assert done.returncode == 0, done.stderr
     assert calls
     assert done.stdout.count("the run trains without W&B") == 1
-    assert [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2]
 
 
 def test_a_local_run_keeps_its_id_in_its_folder(make_run: MakeRun, tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ def test_every_item_is_a_question_with_a_valid_answer(pipeline: Pipeline) -> Non
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("cold", 1.0), ("night", 0.05), ("banana", 0.0)])
-async def test_the_reward_function_pays_for_the_solution(pipeline: Pipeline, answer: str, reward: float) -> None:
-    judged = await JudgePanel.of(pipeline).apply(trajectory(0.0, tag="Quiz"), episode(answer, tag="Quiz", item={"solution": "cold"}))
+async def test_the_reward_function_pays_for_the_solution(
+    pipeline: Pipeline, answer: str, reward: float
+) -> None:
+    judged = await JudgePanel.of(pipeline).apply(
+        trajectory(0.0, tag="Quiz"), episode(answer, tag="Quiz", item={"solution": "cold"})
+    )
     assert judged.turns[-1].reward == reward

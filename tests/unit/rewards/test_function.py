@@ -10,7 +10,14 @@ import pytest
 
 from agenticrun_workers.agents import ChatFormat
 from agenticrun_workers.models import build_task_tokenizer
-from agenticrun_workers.rollout.rewards import JudgeConfigError, JudgedEpisode, JudgedTurn, JudgeFailed, judged_episode, make_judge
+from agenticrun_workers.rollout.rewards import (
+    JudgeConfigError,
+    JudgedEpisode,
+    JudgedTurn,
+    JudgeFailed,
+    judged_episode,
+    make_judge,
+)
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from judging import episode
 
@@ -76,7 +83,9 @@ async def test_what_a_function_raises_fails_one_episode() -> None:
 
 
 async def test_a_class_that_judges_is_used_as_it_is() -> None:
-    assert await make_judge("my_rewards:Constant", {"value": 2.0}).judge([episode(), episode()]) == [2.0, 2.0]
+    assert await make_judge("my_rewards:Constant", {"value": 2.0}).judge(
+        [episode(), episode()]
+    ) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("type", ["my_rewards:length", "my_rewards:Constant"])
@@ -90,9 +99,17 @@ def test_a_trajectory_is_shown_as_the_policy_saw_it() -> None:
     chat = ChatFormat(tokenizer)
     prompt_T, answer_T = chat.first("", "hot?"), chat.answer("cold")
     zeros = np.zeros(len(answer_T), np.float32)
-    turn = Turn(prompt_T, answer_T, zeros, zeros.astype(np.int32), reward=0.5, valid=False, action="cold")
-    found = judged_episode(Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "A", (turn,), StopReason.COMPLETED), chat, {"n": 1})
-    assert found.turns == (JudgedTurn("<|user|>hot?<|end|><|assistant|>", "cold", 0.5, valid=False, action="cold"),)
+    turn = Turn(
+        prompt_T, answer_T, zeros, zeros.astype(np.int32), reward=0.5, valid=False, action="cold"
+    )
+    found = judged_episode(
+        Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "A", (turn,), StopReason.COMPLETED),
+        chat,
+        {"n": 1},
+    )
+    assert found.turns == (
+        JudgedTurn("<|user|>hot?<|end|><|assistant|>", "cold", 0.5, valid=False, action="cold"),
+    )
     assert (found.tag, found.item, found.score) == ("A", {"n": 1}, 0.5)
 
 

@@ -39,10 +39,15 @@ async def test_weight_times_score_is_added_to_the_last_turn_alone() -> None:
 
 
 async def test_judges_add_up() -> None:
-    both = JudgePanel([(spec(name="a"), FakeJudge()), (spec(name="b", weight=-2), FakeJudge(lambda e: 10.0))])
+    both = JudgePanel(
+        [(spec(name="a"), FakeJudge()), (spec(name="b", weight=-2), FakeJudge(lambda e: 10.0))]
+    )
     judged = await both.apply(trajectory(0.0), episode("abc"))
     assert rewards(judged) == [3.0 - 20.0]
-    assert {name: judged.metrics[name] for name in ("reward/a", "reward/b")} == {"reward/a": 3.0, "reward/b": 10.0}
+    assert {name: judged.metrics[name] for name in ("reward/a", "reward/b")} == {
+        "reward/a": 3.0,
+        "reward/b": 10.0,
+    }
 
 
 async def test_a_judge_looks_only_at_its_tags() -> None:
@@ -59,7 +64,9 @@ async def test_an_episode_without_turns_is_left_as_it_is() -> None:
 async def test_episodes_that_finish_together_share_calls_of_at_most_the_batch_size() -> None:
     judge = FakeJudge()
     together = panel(judge, maxBatchSize=4)
-    await asyncio.gather(*(together.apply(trajectory(0.0, member=m), episode(f"answer {m}")) for m in range(10)))
+    await asyncio.gather(
+        *(together.apply(trajectory(0.0, member=m), episode(f"answer {m}")) for m in range(10))
+    )
     assert sorted(len(call) for call in judge.calls) == [2, 4, 4]
 
 
@@ -78,7 +85,9 @@ async def test_a_judge_is_never_asked_more_often_at_once_than_it_allows() -> Non
     assert judge.most_at_once == 2
 
 
-async def test_waiting_for_a_place_does_not_count_as_being_late(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_a_place_does_not_count_as_being_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = [0.0]
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: clock[0])
 
@@ -101,7 +110,9 @@ async def test_waiting_for_a_place_does_not_count_as_being_late(monkeypatch: pyt
 async def test_equal_episodes_are_judged_once_also_at_the_same_time() -> None:
     judge = FakeJudge(seconds=0.01)
     remembering = panel(judge)
-    first = await asyncio.gather(*(remembering.apply(trajectory(0.0, member=m), episode("same")) for m in range(5)))
+    first = await asyncio.gather(
+        *(remembering.apply(trajectory(0.0, member=m), episode("same")) for m in range(5))
+    )
     later = await remembering.apply(trajectory(0.0), episode("same"))
     assert judge.calls == [["same"]]
     assert sorted(j.metrics["judge/style/cached"] for j in [*first, later]) == [0, 1, 1, 1, 1, 1]
@@ -131,7 +142,9 @@ async def test_a_failure_costs_its_own_episode_and_is_not_remembered() -> None:
         return moods["bad"].pop(0) if episode.answer == "bad" else 1.0
 
     moody = panel(FakeJudge(score))
-    bad, good = await asyncio.gather(*(moody.apply(trajectory(0.5), episode(answer)) for answer in ("bad", "good")))
+    bad, good = await asyncio.gather(
+        *(moody.apply(trajectory(0.5), episode(answer)) for answer in ("bad", "good"))
+    )
     assert error_of(bad) == "judge style: no opinion"
     assert bad.metrics["judge/style/failures"] == 1.0
     assert "reward/style" not in bad.metrics
@@ -148,7 +161,9 @@ async def test_a_score_that_is_no_finite_number_never_becomes_a_reward(score: fl
 
 
 async def test_a_late_judge_fails_its_call() -> None:
-    judged = await panel(FakeJudge(seconds=5), timeoutSeconds=0.05).apply(trajectory(1.0), episode())
+    judged = await panel(FakeJudge(seconds=5), timeoutSeconds=0.05).apply(
+        trajectory(1.0), episode()
+    )
     assert error_of(judged) == "judge style: it took more than 0.05 s"
 
 
@@ -165,7 +180,9 @@ def _raise(error: Exception) -> Judgement:
     ],
 )
 async def test_whatever_a_judge_does_wrong_is_told(judge: FakeJudge, message: str) -> None:
-    assert error_of(await panel(judge).apply(trajectory(1.0), episode())) == f"judge style: {message}"
+    assert (
+        error_of(await panel(judge).apply(trajectory(1.0), episode())) == f"judge style: {message}"
+    )
 
 
 async def test_a_judge_with_too_few_scores_fails_the_whole_call() -> None:
@@ -183,7 +200,9 @@ async def test_each_problem_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING):
         for number in range(5):
             await broken.apply(trajectory(0.0), episode(str(number)))
-    told = [record.getMessage() for record in caplog.records if record.name == JudgePanel.__module__]
+    told = [
+        record.getMessage() for record in caplog.records if record.name == JudgePanel.__module__
+    ]
     assert told == ["judge style: no opinion"]
 
 
@@ -203,14 +222,24 @@ def pipeline(*rewards: dict[str, Any]) -> Pipeline:
 @pytest.mark.parametrize(
     ("reward", "field", "message"),
     [
-        ({"type": "applause"}, "type", "no judge is called 'applause' .known: llm_judge, reward_model.*; write module:Class"),
+        (
+            {"type": "applause"},
+            "type",
+            "no judge is called 'applause' .known: llm_judge, reward_model.*; write module:Class",
+        ),
         ({"type": "nowhere:score"}, "type", "importing nowhere failed"),
         ({"type": "llm_judge", "config": {"url": "x"}}, "config", "no config key 'url'"),
-        ({"type": "llm_judge", "config": {"baseUrl": "judge", "model": "m", "prompt": "?"}}, "config", "does not begin with http"),
+        (
+            {"type": "llm_judge", "config": {"baseUrl": "judge", "model": "m", "prompt": "?"}},
+            "config",
+            "does not begin with http",
+        ),
         ({"type": "textwrap:dedent", "config": {"colour": 3}}, "config", "refuses its config"),
     ],
 )
-def test_a_judge_that_cannot_be_built_is_named_by_its_field(reward: dict[str, Any], field: str, message: str) -> None:
+def test_a_judge_that_cannot_be_built_is_named_by_its_field(
+    reward: dict[str, Any], field: str, message: str
+) -> None:
     good = {"name": "good", "type": "builtins:len"}
     with pytest.raises(InvalidConfig, match=message) as caught:
         JudgePanel.of(pipeline(good, {"name": "bad", **reward}))

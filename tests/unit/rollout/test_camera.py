@@ -64,7 +64,9 @@ def test_async_environments_are_filmed_too() -> None:
 
 
 @pytest.mark.parametrize("picture", [np.zeros((4, 4, 3)), np.zeros((4, 4), np.uint8), None])
-def test_an_environment_that_cannot_draw_loses_its_pictures_and_nothing_else(picture: object) -> None:
+def test_an_environment_that_cannot_draw_loses_its_pictures_and_nothing_else(
+    picture: object,
+) -> None:
     class Broken(AsyncCounter):
         def render(self) -> np.ndarray:
             if picture is None:
@@ -76,7 +78,9 @@ def test_an_environment_that_cannot_draw_loses_its_pictures_and_nothing_else(pic
     assert animated_gif(film.frames) == b""
 
 
-def test_long_episodes_are_thinned_out_up_to_their_last_state_and_large_pictures_made_smaller() -> None:
+def test_long_episodes_are_thinned_out_up_to_their_last_state_and_large_pictures_made_smaller() -> (
+    None
+):
     shades = [np.full((30, 1000, 3), number * 250 // 399, np.uint8) for number in range(400)]
     frames = decoded(animated_gif(shades))
     assert len(frames) <= MAX_FRAMES

@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition, TooManyDropped, TooManyRejected
+from agenticrun_workers.rollout.controller import (
+    RolloutController,
+    RolloutPosition,
+    TooManyDropped,
+    TooManyRejected,
+)
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.group_plan import GroupFilter, GroupPlan, zero_variance
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
@@ -109,18 +114,32 @@ async def test_a_group_that_grew_too_old_is_thrown_away_and_replaced() -> None:
 
 async def test_an_episode_that_fails_is_played_again_with_another_seed() -> None:
     def first_try_fails(task: GroupTask, member: int) -> StopReason:
-        return StopReason.ENV_ERROR if (task.group, member, task.attempt) == (0, 1, 0) else StopReason.COMPLETED
+        return (
+            StopReason.ENV_ERROR
+            if (task.group, member, task.attempt) == (0, 1, 0)
+            else StopReason.COMPLETED
+        )
 
     run = Run(FakePlayers(first_try_fails))
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
-    assert [(r.key.group, r.key.member, r.attempt) for r in batch.results] == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 0)]
+    assert [(r.key.group, r.key.member, r.attempt) for r in batch.results] == [
+        (0, 0, 0),
+        (0, 1, 1),
+        (1, 0, 0),
+        (1, 1, 0),
+    ]
     assert batch.counts.rerolled == 1
     assert [r.stop_reason for r in batch.counts.untrainable] == [StopReason.ENV_ERROR]
 
 
 async def test_a_group_trains_with_fewer_members_after_the_last_reroll() -> None:
-    run = Run(FakePlayers(lambda task, member: StopReason.TIMEOUT if member == 0 else StopReason.COMPLETED), group_size=3)
+    run = Run(
+        FakePlayers(
+            lambda task, member: StopReason.TIMEOUT if member == 0 else StopReason.COMPLETED
+        ),
+        group_size=3,
+    )
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [(r.key.group, r.key.member) for r in batch.results] == [(0, 1), (0, 2), (1, 1), (1, 2)]
@@ -129,7 +148,9 @@ async def test_a_group_trains_with_fewer_members_after_the_last_reroll() -> None
 
 @pytest.mark.parametrize("rerolls", [0, 1, 5])
 async def test_an_episode_is_played_again_at_most_max_rerolls_times(rerolls: int) -> None:
-    players = FakePlayers(lambda task, member: StopReason.TIMEOUT if member == 0 else StopReason.COMPLETED)
+    players = FakePlayers(
+        lambda task, member: StopReason.TIMEOUT if member == 0 else StopReason.COMPLETED
+    )
     run = Run(players, size=1, group_size=3, max_rerolls=rerolls)
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
@@ -138,7 +159,9 @@ async def test_an_episode_is_played_again_at_most_max_rerolls_times(rerolls: int
     assert [task.members for task in players.tasks] == [(0, 1, 2), *[(0,)] * rerolls]
 
 
-async def test_the_first_members_to_finish_make_a_redundant_group_and_the_others_are_stopped() -> None:
+async def test_the_first_members_to_finish_make_a_redundant_group_and_the_others_are_stopped() -> (
+    None
+):
     run = Run(FakePlayers(), size=1, group_size=2, redundancy=2)
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
@@ -158,7 +181,13 @@ async def test_redundant_members_stand_in_for_failed_ones_and_unneeded_ones_are_
         async def play(self, task: GroupTask) -> list[EpisodeResult]:
             return await super().play(replace(task, enough=None))
 
-    run = Run(LatePlayers(lambda task, member: StopReason.ENV_ERROR if member == 0 else StopReason.COMPLETED), size=1, redundancy=2)
+    run = Run(
+        LatePlayers(
+            lambda task, member: StopReason.ENV_ERROR if member == 0 else StopReason.COMPLETED
+        ),
+        size=1,
+        redundancy=2,
+    )
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [r.key.member for r in batch.results] == [1, 2]
@@ -167,14 +196,19 @@ async def test_redundant_members_stand_in_for_failed_ones_and_unneeded_ones_are_
     assert (batch.counts.rerolled, batch.counts.length_bias) == (0, 0.0)
 
 
-async def test_too_few_of_a_redundant_group_are_filled_up_by_rerolls_of_which_only_the_missing_ones_are_needed() -> None:
+async def test_too_few_of_a_redundant_group_are_filled_up_by_rerolls_of_which_only_the_missing_ones_are_needed() -> (
+    None
+):
     def fate(task: GroupTask, member: int) -> StopReason:
         return StopReason.COMPLETED if member == 0 or task.attempt else StopReason.ENV_ERROR
 
     run = Run(FakePlayers(fate), size=1, group_size=2, redundancy=2)
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
-    assert [(task.members, task.enough) for task in run.players.tasks] == [((0, 1, 2, 3), 2), ((1, 2, 3), 1)]
+    assert [(task.members, task.enough) for task in run.players.tasks] == [
+        ((0, 1, 2, 3), 2),
+        ((1, 2, 3), 1),
+    ]
     assert [r.key.member for r in batch.results] == [0, 1]
 
 
@@ -206,7 +240,10 @@ async def test_a_filter_may_refuse_max_rejected_groups_for_each_batch() -> None:
 async def test_a_filter_that_refuses_more_ends_in_an_error_that_says_what_to_change() -> None:
     run = Run(FakePlayers(), filter=refusing(4, rejections=5))
     run.advance(0)
-    with pytest.raises(TooManyRejected, match=r"groupFilter mine:picky refused 5 groups.*maxRejected is 4.*groupSize"):
+    with pytest.raises(
+        TooManyRejected,
+        match=r"groupFilter mine:picky refused 5 groups.*maxRejected is 4.*groupSize",
+    ):
         await run.batch()
 
 
@@ -217,8 +254,13 @@ async def test_a_filter_that_fails_reaches_whoever_waits_for_a_batch() -> None:
         await run.batch()
 
 
-@pytest.mark.parametrize(("staleness", "begun"), [(0.0, [4, 8, 12]), (0.25, [5, 9, 13]), (0.5, [6, 10, 14]), (1.5, [10, 14, 18])])
-async def test_fractional_staleness_begins_a_part_of_the_next_batch_ahead_and_wastes_nothing(staleness: float, begun: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("staleness", "begun"),
+    [(0.0, [4, 8, 12]), (0.25, [5, 9, 13]), (0.5, [6, 10, 14]), (1.5, [10, 14, 18])],
+)
+async def test_fractional_staleness_begins_a_part_of_the_next_batch_ahead_and_wastes_nothing(
+    staleness: float, begun: list[int]
+) -> None:
     run = Run(FakePlayers(), size=4, staleness=staleness)
     served: list[int] = []
     seen: list[int] = []
@@ -234,24 +276,45 @@ async def test_fractional_staleness_begins_a_part_of_the_next_batch_ahead_and_wa
     assert seen == begun
 
 
-async def test_an_environment_s_error_is_told_once_however_often_it_happens(caplog: pytest.LogCaptureFixture) -> None:
-    run = Run(FakePlayers(lambda task, member: StopReason.ENV_ERROR if task.attempt == 0 else StopReason.COMPLETED), size=8)
+async def test_an_environment_s_error_is_told_once_however_often_it_happens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Run(
+        FakePlayers(
+            lambda task, member: StopReason.ENV_ERROR if task.attempt == 0 else StopReason.COMPLETED
+        ),
+        size=8,
+    )
     run.advance(0)
     with caplog.at_level(logging.WARNING):
         await run.batch()
-    told = [record.getMessage() for record in caplog.records if record.name == RolloutController.__module__]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == RolloutController.__module__
+    ]
     assert told == ["episodes of 'A' end with env_error: "]
 
 
-async def test_transcripts_and_frames_are_asked_of_the_first_try_of_so_many_groups_of_each_batch() -> None:
+async def test_transcripts_and_frames_are_asked_of_the_first_try_of_so_many_groups_of_each_batch() -> (
+    None
+):
     run = Run(
-        FakePlayers(lambda task, member: StopReason.ENV_ERROR if task.attempt == 0 else StopReason.COMPLETED), transcripts=1, frames=True
+        FakePlayers(
+            lambda task, member: StopReason.ENV_ERROR if task.attempt == 0 else StopReason.COMPLETED
+        ),
+        transcripts=1,
+        frames=True,
     )
     for version in range(2):
         run.advance(version)
         await run.batch()
     told = [(task.group, task.attempt) for task in run.players.tasks if task.transcript]
-    assert told == [(0, 0), (2, 0)] == [(task.group, task.attempt) for task in run.players.tasks if task.frames]
+    assert (
+        told
+        == [(0, 0), (2, 0)]
+        == [(task.group, task.attempt) for task in run.players.tasks if task.frames]
+    )
 
 
 async def test_a_group_with_one_good_member_is_dropped_and_another_begins() -> None:

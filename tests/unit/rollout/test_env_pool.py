@@ -86,7 +86,9 @@ def reasons(played: list[list[EpisodeResult]]) -> list[set[StopReason]]:
 
 @settings(max_examples=25)
 @given(st.integers(1, 3), st.integers(1, 12), st.data())
-def test_guilty_groups_are_given_up_and_all_others_play_to_their_end(workers: int, count: int, data: st.DataObject) -> None:
+def test_guilty_groups_are_given_up_and_all_others_play_to_their_end(
+    workers: int, count: int, data: st.DataObject
+) -> None:
     guilty = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
     world = World(lambda task: task.group in guilty, workers)
     played = asyncio.run(world.play(*groups(count)))
@@ -96,7 +98,9 @@ def test_guilty_groups_are_given_up_and_all_others_play_to_their_end(workers: in
             assert {member.stop_reason for member in members} == {StopReason.COMPLETED}
         else:
             assert members[-1].stop_reason is StopReason.ENV_ERROR
-            assert "3 env workers died while they played it: set isolated: true" in members[-1].error
+            assert (
+                "3 env workers died while they played it: set isolated: true" in members[-1].error
+            )
     assert world.deaths <= 3 * len(guilty)
 
 
@@ -134,14 +138,22 @@ async def test_workers_that_only_die_end_the_run() -> None:
         await world.play(*groups(MAX_DEATHS, members=1))
 
 
-STORE_GONE = ray.exceptions.RayTaskError("collect", "its store is gone", ray.exceptions.ActorDiedError()).as_instanceof_cause()
+STORE_GONE = ray.exceptions.RayTaskError(
+    "collect", "its store is gone", ray.exceptions.ActorDiedError()
+).as_instanceof_cause()
 """What Ray raises for a worker that lives and met the death of another actor: it is an `ActorDiedError` too."""
 
 
 @pytest.mark.parametrize(
-    ("error", "words"), [(ZeroDivisionError("a mistake of ours"), "a mistake of ours"), (STORE_GONE, "its store is gone")]
+    ("error", "words"),
+    [
+        (ZeroDivisionError("a mistake of ours"), "a mistake of ours"),
+        (STORE_GONE, "its store is gone"),
+    ],
 )
-async def test_a_worker_that_fails_and_lives_ends_the_run_with_its_own_words(error: Exception, words: str) -> None:
+async def test_a_worker_that_fails_and_lives_ends_the_run_with_its_own_words(
+    error: Exception, words: str
+) -> None:
     class Failing(MortalWorker):
         async def collect(self) -> bytes:
             raise error
@@ -158,7 +170,9 @@ async def test_a_worker_that_fails_and_lives_ends_the_run_with_its_own_words(err
     await pool.stop()
 
 
-async def test_a_worker_that_ray_cannot_reach_is_ended_before_others_play_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_ray_cannot_reach_is_ended_before_others_play_its_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class OutOfReach(MortalWorker):
         async def collect(self) -> bytes:
             raise ray.exceptions.ActorUnavailableError("the network is slow", None)

@@ -26,7 +26,10 @@ from agenticrun_workers.types import StopReason, Stream, Trajectory, Turn
 from rollout_fakes import FakeEngine, Remote
 from waiting import eventually_in_loop
 
-TOKENIZER = build_task_tokenizer([*FrozenLake().vocabulary(), *words_of(FrozenLake().instruction), "word", *map(str, range(10))], 512)
+TOKENIZER = build_task_tokenizer(
+    [*FrozenLake().vocabulary(), *words_of(FrozenLake().instruction), "word", *map(str, range(10))],
+    512,
+)
 CHAT = ChatFormat(TOKENIZER)
 
 
@@ -55,7 +58,9 @@ def pipeline(env: dict[str, Any] | None = None, **fields: Any) -> Pipeline:
         "rolloutBatchSize": 4,
         "valBatchSize": 4,
         "sequenceLength": 256,
-        "envs": [{"tag": "A", "type": "frozen_lake", "maxSteps": 3, "maxTokensPerStep": 2, **(env or {})}],
+        "envs": [
+            {"tag": "A", "type": "frozen_lake", "maxSteps": 3, "maxTokensPerStep": 2, **(env or {})}
+        ],
         "trainEnvs": {"groups": 2, "groupSize": 2, "tags": ["A"]},
         "valEnvs": {"groups": 2, "tags": ["A"]},
     }
@@ -90,7 +95,9 @@ class World:
     async def play(self, *tasks: GroupTask) -> list[EpisodeResult]:
         pool = await self.pool()
         try:
-            played = await asyncio.wait_for(asyncio.gather(*(pool.play(task) for task in tasks)), 60)
+            played = await asyncio.wait_for(
+                asyncio.gather(*(pool.play(task) for task in tasks)), 60
+            )
         finally:
             await pool.stop()
         return [result for results in played for result in results]
@@ -103,7 +110,10 @@ def task(stream: Stream = Stream.TRAIN, members: int = 2, **options: Any) -> Gro
 async def test_a_result_is_told_when_its_trajectory_lies_in_the_store(tmp_path: Path) -> None:
     world = World(pipeline(), tmp_path)
     results = await world.play(task())
-    assert [(r.key.member, r.stop_reason, r.store) for r in results] == [(0, "max_turns", 0), (1, "max_turns", 0)]
+    assert [(r.key.member, r.stop_reason, r.store) for r in results] == [
+        (0, "max_turns", 0),
+        (1, "max_turns", 0),
+    ]
     assert await world.store.size() == 2
 
 
@@ -160,8 +170,12 @@ class BrokenStore:
         raise OSError("no memory left")
 
 
-async def test_a_transcript_shows_every_turn_as_the_policy_saw_it_of_the_first_member_only(tmp_path: Path) -> None:
-    first, second = await World(pipeline({"agent": {"config": {"systemTemplate": ""}}}), tmp_path).play(task(transcript=True))
+async def test_a_transcript_shows_every_turn_as_the_policy_saw_it_of_the_first_member_only(
+    tmp_path: Path,
+) -> None:
+    first, second = await World(
+        pipeline({"agent": {"config": {"systemTemplate": ""}}}), tmp_path
+    ).play(task(transcript=True))
     board = first.transcript.split("<|user|>")[1].split("<|end|>")[0]
     assert board.startswith("P")
     assert first.transcript == (
@@ -177,14 +191,18 @@ async def test_a_transcript_shows_every_turn_as_the_policy_saw_it_of_the_first_m
 
 
 async def test_frames_show_each_state_of_the_first_member(tmp_path: Path) -> None:
-    first, second = await World(pipeline(), tmp_path, "Down").play(task(frames=True, random_policy=True))
+    first, second = await World(pipeline(), tmp_path, "Down").play(
+        task(frames=True, random_policy=True)
+    )
     picture = Image.open(io.BytesIO(first.frames))
     assert picture.format == "GIF"
     assert 2 <= picture.n_frames <= first.turns + 1  # type: ignore[attr-defined]
     assert second.frames == b""
 
 
-async def test_members_beyond_enough_are_stopped_also_in_the_engine_and_their_tokens_counted(tmp_path: Path) -> None:
+async def test_members_beyond_enough_are_stopped_also_in_the_engine_and_their_tokens_counted(
+    tmp_path: Path,
+) -> None:
     world = World(pipeline(), tmp_path)
     world.engine.ignores = lambda request: request.request_id in ("train-0-1-2", "train-0-3-2")
     results = await world.play(task(members=4, enough=2))
@@ -199,8 +217,12 @@ async def test_members_beyond_enough_are_stopped_also_in_the_engine_and_their_to
     assert await world.store.size() == 2
 
 
-async def test_the_judges_of_a_run_add_to_the_reward_of_its_policy_and_not_of_random_play(tmp_path: Path) -> None:
-    world = World(pipeline(rewards=[{"name": "kind", "type": f"{__name__}:two", "weight": 0.5}]), tmp_path)
+async def test_the_judges_of_a_run_add_to_the_reward_of_its_policy_and_not_of_random_play(
+    tmp_path: Path,
+) -> None:
+    world = World(
+        pipeline(rewards=[{"name": "kind", "type": f"{__name__}:two", "weight": 0.5}]), tmp_path
+    )
     judged = await world.play(task())
     random = await world.play(task(stream=Stream.VALIDATION, random_policy=True))
     assert [r.rewards_K.tolist() for r in judged] == [[0.0, 0.0, 1.0]] * 2
@@ -211,7 +233,9 @@ def two(episode: object) -> float:
     return 2.0
 
 
-async def test_an_agent_that_raises_costs_its_episode_and_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_agent_that_raises_costs_its_episode_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World(pipeline({"agent": {"type": f"{__name__}:BrokenAgent"}}), tmp_path)
     results = await world.play(task(members=6))
     assert {(r.stop_reason, r.error) for r in results} == {("env_error", "RuntimeError: no idea")}
@@ -242,25 +266,42 @@ async def test_episodes_are_about_the_items_of_their_data_set(tmp_path: Path) ->
 
 
 def test_validation_samples_in_its_own_way_and_each_environment_may_have_one() -> None:
-    infer = {"generating": {"temperature": 0.7}, "validationGenerating": {"temperature": 0.2, "topK": 3}}
+    infer = {
+        "generating": {"temperature": 0.7},
+        "validationGenerating": {"temperature": 0.2, "topK": 3},
+    }
     asked = pipeline({"validationGenerating": {"temperature": 0.4, "topP": 0.5}}, actorInfer=infer)
     other = pipeline(actorInfer=infer)
     train = agent_limits(asked, asked.envs[0], Stream.TRAIN)
     own = agent_limits(asked, asked.envs[0], Stream.VALIDATION)
     common = agent_limits(other, other.envs[0], Stream.VALIDATION)
-    assert (train.temperature, train.top_p, train.top_k, train.min_p, train.record_temperature) == (0.7, 1.0, 0, 0.0, None)
+    assert (train.temperature, train.top_p, train.top_k, train.min_p, train.record_temperature) == (
+        0.7,
+        1.0,
+        0,
+        0.0,
+        None,
+    )
     assert (own.temperature, own.top_p, own.top_k) == (0.4, 0.5, 0)
     assert (common.temperature, common.top_p, common.top_k) == (0.2, 1.0, 3)
 
 
 def test_truncated_sampling_of_training_is_recorded_at_temperature_one() -> None:
-    generating = {"temperature": 0.7, "topP": 0.9, "topK": 5, "minP": 0.1, "allowTruncatedSampling": True}
+    generating = {
+        "temperature": 0.7,
+        "topP": 0.9,
+        "topK": 5,
+        "minP": 0.1,
+        "allowTruncatedSampling": True,
+    }
     asked = pipeline(actorInfer={"generating": generating})
     train = agent_limits(asked, asked.envs[0], Stream.TRAIN)
     assert (train.top_p, train.top_k, train.min_p, train.record_temperature) == (0.9, 5, 0.1, 1.0)
 
 
-@pytest.mark.parametrize(("deterministic", "asked", "timeout"), [(False, None, 60), (False, 5.0, 5), (True, None, None)])
+@pytest.mark.parametrize(
+    ("deterministic", "asked", "timeout"), [(False, None, 60), (False, 5.0, 5), (True, None, None)]
+)
 def test_a_step_may_take_a_minute_unless_said_otherwise_and_any_time_in_deterministic_runs(
     deterministic: bool, asked: float | None, timeout: float | None
 ) -> None:
@@ -290,13 +331,22 @@ class OddAgent:
             case "nothing":
                 return None
             case "no arrays":
-                return Trajectory(episode.key, episode.tag, (Turn(None, None, None, None, "1"),), StopReason.COMPLETED)  # type: ignore[arg-type]
+                return Trajectory(
+                    episode.key,
+                    episode.tag,
+                    (Turn(None, None, None, None, "1"),),
+                    StopReason.COMPLETED,
+                )  # type: ignore[arg-type]
         raise AssertionError
 
 
 @pytest.mark.parametrize("does", ["exit", "nothing", "no arrays"])
-async def test_an_agent_that_returns_no_trajectory_costs_its_episode(tmp_path: Path, does: str) -> None:
-    world = World(pipeline({"agent": {"type": f"{__name__}:OddAgent", "config": {"does": does}}}), tmp_path)
+async def test_an_agent_that_returns_no_trajectory_costs_its_episode(
+    tmp_path: Path, does: str
+) -> None:
+    world = World(
+        pipeline({"agent": {"type": f"{__name__}:OddAgent", "config": {"does": does}}}), tmp_path
+    )
     assert {r.stop_reason for r in await world.play(task(members=3))} == {StopReason.ENV_ERROR}
 
 
@@ -319,7 +369,9 @@ async def test_isolated_environments_play_and_are_filmed_like_others(tmp_path: P
     results = {}
     for isolated in (False, True):
         world = World(pipeline({"isolated": isolated}), tmp_path / str(isolated), "Down")
-        results[isolated] = await world.play(task(members=3, random_policy=True, transcript=True, frames=True))
+        results[isolated] = await world.play(
+            task(members=3, random_policy=True, transcript=True, frames=True)
+        )
     assert [(r.stop_reason, r.transcript, r.frames) for r in results[True]] == [
         (r.stop_reason, r.transcript, r.frames) for r in results[False]
     ]

@@ -61,7 +61,11 @@ class GateMachine(RuleBasedStateMachine):
     @invariant()
     def never_stuck(self) -> None:
         """With nothing under way and no full batch, something may begin."""
-        if hasattr(self, "gate") and not self.running and len(self.ready) < self.gate.groups_per_batch:
+        if (
+            hasattr(self, "gate")
+            and not self.running
+            and len(self.ready) < self.gate.groups_per_batch
+        ):
             assert self.gate.capacity > 0
 
 
@@ -80,7 +84,9 @@ def test_without_staleness_exactly_one_batch_may_begin_per_version() -> None:
 
 
 @pytest.mark.parametrize(("staleness", "capacity"), [(0, 4), (0.5, 6), (1, 8), (2, 12)])
-def test_staleness_lets_whole_batches_or_parts_of_one_begin_ahead(staleness: float, capacity: int) -> None:
+def test_staleness_lets_whole_batches_or_parts_of_one_begin_ahead(
+    staleness: float, capacity: int
+) -> None:
     assert StalenessGate(4, 100, staleness).capacity == capacity
 
 

@@ -22,9 +22,15 @@ from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory,
 from rollout_fakes import result
 
 
-@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 9), min_size=1).filter(lambda shares: sum(shares.values()) > 0))
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 9), min_size=1).filter(
+        lambda shares: sum(shares.values()) > 0
+    )
+)
 def test_a_cycle_has_each_tag_as_often_as_its_share(shares: dict[str, int]) -> None:
-    assert Counter(tag_cycle(shares)) == Counter({tag: share for tag, share in shares.items() if share})
+    assert Counter(tag_cycle(shares)) == Counter(
+        {tag: share for tag, share in shares.items() if share}
+    )
 
 
 def test_tags_are_spread_evenly_over_the_cycle() -> None:
@@ -39,7 +45,9 @@ def test_members_of_a_group_play_one_level_and_sample_differently() -> None:
 
 
 def test_streams_groups_seeds_and_rerolls_never_share_a_seed() -> None:
-    seeds = [env_seed(s, stream, group) for s in range(3) for stream in Stream for group in range(50)]
+    seeds = [
+        env_seed(s, stream, group) for s in range(3) for stream in Stream for group in range(50)
+    ]
     key = EpisodeKey(Stream.TRAIN, 0, 0)
     seeds += [sampling_seed(s, key, attempt) for s in range(3) for attempt in range(3)]
     assert len(set(seeds)) == len(seeds)
@@ -58,11 +66,17 @@ def test_untrainable_are_errors_and_episodes_without_a_finite_response() -> None
     assert not result(0, tokens=0).trainable
 
 
-@pytest.mark.parametrize(("reward", "logprob"), [(math.nan, -1.0), (math.inf, -1.0), (1.0, -math.inf), (1.0, math.nan)])
-def test_numbers_that_are_not_finite_count_as_an_error_of_the_environment(reward: float, logprob: float) -> None:
+@pytest.mark.parametrize(
+    ("reward", "logprob"), [(math.nan, -1.0), (math.inf, -1.0), (1.0, -math.inf), (1.0, math.nan)]
+)
+def test_numbers_that_are_not_finite_count_as_an_error_of_the_environment(
+    reward: float, logprob: float
+) -> None:
     one = np.ones(1, np.int32)
     turn = Turn(one, one, np.array([logprob], np.float32), one, reward)
-    told = EpisodeResult.of(Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "A", (turn,), StopReason.COMPLETED))
+    told = EpisodeResult.of(
+        Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "A", (turn,), StopReason.COMPLETED)
+    )
     assert (told.stop_reason, told.trainable) == (StopReason.ENV_ERROR, False)
     assert "not a finite number" in told.error
 
@@ -70,14 +84,30 @@ def test_numbers_that_are_not_finite_count_as_an_error_of_the_environment(reward
 def pipeline(**train_envs: Any) -> Pipeline:
     envs = [{"tag": "A", "type": "frozen_lake"}]
     document = {"maxSteps": 1, "rolloutBatchSize": 8, "evalSteps": 0, "envs": envs}
-    return Pipeline.model_validate(document | {"trainEnvs": {"groups": 2, "groupSize": 2, "tags": ["A"]} | train_envs})
+    return Pipeline.model_validate(
+        document | {"trainEnvs": {"groups": 2, "groupSize": 2, "tags": ["A"]} | train_envs}
+    )
 
 
 def test_a_plan_is_what_train_envs_say() -> None:
-    plan = GroupPlan.of(pipeline(groupSizeRedundancy=3, maxRerolls=7, groupFilter={"maxRejected": 5}), transcripts=2, frames=True)
-    assert (plan.group_size, plan.redundancy, plan.max_rerolls, plan.transcripts, plan.frames) == (2, 3, 7, 2, True)
+    plan = GroupPlan.of(
+        pipeline(groupSizeRedundancy=3, maxRerolls=7, groupFilter={"maxRejected": 5}),
+        transcripts=2,
+        frames=True,
+    )
+    assert (plan.group_size, plan.redundancy, plan.max_rerolls, plan.transcripts, plan.frames) == (
+        2,
+        3,
+        7,
+        2,
+        True,
+    )
     assert plan.filter is not None
-    assert (plan.filter.max_rejected, plan.filter.refuses([1.0, 1.0]), plan.filter.refuses([1.0, 0.0])) == (5, True, False)
+    assert (
+        plan.filter.max_rejected,
+        plan.filter.refuses([1.0, 1.0]),
+        plan.filter.refuses([1.0, 0.0]),
+    ) == (5, True, False)
     assert GroupPlan.of(pipeline()).filter is None
 
 

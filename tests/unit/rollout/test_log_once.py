@@ -22,7 +22,10 @@ def test_messages_that_differ_in_a_number_only_are_told_once() -> None:
     assert len(told(*(f"<Env object at {hex(number)}> failed" for number in (1, 0xABCDEF)))) == 1
 
 
-@pytest.mark.parametrize(("part", "other"), [("'lake4'", "'lake8'"), ("maze.py:31", "maze.py:77"), ("KeyError", "ValueError")])
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [("'lake4'", "'lake8'"), ("maze.py:31", "maze.py:77"), ("KeyError", "ValueError")],
+)
 def test_other_environments_lines_and_errors_are_told(part: str, other: str) -> None:
     assert len(told(CELL, CELL.replace(part, other))) == 2
 

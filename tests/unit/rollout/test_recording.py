@@ -15,7 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from agenticrun_workers.rollout.recording import RecordedStep, Recording, RecordingError, decode, encode
+from agenticrun_workers.rollout.recording import (
+    RecordedStep,
+    Recording,
+    RecordingError,
+    decode,
+    encode,
+)
 from agenticrun_workers.storage import Folder
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey, StopReason, Stream, Trajectory, Turn
 
@@ -43,7 +49,12 @@ def turns(draw: st.DrawFn) -> Turn:
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     return Trajectory(
-        key=EpisodeKey(draw(st.sampled_from(Stream)), draw(st.integers(0, 10**12)), draw(st.integers(0, 4096)), draw(st.integers(0, 9))),
+        key=EpisodeKey(
+            draw(st.sampled_from(Stream)),
+            draw(st.integers(0, 10**12)),
+            draw(st.integers(0, 4096)),
+            draw(st.integers(0, 9)),
+        ),
         tag=draw(st.text(max_size=8)),
         turns=tuple(draw(st.lists(turns(), max_size=3))),
         stop_reason=draw(st.sampled_from(StopReason)),
@@ -58,7 +69,13 @@ def step(*played: Trajectory) -> RecordedStep:
 
 
 def simple(reward: float = 1.0) -> Trajectory:
-    turn = Turn(np.arange(3, dtype=np.int32), np.arange(2, dtype=np.int32), np.zeros(2, np.float32), np.ones(2, np.int32), reward)
+    turn = Turn(
+        np.arange(3, dtype=np.int32),
+        np.arange(2, dtype=np.int32),
+        np.zeros(2, np.float32),
+        np.ones(2, np.int32),
+        reward,
+    )
     return Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "A", (turn,), StopReason.COMPLETED)
 
 
@@ -97,14 +114,20 @@ def memory_uri(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("uri", [folder_uri, file_uri, memory_uri])
-def test_steps_are_written_read_listed_and_replaced(tmp_path: Path, uri: Callable[[Path], str]) -> None:
+def test_steps_are_written_read_listed_and_replaced(
+    tmp_path: Path, uri: Callable[[Path], str]
+) -> None:
     recording = Recording(uri(tmp_path))
     assert recording.steps() == []
     for number in (2, 1, 10):
         recording.write(number, step(simple(float(number))))
     recording.write(2, step(simple(20.0)))
     assert recording.steps() == [1, 2, 10]
-    assert [recording.read(number).trajectories[0].score for number in (1, 2, 10)] == [1.0, 20.0, 10.0]
+    assert [recording.read(number).trajectories[0].score for number in (1, 2, 10)] == [
+        1.0,
+        20.0,
+        10.0,
+    ]
 
 
 def test_what_another_attempt_wrote_later_is_removed(tmp_path: Path) -> None:
@@ -134,7 +157,9 @@ def test_a_step_that_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
     recording = Recording(folder_uri(tmp_path))
     for number in (1, 2):
         recording.write(number, step(simple()))
-    with pytest.raises(RecordingError, match=r"there is no step 3: .*recording holds 2 steps \(1 to 2\)"):
+    with pytest.raises(
+        RecordingError, match=r"there is no step 3: .*recording holds 2 steps \(1 to 2\)"
+    ):
         recording.read(3)
     with pytest.raises(RecordingError, match="holds no steps"):
         Recording(str(tmp_path / "nothing")).read(1)
@@ -165,9 +190,17 @@ def _pickled(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"), [(_cut, "damaged"), (_flip, "damaged"), (_of_another_format, "format 99"), (_pickled, "allow_pickle")]
+    ("damage", "message"),
+    [
+        (_cut, "damaged"),
+        (_flip, "damaged"),
+        (_of_another_format, "format 99"),
+        (_pickled, "allow_pickle"),
+    ],
 )
-def test_a_damaged_file_is_told(tmp_path: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+def test_a_damaged_file_is_told(
+    tmp_path: Path, damage: Callable[[bytes], bytes], message: str
+) -> None:
     recording = Recording(folder_uri(tmp_path))
     recording.write(1, step(*[simple(float(n)) for n in range(50)]))
     path = tmp_path / "recording" / "step-000001.npz"

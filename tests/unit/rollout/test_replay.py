@@ -14,7 +14,12 @@ from agenticrun_workers.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.rollout.controller import Batch, RolloutCounts, RolloutPosition
 from agenticrun_workers.rollout.groups import EpisodeResult, Group
 from agenticrun_workers.rollout.recording import Recording
-from agenticrun_workers.rollout.replay import RecordingRollout, ReplayRollout, fetch, record_or_replay
+from agenticrun_workers.rollout.replay import (
+    RecordingRollout,
+    ReplayRollout,
+    fetch,
+    record_or_replay,
+)
 from agenticrun_workers.rollout.store import TrajectoryStore
 from agenticrun_workers.serialization import pack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
@@ -28,7 +33,11 @@ class Handle:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store, name)
-        return type("Method", (), {"remote": staticmethod(lambda *arguments: asyncio.ensure_future(method(*arguments)))})
+        return type(
+            "Method",
+            (),
+            {"remote": staticmethod(lambda *arguments: asyncio.ensure_future(method(*arguments)))},
+        )
 
 
 def stores(count: int = 2) -> list[Any]:
@@ -46,7 +55,13 @@ def played(group: int, member: int) -> Trajectory:
         reward=float(rng.normal()),
         state=rng.bytes(32),
     )
-    return Trajectory(EpisodeKey(Stream.TRAIN, group, member), "AB"[group % 2], (turn,), StopReason.COMPLETED, metrics={"success": 1.0})
+    return Trajectory(
+        EpisodeKey(Stream.TRAIN, group, member),
+        "AB"[group % 2],
+        (turn,),
+        StopReason.COMPLETED,
+        metrics={"success": 1.0},
+    )
 
 
 class Controller:
@@ -64,13 +79,21 @@ class Controller:
     async def batch(self) -> Batch:
         first = self.position.next_group
         self.position = RolloutPosition(first + 2, again=(77,))
-        return Batch((await self._group(first), await self._group(first + 1)), RolloutCounts(rerolled=1), queue_depth=3)
+        return Batch(
+            (await self._group(first), await self._group(first + 1)),
+            RolloutCounts(rerolled=1),
+            queue_depth=3,
+        )
 
     async def _group(self, number: int) -> Group:
         members = [played(number, member) for member in (0, 1)]
         store = number % len(self._stores)
         await self._stores[store].put.remote(pack(members))
-        return Group(number, members[0].tag, tuple(EpisodeResult.of(t, attempt=1, store=store) for t in members))
+        return Group(
+            number,
+            members[0].tag,
+            tuple(EpisodeResult.of(t, attempt=1, store=store) for t in members),
+        )
 
     async def stop(self) -> None:
         self.stopped = True
@@ -104,7 +127,19 @@ async def record(uri: str, steps: int, step: int = 0) -> list[Batch]:
 
 
 def scalars(batch: Batch) -> list[Any]:
-    return [(r.key, r.tag, r.attempt, r.rewards_K.tolist(), r.tokens, r.oldest_version, r.states_K, r.metrics) for r in batch.results]
+    return [
+        (
+            r.key,
+            r.tag,
+            r.attempt,
+            r.rewards_K.tolist(),
+            r.tokens,
+            r.oldest_version,
+            r.states_K,
+            r.metrics,
+        )
+        for r in batch.results
+    ]
 
 
 async def test_a_replay_serves_the_recorded_batches_and_their_tokens(tmp_path: Path) -> None:
@@ -118,7 +153,9 @@ async def test_a_replay_serves_the_recorded_batches_and_their_tokens(tmp_path: P
         assert scalars(found) == scalars(expected)
         assert [group.tag for group in found.groups] == ["A", "B"]
         tokens = [trajectory.tokens_T.tolist() for trajectory in await fetch(there, found.results)]
-        assert tokens == [played(r.key.group, r.key.member).tokens_T.tolist() for r in expected.results]
+        assert tokens == [
+            played(r.key.group, r.key.member).tokens_T.tolist() for r in expected.results
+        ]
     assert controller.versions == []
     assert replay.position == RolloutPosition(next_group=6)
 
@@ -132,20 +169,31 @@ async def test_a_replay_goes_on_at_the_step_of_its_checkpoint(tmp_path: Path) ->
 
 async def test_a_recording_that_is_too_short_is_refused_before_training(tmp_path: Path) -> None:
     await record(str(tmp_path), 3)
-    with pytest.raises(InvalidConfig, match=r"step 4 is not recorded: .* holds 3 steps \(1 to 3\), and maxSteps is 5") as caught:
-        await ReplayRollout.open(pipeline(max_steps=5), str(tmp_path), stores(), 0, RolloutPosition())
+    with pytest.raises(
+        InvalidConfig,
+        match=r"step 4 is not recorded: .* holds 3 steps \(1 to 3\), and maxSteps is 5",
+    ) as caught:
+        await ReplayRollout.open(
+            pipeline(max_steps=5), str(tmp_path), stores(), 0, RolloutPosition()
+        )
     assert caught.value.path == "spec.pipeline.record.replay"
 
 
 async def test_a_recording_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="holds no steps"):
-        await ReplayRollout.open(pipeline(), str(tmp_path / "nothing"), stores(), 0, RolloutPosition())
+        await ReplayRollout.open(
+            pipeline(), str(tmp_path / "nothing"), stores(), 0, RolloutPosition()
+        )
 
 
 async def test_batches_of_another_size_are_refused(tmp_path: Path) -> None:
     await record(str(tmp_path), 3)
-    replay = await ReplayRollout.open(pipeline(batch=8), str(tmp_path), stores(), 0, RolloutPosition())
-    with pytest.raises(InvalidConfig, match="step 1 of the recording has 2 groups, and a batch here has 4") as caught:
+    replay = await ReplayRollout.open(
+        pipeline(batch=8), str(tmp_path), stores(), 0, RolloutPosition()
+    )
+    with pytest.raises(
+        InvalidConfig, match="step 1 of the recording has 2 groups, and a batch here has 4"
+    ) as caught:
         await replay.batch()
     assert caught.value.path == "spec.pipeline.rolloutBatchSize"
 
@@ -158,7 +206,9 @@ async def test_a_step_damaged_after_the_start_is_told(tmp_path: Path) -> None:
         await replay.batch()
 
 
-async def test_a_resumed_run_records_its_own_steps_over_those_of_the_attempt_before(tmp_path: Path) -> None:
+async def test_a_resumed_run_records_its_own_steps_over_those_of_the_attempt_before(
+    tmp_path: Path,
+) -> None:
     await record(str(tmp_path), 3)
     resumed = stores()
     await RecordingRollout.begin(Controller(resumed), str(tmp_path), resumed, step=1)  # type: ignore[arg-type]
@@ -200,7 +250,9 @@ class _Stuck:
 
 async def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidConfig, match=r"cannot be written .*: name a folder, not a file") as caught:
+    with pytest.raises(
+        InvalidConfig, match=r"cannot be written .*: name a folder, not a file"
+    ) as caught:
         await record(str(tmp_path / "file"), 1)
     assert caught.value.path == "spec.pipeline.record.to"
 
@@ -213,18 +265,26 @@ async def test_a_url_that_nothing_reads_is_refused(record: dict[str, str]) -> No
     assert caught.value.path == f"spec.pipeline.record.{next(iter(record))}"
 
 
-async def test_a_disk_that_fills_up_ends_the_attempt_with_the_fields_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_fills_up_ends_the_attempt_with_the_fields_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_arguments: object) -> None:
         raise OSError("no space left on device")
 
     there = stores()
     rollout = await RecordingRollout.begin(Controller(there), str(tmp_path), there, step=0)  # type: ignore[arg-type]
     monkeypatch.setattr(Recording, "write", full)
-    with pytest.raises(RolloutFailed, match=r"spec\.pipeline\.record\.to: .* cannot be written: no space left on device"):
+    with pytest.raises(
+        RolloutFailed,
+        match=r"spec\.pipeline\.record\.to: .* cannot be written: no space left on device",
+    ):
         await rollout.batch()
 
 
 async def test_without_record_the_controller_is_used_as_it_is() -> None:
     there = stores()
     controller: Any = Controller(there)
-    assert await record_or_replay(pipeline().model_copy(update={"record": None}), controller, there, 0) is controller
+    assert (
+        await record_or_replay(pipeline().model_copy(update={"record": None}), controller, there, 0)
+        is controller
+    )

@@ -44,15 +44,22 @@ class Branching:
 
     async def play(self, task: GroupTask) -> list[EpisodeResult]:
         self.tasks.append(task)
-        return [as_episode([self.trajectory(task, m, b) for b in range(len(self.scores[m]))]) for m in task.members]
+        return [
+            as_episode([self.trajectory(task, m, b) for b in range(len(self.scores[m]))])
+            for m in task.members
+        ]
 
     def trajectory(self, task: GroupTask, member: int, branch: int) -> EpisodeResult:
         stop = StopReason.ENV_ERROR if (member, branch) in self.broken else StopReason.COMPLETED
-        one = result(task.group, member, stop=stop, score=self.scores[member][branch], attempt=task.attempt)
+        one = result(
+            task.group, member, stop=stop, score=self.scores[member][branch], attempt=task.attempt
+        )
         return replace(one, key=replace(one.key, branch=branch))
 
 
-def played(scores: Scores, *broken: tuple[int, int], size: int | None = None) -> tuple[PlayedGroup, Branching]:
+def played(
+    scores: Scores, *broken: tuple[int, int], size: int | None = None
+) -> tuple[PlayedGroup, Branching]:
     players = Branching(scores, frozenset(broken))
     return asyncio.run(play_group(players, GroupPlan(("A",), size or len(scores)), 7)), players
 
@@ -67,7 +74,12 @@ def pipeline(name: str, agent: str = "multi_turn") -> Pipeline:
             "envs": [{"tag": "A", "type": "frozen_lake", "agent": {"type": agent}}],
             "trainEnvs": {"groups": 4, "groupSize": 2, "tags": ["A"]},
             "valEnvs": {"groups": 2, "tags": ["A"]},
-            "algorithm": {"name": name} | ({"lossAggMode": "seq-mean-token-sum-norm", "lossAggNorm": 8} if name == "dr_grpo" else {}),
+            "algorithm": {"name": name}
+            | (
+                {"lossAggMode": "seq-mean-token-sum-norm", "lossAggNorm": 8}
+                if name == "dr_grpo"
+                else {}
+            ),
         }
     )
 
@@ -77,18 +89,30 @@ def advantages(name: str, scores_N: np.ndarray) -> np.ndarray:
     if name == "rloo":
         return np.array([score - np.delete(scores_N, i).mean() for i, score in enumerate(scores_N)])
     centred = scores_N - scores_N.mean()
-    return centred if name == "dr_grpo" or scores_N.std(ddof=1) <= 1e-6 else centred / scores_N.std(ddof=1)
+    return (
+        centred
+        if name == "dr_grpo" or scores_N.std(ddof=1) <= 1e-6
+        else centred / scores_N.std(ddof=1)
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo"])
-@given(scores=st.lists(st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=4), min_size=2, max_size=4))
+@given(
+    scores=st.lists(
+        st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=4), min_size=2, max_size=4
+    )
+)
 def test_the_baseline_of_a_group_is_over_all_of_its_trajectories(name: str, scores: Scores) -> None:
     group = played(scores)[0].group
     assert group is not None
     assert group.scores == [score for member in scores for score in member]
     credits = assign(pipeline(name), list(group.results), None, 0.0)
     expected = advantages(name, np.array(group.scores))
-    keys = [EpisodeKey(Stream.TRAIN, 7, m, b) for m, member in enumerate(scores) for b in range(len(member))]
+    keys = [
+        EpisodeKey(Stream.TRAIN, 7, m, b)
+        for m, member in enumerate(scores)
+        for b in range(len(member))
+    ]
     assert list(credits.per_turn) == keys
     np.testing.assert_allclose([credits.per_turn[key][0] for key in keys], expected, atol=1e-6)
 
@@ -124,19 +148,32 @@ class ThreeWays:
 
     def __init__(self, tokenizer: object, limits: object) -> None: ...
 
-    async def collect_trajectory(self, episode: Episode, env: object, generate: Generate) -> list[Trajectory]:
+    async def collect_trajectory(
+        self, episode: Episode, env: object, generate: Generate
+    ) -> list[Trajectory]:
         word = np.array([5], np.int32)
-        turns = [Turn(word, word, np.zeros(1, np.float32), np.zeros(1, np.int32), float(n)) for n in range(3)]
+        turns = [
+            Turn(word, word, np.zeros(1, np.float32), np.zeros(1, np.int32), float(n))
+            for n in range(3)
+        ]
         stops = (StopReason.COMPLETED, StopReason.TIMEOUT, StopReason.COMPLETED)
-        return [Trajectory(episode.key, episode.tag, (turn,), stop) for turn, stop in zip(turns, stops, strict=True)]
+        return [
+            Trajectory(episode.key, episode.tag, (turn,), stop)
+            for turn, stop in zip(turns, stops, strict=True)
+        ]
 
 
-async def test_every_trajectory_lies_in_the_store_before_its_episode_is_told(tmp_path: Path) -> None:
+async def test_every_trajectory_lies_in_the_store_before_its_episode_is_told(
+    tmp_path: Path,
+) -> None:
     tokenizer = build_task_tokenizer(FrozenLake().vocabulary(), 64)
     tokenizer.save_pretrained(tmp_path)
     store = TrajectoryStore()
     told = await _play(pipeline("grpo", f"{__name__}:ThreeWays"), tmp_path, store)
-    assert [(r.key.member, r.key.branch, [o.key.branch for o in r.others]) for r in told] == [(0, 0, [2, 1]), (1, 0, [2, 1])]
+    assert [(r.key.member, r.key.branch, [o.key.branch for o in r.others]) for r in told] == [
+        (0, 0, [2, 1]),
+        (1, 0, [2, 1]),
+    ]
     kept = [r for episode in told for r in episode.trajectories if r.trainable]
     assert [(r.key.branch, r.score) for r in kept] == [(0, 0.0), (2, 2.0)] * 2
     assert [t.score for t in unpack(await store.get([r.key for r in kept]))] == [0.0, 2.0] * 2
@@ -153,7 +190,9 @@ class NoWay(ThreeWays):
 async def test_no_trajectory_at_all_is_one_lost_episode(tmp_path: Path) -> None:
     build_task_tokenizer(FrozenLake().vocabulary(), 64).save_pretrained(tmp_path)
     told = await _play(pipeline("grpo", f"{__name__}:NoWay"), tmp_path, TrajectoryStore())
-    assert {(r.stop_reason, r.error) for r in told} == {("env_error", "ValueError: collect_trajectory returned no trajectory")}
+    assert {(r.stop_reason, r.error) for r in told} == {
+        ("env_error", "ValueError: collect_trajectory returned no trajectory")
+    }
 
 
 async def _play(asked: Pipeline, folder: Path, store: TrajectoryStore) -> list[EpisodeResult]:
@@ -167,6 +206,8 @@ async def _play(asked: Pipeline, folder: Path, store: TrajectoryStore) -> list[E
     await pool.start()
     await pool.set_peers({}, [Remote(store)])
     try:
-        return await asyncio.wait_for(pool.play(GroupTask(Stream.TRAIN, 0, "A", (0, 1), transcript=True)), 20)
+        return await asyncio.wait_for(
+            pool.play(GroupTask(Stream.TRAIN, 0, "A", (0, 1), transcript=True)), 20
+        )
     finally:
         await pool.stop()

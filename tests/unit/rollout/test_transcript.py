@@ -16,8 +16,21 @@ CHAT = ChatFormat(build_task_tokenizer(["a", "b"], 100))
 
 def episode(lengths: list[int], error: str = "") -> str:
     nothing = np.zeros(0, np.float32)
-    turns = tuple(Turn(CHAT.first("", "a" * n), CHAT.answer("b"), nothing, nothing.astype(np.int32), 0.5, action="b") for n in lengths)
-    return transcript(Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "A", turns, StopReason.ENV_ERROR, error=error), CHAT)
+    turns = tuple(
+        Turn(
+            CHAT.first("", "a" * n),
+            CHAT.answer("b"),
+            nothing,
+            nothing.astype(np.int32),
+            0.5,
+            action="b",
+        )
+        for n in lengths
+    )
+    return transcript(
+        Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "A", turns, StopReason.ENV_ERROR, error=error),
+        CHAT,
+    )
 
 
 @given(st.lists(st.integers(0, 6000), max_size=30))
@@ -39,4 +52,6 @@ def test_a_long_observation_loses_its_middle() -> None:
 
 
 def test_the_end_tells_what_went_wrong() -> None:
-    assert episode([1], error="RuntimeError: gone").endswith("--- end: env_error: RuntimeError: gone, score 0.5 ---\n")
+    assert episode([1], error="RuntimeError: gone").endswith(
+        "--- end: env_error: RuntimeError: gone, score 0.5 ---\n"
+    )

@@ -24,7 +24,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
 
 
 @given(chunks=st.lists(st.binary(max_size=50), max_size=8))
-def test_a_file_written_in_pieces_has_the_size_and_checksum_of_the_whole(chunks: list[bytes]) -> None:
+def test_a_file_written_in_pieces_has_the_size_and_checksum_of_the_whole(
+    chunks: list[bytes],
+) -> None:
     folder = Folder("memory://pieces")
     with folder.create("file") as file:
         for chunk in chunks:
@@ -34,7 +36,10 @@ def test_a_file_written_in_pieces_has_the_size_and_checksum_of_the_whole(chunks:
     assert folder.read("file") == whole
 
 
-@given(size=st.integers(min_value=0, max_value=2**50), crc32=st.integers(min_value=0, max_value=2**32 - 1))
+@given(
+    size=st.integers(min_value=0, max_value=2**50),
+    crc32=st.integers(min_value=0, max_value=2**32 - 1),
+)
 def test_an_entry_survives_json(size: int, crc32: int) -> None:
     assert FileEntry.from_json(FileEntry(size, crc32).to_json()) == FileEntry(size, crc32)
 
@@ -50,14 +55,22 @@ def test_a_file_that_is_not_what_was_written_is_not_read(folder: Folder) -> None
     entry = folder.write("file", b"0123456789")
     folder.write("file", b"0123456780")
     with (
-        pytest.raises(DamagedFile, match=r"/file was altered: its checksum is [0-9a-f]{8} instead of"),
+        pytest.raises(
+            DamagedFile, match=r"/file was altered: its checksum is [0-9a-f]{8} instead of"
+        ),
         folder.open_verified("file", entry),
     ):
         pass
     folder.write("file", b"012")
-    with pytest.raises(DamagedFile, match="has 3 bytes instead of 10"), folder.open_verified("file", entry):
+    with (
+        pytest.raises(DamagedFile, match="has 3 bytes instead of 10"),
+        folder.open_verified("file", entry),
+    ):
         pass
-    with pytest.raises(DamagedFile, match="/other is missing"), folder.open_verified("other", entry):
+    with (
+        pytest.raises(DamagedFile, match="/other is missing"),
+        folder.open_verified("other", entry),
+    ):
         pass
 
 
@@ -99,7 +112,9 @@ def test_several_may_try_the_same_folder_at_once(tmp_path: Path) -> None:
             trying.result()
 
 
-def test_a_local_file_appears_under_its_name_only_when_it_is_whole_and_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_file_appears_under_its_name_only_when_it_is_whole_and_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = Folder(tmp_path)
     visible: list[bool] = []
     fsync = os.fsync
@@ -110,10 +125,14 @@ def test_a_local_file_appears_under_its_name_only_when_it_is_whole_and_durable(t
 
     monkeypatch.setattr("agenticrun_workers.storage.os.fsync", noted)
     folder.write("file", b"1")
-    assert visible == [False, False, True], "the bytes and the temporary name are synced before, the name after"
+    assert visible == [False, False, True], (
+        "the bytes and the temporary name are synced before, the name after"
+    )
 
 
-def test_a_local_folder_has_an_absolute_path_whatever_way_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_folder_has_an_absolute_path_whatever_way_it_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("x", "x/", f"file://{tmp_path}/x", str(tmp_path / "x"), tmp_path / "x"):
         assert Folder(name).uri == str(Folder(name).local_path) == str(tmp_path / "x")
@@ -121,8 +140,12 @@ def test_a_local_folder_has_an_absolute_path_whatever_way_it_was_named(tmp_path:
     assert str(Folder("memory://x/") / "y") == "memory://x/y"
 
 
-def test_a_folder_without_permission_is_unusable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object, **__: object) -> None:  # root, as whom tests may run, is refused nothing
+def test_a_folder_without_permission_is_unusable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(
+        *_: object, **__: object
+    ) -> None:  # root, as whom tests may run, is refused nothing
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("pathlib.Path.mkdir", refused)
@@ -130,7 +153,9 @@ def test_a_folder_without_permission_is_unusable(tmp_path: Path, monkeypatch: py
         Folder(tmp_path / "x").require_writable()
 
 
-def test_an_error_that_may_pass_is_not_the_configuration_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_may_pass_is_not_the_configuration_s_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

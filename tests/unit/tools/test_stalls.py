@@ -14,7 +14,16 @@ from processes import lives
 from testcluster import ROOT
 from waiting import eventually
 
-STALLS = (sys.executable, str(ROOT / "tools/stalls.py"), "--every", "0.02", "--shortest", "0.01", "--longest", "0.05")
+STALLS = (
+    sys.executable,
+    str(ROOT / "tools/stalls.py"),
+    "--every",
+    "0.02",
+    "--shortest",
+    "0.01",
+    "--longest",
+    "0.05",
+)
 
 COUNTS = """
 import sys, time
@@ -38,13 +47,17 @@ def state(pid: int) -> str:
 
 @pytest.mark.parametrize("share", ["0", "1"])
 def test_a_command_does_what_it_does_and_its_status_is_passed_on(share: str) -> None:
-    done = subprocess.run([*STALLS, "--all", share, sys.executable, "-c", COUNTS], capture_output=True, text=True)
+    done = subprocess.run(
+        [*STALLS, "--all", share, sys.executable, "-c", COUNTS], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout.split()) == (7, [str(number) for number in range(30)])
     assert int(done.stderr.split()[0]) > 3, "stalls"
 
 
 def test_processes_are_stopped_also_those_whose_parent_has_ended() -> None:
-    command = subprocess.Popen([*STALLS, "--all", "0", sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    command = subprocess.Popen(
+        [*STALLS, "--all", "0", sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
+    )
     assert command.stdout is not None
     child = int(command.stdout.readline())
     try:

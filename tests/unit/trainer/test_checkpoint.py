@@ -38,7 +38,11 @@ def saved(tmp_path: Path) -> Folder:
 
 @pytest.mark.parametrize("place", ["path", "string", "memory"])
 def test_weights_optimizer_counters_and_random_state_go_on(place: str, tmp_path: Path) -> None:
-    places: dict[str, checkpoint.Location] = {"path": tmp_path / "x", "string": str(tmp_path / "y"), "memory": f"memory://{tmp_path.name}"}
+    places: dict[str, checkpoint.Location] = {
+        "path": tmp_path / "x",
+        "string": str(tmp_path / "y"),
+        "memory": f"memory://{tmp_path.name}",
+    }
     folder = places[place]
     module, optimizer = a_module()
     train(module, optimizer, 2)
@@ -49,7 +53,9 @@ def test_weights_optimizer_counters_and_random_state_go_on(place: str, tmp_path:
     assert checkpoint.load(folder, again, its_optimizer, {"steps": 0}) == {"steps": 2}
     assert torch.equal(torch.rand(3), draw)
     train(again, its_optimizer, 3)
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_a_frozen_module_is_saved_and_loaded_without_an_optimizer(tmp_path: Path) -> None:
@@ -57,7 +63,9 @@ def test_a_frozen_module_is_saved_and_loaded_without_an_optimizer(tmp_path: Path
     checkpoint.save(tmp_path, module.requires_grad_(False), None, {})
     again, _ = a_module(seed=1)
     checkpoint.load(tmp_path, again.requires_grad_(False), None, {})
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_the_weights_alone_are_loaded_from_a_trained_module(saved: Folder) -> None:
@@ -65,16 +73,25 @@ def test_the_weights_alone_are_loaded_from_a_trained_module(saved: Folder) -> No
     train(trained, optimizer, 2)
     module, _ = a_module(seed=1)
     checkpoint.load(saved.uri, module, None, {})
-    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), module.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(trained.parameters(), module.parameters(), strict=True)
+    )
 
 
 def test_a_counter_that_the_checkpoint_lacks_keeps_its_value(saved: Folder) -> None:
-    assert checkpoint.load(saved.uri, *a_module(), {"steps": 0, "skipped": 7}) == {"steps": 2, "skipped": 7}
+    assert checkpoint.load(saved.uri, *a_module(), {"steps": 0, "skipped": 7}) == {
+        "steps": 2,
+        "skipped": 7,
+    }
 
 
 def test_the_record_tells_model_ranks_and_every_file(saved: Folder) -> None:
     record = json.loads(saved.read("module.json"))
-    assert (record["architecture"], record["parameters"], record["ranks"]) == ("Sequential", 3 * 4 + 4 + 4 * 2 + 2, 1)
+    assert (record["architecture"], record["parameters"], record["ranks"]) == (
+        "Sequential",
+        3 * 4 + 4 + 4 * 2 + 2,
+        1,
+    )
     assert record["torch"] == torch.__version__
     shapes = {"0.bias": [4], "0.weight": [4, 3], "1.bias": [2], "1.weight": [2, 4]}
     assert record["shapes"] == hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
@@ -89,7 +106,9 @@ def test_a_damaged_file_is_named(saved: Folder, name: str, kind: str) -> None:
     if kind == "is missing":
         saved.remove(name)
     else:
-        saved.write(name, data[:-5] if kind == "instead of" else data[:9] + bytes([data[9] ^ 1]) + data[10:])
+        saved.write(
+            name, data[:-5] if kind == "instead of" else data[:9] + bytes([data[9] ^ 1]) + data[10:]
+        )
     with pytest.raises(DamagedFile, match=f"{name} .*{kind}"):
         checkpoint.load(saved.uri, *a_module(), {})
 
@@ -108,7 +127,10 @@ def test_a_folder_without_a_module_is_refused(tmp_path: Path) -> None:
 def test_another_shape_is_refused_by_the_first_parameter_and_nothing_changes(saved: Folder) -> None:
     module, optimizer = a_module(width=5)
     before = [parameter.clone() for parameter in module.parameters()]
-    with pytest.raises(CheckpointMismatch, match=r"^0.weight: the model has shape \[5, 3\], the checkpoint in .* has shape \[4, 3\]; set"):
+    with pytest.raises(
+        CheckpointMismatch,
+        match=r"^0.weight: the model has shape \[5, 3\], the checkpoint in .* has shape \[4, 3\]; set",
+    ):
         checkpoint.load(saved.uri, module, optimizer, {})
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
@@ -117,16 +139,23 @@ def test_another_shape_is_refused_by_the_first_parameter_and_nothing_changes(sav
     ("layers", "problem"),
     [
         ([nn.Linear(3, 4)], r"^1.weight: the model has no such parameter, .* has shape \[2, 4\]"),
-        ([nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2)], r"^2.weight: the model has shape \[2, 2\], .* has no such parameter"),
+        (
+            [nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2)],
+            r"^2.weight: the model has shape \[2, 2\], .* has no such parameter",
+        ),
     ],
 )
-def test_a_parameter_that_only_one_side_has_is_named(saved: Folder, layers: list[nn.Module], problem: str) -> None:
+def test_a_parameter_that_only_one_side_has_is_named(
+    saved: Folder, layers: list[nn.Module], problem: str
+) -> None:
     module = nn.Sequential(*layers)
     with pytest.raises(CheckpointMismatch, match=problem):
         checkpoint.load(saved.uri, module, torch.optim.AdamW(module.parameters()), {})
 
 
-def test_a_full_disk_is_the_error_that_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_is_the_error_that_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

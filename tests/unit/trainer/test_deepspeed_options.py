@@ -25,8 +25,14 @@ def test_without_options_everything_is_sharded() -> None:
 
 
 def test_options_of_zero_go_to_deepspeed_as_they_are() -> None:
-    zero = {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
-    options = parse({"zero_optimization": zero, "communication_data_type": "bf16", "wall_clock_breakdown": True})
+    zero = {
+        "stage": 2,
+        "overlap_comm": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+    }
+    options = parse(
+        {"zero_optimization": zero, "communication_data_type": "bf16", "wall_clock_breakdown": True}
+    )
     config = options.config(SPEC, torch.bfloat16)
     assert options.stage == 2
     assert options.offloads_optimizer
@@ -46,7 +52,9 @@ def test_precision_and_clipping_come_from_the_run() -> None:
 
 @pytest.mark.parametrize("name", DECIDED_ELSEWHERE)
 def test_an_option_that_another_field_decides_is_refused_with_that_field(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"the option {name} of deepspeed is decided by (spec\.|the option )"):
+    with pytest.raises(
+        ValueError, match=rf"the option {name} of deepspeed is decided by (spec\.|the option )"
+    ):
         parse({name: 1})
 
 
@@ -55,24 +63,56 @@ def test_an_option_that_another_field_decides_is_refused_with_that_field(name: s
     [
         ({"zero_optimisation": {}}, "zero_optimisation of deepspeed is unknown or not offered"),
         ({"zero_optimization": 3}, "zero_optimization of deepspeed must be a mapping"),
-        ({"zero_optimization": {"stage": 0}}, "stage must be 1, 2 or 3, not 0; without ZeRO use the strategy fsdp2"),
+        (
+            {"zero_optimization": {"stage": 0}},
+            "stage must be 1, 2 or 3, not 0; without ZeRO use the strategy fsdp2",
+        ),
         ({"zero_optimization": {"stage": True}}, "stage must be 1, 2 or 3, not True"),
         (
             {"zero_optimization": {"zero_quantized_weights": True}},
             "zero_optimization.zero_quantized_weights of deepspeed is unknown or not",
         ),
-        ({"zero_optimization": {"compute_grad_norm": False}}, r"compute_grad_norm of deepspeed is decided by .*maxGradNorm"),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device must be cpu or none, not 'nvme'"),
-        ({"zero_optimization": {"offload_optimizer": {"nvme_path": "/x"}}}, "offload_optimizer.nvme_path of deepspeed is unknown or not"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param needs zero_optimization.stage 3"),
         (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            {"zero_optimization": {"compute_grad_norm": False}},
+            r"compute_grad_norm of deepspeed is decided by .*maxGradNorm",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme"}}},
+            "offload_param.device must be cpu or none, not 'nvme'",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"nvme_path": "/x"}}},
+            "offload_optimizer.nvme_path of deepspeed is unknown or not",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "offload_param needs zero_optimization.stage 3",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 1,
+                    "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+                }
+            },
             "ratio needs zero_optimization.stage 3",
         ),
-        ({"bf16": {"enabled": True}}, "bf16.enabled of deepspeed is decided by spec.model.dtype, which is float32"),
-        ({"bf16": {"immediate_grad_update": True}}, "bf16.immediate_grad_update of deepspeed is unknown or not offered"),
-        ({"gradient_checkpointing": "yes"}, "gradient_checkpointing must be true or false, not 'yes'"),
-        ({"logits_chunk_elements": 0}, "logits_chunk_elements must be a whole number of at least 1, not 0"),
+        (
+            {"bf16": {"enabled": True}},
+            "bf16.enabled of deepspeed is decided by spec.model.dtype, which is float32",
+        ),
+        (
+            {"bf16": {"immediate_grad_update": True}},
+            "bf16.immediate_grad_update of deepspeed is unknown or not offered",
+        ),
+        (
+            {"gradient_checkpointing": "yes"},
+            "gradient_checkpointing must be true or false, not 'yes'",
+        ),
+        (
+            {"logits_chunk_elements": 0},
+            "logits_chunk_elements must be a whole number of at least 1, not 0",
+        ),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(config: dict[str, Any], reason: str) -> None:
@@ -81,9 +121,14 @@ def test_a_wrong_option_is_refused_by_name(config: dict[str, Any], reason: str) 
 
 
 def test_float64_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"computes in float32 or bfloat16: set spec.model.dtype, or train in torch.float64 with fsdp2"):
+    with pytest.raises(
+        ValueError,
+        match=r"computes in float32 or bfloat16: set spec.model.dtype, or train in torch.float64 with fsdp2",
+    ):
         parse({}, torch.float64)
 
 
 def test_the_optimizer_s_offload_to_nowhere_is_none() -> None:
-    assert not parse({"zero_optimization": {"offload_optimizer": {"device": "none"}}}).offloads_optimizer
+    assert not parse(
+        {"zero_optimization": {"offload_optimizer": {"device": "none"}}}
+    ).offloads_optimizer

@@ -40,7 +40,11 @@ def _one_rank() -> Iterator[None]:
 
 
 def test_options_are_taken_under_their_names() -> None:
-    config = {"gradient_checkpointing": True, "ulysses_sequence_parallel_size": 2, "reshard_after_forward": False}
+    config = {
+        "gradient_checkpointing": True,
+        "ulysses_sequence_parallel_size": 2,
+        "reshard_after_forward": False,
+    }
     assert FsdpOptions.parse(config) == FsdpOptions(
         gradient_checkpointing=True, ulysses_sequence_parallel_size=2, reshard_after_forward=False
     )
@@ -50,18 +54,38 @@ def test_options_are_taken_under_their_names() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"gradient_checkpoint": True}, r"fsdp2 has no option gradient_checkpoint; it has reshard_after_forward, gradient_checkpointing"),
-        ({"param_dtype": "bfloat16"}, r"the option param_dtype of fsdp2 is decided by spec\.model\.dtype"),
+        (
+            {"gradient_checkpoint": True},
+            r"fsdp2 has no option gradient_checkpoint; it has reshard_after_forward, gradient_checkpointing",
+        ),
+        (
+            {"param_dtype": "bfloat16"},
+            r"the option param_dtype of fsdp2 is decided by spec\.model\.dtype",
+        ),
         ({"reduce_dtype": "bfloat16"}, r"reduce_dtype .* summed in float32"),
         ({"fsdp_size": 2}, r"fsdp_size .* the number of trainer ranks"),
-        ({"max_grad_norm": 1.0}, r"max_grad_norm .* spec\.pipeline\.actorTrain\.training\.maxGradNorm"),
-        ({"offload_policy": "yes"}, r"the option offload_policy of fsdp2 must be true or false, not 'yes'"),
+        (
+            {"max_grad_norm": 1.0},
+            r"max_grad_norm .* spec\.pipeline\.actorTrain\.training\.maxGradNorm",
+        ),
+        (
+            {"offload_policy": "yes"},
+            r"the option offload_policy of fsdp2 must be true or false, not 'yes'",
+        ),
         ({"offload_policy": 1}, r"offload_policy .* must be true or false, not 1"),
-        ({"ulysses_sequence_parallel_size": 0}, r"ulysses_sequence_parallel_size .* must be a whole number of at least 1, not 0"),
-        ({"logits_chunk_elements": True}, r"logits_chunk_elements .* must be a whole number of at least 1, not True"),
+        (
+            {"ulysses_sequence_parallel_size": 0},
+            r"ulysses_sequence_parallel_size .* must be a whole number of at least 1, not 0",
+        ),
+        (
+            {"logits_chunk_elements": True},
+            r"logits_chunk_elements .* must be a whole number of at least 1, not True",
+        ),
     ],
 )
-def test_what_is_unknown_wrong_or_decided_elsewhere_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+def test_what_is_unknown_wrong_or_decided_elsewhere_is_refused_by_name(
+    config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         FsdpOptions.parse(config)
 
@@ -72,20 +96,32 @@ def test_sequence_parallelism_can_be_left_out() -> None:
 
 
 def test_a_group_larger_than_the_ranks_is_refused(load: Load) -> None:
-    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size 2 does not divide the 1 trainer ranks"):
+    with pytest.raises(
+        ValueError, match="ulysses_sequence_parallel_size 2 does not divide the 1 trainer ranks"
+    ):
         TorchPolicy(load, SPEC, options=FsdpOptions(ulysses_sequence_parallel_size=2))
 
 
 def test_a_model_that_does_not_hand_its_sequences_down_to_its_attention_is_found_out() -> None:
     with pytest.raises(UnsupportedModel, match="is not told by its model how sequences are cut"):
-        attention(torch.nn.Identity(), torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), None)
+        attention(
+            torch.nn.Identity(),
+            torch.zeros(1, 2, 3, 4),
+            torch.zeros(1, 2, 3, 4),
+            torch.zeros(1, 2, 3, 4),
+            None,
+        )
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_one_rank_computes_in_bfloat16_on_float32_masters(folder: Path, load_float32: Load, samples: list[Sample]) -> None:
+def test_one_rank_computes_in_bfloat16_on_float32_masters(
+    folder: Path, load_float32: Load, samples: list[Sample]
+) -> None:
     policy = TorchPolicy(load_float32, SPEC, dtype=torch.bfloat16)
     rounded = TorchReference(lambda: load_model(str(folder), torch.bfloat16))
-    for a, b in zip(policy.compute_log_probs(samples), rounded.compute_log_probs(samples), strict=True):
+    for a, b in zip(
+        policy.compute_log_probs(samples), rounded.compute_log_probs(samples), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
     exact = TorchPolicy(load_float32, SPEC).gradients(samples, LOSS)
     found = policy.gradients(samples, LOSS)
@@ -94,15 +130,27 @@ def test_one_rank_computes_in_bfloat16_on_float32_masters(folder: Path, load_flo
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_gradients_of_micro_batches_are_summed_in_float32(load_float32: Load, samples: list[Sample]) -> None:
+def test_gradients_of_micro_batches_are_summed_in_float32(
+    load_float32: Load, samples: list[Sample]
+) -> None:
     """A 32nd of the same gradient 32 times, which is exact in bfloat16; the sum would not be."""
     policy = TorchPolicy(load_float32, SPEC, dtype=torch.bfloat16, max_tokens=1)
-    assert largest_difference(policy.gradients(samples[:1] * 32, LOSS), policy.gradients(samples[:1], LOSS)) < 1e-6
+    assert (
+        largest_difference(
+            policy.gradients(samples[:1] * 32, LOSS), policy.gradients(samples[:1], LOSS)
+        )
+        < 1e-6
+    )
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_one_rank_keeps_parameters_and_optimizer_on_the_host(load: Load, samples: list[Sample]) -> None:
-    offloaded, plain = TorchPolicy(load, SPEC, options=FsdpOptions(offload_policy=True)), TorchPolicy(load, SPEC)
+def test_one_rank_keeps_parameters_and_optimizer_on_the_host(
+    load: Load, samples: list[Sample]
+) -> None:
+    offloaded, plain = (
+        TorchPolicy(load, SPEC, options=FsdpOptions(offload_policy=True)),
+        TorchPolicy(load, SPEC),
+    )
     assert isinstance(offloaded._backend.module, FSDPModule)
     for policy in (offloaded, plain):
         policy.train_step(samples, LOSS)
@@ -123,7 +171,9 @@ def test_recomputed_layers_change_no_gradient(load: Load, samples: list[Sample])
         return model
 
     expected = TorchPolicy(lambda: counted("plain"), SPEC).gradients(samples, LOSS)
-    found = TorchPolicy(lambda: counted("recomputing"), SPEC, options=FsdpOptions(gradient_checkpointing=True)).gradients(samples, LOSS)
+    found = TorchPolicy(
+        lambda: counted("recomputing"), SPEC, options=FsdpOptions(gradient_checkpointing=True)
+    ).gradients(samples, LOSS)
     assert largest_difference(found, expected) == 0
     assert calls["recomputing"] == calls["plain"] + 1
 
@@ -135,4 +185,7 @@ def test_a_trainer_goes_on_after_a_visit_to_host_memory(load: Load, samples: lis
         visiting.offload()
         visiting.onload()
         straight.train_step(samples, LOSS)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(visiting.export_weights(), straight.export_weights(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for (_, a), (_, b) in zip(visiting.export_weights(), straight.export_weights(), strict=True)
+    )

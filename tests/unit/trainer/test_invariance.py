@@ -39,7 +39,9 @@ def shuffled(samples: list[Sample]) -> list[Sample]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_policy_s_gradient_is_the_same_however_the_batch_is_cut(name: str, dtype: str, loaded: Load) -> None:
+def test_the_policy_s_gradient_is_the_same_however_the_batch_is_cut(
+    name: str, dtype: str, loaded: Load
+) -> None:
     loss = LOSSES[name]
     samples = batch(loaded(), loss)
     expected = TorchPolicy(loaded, SPEC, max_tokens=10_000).gradients(samples, loss)
@@ -51,7 +53,9 @@ def test_the_policy_s_gradient_is_the_same_however_the_batch_is_cut(name: str, d
 
 
 @pytest.mark.parametrize("name", VALUE_LOSSES)
-def test_the_critic_s_gradient_is_the_same_however_the_batch_is_cut(name: str, dtype: str, loaded: Load) -> None:
+def test_the_critic_s_gradient_is_the_same_however_the_batch_is_cut(
+    name: str, dtype: str, loaded: Load
+) -> None:
     loss = VALUE_LOSSES[name]
     samples = batch(loaded(), LOSSES["ppo"])
     expected = trained_critic(loaded, samples, max_tokens=10_000).gradients(samples, loss)
@@ -88,7 +92,10 @@ def test_what_stands_behind_the_last_weighted_token_changes_nothing(load: Load) 
     samples = batch(load(), loss)
     longer = [longer_by(sample, 6) for sample in samples]
     expected = TorchPolicy(load, SPEC).gradients(samples, loss)
-    assert largest_difference(TorchPolicy(load, SPEC, packing=True).gradients(longer, loss), expected) < 1e-12
+    assert (
+        largest_difference(TorchPolicy(load, SPEC, packing=True).gradients(longer, loss), expected)
+        < 1e-12
+    )
 
 
 def longer_by(sample: Sample, tokens: int) -> Sample:
@@ -96,7 +103,9 @@ def longer_by(sample: Sample, tokens: int) -> Sample:
     arrays = {name: getattr(sample, name) for name in Sample.__slots__ if name.endswith("_T")}
     fills = {"turns_T": -1, "tokens_T": 3, "weight_T": 0}
     grown = {
-        name: None if values is None else np.append(values, np.full(tokens, fills.get(name, 9), values.dtype))
+        name: None
+        if values is None
+        else np.append(values, np.full(tokens, fills.get(name, 9), values.dtype))
         for name, values in arrays.items()
     }
     return Sample(**grown, score=sample.score)

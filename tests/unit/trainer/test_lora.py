@@ -16,7 +16,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from agenticrun_workers.algorithms.losses import Vanilla
 from agenticrun_workers.models.lora import LoraSpec, UnknownTarget, add_lora, whole_weights
-from agenticrun_workers.trainer import CheckpointMismatch, LossSpec, OptimizerSpec, Sample, TorchPolicy
+from agenticrun_workers.trainer import (
+    CheckpointMismatch,
+    LossSpec,
+    OptimizerSpec,
+    Sample,
+    TorchPolicy,
+)
 from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference, token_log_probs
 from slow_losses import actor_loss
 
@@ -29,7 +35,9 @@ Load = Callable[[], PreTrainedModel]
 
 def gpt2() -> PreTrainedModel:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
@@ -50,11 +58,15 @@ def as_it_is(parameter: torch.nn.Parameter) -> Tensor:
 def test_adapters_change_nothing_at_first(load: Load) -> None:
     tokens_T = np.arange(12) % VOCABULARY
     with torch.no_grad():
-        expected, found = (token_log_probs(model, tokens_T, 1.0) for model in (load(), add_lora(load(), LORA)))
+        expected, found = (
+            token_log_probs(model, tokens_T, 1.0) for model in (load(), add_lora(load(), LORA))
+        )
     assert torch.equal(found, expected)
 
 
-def test_every_rank_starts_with_the_adapters_of_the_seed_and_leaves_the_random_state_alone(load: Load) -> None:
+def test_every_rank_starts_with_the_adapters_of_the_seed_and_leaves_the_random_state_alone(
+    load: Load,
+) -> None:
     torch.manual_seed(1)
     first = dict(add_lora(load(), LORA, seed=5).named_parameters())
     torch.manual_seed(2)
@@ -66,7 +78,9 @@ def test_every_rank_starts_with_the_adapters_of_the_seed_and_leaves_the_random_s
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_all_linear_layers_but_the_output_layer_get_adapters_and_only_these_train(load: Load) -> None:
+def test_all_linear_layers_but_the_output_layer_get_adapters_and_only_these_train(
+    load: Load,
+) -> None:
     model = add_lora(load(), LORA)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {
@@ -80,8 +94,14 @@ def test_all_linear_layers_but_the_output_layer_get_adapters_and_only_these_trai
 
 def test_chosen_layers_get_adapters(load: Load) -> None:
     model = add_lora(load(), LoraSpec(2, 4.0, ("q_proj", "layers.1.mlp.up_proj")))
-    adapted_layers = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
-    assert adapted_layers == {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}
+    adapted_layers = {
+        name.split(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name
+    }
+    assert adapted_layers == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    }
 
 
 @pytest.mark.parametrize(
@@ -93,7 +113,9 @@ def test_chosen_layers_get_adapters(load: Load) -> None:
         ("mlp", r"model.layers.0.mlp is a LlamaMLP"),
     ],
 )
-def test_a_target_that_is_no_inner_linear_layer_is_refused(load: Load, target: str, reason: str) -> None:
+def test_a_target_that_is_no_inner_linear_layer_is_refused(
+    load: Load, target: str, reason: str
+) -> None:
     with pytest.raises(UnknownTarget, match=reason):
         add_lora(load(), LoraSpec(target_modules=("q_proj", target)))
 
@@ -107,7 +129,9 @@ def test_merged_weights_are_those_of_pefts_own_merge(load_float32: Load, make: s
     merged = dict(whole_weights(model, as_it_is))
     config = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules="all-linear")
     theirs = peft.get_peft_model(load(), config)
-    theirs.load_state_dict({f"base_model.model.{name}": tensor for name, tensor in before.items()}, strict=False)
+    theirs.load_state_dict(
+        {f"base_model.model.{name}": tensor for name, tensor in before.items()}, strict=False
+    )
     expected = dict(theirs.merge_and_unload().named_parameters())
     assert merged.keys() == expected.keys() == dict(load().named_parameters()).keys()
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
@@ -131,13 +155,26 @@ def learn(policy: TorchPolicy, samples: list[Sample], steps: int) -> list[float]
     found = []
     for _ in range(steps):
         logprobs = policy.compute_log_probs(samples)
-        found.append(float(np.mean([lp[s.weight_T > 0].mean() for lp, s in zip(logprobs, samples, strict=True) if s.weight_T.any()])))
+        found.append(
+            float(
+                np.mean(
+                    [
+                        lp[s.weight_T > 0].mean()
+                        for lp, s in zip(logprobs, samples, strict=True)
+                        if s.weight_T.any()
+                    ]
+                )
+            )
+        )
         policy.train_step(samples, LossSpec(Vanilla()))
     return found
 
 
 def test_adapters_learn_while_the_base_stays_bit_for_bit(load: Load) -> None:
-    samples = [replace(sample, advantages_T=np.ones_like(sample.advantages_T)) for sample in batch(load(), LOSSES["ppo"])]
+    samples = [
+        replace(sample, advantages_T=np.ones_like(sample.advantages_T))
+        for sample in batch(load(), LOSSES["ppo"])
+    ]
     model = add_lora(load(), LORA)
     policy = TorchPolicy(lambda: model, replace(SPEC, weight_decay=0.1), max_tokens=60)
     found = learn(policy, samples, 20)
@@ -148,7 +185,9 @@ def test_adapters_learn_while_the_base_stays_bit_for_bit(load: Load) -> None:
             assert torch.equal(parameter, base[name.replace(".base_layer", "")])
 
 
-def test_an_exported_folder_is_a_plain_model_that_says_what_the_adapted_one_says(load: Load, tmp_path: Path) -> None:
+def test_an_exported_folder_is_a_plain_model_that_says_what_the_adapted_one_says(
+    load: Load, tmp_path: Path
+) -> None:
     policy = TorchPolicy(lambda: adapted(load), SPEC)
     samples = batch(load(), LOSSES["ppo"])
     policy.export_folder(tmp_path, {})
@@ -156,7 +195,9 @@ def test_an_exported_folder_is_a_plain_model_that_says_what_the_adapted_one_says
     assert type(model) is type(load())
     assert model.state_dict().keys() == load().state_dict().keys()
     for sample, expected in zip(samples, policy.compute_log_probs(samples), strict=True):
-        found = token_log_probs(model, sample.tokens_T, 1.0).detach().numpy() * (sample.turns_T >= 0)
+        found = token_log_probs(model, sample.tokens_T, 1.0).detach().numpy() * (
+            sample.turns_T >= 0
+        )
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -171,7 +212,9 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on(load: Load, tmp_path: Pat
     resumed = TorchPolicy(lambda: add_lora(load(), LORA, seed=2), SPEC)
     resumed.load(str(tmp_path))
     for samples in batches[2:]:
-        assert straight.train_step(samples, LOSSES["ppo"]) == resumed.train_step(samples, LOSSES["ppo"])
+        assert straight.train_step(samples, LOSSES["ppo"]) == resumed.train_step(
+            samples, LOSSES["ppo"]
+        )
     found = dict(resumed.export_weights())
     assert all(torch.equal(found[name], weight) for name, weight in straight.export_weights())
 
@@ -185,14 +228,21 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on(load: Load, tmp_path: Pat
         (None, "the model has no adapters, the checkpoint has"),
     ],
 )
-def test_a_checkpoint_of_other_adapters_is_refused(load: Load, tmp_path: Path, other: LoraSpec | None, difference: str) -> None:
+def test_a_checkpoint_of_other_adapters_is_refused(
+    load: Load, tmp_path: Path, other: LoraSpec | None, difference: str
+) -> None:
     TorchPolicy(lambda: add_lora(load(), LORA), SPEC).save(str(tmp_path))
     policy = TorchPolicy(lambda: load() if other is None else add_lora(load(), other), SPEC)
-    with pytest.raises(CheckpointMismatch, match=f"lora: {difference}.*set spec.pipeline.actorTrain.lora to what was trained"):
+    with pytest.raises(
+        CheckpointMismatch,
+        match=f"lora: {difference}.*set spec.pipeline.actorTrain.lora to what was trained",
+    ):
         policy.load(str(tmp_path))
 
 
 def test_adapters_refuse_a_checkpoint_of_whole_weights(load: Load, tmp_path: Path) -> None:
     TorchPolicy(load, SPEC).save(str(tmp_path))
-    with pytest.raises(CheckpointMismatch, match="lora: the model has adapters, the checkpoint has none"):
+    with pytest.raises(
+        CheckpointMismatch, match="lora: the model has adapters, the checkpoint has none"
+    ):
         TorchPolicy(lambda: add_lora(load(), LORA), SPEC).load(str(tmp_path))

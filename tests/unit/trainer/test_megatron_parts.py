@@ -11,7 +11,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.trainer.megatron import log_probs as scoring
@@ -54,7 +61,10 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def inputs(tokens: int = 7) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(tokens, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
+    hidden, weight = (
+        torch.randn(tokens, 5, dtype=torch.float64),
+        torch.randn(11, 5, dtype=torch.float64),
+    )
     return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(11, (tokens,))
 
 
@@ -67,10 +77,14 @@ def test_scores_are_log_softmax_and_its_entropy(group: dist.ProcessGroup) -> Non
 
 
 @pytest.mark.parametrize("chunk", [3 * 11, 10**6], ids=["chunks of three tokens", "one chunk"])
-def test_gradients_of_scores_are_those_of_finite_differences(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_gradients_of_scores_are_those_of_finite_differences(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
     monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", chunk)
     hidden_NH, weight_VH, targets_N = inputs()
-    assert torch.autograd.gradcheck(lambda h, w: scoring.score(h, w, targets_N, 0, 0.7, group), (hidden_NH, weight_VH))
+    assert torch.autograd.gradcheck(
+        lambda h, w: scoring.score(h, w, targets_N, 0, 0.7, group), (hidden_NH, weight_VH)
+    )
 
 
 def test_no_token_has_no_score(group: dist.ProcessGroup) -> None:
@@ -81,13 +95,19 @@ def test_no_token_has_no_score(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tensor_size", [1, 2, 4])
-def test_the_pieces_of_all_ranks_cover_every_weight_of_the_model_once(tensor_size: int, tied: bool) -> None:
+def test_the_pieces_of_all_ranks_cover_every_weight_of_the_model_once(
+    tensor_size: int, tied: bool
+) -> None:
     model = Architecture.of(Qwen2Config(**{**SHAPE, "hidden_size": 16}, tie_word_embeddings=tied))
     names = [f"{LAYER}0.{part}" for part in LAYER_PARAMETERS]
-    names += ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"] + ["output_layer.weight"] * (not tied)
+    names += ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"] + [
+        "output_layer.weight"
+    ] * (not tied)
     covered: dict[str, Tensor] = {}
     for rank in range(tensor_size):
-        for piece in (piece for name in names for piece in pieces_of(name, model, rank, tensor_size)):
+        for piece in (
+            piece for name in names for piece in pieces_of(name, model, rank, tensor_size)
+        ):
             counts = covered.setdefault(piece.name, torch.zeros(piece.shape))
             counts[piece.slices()] += 1 / tensor_size if piece.replicated else 1
     assert all(bool((counts == 1).all()) for counts in covered.values())
@@ -100,9 +120,19 @@ def test_queries_keys_and_values_lie_by_key_value_head(tensor_size: int, rank: i
     model = Architecture.of(LlamaConfig(**SHAPE))
     rank %= tensor_size
     heads = {"q": 8, "k": 4, "v": 4}
-    whole = {letter: torch.arange(count * 16.0).view(count * 2, 8) + 1000 * count for letter, count in heads.items()}
+    whole = {
+        letter: torch.arange(count * 16.0).view(count * 2, 8) + 1000 * count
+        for letter, count in heads.items()
+    }
     whole["v"] = -whole["v"]
-    groups = [(whole["q"][g * 4 : g * 4 + 4], whole["k"][g * 2 : g * 2 + 2], whole["v"][g * 2 : g * 2 + 2]) for g in range(4)]
+    groups = [
+        (
+            whole["q"][g * 4 : g * 4 + 4],
+            whole["k"][g * 2 : g * 2 + 2],
+            whole["v"][g * 2 : g * 2 + 2],
+        )
+        for g in range(4)
+    ]
     mine = groups[rank * 4 // tensor_size : (rank + 1) * 4 // tensor_size]
     expected = torch.cat([part for parts in mine for part in parts])
     local = torch.zeros_like(expected)
@@ -117,7 +147,10 @@ def test_queries_keys_and_values_lie_by_key_value_head(tensor_size: int, rank: i
 def test_every_rank_has_as_many_rows_of_the_vocabulary(vocabulary: int, tensor_size: int) -> None:
     model = Architecture.of(LlamaConfig(**{**SHAPE, "vocab_size": vocabulary}, pad_token_id=None))
     assert padded_vocabulary(model, tensor_size) % tensor_size == 0
-    rows = [pieces_of("output_layer.weight", model, rank, tensor_size)[0].sizes[0] for rank in range(tensor_size)]
+    rows = [
+        pieces_of("output_layer.weight", model, rank, tensor_size)[0].sizes[0]
+        for rank in range(tensor_size)
+    ]
     assert sum(rows) == vocabulary
     assert max(rows) * tensor_size == padded_vocabulary(model, tensor_size)
 
@@ -130,11 +163,21 @@ def test_every_rank_has_as_many_rows_of_the_vocabulary(vocabulary: int, tensor_s
         (LlamaConfig(**SHAPE, attention_bias=True), "attention_bias"),
         (LlamaConfig(**SHAPE, mlp_bias=True), "mlp_bias"),
         (LlamaConfig(**SHAPE, hidden_act="gelu"), "hidden_act gelu"),
-        (Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=0), "sliding-window"),
-        (Qwen3Config(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "not dynamic"),
+        (
+            Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=0),
+            "sliding-window",
+        ),
+        (
+            Qwen3Config(
+                **SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            ),
+            "not dynamic",
+        ),
     ],
 )
-def test_models_that_would_be_computed_differently_are_refused(config: PretrainedConfig, message: str) -> None:
+def test_models_that_would_be_computed_differently_are_refused(
+    config: PretrainedConfig, message: str
+) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         Architecture.of(config)
 
@@ -148,11 +191,17 @@ def test_options_that_something_else_decides_are_refused_with_what_decides_them(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is not offered for megatron; there are .*tensor_model_parallel_size"),
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size is not offered for megatron; there are .*tensor_model_parallel_size",
+        ),
         ({"num_moe_experts": 8}, "num_moe_experts is not offered"),
         ({"pipeline_model_parallel_size": 0}, "whole number from 1, not 0"),
         ({"context_parallel_size": "2"}, "whole number from 1, not '2'"),
-        ({"sequence_parallel": True}, "sequence_parallel needs a tensor_model_parallel_size above 1"),
+        (
+            {"sequence_parallel": True},
+            "sequence_parallel needs a tensor_model_parallel_size above 1",
+        ),
     ],
 )
 def test_wrong_options_are_refused_by_name(config: dict[str, Any], message: str) -> None:
@@ -167,23 +216,47 @@ def test_wrong_options_are_refused_by_name(config: dict[str, Any], message: str)
         ({"tensor_model_parallel_size": 8}, "8 must divide the model's 4 key-value heads"),
         ({"pipeline_model_parallel_size": 2}, "2 must divide the model's 5 layers"),
         ({"pipeline_model_parallel_size": 6}, "6 must divide the model's 5 layers"),
-        ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 5}, "2 must divide the model's 5 layers"),
-        ({"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 2}, "3 must divide the model's 5 layers"),
+        (
+            {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 5},
+            "2 must divide the model's 5 layers",
+        ),
+        (
+            {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 2},
+            "3 must divide the model's 5 layers",
+        ),
     ],
 )
-def test_sizes_that_a_model_cannot_be_cut_into_are_refused(config: dict[str, Any], message: str) -> None:
+def test_sizes_that_a_model_cannot_be_cut_into_are_refused(
+    config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        Architecture.of(LlamaConfig(**{**SHAPE, "num_hidden_layers": 5})).check_divisible(MegatronOptions.parse(config))
+        Architecture.of(LlamaConfig(**{**SHAPE, "num_hidden_layers": 5})).check_divisible(
+            MegatronOptions.parse(config)
+        )
 
 
 def test_the_ends_of_a_pipeline_may_have_fewer_layers() -> None:
-    options = MegatronOptions.parse({"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 1})
+    options = MegatronOptions.parse(
+        {"pipeline_model_parallel_size": 3, "num_layers_in_first_pipeline_stage": 1}
+    )
     Architecture.of(LlamaConfig(**{**SHAPE, "num_hidden_layers": 5})).check_divisible(options)
 
 
 def test_options_go_to_the_part_of_megatron_that_knows_them() -> None:
-    options = MegatronOptions.parse({"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True})
-    assert (options.tensor, options.pipeline, options.context, options.model_ranks, options.row_multiple) == (2, 1, 1, 2, 2)
+    options = MegatronOptions.parse(
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "use_distributed_optimizer": True,
+        }
+    )
+    assert (
+        options.tensor,
+        options.pipeline,
+        options.context,
+        options.model_ranks,
+        options.row_multiple,
+    ) == (2, 1, 1, 2, 2)
     assert options.transformer == {"sequence_parallel": True}
     assert options.data_parallel == {"use_distributed_optimizer": True}
 

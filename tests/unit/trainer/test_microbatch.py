@@ -29,7 +29,9 @@ rows_and_budget = given(st.lists(weights, max_size=12), st.integers(1, 30), st.b
 
 
 @rows_and_budget
-def test_every_weighted_token_is_in_exactly_one_micro_batch(rows: list[list[float]], budget: int, packed: bool) -> None:
+def test_every_weighted_token_is_in_exactly_one_micro_batch(
+    rows: list[list[float]], budget: int, packed: bool
+) -> None:
     samples = [sample(row, start=100 * i) for i, row in enumerate(rows)]
     batches = split(samples, weighted, budget, CPU, packed=packed)
     seen = [int(t) for batch in batches for t in batch.targets_N]
@@ -38,26 +40,36 @@ def test_every_weighted_token_is_in_exactly_one_micro_batch(rows: list[list[floa
 
 
 @rows_and_budget
-def test_a_prediction_is_read_at_the_token_before_in_the_right_position(rows: list[list[float]], budget: int, packed: bool) -> None:
+def test_a_prediction_is_read_at_the_token_before_in_the_right_position(
+    rows: list[list[float]], budget: int, packed: bool
+) -> None:
     samples = [sample(row, start=100 * i) for i, row in enumerate(rows)]
     for batch in split(samples, weighted, budget, CPU, packed=packed):
         before_N = batch.ids_BT[batch.rows_N, batch.columns_N]
         assert torch.equal(before_N + 1, batch.targets_N)
         positions_BT = batch.position_ids_BT
-        places_N = batch.columns_N if positions_BT is None else positions_BT[batch.rows_N, batch.columns_N]
+        places_N = (
+            batch.columns_N if positions_BT is None else positions_BT[batch.rows_N, batch.columns_N]
+        )
         assert places_N.tolist() == [t - 1 for positions in batch.positions for t in positions]
 
 
 @rows_and_budget
-def test_the_budget_holds_except_for_a_sequence_that_is_longer_alone(rows: list[list[float]], budget: int, packed: bool) -> None:
+def test_the_budget_holds_except_for_a_sequence_that_is_longer_alone(
+    rows: list[list[float]], budget: int, packed: bool
+) -> None:
     for batch in split([sample(row) for row in rows], weighted, budget, CPU, packed=packed):
         assert batch.ids_BT.numel() <= budget or len(batch.samples) == 1
 
 
 @given(st.lists(weights, min_size=1, max_size=12))
-def test_packed_rows_are_no_longer_than_the_longest_sequence_and_waste_no_more_than_padded_ones(rows: list[list[float]]) -> None:
+def test_packed_rows_are_no_longer_than_the_longest_sequence_and_waste_no_more_than_padded_ones(
+    rows: list[list[float]],
+) -> None:
     samples = [sample([*row, 1.0]) for row in rows]
-    [padded], [packed] = (split(samples, weighted, 10_000, CPU, packed=packed) for packed in (False, True))
+    [padded], [packed] = (
+        split(samples, weighted, 10_000, CPU, packed=packed) for packed in (False, True)
+    )
     assert packed.ids_BT.shape[1] == padded.ids_BT.shape[1]
     assert packed.ids_BT.shape[0] <= padded.ids_BT.shape[0]
     assert packed.used == padded.used
@@ -89,7 +101,9 @@ def test_the_place_after_the_last_token_can_be_read_too() -> None:
 def test_values_follow_their_tokens_there_and_back(packed: bool) -> None:
     samples = [sample([0, 0, 0, 1], 10), sample([0, 1], 20), sample([0, 1, 1], 30)]
     [batch] = split(samples, weighted, 100, CPU, packed=packed)
-    values = [np.arange(len(s.tokens_T), dtype=np.float32) + 1000 * i for i, s in enumerate(samples)]
+    values = [
+        np.arange(len(s.tokens_T), dtype=np.float32) + 1000 * i for i, s in enumerate(samples)
+    ]
     samples = [replace(s, returns_T=values_T) for s, values_T in zip(samples, values, strict=True)]
     assert batch.targets_N.tolist() == [13, 21, 31, 32]
     picked_N = batch.pick(samples, "returns_T", torch.float64)

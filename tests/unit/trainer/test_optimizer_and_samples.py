@@ -33,9 +33,21 @@ def test_a_falling_schedule_needs_its_end() -> None:
 def trajectory(*, stepwise: bool = False) -> Trajectory:
     def turn(prompt: int, response: int) -> Turn:
         ones = np.full(response, -0.5, np.float32)
-        return Turn(np.zeros(prompt, np.int32), np.ones(response, np.int32), ones, np.zeros(response, np.int32), 0.25)
+        return Turn(
+            np.zeros(prompt, np.int32),
+            np.ones(response, np.int32),
+            ones,
+            np.zeros(response, np.int32),
+            0.25,
+        )
 
-    return Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "t", (turn(2, 2), turn(1, 1)), StopReason.COMPLETED, stepwise=stepwise)
+    return Trajectory(
+        EpisodeKey(Stream.TRAIN, 0, 0),
+        "t",
+        (turn(2, 2), turn(1, 1)),
+        StopReason.COMPLETED,
+        stepwise=stepwise,
+    )
 
 
 def test_a_policy_sample_weighs_sampled_tokens_and_keeps_the_engine_s_log_probs() -> None:

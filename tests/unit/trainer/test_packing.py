@@ -31,7 +31,12 @@ class BlindToPositions(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.get_input_embeddings()  # type: ignore[no-any-return, operator]
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, use_cache: bool = False) -> object:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        use_cache: bool = False,
+    ) -> object:
         return self.decoder(input_ids=input_ids, use_cache=use_cache)
 
 

@@ -17,18 +17,32 @@ from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory,
 
 def turn(prompt: list[int], response: list[int], reward: float = 0.0) -> Turn:
     ones = np.ones(len(response))
-    return Turn(np.array(prompt, np.int32), np.array(response, np.int32), (-ones).astype(np.float32), ones.astype(np.int32), reward)
+    return Turn(
+        np.array(prompt, np.int32),
+        np.array(response, np.int32),
+        (-ones).astype(np.float32),
+        ones.astype(np.int32),
+        reward,
+    )
 
 
 def cut_trajectory(*, stepwise: bool, stop: StopReason = StopReason.MAX_TURNS) -> Trajectory:
     turns = (turn([1, 2], [3]), turn([4], [5, 6], reward=1.0))
     ending = np.array([7, 8, 9], np.int32) if stop.truncated else np.zeros(0, np.int32)
-    return Trajectory(EpisodeKey(Stream.TRAIN, 0, 0), "A", turns, stop, stepwise=stepwise, ending_T=ending)
+    return Trajectory(
+        EpisodeKey(Stream.TRAIN, 0, 0), "A", turns, stop, stepwise=stepwise, ending_T=ending
+    )
 
 
 def sum_of_tokens(samples: list[Sample]) -> list[Values]:
     """A critic whose value of a text is the sum of its token ids."""
-    return [Values(np.cumsum([0, *s.tokens_T[:-1]]).astype(np.float32) * (s.turns_T >= 0), float(s.tokens_T.sum())) for s in samples]
+    return [
+        Values(
+            np.cumsum([0, *s.tokens_T[:-1]]).astype(np.float32) * (s.turns_T >= 0),
+            float(s.tokens_T.sum()),
+        )
+        for s in samples
+    ]
 
 
 def asked(trajectory: Trajectory, *, bootstrap: bool) -> RankBatch:
@@ -39,19 +53,30 @@ def asked(trajectory: Trajectory, *, bootstrap: bool) -> RankBatch:
 
 def returns(batch: RankBatch) -> list[float]:
     """With gamma = lambda = 1 every response token's return is the reward plus what comes after the end."""
-    batch.credited(TokenSpec("gae", lambd=1.0), [np.array([0.0, 1.0])], [True], "reward", 0.0, lambda values: values)
+    batch.credited(
+        TokenSpec("gae", lambd=1.0),
+        [np.array([0.0, 1.0])],
+        [True],
+        "reward",
+        0.0,
+        lambda values: values,
+    )
     found = [s.returns_T[s.turns_T >= 0] for s in batch.samples if s.returns_T is not None]
     return np.concatenate(found).tolist()
 
 
 @pytest.mark.parametrize(("stepwise", "after"), [(False, 45.0), (True, 24.0)])
-def test_a_cut_trajectory_goes_on_with_the_value_of_what_it_leaves_unanswered(stepwise: bool, after: float) -> None:
+def test_a_cut_trajectory_goes_on_with_the_value_of_what_it_leaves_unanswered(
+    stepwise: bool, after: float
+) -> None:
     batch = asked(cut_trajectory(stepwise=stepwise), bootstrap=True)
     assert returns(batch) == pytest.approx([1.0 + after] * 3)
 
 
 def test_without_bootstrap_or_after_a_terminal_step_nothing_comes_after_the_end() -> None:
-    assert returns(asked(cut_trajectory(stepwise=False), bootstrap=False)) == pytest.approx([1.0] * 3)
+    assert returns(asked(cut_trajectory(stepwise=False), bootstrap=False)) == pytest.approx(
+        [1.0] * 3
+    )
     done = cut_trajectory(stepwise=False, stop=StopReason.COMPLETED)
     assert returns(asked(done, bootstrap=True)) == pytest.approx([1.0] * 3)
 
@@ -59,29 +84,47 @@ def test_without_bootstrap_or_after_a_terminal_step_nothing_comes_after_the_end(
 @pytest.mark.parametrize("stepwise", [False, True])
 def test_the_ending_is_in_no_sample(stepwise: bool) -> None:
     batch = asked(cut_trajectory(stepwise=stepwise), bootstrap=True)
-    assert np.concatenate([sample.tokens_T for sample in batch.samples]).tolist() == [1, 2, 3, 4, 5, 6]
+    assert np.concatenate([sample.tokens_T for sample in batch.samples]).tolist() == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert batch.values is not None
-    assert [len(values.values_T) for values in batch.values] == [len(sample.tokens_T) for sample in batch.samples]
+    assert [len(values.values_T) for values in batch.values] == [
+        len(sample.tokens_T) for sample in batch.samples
+    ]
 
 
 def test_what_other_pods_say_about_a_batch_is_what_is_said_here() -> None:
     trajectories = [cut_trajectory(stepwise=True)]
     there = RankBatch(trajectories)
-    there.ref_logprobs = [np.full(len(sample.tokens_T), -0.5, np.float32) for sample in there.samples]
+    there.ref_logprobs = [
+        np.full(len(sample.tokens_T), -0.5, np.float32) for sample in there.samples
+    ]
     here = RankBatch(trajectories)
     here.hear([there.said(), asked(trajectories[0], bootstrap=False).said()])
     assert here.ref_logprobs is not None
     assert here.values is not None
-    assert [part.tolist() for part in here.ref_logprobs] == [part.tolist() for part in there.ref_logprobs]
+    assert [part.tolist() for part in here.ref_logprobs] == [
+        part.tolist() for part in there.ref_logprobs
+    ]
     assert len(here.values) == 2
 
 
 def test_the_gap_of_each_engine_counts_tokens_that_it_sampled_with_the_weights_of_now() -> None:
     trajectory = cut_trajectory(stepwise=False)
-    turns = tuple(replace(turn, engine=f"engine-{number}") for number, turn in enumerate(trajectory.turns))
+    turns = tuple(
+        replace(turn, engine=f"engine-{number}") for number, turn in enumerate(trajectory.turns)
+    )
     batch = RankBatch([replace(trajectory, turns=turns)])
     batch.old_logprobs = [np.full(6, -1.25, np.float32)]
-    assert batch.logprob_gaps(version=1) == {"engine-0": (pytest.approx(0.25), 1.0), "engine-1": (pytest.approx(0.5), 2.0)}
+    assert batch.logprob_gaps(version=1) == {
+        "engine-0": (pytest.approx(0.25), 1.0),
+        "engine-1": (pytest.approx(0.5), 2.0),
+    }
     assert batch.logprob_gaps(version=2) == {"engine-0": (0.0, 0.0), "engine-1": (0.0, 0.0)}
     summed = summed_gaps([batch.logprob_gaps(version=1), {"engine-1": (1.0, 2.0)}])
     assert gap_metrics(summed) == {

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agenticrun_workers.trainer import CheckpointMismatch, OptimizerSpec, Sample, TorchCritic, TorchPolicy, ValueLossSpec
+from agenticrun_workers.trainer import (
+    CheckpointMismatch,
+    OptimizerSpec,
+    Sample,
+    TorchCritic,
+    TorchPolicy,
+    ValueLossSpec,
+)
 from ragged_samples import LOSSES, VALUE_LOSSES, batch, largest_difference
 
 SPEC = OptimizerSpec(1e-2, max_grad_norm=1e9)
@@ -37,7 +44,9 @@ def critic(load: Load, samples: list[Sample]) -> TorchCritic:
 def plain_values(critic: TorchCritic, sample: Sample) -> Tensor:
     """Value after each prefix, [T + 1]; the empty one has none."""
     module = critic._backend.module
-    hidden_TH = module.decoder(input_ids=torch.from_numpy(sample.tokens_T).long()[None]).last_hidden_state[0]
+    hidden_TH = module.decoder(
+        input_ids=torch.from_numpy(sample.tokens_T).long()[None]
+    ).last_hidden_state[0]
     values_T: Tensor = module.head(hidden_TH)[:, 0]
     return torch.cat([values_T.new_zeros(1), values_T])
 
@@ -55,14 +64,22 @@ def slow_loss(critic: TorchCritic, samples: list[Sample], spec: ValueLossSpec) -
             squares = [(values[t] - float(s.returns_T[t])) ** 2]
             if spec.clip is not None:
                 old = float(s.old_values_T[t])
-                squares.append((torch.clamp(values[t], old - spec.clip, old + spec.clip) - float(s.returns_T[t])) ** 2)
+                squares.append(
+                    (
+                        torch.clamp(values[t], old - spec.clip, old + spec.clip)
+                        - float(s.returns_T[t])
+                    )
+                    ** 2
+                )
             share = 1 / total if spec.aggregation == "token-mean" else 1 / len(counted) / len(live)
             loss = loss + share * torch.stack(squares).max() / 2
     return loss
 
 
 @pytest.mark.parametrize("name", VALUE_LOSSES)
-def test_the_gradient_is_that_of_the_formulas(critic: TorchCritic, samples: list[Sample], name: str) -> None:
+def test_the_gradient_is_that_of_the_formulas(
+    critic: TorchCritic, samples: list[Sample], name: str
+) -> None:
     found = critic.gradients(samples, VALUE_LOSSES[name])
     module: nn.Module = critic._backend.module
     slow_loss(critic, samples, VALUE_LOSSES[name]).backward()
@@ -84,11 +101,15 @@ def test_values_are_read_before_each_response_token_and_at_the_end(
     other._backend.module.load_state_dict(critic._backend.module.state_dict())
     for sample, values in zip(samples, other.compute_values(samples), strict=True):
         expected = plain_values(critic, sample).detach().numpy()
-        np.testing.assert_allclose(values.values_T, expected[:-1] * (sample.turns_T >= 0), atol=1e-6)
+        np.testing.assert_allclose(
+            values.values_T, expected[:-1] * (sample.turns_T >= 0), atol=1e-6
+        )
         assert values.final == pytest.approx(expected[-1], abs=1e-6)
 
 
-def test_a_sample_without_response_tokens_still_has_a_final_value(critic: TorchCritic, samples: list[Sample]) -> None:
+def test_a_sample_without_response_tokens_still_has_a_final_value(
+    critic: TorchCritic, samples: list[Sample]
+) -> None:
     silent = replace(samples[0], turns_T=np.full_like(samples[0].turns_T, -1))
     [values] = critic.compute_values([silent])
     assert not values.values_T.any()
@@ -101,12 +122,16 @@ def test_metrics_say_what_the_step_did(critic: TorchCritic, samples: list[Sample
     pairs = []
     for s in samples:
         values = plain_values(critic, s).detach()
-        pairs += [(values[t].item(), float(s.returns_T[t])) for t in np.flatnonzero(s.weight_T[1:]) + 1]  # type: ignore[index]
+        pairs += [
+            (values[t].item(), float(s.returns_T[t])) for t in np.flatnonzero(s.weight_T[1:]) + 1
+        ]  # type: ignore[index]
     metrics = critic.train_step(samples, spec)
     assert metrics["critic/loss"] == pytest.approx(expected_loss)
     assert metrics["critic/value"] == pytest.approx(np.mean([target for _, target in pairs]))
     assert metrics["critic/vpred"] == pytest.approx(np.mean([value for value, _ in pairs]))
-    assert metrics["critic/error"] == pytest.approx(np.mean([(value - target) ** 2 for value, target in pairs]))
+    assert metrics["critic/error"] == pytest.approx(
+        np.mean([(value - target) ** 2 for value, target in pairs])
+    )
     assert 0 < metrics["critic/clipfrac"] < 1
     assert metrics["critic/grad_norm"] > 0
     assert metrics["critic/lr"] == 5e-2
@@ -137,13 +162,19 @@ def test_a_loss_says_which_array_it_lacks(critic: TorchCritic, samples: list[Sam
         critic.train_step([replace(s, old_values_T=None) for s in samples], ValueLossSpec(0.2))
 
 
-def test_a_resumed_critic_goes_on_as_if_it_had_never_stopped(load: Load, samples: list[Sample], tmp_path: Path) -> None:
-    straight, resumed = (TorchCritic(load, OptimizerSpec(1e-2, "linear", total_steps=9)) for _ in range(2))
+def test_a_resumed_critic_goes_on_as_if_it_had_never_stopped(
+    load: Load, samples: list[Sample], tmp_path: Path
+) -> None:
+    straight, resumed = (
+        TorchCritic(load, OptimizerSpec(1e-2, "linear", total_steps=9)) for _ in range(2)
+    )
     straight.train_step(samples, ValueLossSpec())
     straight.save(str(tmp_path))
     resumed.load(str(tmp_path))
     for _ in range(2):
-        assert straight.train_step(samples, ValueLossSpec()) == resumed.train_step(samples, ValueLossSpec())
+        assert straight.train_step(samples, ValueLossSpec()) == resumed.train_step(
+            samples, ValueLossSpec()
+        )
 
 
 def test_a_policy_s_checkpoint_is_no_critic_s(load: Load, tmp_path: Path) -> None:

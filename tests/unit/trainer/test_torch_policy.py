@@ -37,7 +37,9 @@ def samples(load: Load) -> list[Sample]:
     return batch(load(), LOSS)
 
 
-def slow_gradients(model: PreTrainedModel, samples: list[Sample], loss: LossSpec) -> dict[str, torch.Tensor]:
+def slow_gradients(
+    model: PreTrainedModel, samples: list[Sample], loss: LossSpec
+) -> dict[str, torch.Tensor]:
     actor_loss(model, samples, loss).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -55,7 +57,15 @@ def test_the_gradient_is_that_of_the_formulas(load: Load, name: str) -> None:
 
 
 def test_a_model_of_another_architecture_with_dropout_trains_without_it() -> None:
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.5, bos_token_id=0, eos_token_id=1)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.5,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
 
     def gpt2() -> PreTrainedModel:
         torch.manual_seed(0)
@@ -76,7 +86,10 @@ def test_scoring_in_chunks_changes_no_gradient(load: Load, samples: list[Sample]
 def test_without_old_log_probs_the_current_ones_serve(load: Load, samples: list[Sample]) -> None:
     policy = TorchPolicy(load, SPEC)
     bare = [replace(s, old_logprobs_T=None) for s in samples]
-    exact = [replace(s, old_logprobs_T=token_log_probs(load(), s.tokens_T, 1.0).detach().numpy()) for s in samples]
+    exact = [
+        replace(s, old_logprobs_T=token_log_probs(load(), s.tokens_T, 1.0).detach().numpy())
+        for s in samples
+    ]
     assert largest_difference(policy.gradients(bare, LOSS), policy.gradients(exact, LOSS)) < 1e-6
     metrics = policy.train_step(bare, LOSS)
     assert metrics["actor/ratio_max"] == metrics["actor/ratio_min"] == metrics["actor/ess"] == 1
@@ -84,7 +97,9 @@ def test_without_old_log_probs_the_current_ones_serve(load: Load, samples: list[
 
 
 @pytest.mark.parametrize("strategy", [TorchPolicy, TorchReference])
-def test_log_probs_of_all_response_tokens_equal_a_plain_forward_pass(load: Load, samples: list[Sample], strategy: type) -> None:
+def test_log_probs_of_all_response_tokens_equal_a_plain_forward_pass(
+    load: Load, samples: list[Sample], strategy: type
+) -> None:
     arguments = (load, SPEC) if strategy is TorchPolicy else (load,)
     results = strategy(*arguments, max_tokens=30, temperature=0.7).compute_log_probs(samples)
     for sample, result in zip(samples, results, strict=True):
@@ -92,10 +107,18 @@ def test_log_probs_of_all_response_tokens_equal_a_plain_forward_pass(load: Load,
         np.testing.assert_allclose(result, logp_T * (sample.turns_T >= 0), atol=1e-6)
 
 
-def test_the_supervised_gradient_is_the_mean_cross_entropy_of_weighted_tokens(load: Load, samples: list[Sample]) -> None:
+def test_the_supervised_gradient_is_the_mean_cross_entropy_of_weighted_tokens(
+    load: Load, samples: list[Sample]
+) -> None:
     model = load()
     total = sum(float(s.weight_T[1:].sum()) for s in samples)
-    loss = -sum((torch.from_numpy(s.weight_T).double() * token_log_probs(model, s.tokens_T, 1.0)).sum() for s in samples) / total
+    loss = (
+        -sum(
+            (torch.from_numpy(s.weight_T).double() * token_log_probs(model, s.tokens_T, 1.0)).sum()
+            for s in samples
+        )
+        / total
+    )
     loss.backward()
     # With this epsilon, Adam's first step is g / (|g| + 1).
     policy = TorchPolicy(load, OptimizerSpec(1.0, epsilon=1.0, max_grad_norm=1e9), max_tokens=40)
@@ -110,18 +133,24 @@ def test_the_supervised_gradient_is_the_mean_cross_entropy_of_weighted_tokens(lo
 def test_metrics_say_what_the_step_did(load: Load) -> None:
     loss = replace(LOSSES["ppo"], aggregation="token-mean")
     samples = batch(load(), loss)
-    metrics = TorchPolicy(load, OptimizerSpec(1e-2, warmup_steps=4), max_tokens=30).train_step(samples, loss)
+    metrics = TorchPolicy(load, OptimizerSpec(1e-2, warmup_steps=4), max_tokens=30).train_step(
+        samples, loss
+    )
     ratios, changes = [], []
     for s in samples:
         new_T = token_log_probs(load(), s.tokens_T, loss.temperature).detach().numpy()
-        changes += [new_T[t] - float(s.old_logprobs_T[t]) for t in np.flatnonzero(s.weight_T[1:]) + 1]  # type: ignore[index]
+        changes += [
+            new_T[t] - float(s.old_logprobs_T[t]) for t in np.flatnonzero(s.weight_T[1:]) + 1
+        ]  # type: ignore[index]
     ratios = np.exp(changes)
     policy_only = replace(loss, kl_coef=0.0, entropy_coef=0.0)
     pg_loss = actor_loss(load(), samples, policy_only).item()
     expected = {
         "actor/pg_loss": pg_loss,
-        "actor/kl_loss": actor_loss(load(), samples, replace(policy_only, kl_coef=1.0)).item() - pg_loss,
-        "actor/entropy": pg_loss - actor_loss(load(), samples, replace(policy_only, entropy_coef=1.0)).item(),
+        "actor/kl_loss": actor_loss(load(), samples, replace(policy_only, kl_coef=1.0)).item()
+        - pg_loss,
+        "actor/entropy": pg_loss
+        - actor_loss(load(), samples, replace(policy_only, entropy_coef=1.0)).item(),
         "actor/total_loss": actor_loss(load(), samples, loss).item(),
         "actor/approxkl": np.mean(np.square(changes)) / 2,
         "actor/policykl": -np.mean(changes),
@@ -145,8 +174,13 @@ def test_the_gap_to_the_engine_is_told_where_both_speak_of_the_same_weights(load
     gaps: list[float] = []
     for s in samples:
         new_T = token_log_probs(load(), s.tokens_T, loss.temperature).detach().numpy()
-        gaps += [abs(new_T[t] - float(s.engine_logprobs_T[t])) for t in np.flatnonzero(s.weight_T[1:]) + 1]  # type: ignore[index]
-    assert TorchPolicy(load, SPEC, max_tokens=30).train_step(bare, loss)["engine/logprob_gap"] == pytest.approx(np.mean(gaps))
+        gaps += [
+            abs(new_T[t] - float(s.engine_logprobs_T[t]))
+            for t in np.flatnonzero(s.weight_T[1:]) + 1
+        ]  # type: ignore[index]
+    assert TorchPolicy(load, SPEC, max_tokens=30).train_step(bare, loss)[
+        "engine/logprob_gap"
+    ] == pytest.approx(np.mean(gaps))
     assert "engine/logprob_gap" not in TorchPolicy(load, SPEC).train_step(samples, loss)
 
 
@@ -160,7 +194,9 @@ def test_the_gradient_is_clipped_to_its_norm(load: Load, samples: list[Sample]) 
     assert metrics["actor/grad_norm"] > 1e-2
 
 
-def broken(samples: list[Sample], name: str = "advantages_T", value: float = np.nan) -> list[Sample]:
+def broken(
+    samples: list[Sample], name: str = "advantages_T", value: float = np.nan
+) -> list[Sample]:
     """The same, but for the first sample's array of this name."""
     first = replace(samples[0], **{name: np.full(len(samples[0].tokens_T), value, np.float32)})
     return [first, *samples[1:]]
@@ -168,7 +204,9 @@ def broken(samples: list[Sample], name: str = "advantages_T", value: float = np.
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["advantages_T", "old_logprobs_T", "is_weights_T"])
-def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted(load: Load, samples: list[Sample], name: str, value: float) -> None:
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted(
+    load: Load, samples: list[Sample], name: str, value: float
+) -> None:
     policy = TorchPolicy(load, replace(SPEC, weight_decay=0.1))
     before = weights(policy)
     skipped = policy.train_step(broken(samples, name, value), LOSS)["actor/skipped_steps"]
@@ -181,30 +219,44 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted(load: Lo
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_reference_log_probs_that_are_not_finite_never_reach_the_weights(load: Load, samples: list[Sample], value: float) -> None:
+def test_reference_log_probs_that_are_not_finite_never_reach_the_weights(
+    load: Load, samples: list[Sample], value: float
+) -> None:
     policy = TorchPolicy(load, SPEC)
     policy.train_step(broken(samples, "ref_logprobs_T", value), replace(LOSS, kl_coef=0.1))
     assert all(np.isfinite(weight).all() for weight in weights(policy).values())
 
 
-def test_too_many_gradients_in_a_row_that_are_not_finite_end_the_run_and_name_a_parameter(load: Load, samples: list[Sample]) -> None:
+def test_too_many_gradients_in_a_row_that_are_not_finite_end_the_run_and_name_a_parameter(
+    load: Load, samples: list[Sample]
+) -> None:
     policy = TorchPolicy(load, replace(SPEC, max_skipped_steps=2))
     for _ in range(2):
         policy.train_step(broken(samples), LOSS)
     policy.train_step(samples, LOSS)
     for _ in range(2):
         policy.train_step(broken(samples), LOSS)
-    with pytest.raises(NonFiniteGradient, match=r"3 gradients in a row were not finite.*model\.embed_tokens\.weight"):
+    with pytest.raises(
+        NonFiniteGradient,
+        match=r"3 gradients in a row were not finite.*model\.embed_tokens\.weight",
+    ):
         policy.train_step(broken(samples), LOSS)
 
 
-def test_a_number_that_is_not_finite_under_weight_zero_breaks_nothing(load: Load, samples: list[Sample]) -> None:
-    outside = [replace(s, advantages_T=np.where(s.weight_T > 0, s.advantages_T, np.nan).astype(np.float32)) for s in samples]
+def test_a_number_that_is_not_finite_under_weight_zero_breaks_nothing(
+    load: Load, samples: list[Sample]
+) -> None:
+    outside = [
+        replace(s, advantages_T=np.where(s.weight_T > 0, s.advantages_T, np.nan).astype(np.float32))
+        for s in samples
+    ]
     policy = TorchPolicy(load, SPEC)
     assert largest_difference(policy.gradients(outside, LOSS), policy.gradients(samples, LOSS)) == 0
 
 
-def test_a_batch_without_any_weight_is_a_counted_skip_that_changes_nothing(load: Load, samples: list[Sample]) -> None:
+def test_a_batch_without_any_weight_is_a_counted_skip_that_changes_nothing(
+    load: Load, samples: list[Sample]
+) -> None:
     empty = [replace(s, weight_T=np.zeros_like(s.weight_T)) for s in samples]
     policy = TorchPolicy(load, replace(SPEC, weight_decay=0.1))
     names = policy.train_step(samples, LOSS).keys()
@@ -223,7 +275,10 @@ def test_a_loss_says_which_array_it_lacks(load: Load, samples: list[Sample]) -> 
     with pytest.raises(ValueError, match="sample 0 lacks ref_logprobs_T"):
         policy.train_step([replace(s, ref_logprobs_T=None) for s in samples], LossSpec(kl_coef=0.1))
     with pytest.raises(ValueError, match="decoupled PPO needs the engine's log-probs"):
-        policy.train_step([replace(s, engine_logprobs_T=None, is_weights_T=None) for s in samples], LossSpec(Decoupled()))
+        policy.train_step(
+            [replace(s, engine_logprobs_T=None, is_weights_T=None) for s in samples],
+            LossSpec(Decoupled()),
+        )
     with pytest.raises(ValueError, match="sample 1 lacks old_logprobs_T"):
         policy.train_step([samples[0], replace(samples[1], old_logprobs_T=None)], LOSS)
 
@@ -241,24 +296,38 @@ def test_exported_weights_have_the_model_s_names_and_values(load: Load) -> None:
         np.testing.assert_array_equal(weight, expected[name].detach().numpy(), strict=True)
 
 
-def test_an_exported_folder_loads_with_transformers_own_classes(load: Load, folder: Path, samples: list[Sample], tmp_path: Path) -> None:
+def test_an_exported_folder_loads_with_transformers_own_classes(
+    load: Load, folder: Path, samples: list[Sample], tmp_path: Path
+) -> None:
     policy = TorchPolicy(load, SPEC)
     policy.train_step(samples, LOSS)
-    tokenizer_files = {file.name: file.read_bytes() for file in folder.iterdir() if "token" in file.name or "template" in file.name}
+    tokenizer_files = {
+        file.name: file.read_bytes()
+        for file in folder.iterdir()
+        if "token" in file.name or "template" in file.name
+    }
     policy.export_folder(tmp_path / "hf", tokenizer_files)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf").get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "hf").get_vocab()
+        == AutoTokenizer.from_pretrained(folder).get_vocab()
+    )
     [expected] = policy.compute_log_probs(samples[:1])
     found = token_log_probs(model, samples[0].tokens_T, 1.0).detach().numpy()
     np.testing.assert_allclose(found * (samples[0].turns_T >= 0), expected, atol=1e-6)
     assert (tmp_path / "hf" / "model.safetensors").is_file()
 
 
-def test_a_reference_becomes_the_policy_whose_weights_it_is_given(load: Load, samples: list[Sample], tmp_path: Path) -> None:
+def test_a_reference_becomes_the_policy_whose_weights_it_is_given(
+    load: Load, samples: list[Sample], tmp_path: Path
+) -> None:
     policy, reference = TorchPolicy(load, replace(SPEC, learning_rate=0.1)), TorchReference(load)
     policy.train_step(samples, LOSS)
     moved = policy.compute_log_probs(samples)
-    assert any(np.abs(a - b).max() > 0.01 for a, b in zip(reference.compute_log_probs(samples), moved, strict=True))
+    assert any(
+        np.abs(a - b).max() > 0.01
+        for a, b in zip(reference.compute_log_probs(samples), moved, strict=True)
+    )
     reference.load_weights(policy.export_weights())
     policy.train_step(samples, LOSS)
     reference.save(str(tmp_path))
@@ -295,9 +364,14 @@ def test_a_resumed_trainer_goes_on_as_if_it_had_never_stopped(load: Load, tmp_pa
 
 def test_a_checkpoint_of_another_model_is_refused_by_parameter(load: Load, tmp_path: Path) -> None:
     TorchPolicy(load, SPEC).save(str(tmp_path / "checkpoint"))
-    initialize_model(tmp_path / "other", InitializeSpec(tuple("abcdefghijklmnop"), hidden_size=32, heads=2))
+    initialize_model(
+        tmp_path / "other", InitializeSpec(tuple("abcdefghijklmnop"), hidden_size=32, heads=2)
+    )
     other = TorchPolicy(lambda: load_model(str(tmp_path / "other")), SPEC)
-    with pytest.raises(CheckpointMismatch, match=r"embed_tokens.weight: the model has shape \[21, 32\].*shape \[21, 16\]"):
+    with pytest.raises(
+        CheckpointMismatch,
+        match=r"embed_tokens.weight: the model has shape \[21, 32\].*shape \[21, 16\]",
+    ):
         other.load(str(tmp_path / "checkpoint"))
     with pytest.raises(CheckpointMismatch, match="no trainer checkpoint"):
         other.load(str(tmp_path / "nothing"))

@@ -18,11 +18,17 @@ def delta_between(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 @given(st.sampled_from(UNSIGNED), st.integers(0, 300), st.floats(0, 1), st.integers(0, 2**32 - 1))
-def test_a_patched_copy_is_the_new_version_bit_for_bit(dtype: type, length: int, share: float, seed: int) -> None:
+def test_a_patched_copy_is_the_new_version_bit_for_bit(
+    dtype: type, length: int, share: float, seed: int
+) -> None:
     random = np.random.default_rng(seed)
     top = np.iinfo(dtype).max
     old = random.integers(top, size=length, dtype=dtype, endpoint=True)
-    new = np.where(random.random(length) < share, random.integers(top, size=length, dtype=dtype, endpoint=True), old)
+    new = np.where(
+        random.random(length) < share,
+        random.integers(top, size=length, dtype=dtype, endpoint=True),
+        old,
+    )
     delta = delta_between(old, new)
     copy = old.copy()
     assert patch(copy, delta) == int((old != new).sum())
@@ -31,7 +37,18 @@ def test_a_patched_copy_is_the_new_version_bit_for_bit(dtype: type, length: int,
 
 
 @pytest.mark.parametrize(
-    "positions", [[], [0], [65534], [65535], [65536], [131070], [0, 65535, 200000], [199999, 200000], [262139, 262140]]
+    "positions",
+    [
+        [],
+        [0],
+        [65534],
+        [65535],
+        [65536],
+        [131070],
+        [0, 65535, 200000],
+        [199999, 200000],
+        [262139, 262140],
+    ],
 )
 def test_gaps_around_the_escape_are_exact(positions: list[int]) -> None:
     old = np.zeros(262144, np.uint16)
@@ -43,7 +60,9 @@ def test_gaps_around_the_escape_are_exact(positions: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_two_percent_of_changed_elements_take_less_than_eight_percent_of_the_bytes(dtype: type) -> None:
+def test_two_percent_of_changed_elements_take_less_than_eight_percent_of_the_bytes(
+    dtype: type,
+) -> None:
     old = np.zeros(2_000_000, dtype)
     new = old.copy()
     new[np.random.default_rng(0).choice(len(old), len(old) // 50, replace=False)] = 7

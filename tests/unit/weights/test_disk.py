@@ -23,7 +23,11 @@ def test_a_sealed_version_comes_back(tmp_path: Path, scheme: str) -> None:
         list(disk.fetch(folder))
     disk.seal(folder, files)
     fetched = list(disk.fetch(folder))
-    assert [(found.index, found.delta) for found, _ in fetched] == [(0, False), (1, True), (2, False)]
+    assert [(found.index, found.delta) for found, _ in fetched] == [
+        (0, False),
+        (1, True),
+        (2, False),
+    ]
     for found, content in fetched:
         np.testing.assert_array_equal(content, payload(found.index))
 

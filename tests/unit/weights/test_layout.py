@@ -14,13 +14,20 @@ from safetensors import safe_open
 from agenticrun_workers.weights.buckets import ITEM_BYTES, Shape, buckets_of
 from agenticrun_workers.weights.mapping import MappedBucket
 
-shapes = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=3)), max_size=12).map(
-    lambda found: [Shape(f"layer.{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(found)]
+shapes = st.lists(
+    st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=3)),
+    max_size=12,
+).map(
+    lambda found: [
+        Shape(f"layer.{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(found)
+    ]
 )
 
 
 @given(shapes, st.integers(1, 400))
-def test_buckets_hold_every_parameter_once_in_order_within_their_size(found: list[Shape], size: int) -> None:
+def test_buckets_hold_every_parameter_once_in_order_within_their_size(
+    found: list[Shape], size: int
+) -> None:
     buckets = buckets_of(found, size)
     assert [shape for bucket in buckets for shape in bucket.shapes] == found
     for number, bucket in enumerate(buckets):
@@ -38,7 +45,10 @@ def test_a_parameter_that_is_exported_twice_is_refused() -> None:
 
 
 def test_safetensors_reads_a_bucket(tmp_path: Path) -> None:
-    [bucket] = buckets_of([Shape("vector", "BF16", (3,)), Shape("näme", "BF16", (2, 2)), Shape("scalar", "BF16", ())], 1000)
+    [bucket] = buckets_of(
+        [Shape("vector", "BF16", (3,)), Shape("näme", "BF16", (2, 2)), Shape("scalar", "BF16", ())],
+        1000,
+    )
     mapped = MappedBucket(tmp_path, bucket)
     values = torch.arange(8, dtype=torch.bfloat16)
     mapped.data[:] = values.view(torch.uint8).numpy()

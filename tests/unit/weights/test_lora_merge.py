@@ -30,9 +30,21 @@ FILE = "model.safetensors"
 LORA = LoraSpec(rank=3, alpha=6.0)
 SIZES = {"vocab_size": 40, "bos_token_id": 0, "eos_token_id": 1}
 CONFIGS = {
-    "llama": LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, attention_bias=True, **SIZES),
+    "llama": LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attention_bias=True,
+        **SIZES,
+    ),
     "tied": LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, tie_word_embeddings=True, **SIZES
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+        **SIZES,
     ),
     "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, **SIZES),
 }
@@ -52,7 +64,9 @@ def written(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float3
 
 def trained(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 7) -> PreTrainedModel:
     """With adapters that have learned something; everything is held in `dtype`, also by a trainer that computes in it."""
-    model = add_lora(load_model(str(folder), torch.promote_types(dtype, torch.float32)), LORA).to(dtype)
+    model = add_lora(load_model(str(folder), torch.promote_types(dtype, torch.float32)), LORA).to(
+        dtype
+    )
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -83,29 +97,53 @@ def edit(folder: Path, change: Edit) -> Path:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize(
-    ("stored", "held"), [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float64")]
+    ("stored", "held"),
+    [
+        ("float32", "float32"),
+        ("bfloat16", "float32"),
+        ("float32", "bfloat16"),
+        ("float32", "float64"),
+    ],
 )
 @pytest.mark.parametrize("served", ["float32", "bfloat16"])
-def test_expanded_weights_are_the_trainers_bit_for_bit(tmp_path: Path, kind: str, stored: str, held: str, served: str) -> None:
+def test_expanded_weights_are_the_trainers_bit_for_bit(
+    tmp_path: Path, kind: str, stored: str, held: str, served: str
+) -> None:
     """`held` in bfloat16 is how DeepSpeed computes; FSDP2 holds float32 masters."""
     folder = written(tmp_path, kind, getattr(torch, stored))
     model = trained(folder, getattr(torch, held))
-    expected = {name: value.to(getattr(torch, served)) for name, value in whole_weights(model, as_it_is)}
-    found = dict(Expander(described(model, folder, served), str(folder)).weights(dict(adapters_of(model).weights())))
+    expected = {
+        name: value.to(getattr(torch, served)) for name, value in whole_weights(model, as_it_is)
+    }
+    found = dict(
+        Expander(described(model, folder, served), str(folder)).weights(
+            dict(adapters_of(model).weights())
+        )
+    )
     assert list(found) == list(expected)
     for name, value in expected.items():
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name], value), name
-    plain = {name: value.to(getattr(torch, held)) for name, value in load_model(str(folder)).named_parameters()}
-    changed = {name for name, value in found.items() if not torch.equal(value, plain[name].to(value.dtype))}
+    plain = {
+        name: value.to(getattr(torch, held))
+        for name, value in load_model(str(folder)).named_parameters()
+    }
+    changed = {
+        name for name, value in found.items() if not torch.equal(value, plain[name].to(value.dtype))
+    }
     assert len(changed) == {"llama": 14, "tied": 14, "gpt2": 8}[kind]
 
 
 def test_adapters_are_small_and_come_from_the_first_rank_alone(tmp_path: Path) -> None:
     model = trained(written(tmp_path))
     weights = dict(adapters_of(model).weights())
-    assert sorted(weights)[:2] == ["model.layers.0.mlp.down_proj.lora_A.weight", "model.layers.0.mlp.down_proj.lora_B.weight"]
-    assert sum(value.numel() for value in weights.values()) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sorted(weights)[:2] == [
+        "model.layers.0.mlp.down_proj.lora_A.weight",
+        "model.layers.0.mlp.down_proj.lora_B.weight",
+    ]
+    assert sum(value.numel() for value in weights.values()) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
     other = adapters_of(model, rank=1)
     assert (list(other.weights()), list(other.base())) == ([], [])
     assert Adapters.of(load_model(str(tmp_path)), as_it_is, 0) is None
@@ -119,27 +157,42 @@ def test_the_files_of_a_large_model_are_found_by_their_index(tmp_path: Path) -> 
     save_torch_state_dict(weights, folder, max_shard_size=4000)
     assert len(list(folder.glob("*.safetensors"))) > 2
     expected = dict(whole_weights(model, as_it_is))
-    found = dict(Expander(described(model, folder), str(folder)).weights(dict(adapters_of(model).weights())))
+    found = dict(
+        Expander(described(model, folder), str(folder)).weights(dict(adapters_of(model).weights()))
+    )
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda w: {name.removeprefix("model."): value for name, value in w.items()}, "files have no parameter model.embed_tokens.weight"),
-        (lambda w: {**w, "lm_head.weight": w["lm_head.weight"].T.contiguous()}, "lm_head.weight is not what the model's files hold"),
-        (lambda w: {**w, "model.norm.weight": w["model.norm.weight"] + 1e-6}, "model.norm.weight is not what the model's files hold"),
+        (
+            lambda w: {name.removeprefix("model."): value for name, value in w.items()},
+            "files have no parameter model.embed_tokens.weight",
+        ),
+        (
+            lambda w: {**w, "lm_head.weight": w["lm_head.weight"].T.contiguous()},
+            "lm_head.weight is not what the model's files hold",
+        ),
+        (
+            lambda w: {**w, "model.norm.weight": w["model.norm.weight"] + 1e-6},
+            "model.norm.weight is not what the model's files hold",
+        ),
     ],
     ids=["names", "shape", "values"],
 )
-def test_files_that_do_not_hold_the_base_as_the_trainer_has_it_are_refused(tmp_path: Path, change: Edit, reason: str) -> None:
+def test_files_that_do_not_hold_the_base_as_the_trainer_has_it_are_refused(
+    tmp_path: Path, change: Edit, reason: str
+) -> None:
     model = trained(written(tmp_path))
     found = expansion_of(adapters_of(model), ModelSource(str(edit(tmp_path, change))))
     assert isinstance(found, str)
     assert reason in found
 
 
-def test_a_folder_without_safetensors_files_is_refused_after_all_parameters_were_gathered(tmp_path: Path) -> None:
+def test_a_folder_without_safetensors_files_is_refused_after_all_parameters_were_gathered(
+    tmp_path: Path,
+) -> None:
     """The other ranks take part in it, and would wait for ever."""
     model = trained(written(tmp_path))
     gathered: list[str] = []
@@ -163,7 +216,10 @@ def test_a_node_with_other_files_than_the_trainers_is_told_so(tmp_path: Path) ->
     expansion = described(model, here)
     edit(there, lambda w: {**w, "model.norm.weight": w["model.norm.weight"] + 1})
     weights = dict(adapters_of(model).weights())
-    with pytest.raises(InvalidConfig, match=r"spec.model.path: .*there holds another model.norm.weight here than where the trainers run"):
+    with pytest.raises(
+        InvalidConfig,
+        match=r"spec.model.path: .*there holds another model.norm.weight here than where the trainers run",
+    ):
         list(Expander(expansion, str(there)).weights(weights))
     (there / FILE).unlink()
     with pytest.raises(InvalidConfig, match=r"spec.model.path: .*there holds no safetensors files"):
@@ -171,18 +227,24 @@ def test_a_node_with_other_files_than_the_trainers_is_told_so(tmp_path: Path) ->
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Callable[..., tuple[AdapterNode, Callable[[PreTrainedModel], list[int]]]]]:
+def node(
+    tmp_path: Path,
+) -> Iterator[Callable[..., tuple[AdapterNode, Callable[[PreTrainedModel], list[int]]]]]:
     """A node of a model, and a way to send it adapters, which tells their checksums."""
     nodes: list[AdapterNode] = []
     threads = torch.get_num_threads()  # a node takes one for all of its process
 
-    def make(model: PreTrainedModel, source: ModelSource) -> tuple[AdapterNode, Callable[[PreTrainedModel], list[int]]]:
+    def make(
+        model: PreTrainedModel, source: ModelSource
+    ) -> tuple[AdapterNode, Callable[[PreTrainedModel], list[int]]]:
         expansion = expansion_of(adapters_of(model), source)
         assert isinstance(expansion, Expansion), expansion
         buckets = buckets_of(shapes_of(adapters_of(model).weights()), 1024)
         nodes.append(AdapterNode("unit", buckets, expansion, source, BUCKET_BYTES, 1))
         sender = Sender(Path(nodes[-1].folder()), buckets, deltas=False)
-        return nodes[-1], lambda newer: [one.checksum for one in sender.send(adapters_of(newer).weights())]
+        return nodes[-1], lambda newer: [
+            one.checksum for one in sender.send(adapters_of(newer).weights())
+        ]
 
     yield make
     for one in nodes:
@@ -191,11 +253,17 @@ def node(tmp_path: Path) -> Iterator[Callable[..., tuple[AdapterNode, Callable[[
 
 
 def read(parts: list[Part]) -> Weights:
-    return {name: value.clone() for part in parts for name, value in PartReader().parameters(Path(part.path))}
+    return {
+        name: value.clone()
+        for part in parts
+        for name, value in PartReader().parameters(Path(part.path))
+    }
 
 
 @pytest.mark.parametrize("by", ["path", "files"])
-def test_a_node_overwrites_its_whole_weights_at_each_sync(tmp_path: Path, node: Callable[..., object], by: str) -> None:
+def test_a_node_overwrites_its_whole_weights_at_each_sync(
+    tmp_path: Path, node: Callable[..., object], by: str
+) -> None:
     folder = written(tmp_path)
     model = trained(folder)
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -206,7 +274,9 @@ def test_a_node_overwrites_its_whole_weights_at_each_sync(tmp_path: Path, node: 
         newer = trained(folder, seed=seed)
         parts = list(made.expand(send(newer)))
         found = read(parts)
-        assert all(torch.equal(found[name], value) for name, value in whole_weights(newer, as_it_is))
+        assert all(
+            torch.equal(found[name], value) for name, value in whole_weights(newer, as_it_is)
+        )
         assert len(parts) > 3
         inodes.append([Path(part.path).stat().st_ino for part in parts])
     assert inodes[0] == inodes[1]

@@ -10,7 +10,9 @@ import xxhash
 from agenticrun_workers.weights.mapping import Verifier
 
 
-def test_files_are_forgotten_while_a_thread_still_checks_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_forgotten_while_a_thread_still_checks_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     verifier, first, second = Verifier(), tmp_path / "first", tmp_path / "second"
     for file in (first, second):
         file.write_bytes(b"weights")

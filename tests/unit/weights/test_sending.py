@@ -34,27 +34,41 @@ def buckets_for(weights: Weights) -> tuple[Bucket, ...]:
 
 
 def held(folder: Path, buckets: tuple[Bucket, ...]) -> Weights:
-    return {name: value.clone() for bucket in buckets for name, value in PartReader().parameters(folder / bucket.file)}
+    return {
+        name: value.clone()
+        for bucket in buckets
+        for name, value in PartReader().parameters(folder / bucket.file)
+    }
 
 
 def same(found: Weights, expected: Weights) -> bool:
     """Bit for bit."""
     bits = {name: value.reshape(-1).view(torch.uint8) for name, value in found.items()}
-    return found.keys() == expected.keys() and all(torch.equal(bits[n], v.reshape(-1).view(torch.uint8)) for n, v in expected.items())
+    return found.keys() == expected.keys() and all(
+        torch.equal(bits[n], v.reshape(-1).view(torch.uint8)) for n, v in expected.items()
+    )
 
 
 def changed(weights: Weights, share: float, seed: int) -> Weights:
     random = torch.Generator().manual_seed(seed)
-    return {n: torch.where(torch.rand(v.shape, generator=random) < share, v + 1, v) for n, v in weights.items()}
+    return {
+        n: torch.where(torch.rand(v.shape, generator=random) < share, v + 1, v)
+        for n, v in weights.items()
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_receiver_follows_a_sender_through_deltas_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_receiver_follows_a_sender_through_deltas_exactly(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     weights = model(dtype=dtype)
     buckets = buckets_for(weights)
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
-    sender, receiver = Sender(tmp_path / "here", buckets, deltas=True), Receiver(tmp_path / "there", buckets)
+    sender, receiver = (
+        Sender(tmp_path / "here", buckets, deltas=True),
+        Receiver(tmp_path / "there", buckets),
+    )
     shares = []
     for step in range(4):
         moved = 0
@@ -64,7 +78,9 @@ def test_a_receiver_follows_a_sender_through_deltas_exactly(tmp_path: Path, dtyp
                 receiver.write(index, np.asarray(held_bytes(tmp_path / "here", written)))
                 moved += written.nbytes
             else:
-                receiver.patch(index, np.fromfile(delta_file(tmp_path / "here", written.bucket), np.uint8))
+                receiver.patch(
+                    index, np.fromfile(delta_file(tmp_path / "here", written.bucket), np.uint8)
+                )
                 moved += written.delta_bytes
             Verifier().check(tmp_path / "there" / written.bucket.file, written.checksum)
         assert same(held(tmp_path / "there", buckets), weights)
@@ -95,7 +111,9 @@ def test_the_checksum_is_xxh3_of_the_whole_file_and_changes_with_any_bit(tmp_pat
 
 
 def test_special_values_and_signs_of_zero_count_as_changes_and_arrive(tmp_path: Path) -> None:
-    bits = torch.tensor([0, 0x80000000 - 2**32, 0x7F800000, 0x7FC00001, 0x7FC00002], dtype=torch.int32)
+    bits = torch.tensor(
+        [0, 0x80000000 - 2**32, 0x7F800000, 0x7FC00001, 0x7FC00002], dtype=torch.int32
+    )
     before, after = {"x": bits.view(torch.float32)}, {"x": bits.flip(0).view(torch.float32)}
     buckets = buckets_for(before)
     sender = Sender(tmp_path, buckets, deltas=True)
@@ -111,7 +129,9 @@ def test_a_bucket_that_changed_all_over_is_sent_whole(tmp_path: Path) -> None:
     sender = Sender(tmp_path, buckets_for(weights), deltas=True)
     first = list(sender.send(weights.items()))
     second = list(sender.send(model(1).items()))
-    assert [written.delta_bytes for written in (*first, *second)] == [None] * (len(first) + len(second))
+    assert [written.delta_bytes for written in (*first, *second)] == [None] * (
+        len(first) + len(second)
+    )
     assert [written.base for written in second] == [written.checksum for written in first]
 
 
@@ -119,7 +139,9 @@ def test_what_is_not_looked_for_counts_as_changed(tmp_path: Path) -> None:
     weights = model()
     sender = Sender(tmp_path, buckets_for(weights), deltas=False)
     list(sender.send(weights.items()))
-    assert all(w.changed == w.elements and w.delta_bytes is None for w in sender.send(weights.items()))
+    assert all(
+        w.changed == w.elements and w.delta_bytes is None for w in sender.send(weights.items())
+    )
 
 
 def test_files_are_kept_and_overwritten(tmp_path: Path) -> None:
@@ -135,7 +157,9 @@ def test_views_that_are_not_contiguous_are_written_as_they_read(tmp_path: Path) 
     weights = {"x": torch.arange(12.0).reshape(3, 4).T, "y": torch.arange(10.0)[::2]}
     buckets = buckets_for(weights)
     list(Sender(tmp_path, buckets, deltas=False).send(weights.items()))
-    assert same(held(tmp_path, buckets), {name: value.contiguous() for name, value in weights.items()})
+    assert same(
+        held(tmp_path, buckets), {name: value.contiguous() for name, value in weights.items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +172,9 @@ def test_views_that_are_not_contiguous_are_written_as_they_read(tmp_path: Path) 
     ],
     ids=["missing", "more", "shape", "dtype"],
 )
-def test_another_export_than_the_first_is_refused(tmp_path: Path, change: object, message: str) -> None:
+def test_another_export_than_the_first_is_refused(
+    tmp_path: Path, change: object, message: str
+) -> None:
     weights = model()
     sender = Sender(tmp_path, buckets_for(weights), deltas=False)
     other: Weights = change(weights)  # type: ignore[operator]
@@ -172,7 +198,9 @@ def test_a_bucket_is_told_before_the_next_one_is_exported(tmp_path: Path) -> Non
     assert asked == [shape.name for shape in buckets[0].shapes]
 
 
-def test_who_keeps_files_mapped_sees_what_is_sent_next_and_files_that_replaced_them(tmp_path: Path) -> None:
+def test_who_keeps_files_mapped_sees_what_is_sent_next_and_files_that_replaced_them(
+    tmp_path: Path,
+) -> None:
     reader, verifier = PartReader(), Verifier()
     buckets = buckets_for(model())
     sender = Sender(tmp_path, buckets, deltas=False)
@@ -192,6 +220,9 @@ def test_who_keeps_files_mapped_sees_what_is_sent_next_and_files_that_replaced_t
 def test_a_file_written_anew_under_its_name_is_read_as_it_is_now(tmp_path: Path) -> None:
     reader, file = PartReader(), tmp_path / "part.safetensors"
     for names in (["a"], ["a", "b"], ["b"]):
-        weights = {name: torch.full((len(names) * 5000,), float(number)) for number, name in enumerate(names)}
+        weights = {
+            name: torch.full((len(names) * 5000,), float(number))
+            for number, name in enumerate(names)
+        }
         save_file(weights, file)
         assert same({name: value.clone() for name, value in reader.parameters(file)}, weights)

@@ -30,7 +30,13 @@ def gone(path: Path) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_killed_process(number: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    owner = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
     assert owner.stdout is not None
     path = Path(owner.stdout.readline().strip())
     assert path.name.startswith(f"{PREFIX}drill-")

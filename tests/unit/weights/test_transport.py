@@ -19,7 +19,9 @@ from agenticrun_workers.weights.transport import Transport, UnusableTransport, c
         ("Broadcast", ["home", "away"], Transport.BROADCAST),
     ],
 )
-def test_auto_takes_shared_memory_where_all_engines_are_at_home(asked: str, nodes: list[str], chosen: Transport) -> None:
+def test_auto_takes_shared_memory_where_all_engines_are_at_home(
+    asked: str, nodes: list[str], chosen: Transport
+) -> None:
     assert choose(asked, "home", nodes) is chosen
 
 

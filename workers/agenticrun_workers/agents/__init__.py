@@ -1,7 +1,12 @@
 """Agents: coroutines that drive an environment with a policy, one episode at a time."""
 
 from agenticrun_workers.agents.agent import Agent, AgentLimits, Episode, Generate
-from agenticrun_workers.agents.bundles import BundledGenerationOutputs, EpisodeEnded, Prompt, ScoredSequence
+from agenticrun_workers.agents.bundles import (
+    BundledGenerationOutputs,
+    EpisodeEnded,
+    Prompt,
+    ScoredSequence,
+)
 from agenticrun_workers.agents.chat import ChatFormat, ChatTemplateError
 from agenticrun_workers.agents.generation_config import GenerationConfig
 from agenticrun_workers.agents.math_multi_turn import MathMultiTurnAgent

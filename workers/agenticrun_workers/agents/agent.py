@@ -38,9 +38,13 @@ class Episode:
     item: Mapping[str, Any] | None = None
     """What the episode is about, of `envs[].dataset`."""
 
-    def request(self, name: str, prompt_T: IntArray, sampling: SamplingParams, seed_path: Sequence[int]) -> GenerationRequest:
+    def request(
+        self, name: str, prompt_T: IntArray, sampling: SamplingParams, seed_path: Sequence[int]
+    ) -> GenerationRequest:
         """A request of this episode. `name` and the path that its seed is derived from are its own within the episode."""
-        seed = int(np.random.SeedSequence([self.sampling_seed, *seed_path]).generate_state(1, np.uint64)[0])
+        seed = int(
+            np.random.SeedSequence([self.sampling_seed, *seed_path]).generate_state(1, np.uint64)[0]
+        )
         return GenerationRequest(f"{self.key}-{name}", str(self.key), prompt_T, sampling, seed)
 
 
@@ -77,7 +81,9 @@ class AgentLimits:
 class Agent(Protocol):
     """Drives environments turn by turn. One instance serves many episodes at once, so it keeps no state of an episode."""
 
-    async def collect_trajectory(self, episode: Episode, env: Env, generate: Generate) -> Trajectory | Sequence[Trajectory]:
+    async def collect_trajectory(
+        self, episode: Episode, env: Env, generate: Generate
+    ) -> Trajectory | Sequence[Trajectory]:
         """Play one episode. What the environment does wrong ends as a StopReason, not as an exception.
 
         Of several trajectories each is a member of the group, with its own score.

@@ -43,7 +43,9 @@ class BundledGenerationOutputs:
     """The response was cut at its token limit."""
 
     @classmethod
-    def of(cls, qid: str, prompt_ids: list[int], generations: Sequence[Generation]) -> BundledGenerationOutputs:
+    def of(
+        cls, qid: str, prompt_ids: list[int], generations: Sequence[Generation]
+    ) -> BundledGenerationOutputs:
         """From what the engines sampled."""
         return cls(
             qid,

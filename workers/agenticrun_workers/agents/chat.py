@@ -39,11 +39,17 @@ class ChatFormat:
         self._tokenizer = tokenizer
         tail = self._after_marker(None)
         added: dict[str, int] = tokenizer.get_added_vocab()
-        self._end_text = max((token for token in added if tail.startswith(token)), key=len, default="")
+        self._end_text = max(
+            (token for token in added if tail.startswith(token)), key=len, default=""
+        )
         if not self._end_text:
-            raise ChatTemplateError(f"after an answer the chat template writes {tail!r}, which starts with no special token")
+            raise ChatTemplateError(
+                f"after an answer the chat template writes {tail!r}, which starts with no special token"
+            )
         self.end_of_turn = added[self._end_text]
-        self.stop_tokens: tuple[int, ...] = tuple({self.end_of_turn, tokenizer.eos_token_id} - {None})
+        self.stop_tokens: tuple[int, ...] = tuple(
+            {self.end_of_turn, tokenizer.eos_token_id} - {None}
+        )
         self._cached_next = lru_cache(maxsize=4096)(self._next)
 
     def first(self, system: str, user: str) -> IntArray:
@@ -55,7 +61,14 @@ class ChatFormat:
         """Tokens of these chat messages up to the start of the answer, int32 [T]. `tools` are described as OpenAI's API does."""
         return self._encode(self._render(messages, prompt=True, tools=tools))
 
-    def going_on(self, before: Sequence[Message], added: Sequence[Message], *, ended: bool, tools: Sequence[Message] = ()) -> IntArray:
+    def going_on(
+        self,
+        before: Sequence[Message],
+        added: Sequence[Message],
+        *,
+        ended: bool,
+        tools: Sequence[Message] = (),
+    ) -> IntArray:
         """Tokens between an answer to `before` and the next one, where `added` messages of any roles came in between, int32 [T].
 
         Raises `ChatTemplateError`, and whatever the template raises for messages that it refuses.
@@ -95,19 +108,30 @@ class ChatFormat:
         return tokens
 
     def _after_marker(self, user: str | None) -> str:
-        messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
+        messages: list[Message] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _MARKER},
+        ]
         if user is not None:
             messages.append({"role": "user", "content": user})
         return self._tail(messages, (), prompt=user is not None)
 
-    def _tail(self, messages: Sequence[Message], tools: Sequence[Message], *, prompt: bool = True) -> str:
+    def _tail(
+        self, messages: Sequence[Message], tools: Sequence[Message], *, prompt: bool = True
+    ) -> str:
         _, marker, tail = self._render(messages, prompt=prompt, tools=tools).partition(_MARKER)
         if not marker:
-            raise ChatTemplateError("the chat template does not write an assistant's message as it was given")
+            raise ChatTemplateError(
+                "the chat template does not write an assistant's message as it was given"
+            )
         return tail
 
-    def _render(self, messages: Sequence[Message], *, prompt: bool, tools: Sequence[Message] = ()) -> str:
-        text: str = self._tokenizer.apply_chat_template([*messages], tools=[*tools] or None, tokenize=False, add_generation_prompt=prompt)
+    def _render(
+        self, messages: Sequence[Message], *, prompt: bool, tools: Sequence[Message] = ()
+    ) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            [*messages], tools=[*tools] or None, tokenize=False, add_generation_prompt=prompt
+        )
         return text
 
     def _encode(self, text: str) -> IntArray:

@@ -45,7 +45,9 @@ class GenerationConfig:
         values = {snake_case(key): value for key, value in config.items()}
         unknown = [key for key in config if snake_case(key) not in known]
         if unknown:
-            raise ValueError(f"gconfig has no key {unknown[0]!r} (known: {', '.join(map(camel_case, sorted(known)))})")
+            raise ValueError(
+                f"gconfig has no key {unknown[0]!r} (known: {', '.join(map(camel_case, sorted(known)))})"
+            )
         return cls(**values).within(limits)
 
     def new(self, **changes: Any) -> Self:
@@ -55,13 +57,21 @@ class GenerationConfig:
     def within(self, limits: AgentLimits) -> GenerationConfig:
         """With everything filled in that was None. Raises `ValueError` for what the run refuses."""
         for name, value in (("n", self.n), ("maxNewTokens", self.max_new_tokens)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"gconfig.{name} must be a whole number of at least 1, not {value!r}")
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
+                raise ValueError(
+                    f"gconfig.{name} must be a whole number of at least 1, not {value!r}"
+                )
         if self.n > MAX_SAMPLES:
             raise ValueError(f"gconfig.n must be at most {MAX_SAMPLES}, not {self.n}")
         for name, place in OWNED.items():
             asked, owned = getattr(self, name), getattr(limits, name)
             if asked is not None and asked != owned:
-                raise ValueError(f"gconfig.{camel_case(name)} is {asked}, and the run samples with {owned}: leave it out, and set {place}")
+                raise ValueError(
+                    f"gconfig.{camel_case(name)} is {asked}, and the run samples with {owned}: leave it out, and set {place}"
+                )
         longest = min(self.max_new_tokens or limits.max_tokens_per_step, limits.max_tokens_per_step)
-        return replace(self, max_new_tokens=longest, **{name: getattr(limits, name) for name in OWNED})
+        return replace(
+            self, max_new_tokens=longest, **{name: getattr(limits, name) for name in OWNED}
+        )

@@ -17,7 +17,12 @@ from itertools import accumulate
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from agenticrun_workers.agents.bundles import BundledGenerationOutputs, EpisodeEnded, Prompt, ScoredSequence
+from agenticrun_workers.agents.bundles import (
+    BundledGenerationOutputs,
+    EpisodeEnded,
+    Prompt,
+    ScoredSequence,
+)
 from agenticrun_workers.agents.chat import ChatFormat
 from agenticrun_workers.agents.generation_config import GenerationConfig
 from agenticrun_workers.agents.queued import Request
@@ -83,10 +88,16 @@ class MathMultiTurnAgent:
             rewards.append(((success - 0.5) * 2 - self.reward_bias) * self.reward_scaling)
             if success:
                 break
-            token_ids = acts[-1].seqs[0] + self.chat.next(self.feedback, ended=not acts[-1].no_eos[0]).tolist()
+            token_ids = (
+                acts[-1].seqs[0]
+                + self.chat.next(self.feedback, ended=not acts[-1].no_eos[0]).tolist()
+            )
         metrics = {"success": float(success), "num_answers": float(len(acts))}
         returns = self.returns(rewards)
-        return [ScoredSequence(act.seqs[0], reward, trained="last", metrics=metrics) for act, reward in zip(acts, returns, strict=True)]
+        return [
+            ScoredSequence(act.seqs[0], reward, trained="last", metrics=metrics)
+            for act, reward in zip(acts, returns, strict=True)
+        ]
 
     def answers(self, act: BundledGenerationOutputs) -> list[str]:
         """The text of each sample."""
@@ -94,7 +105,9 @@ class MathMultiTurnAgent:
 
     def returns(self, rewards: Sequence[float]) -> list[float]:
         """R_k of each turn."""
-        backwards = accumulate(reversed(rewards), lambda later, reward: reward + self.turn_level_discount * later)
+        backwards = accumulate(
+            reversed(rewards), lambda later, reward: reward + self.turn_level_discount * later
+        )
         return list(backwards)[::-1]
 
 

@@ -56,4 +56,6 @@ class MultiTurnAgent(TurnBasedAgent):
         user = self._agent_template.format_map(self.fields(instruction, observation, len(past) + 1))
         if past:
             return self.chat.next(user, ended=past[-1].ended)
-        return self.chat.first(self._system_template.format_map(self.fields(instruction, "", 1)), user)
+        return self.chat.first(
+            self._system_template.format_map(self.fields(instruction, "", 1)), user
+        )

@@ -52,14 +52,30 @@ class CollectsThroughQueues(Protocol):
 class QueuedAgent:
     """Plays a user's agent as an `Agent`."""
 
-    def __init__(self, user: CollectsThroughQueues, *, tokenizer: PreTrainedTokenizerBase, limits: AgentLimits) -> None:
+    def __init__(
+        self,
+        user: CollectsThroughQueues,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: AgentLimits,
+    ) -> None:
         self.user = user
         self._chat = ChatFormat(tokenizer)
         self._vocabulary = len(tokenizer)
         self._limits = limits
         self._calls = ServiceCalls(limits.step_timeout)
 
-    async def collect_trajectory(self, episode: Episode, env: Env | EnvironmentService, generate: Generate) -> list[Trajectory]:
+    async def collect_trajectory(
+        self, episode: Episode, env: Env | EnvironmentService, generate: Generate
+    ) -> list[Trajectory]:
         """See `Agent`."""
         view = view_of(env, episode, self._calls)
-        return await QueuedEpisode(self.user.collect_trajectory, self._chat, self._vocabulary, self._limits, episode, view, generate).play()
+        return await QueuedEpisode(
+            self.user.collect_trajectory,
+            self._chat,
+            self._vocabulary,
+            self._limits,
+            episode,
+            view,
+            generate,
+        ).play()

@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate, answered
-from agenticrun_workers.agents.bundles import BundledGenerationOutputs, EpisodeEnded, Prompt, ScoredSequence
+from agenticrun_workers.agents.bundles import (
+    BundledGenerationOutputs,
+    EpisodeEnded,
+    Prompt,
+    ScoredSequence,
+)
 from agenticrun_workers.agents.chat import ChatFormat
 from agenticrun_workers.agents.generation_config import GenerationConfig
 from agenticrun_workers.agents.sampled_tree import SampledTree
@@ -82,16 +87,26 @@ class QueuedEpisode:
             return [self._lost(end.reason, "")]
 
     def _lost(self, reason: StopReason, message: str) -> Trajectory:
-        return Trajectory(self._episode.key, self._episode.tag, (), reason, self._env.metrics.totals(), message)
+        return Trajectory(
+            self._episode.key, self._episode.tag, (), reason, self._env.metrics.totals(), message
+        )
 
     def _prompt(self, instruction: str, text: str) -> Prompt:
         try:
             tokens_T = self._chat.first(instruction, text)
         except Exception as error:  # tokenizers raises plain Exception
-            raise EnvFault(StopReason.ENV_ERROR, f"the prompt {text[:80]!r} cannot be tokenised: {error}") from error
+            raise EnvFault(
+                StopReason.ENV_ERROR, f"the prompt {text[:80]!r} cannot be tokenised: {error}"
+            ) from error
         episode = self._episode
         return Prompt(
-            str(episode.key), tokens_T.tolist(), text, instruction, dict(episode.item or {}), episode.key.stream, episode.env_seed
+            str(episode.key),
+            tokens_T.tolist(),
+            text,
+            instruction,
+            dict(episode.item or {}),
+            episode.key.stream,
+            episode.env_seed,
         )
 
     async def _run(self, prompt: Prompt) -> Any:
@@ -101,7 +116,9 @@ class QueuedEpisode:
         tasks = {agent, answering}
         try:
             while True:
-                await asyncio.wait(tasks, timeout=self._limits.step_timeout, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    tasks, timeout=self._limits.step_timeout, return_when=asyncio.FIRST_COMPLETED
+                )
                 if answering.done():
                     answering.result()
                 if agent.done():
@@ -127,7 +144,10 @@ class QueuedEpisode:
         limit = self._limits.step_timeout
         waited = time.monotonic() - max(self._active, self._env.active)
         if limit is not None and not self._generating and not self._env.calls and waited > limit:
-            raise EnvFault(StopReason.TIMEOUT, f"the agent neither asked for a response nor returned within {limit} s")
+            raise EnvFault(
+                StopReason.TIMEOUT,
+                f"the agent neither asked for a response nor returned within {limit} s",
+            )
 
     async def _answer_requests(self) -> None:
         """Answer in the order of the requests, for as long as the agent asks."""
@@ -135,7 +155,9 @@ class QueuedEpisode:
             async with asyncio.TaskGroup() as answers:
                 before: asyncio.Task[None] | None = None
                 for number in count(1):
-                    before = answers.create_task(self._answer(await self._requests.get(), number, before))
+                    before = answers.create_task(
+                        self._answer(await self._requests.get(), number, before)
+                    )
         except BaseExceptionGroup as failed:  # the first one cancels the others
             raise failed.exceptions[0] from None
 
@@ -154,28 +176,40 @@ class QueuedEpisode:
         qid, prompt_T, config = self._checked(asked)
         room = self._limits.sequence_length - len(prompt_T)
         if number > self._limits.max_turns or room < 1:
-            self._ended = EpisodeEnded(StopReason.CONTEXT_OVERFLOW if room < 1 else StopReason.MAX_TURNS)
+            self._ended = EpisodeEnded(
+                StopReason.CONTEXT_OVERFLOW if room < 1 else StopReason.MAX_TURNS
+            )
             return self._ended
-        sampled = await asyncio.gather(*(self._sample(prompt_T, config, room, number, sample) for sample in range(config.n)))
+        sampled = await asyncio.gather(
+            *(self._sample(prompt_T, config, room, number, sample) for sample in range(config.n))
+        )
         for generation in sampled:
             self._tree.add(prompt_T, generation)
         return BundledGenerationOutputs.of(qid, prompt_T.tolist(), sampled)
 
     def _checked(self, asked: Any) -> tuple[str, IntArray, GenerationConfig]:
-        if not isinstance(asked, tuple) or len(asked) != 3 or not isinstance(asked[2], GenerationConfig):
+        if (
+            not isinstance(asked, tuple)
+            or len(asked) != 3
+            or not isinstance(asked[2], GenerationConfig)
+        ):
             raise _mistake(f"obs_queue takes (qid, token_ids, gconfig), not {_shown(asked)}")
         qid, tokens, config = asked
         tokens_T = np.asarray(tokens)
         if tokens_T.ndim != 1 or not np.issubdtype(tokens_T.dtype, np.integer) or not len(tokens_T):
             raise _mistake(f"token_ids must be whole numbers, at least one, not {_shown(tokens)}")
         if tokens_T.min() < 0 or tokens_T.max() >= self._vocabulary:
-            raise _mistake(f"token_ids has a number outside of the vocabulary of {self._vocabulary}")
+            raise _mistake(
+                f"token_ids has a number outside of the vocabulary of {self._vocabulary}"
+            )
         try:
             return str(qid), tokens_T.astype(np.int32), config.within(self._limits)
         except ValueError as error:
             raise _mistake(str(error)) from error
 
-    async def _sample(self, prompt_T: IntArray, config: GenerationConfig, room: int, number: int, sample: int) -> Generation:
+    async def _sample(
+        self, prompt_T: IntArray, config: GenerationConfig, room: int, number: int, sample: int
+    ) -> Generation:
         assert config.max_new_tokens is not None
         sampling = self._limits.sampling(min(config.max_new_tokens, room), self._chat.stop_tokens)
         request = self._episode.request(f"{number}-{sample}", prompt_T, sampling, [number, sample])
@@ -183,27 +217,49 @@ class QueuedEpisode:
 
     def _trajectories(self, returned: Any) -> list[Trajectory]:
         sequences = [returned] if isinstance(returned, ScoredSequence) else returned
-        if not isinstance(sequences, (list, tuple)) or not sequences or not all(isinstance(s, ScoredSequence) for s in sequences):
-            raise _mistake(f"collect_trajectory must return one ScoredSequence or several, not {_shown(returned)}")
+        if (
+            not isinstance(sequences, (list, tuple))
+            or not sequences
+            or not all(isinstance(s, ScoredSequence) for s in sequences)
+        ):
+            raise _mistake(
+                f"collect_trajectory must return one ScoredSequence or several, not {_shown(returned)}"
+            )
         try:
             return [self._trajectory(sequence) for sequence in sequences]
         except (TypeError, ValueError, OverflowError) as error:
-            raise _mistake(f"a ScoredSequence has tokens, rewards or metrics that are no numbers: {error}") from error
+            raise _mistake(
+                f"a ScoredSequence has tokens, rewards or metrics that are no numbers: {error}"
+            ) from error
 
     def _trajectory(self, sequence: ScoredSequence) -> Trajectory:
         sampled = self._tree.find(sequence.tokens)
         if sampled is None:
-            raise _mistake("a ScoredSequence has tokens that were not sampled: they must be one of the seqs of a bundle")
+            raise _mistake(
+                "a ScoredSequence has tokens that were not sampled: they must be one of the seqs of a bundle"
+            )
         path = [replace(sampled, parent=None)] if sequence.trained == "last" else sampled.path()
         given = sequence.rewards
         rewards = [*given] if isinstance(given, Sequence) else [*[0.0] * (len(path) - 1), given]
         if len(rewards) != len(path):
-            raise _mistake(f"a ScoredSequence has {len(rewards)} rewards, and its trained turns are {len(path)}")
-        turns = [one.turn(self._chat, float(reward)) for one, reward in zip(path, rewards, strict=True)]
+            raise _mistake(
+                f"a ScoredSequence has {len(rewards)} rewards, and its trained turns are {len(path)}"
+            )
+        turns = [
+            one.turn(self._chat, float(reward)) for one, reward in zip(path, rewards, strict=True)
+        ]
         turns[-1] = replace(turns[-1], valid=sequence.valid)
         told = self._ended.reason if self._ended else StopReason.COMPLETED
-        metrics = self._env.metrics.totals() | {str(name): float(value) for name, value in sequence.metrics.items()}
-        return Trajectory(self._episode.key, self._episode.tag, tuple(turns), sequence.stop_reason or told, metrics)
+        metrics = self._env.metrics.totals() | {
+            str(name): float(value) for name, value in sequence.metrics.items()
+        }
+        return Trajectory(
+            self._episode.key,
+            self._episode.tag,
+            tuple(turns),
+            sequence.stop_reason or told,
+            metrics,
+        )
 
 
 def _mistake(message: str) -> EnvFault:

@@ -23,9 +23,17 @@ def random_valid_policy(env: Env, chat: ChatFormat, timeout: float | None = None
     async def generate(request: GenerationRequest) -> Generation:
         actions = await calls.valid_actions(env)
         if not actions:
-            raise EnvFault(StopReason.ENV_ERROR, "valid_actions is empty: random play needs answers to choose from")
+            raise EnvFault(
+                StopReason.ENV_ERROR,
+                "valid_actions is empty: random play needs answers to choose from",
+            )
         choice = int(np.random.default_rng(request.seed).integers(len(actions)))
         tokens_T = chat.answer(actions[choice])
-        return Generation(tokens_T, np.zeros(len(tokens_T), np.float32), np.zeros(len(tokens_T), np.int32), FinishReason.STOP)
+        return Generation(
+            tokens_T,
+            np.zeros(len(tokens_T), np.float32),
+            np.zeros(len(tokens_T), np.int32),
+            FinishReason.STOP,
+        )
 
     return generate

@@ -15,7 +15,14 @@ from agenticrun_workers.agents.agent import Agent, AgentLimits
 from agenticrun_workers.agents.generation_config import GenerationConfig
 from agenticrun_workers.agents.queued import QueuedAgent
 from agenticrun_workers.agents.templates import fixed_text
-from agenticrun_workers.plugins import ErrorTypes, PluginConfigError, PluginImportError, PluginNotFound, Registry, snake_case
+from agenticrun_workers.plugins import (
+    ErrorTypes,
+    PluginConfigError,
+    PluginImportError,
+    PluginNotFound,
+    Registry,
+    snake_case,
+)
 
 Factory = Callable[..., Any]
 
@@ -35,7 +42,9 @@ class AgentConfigError(PluginConfigError):
     """The agent does not know a config key, or refuses a value."""
 
 
-_registry: Registry[Any] = Registry("agent", "agenticrun.agents", ErrorTypes(AgentNotFound, AgentImportError, AgentConfigError))
+_registry: Registry[Any] = Registry(
+    "agent", "agenticrun.agents", ErrorTypes(AgentNotFound, AgentImportError, AgentConfigError)
+)
 
 
 @overload
@@ -51,7 +60,9 @@ def register_agent(name: str, factory: Factory | None = None) -> Any:
     return _registry.register(name) if factory is None else _registry.register(name)(factory)
 
 
-def make_agent(type: str, config: Mapping[str, Any], *, tokenizer: PreTrainedTokenizerBase, limits: AgentLimits) -> Agent:
+def make_agent(
+    type: str, config: Mapping[str, Any], *, tokenizer: PreTrainedTokenizerBase, limits: AgentLimits
+) -> Agent:
     """Build an agent. Raises `AgentNotFound`, `AgentImportError` or `AgentConfigError`, each saying what to do.
 
     Of `tokenizer`, `limits` and `gconfig` a class gets what its constructor names; `gconfig` is made of the config's.
@@ -61,17 +72,29 @@ def make_agent(type: str, config: Mapping[str, Any], *, tokenizer: PreTrainedTok
     given: dict[str, Any] = {"tokenizer": tokenizer, "limits": limits}
     if "gconfig" in parameters:
         config, given["gconfig"] = _gconfig(type, config, limits)
-    made = _registry.make(type, config, **{name: value for name, value in given.items() if takes_any or name in parameters})
-    return QueuedAgent(made, tokenizer=tokenizer, limits=limits) if _has_queues(type, made) else cast(Agent, made)
+    made = _registry.make(
+        type,
+        config,
+        **{name: value for name, value in given.items() if takes_any or name in parameters},
+    )
+    return (
+        QueuedAgent(made, tokenizer=tokenizer, limits=limits)
+        if _has_queues(type, made)
+        else cast(Agent, made)
+    )
 
 
-def _gconfig(type: str, config: Mapping[str, Any], limits: AgentLimits) -> tuple[dict[str, Any], GenerationConfig]:
+def _gconfig(
+    type: str, config: Mapping[str, Any], limits: AgentLimits
+) -> tuple[dict[str, Any], GenerationConfig]:
     """The rest of the config, and what its `gconfig` says."""
     asked = config.get("gconfig", {})
     try:
         if not isinstance(asked, Mapping):
             raise ValueError(f"gconfig must be a mapping, not {asked!r}")
-        return {key: value for key, value in config.items() if key != "gconfig"}, GenerationConfig.of(asked, limits)
+        return {
+            key: value for key, value in config.items() if key != "gconfig"
+        }, GenerationConfig.of(asked, limits)
     except ValueError as error:
         raise AgentConfigError(f"agent {type!r} refuses its config: {error}") from error
 
@@ -104,7 +127,15 @@ def agent_texts(type: str, config: Mapping[str, Any]) -> list[str]:
     The vocabulary of a tiny model is made of them. Raises `AgentNotFound` or `AgentImportError`.
     """
     parameters = inspect.signature(_registry.find(type)).parameters
-    values = {name: parameter.default for name, parameter in parameters.items() if name.endswith("_template")}
+    values = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name.endswith("_template")
+    }
     values |= {snake_case(name): value for name, value in config.items()}
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
-    return [text for name, value in texts.items() for text in (fixed_text(value) if name.endswith("_template") else [value])]
+    return [
+        text
+        for name, value in texts.items()
+        for text in (fixed_text(value) if name.endswith("_template") else [value])
+    ]

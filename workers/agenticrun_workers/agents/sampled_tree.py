@@ -74,7 +74,11 @@ class SampledTree:
 
     def add(self, prompt_T: IntArray, generation: Generation) -> None:
         """Remember a response to this prompt, int32 [T]."""
-        parent = max((one for one in self._sampled if one.begins(prompt_T)), key=lambda one: one.length, default=None)
+        parent = max(
+            (one for one in self._sampled if one.begins(prompt_T)),
+            key=lambda one: one.length,
+            default=None,
+        )
         sampled = Sampled(prompt_T, generation, parent)
         self._sampled.append(sampled)
         self._by_tokens[np.concatenate([prompt_T, generation.tokens_T]).tobytes()].append(sampled)

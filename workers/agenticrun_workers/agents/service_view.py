@@ -40,7 +40,10 @@ class ServiceView(EnvironmentService):
     async def reset(self, seed: int | None = None, options: Mapping[str, Any] | None = None) -> str:
         """Begin the episode again, unless it has only begun. Its level is the run's business: other seeds and options are refused."""
         if seed not in (None, self._episode.env_seed) or options:
-            raise EnvFault(StopReason.ENV_ERROR, "the agent: seed and options are the run's, so call env.reset() without them")
+            raise EnvFault(
+                StopReason.ENV_ERROR,
+                "the agent: seed and options are the run's, so call env.reset() without them",
+            )
         if self._first is None:
             _, first = await self._counted(self._begin())
             return first
@@ -77,7 +80,9 @@ class _OfService(ServiceView):
 
     async def _begin(self) -> tuple[str, str]:
         episode = self._episode
-        text = await self._env_calls.begin(self._service, episode.env_seed, episode.key.stream, episode.item)
+        text = await self._env_calls.begin(
+            self._service, episode.env_seed, episode.key.stream, episode.item
+        )
         return self._service.instruction, text
 
     async def _step(self, action: Any) -> ServiceStep:
@@ -93,13 +98,21 @@ class _OfEnv(ServiceView):
 
     async def _begin(self) -> tuple[str, str]:
         episode = self._episode
-        start = await self._env_calls.reset(self._env, episode.env_seed, episode.key.stream, episode.item)
+        start = await self._env_calls.reset(
+            self._env, episode.env_seed, episode.key.stream, episode.item
+        )
         return start.instruction, start.observation
 
     async def _step(self, action: Any) -> ServiceStep:
         result = await self._env_calls.step(self._env, action)
         self.metrics.add_step(result)
-        return result.observation, result.reward, result.terminated, result.truncated, {"metrics": result.metrics, **result.info}
+        return (
+            result.observation,
+            result.reward,
+            result.terminated,
+            result.truncated,
+            {"metrics": result.metrics, **result.info},
+        )
 
 
 def view_of(env: Env | EnvironmentService, episode: Episode, calls: ServiceCalls) -> ServiceView:

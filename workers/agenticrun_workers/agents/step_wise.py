@@ -16,10 +16,21 @@ from agenticrun_workers.agents.templates import check_template
 from agenticrun_workers.agents.turn_based import Exchange, Policy, TurnBasedAgent
 from agenticrun_workers.types import IntArray
 
-TEMPLATE_FIELDS = ("instruction", "history", "history_length", "step_count", "turn", "turns_left", "observation", "max_tokens")
+TEMPLATE_FIELDS = (
+    "instruction",
+    "history",
+    "history_length",
+    "step_count",
+    "turn",
+    "turns_left",
+    "observation",
+    "max_tokens",
+)
 HISTORY_FIELDS = ("turn", "observation", "action")
 
-AGENT_TEMPLATE = "Steps taken: {step_count}. The last {history_length}:\n{history}Now:\n{observation}"
+AGENT_TEMPLATE = (
+    "Steps taken: {step_count}. The last {history_length}:\n{history}Now:\n{observation}"
+)
 HISTORY_TEMPLATE = "[{turn}]\n{observation}\n-> {action}\n"
 
 
@@ -73,19 +84,29 @@ class StepWiseAgent(TurnBasedAgent):
     def prompt(self, instruction: str, past: Sequence[Exchange], observation: str) -> IntArray:
         """The whole prompt of this turn."""
         fields = self._fields_of(instruction, past, observation)
-        return self.chat.first(self._system_template.format_map(fields), self._agent_template.format_map(fields))
+        return self.chat.first(
+            self._system_template.format_map(fields), self._agent_template.format_map(fields)
+        )
 
-    def _fields_of(self, instruction: str, past: Sequence[Exchange], observation: str) -> dict[str, Any]:
+    def _fields_of(
+        self, instruction: str, past: Sequence[Exchange], observation: str
+    ) -> dict[str, Any]:
         first_shown = max(0, len(past) - self._history_length)
         history = "".join(
             self._history_template.format_map(
                 {
                     "turn": number + 1,
                     "observation": past[number].observation,
-                    "action": past[number].answer if past[number].action is None else past[number].action,
+                    "action": past[number].answer
+                    if past[number].action is None
+                    else past[number].action,
                 }
             )
             for number in range(first_shown, len(past))
         )
-        shown = {"history": history, "history_length": len(past) - first_shown, "step_count": len(past)}
+        shown = {
+            "history": history,
+            "history_length": len(past) - first_shown,
+            "step_count": len(past),
+        }
         return self.fields(instruction, observation, len(past) + 1) | shown

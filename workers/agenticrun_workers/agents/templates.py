@@ -14,7 +14,9 @@ def check_template(template: str, fields: Sequence[str]) -> None:
     try:
         template.format_map(dict.fromkeys(fields, ""))
     except (KeyError, IndexError, ValueError, AttributeError) as error:
-        raise ValueError(f"template {template!r}: {error!r}; known fields are {', '.join(fields)}") from error
+        raise ValueError(
+            f"template {template!r}: {error!r}; known fields are {', '.join(fields)}"
+        ) from error
 
 
 def fixed_text(template: str) -> list[str]:

@@ -16,7 +16,14 @@ from agenticrun_workers.agents.chat import ChatFormat
 from agenticrun_workers.agents.episode_metrics import EpisodeMetrics
 from agenticrun_workers.envs import Env, EnvCalls, EnvFault, StepResult
 from agenticrun_workers.plugins import compile_pattern, last_group
-from agenticrun_workers.types import FinishReason, Generation, IntArray, StopReason, Trajectory, Turn
+from agenticrun_workers.types import (
+    FinishReason,
+    Generation,
+    IntArray,
+    StopReason,
+    Trajectory,
+    Turn,
+)
 
 Policy = Literal["continue", "stop"]
 
@@ -69,7 +76,9 @@ class TurnBasedAgent(ABC):
     def prompt(self, instruction: str, past: Sequence[Exchange], observation: str) -> IntArray:
         """Tokens put before the policy now, after these past turns, int32 [T]; see `stepwise`."""
 
-    async def collect_trajectory(self, episode: Episode, env: Env, generate: Generate) -> Trajectory:
+    async def collect_trajectory(
+        self, episode: Episode, env: Env, generate: Generate
+    ) -> Trajectory:
         """Play one episode; see `Agent`."""
         play = _Play(self, episode, env, generate)
         try:
@@ -122,7 +131,9 @@ class _Play:
 
     async def run(self) -> None:
         """Turn by turn, until `_EpisodeEnded`."""
-        start = await self.agent.envs.reset(self.env, self.episode.env_seed, self.episode.key.stream, self.episode.item)
+        start = await self.agent.envs.reset(
+            self.env, self.episode.env_seed, self.episode.key.stream, self.episode.item
+        )
         self.instruction, observation = start.instruction, start.observation
         for turn in range(1, self.agent.limits.max_turns + 1):
             prompt_T = self._prompt(observation)
@@ -139,14 +150,25 @@ class _Play:
     def trajectory(self, reason: StopReason, error: str = "") -> Trajectory:
         turns = tuple(self.turns)
         return Trajectory(
-            self.episode.key, self.episode.tag, turns, reason, self.metrics.totals(), error, self.agent.stepwise, self.ending_T
+            self.episode.key,
+            self.episode.tag,
+            turns,
+            reason,
+            self.metrics.totals(),
+            error,
+            self.agent.stepwise,
+            self.ending_T,
         )
 
     def _ending(self, observation: str) -> IntArray:
         """The prompt that a cut episode leaves unanswered; nothing if there is no room for it."""
         prompt_T = self._prompt(observation)
         before = 0 if self.agent.stepwise else sum(map(len, self.conversation))
-        return prompt_T if before + len(prompt_T) <= self.agent.limits.sequence_length else prompt_T[:0]
+        return (
+            prompt_T
+            if before + len(prompt_T) <= self.agent.limits.sequence_length
+            else prompt_T[:0]
+        )
 
     def _prompt(self, observation: str) -> IntArray:
         """Tokens of an observation. Text that the tokenizer refuses is the environment's mistake."""
@@ -158,12 +180,16 @@ class _Play:
 
     async def _respond(self, prompt_T: IntArray, observation: str, turn: int) -> Generation:
         limits = self.agent.limits
-        context_T = prompt_T if self.agent.stepwise else np.concatenate([*self.conversation, prompt_T])
+        context_T = (
+            prompt_T if self.agent.stepwise else np.concatenate([*self.conversation, prompt_T])
+        )
         budget = min(limits.max_tokens_per_step, limits.sequence_length - len(context_T))
         if budget < 1:
             raise _EpisodeEnded(StopReason.CONTEXT_OVERFLOW)
         sampling = limits.sampling(budget, self.agent.chat.stop_tokens)
-        generation = await self.generate(self.episode.request(str(turn), context_T, sampling, [turn]))
+        generation = await self.generate(
+            self.episode.request(str(turn), context_T, sampling, [turn])
+        )
         if generation.finish is FinishReason.ABORT:
             self._record(prompt_T, observation, generation, None)
             raise _EpisodeEnded(StopReason.ABORTED)
@@ -172,7 +198,9 @@ class _Play:
         self.conversation += [prompt_T, generation.tokens_T]
         return generation
 
-    async def _act(self, prompt_T: IntArray, observation: str, generation: Generation) -> StepResult:
+    async def _act(
+        self, prompt_T: IntArray, observation: str, generation: Generation
+    ) -> StepResult:
         answer = self.agent.chat.text(generation.tokens_T)
         action = self.agent.action(answer)
         cut = self.agent.stop_on_cut and generation.finish is FinishReason.LENGTH
@@ -192,7 +220,13 @@ class _Play:
         return result
 
     def _record(
-        self, prompt_T: IntArray, observation: str, generation: Generation, action: str | None, reward: float = 0.0, known: bool = True
+        self,
+        prompt_T: IntArray,
+        observation: str,
+        generation: Generation,
+        action: str | None,
+        reward: float = 0.0,
+        known: bool = True,
     ) -> None:
         """Keep a turn. `known`: the environment did not call the action invalid."""
         self.turns.append(

@@ -8,7 +8,13 @@ from agenticrun_workers.algorithms.correction import CorrectionSpec, FilterSpec,
 from agenticrun_workers.algorithms.credit import Credit, CreditSpec, Estimator, Kind, assign_credit
 from agenticrun_workers.algorithms.episodes import Episodes
 from agenticrun_workers.algorithms.kl import KlController, KlKind, mean_kl
-from agenticrun_workers.algorithms.token_advantages import TokenAdvantages, Tokens, TokenSpec, token_advantages, turn_kl
+from agenticrun_workers.algorithms.token_advantages import (
+    TokenAdvantages,
+    Tokens,
+    TokenSpec,
+    token_advantages,
+    turn_kl,
+)
 from agenticrun_workers.algorithms.whitening import Reduce
 
 __all__ = [

@@ -12,7 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,13 @@ class StepTotals:
     """Sequences with at least one token of weight above 0."""
 
 
-def token_coefficients(weight_N: Tensor, sequence_N: Tensor, totals: StepTotals, aggregation: Aggregation, norm: float = 1.0) -> Tensor:
+def token_coefficients(
+    weight_N: Tensor,
+    sequence_N: Tensor,
+    totals: StepTotals,
+    aggregation: Aggregation,
+    norm: float = 1.0,
+) -> Tensor:
     """Coefficient of each token's loss, [N]; 0 where its weight is 0.
 
     With w the weights, W their sum and S the sequences of the step: token-mean w / W; seq-mean-token-sum w / S;
@@ -45,5 +53,9 @@ def token_coefficients(weight_N: Tensor, sequence_N: Tensor, totals: StepTotals,
         case "seq-mean-token-sum-norm":
             return weight_N / (totals.sequences * norm)
         case "seq-mean-token-mean":
-            sums_S = weight_N.new_zeros(int(sequence_N.max()) + 1 if len(sequence_N) else 0).index_add(0, sequence_N, weight_N)
-            return weight_N / (sums_S[sequence_N].clamp(min=torch.finfo(weight_N.dtype).tiny) * totals.sequences)
+            sums_S = weight_N.new_zeros(
+                int(sequence_N.max()) + 1 if len(sequence_N) else 0
+            ).index_add(0, sequence_N, weight_N)
+            return weight_N / (
+                sums_S[sequence_N].clamp(min=torch.finfo(weight_N.dtype).tiny) * totals.sequences
+            )

@@ -39,7 +39,9 @@ def run(name: str, cu_N1: Integers, *arguments: Any) -> None:
     if len(ranges) == 1:
         function(*ranges[0], cu_N1, *arguments)
         return
-    for future in [_pool().submit(function, first, last, cu_N1, *arguments) for first, last in ranges]:
+    for future in [
+        _pool().submit(function, first, last, cu_N1, *arguments) for first, last in ranges
+    ]:
         future.result()
 
 

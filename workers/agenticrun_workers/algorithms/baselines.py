@@ -9,7 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_workers.algorithms.normalization import Over, normalization, set_means, set_sizes
-from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, codes, discounted_suffix, last_of_each, owners, segment_sums
+from agenticrun_workers.algorithms.segments import (
+    Booleans,
+    Floats,
+    Integers,
+    codes,
+    discounted_suffix,
+    last_of_each,
+    owners,
+    segment_sums,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +29,9 @@ class Compared:
     degenerate_N: Booleans
 
 
-def grpo(scores_N: Floats, groups_N: Integers, mean: Over = "group", std: Over = "group") -> Compared:
+def grpo(
+    scores_N: Floats, groups_N: Integers, mean: Over = "group", std: Over = "group"
+) -> Compared:
     """(s_i - mean) / std of the group (Shao et al. 2024, arXiv 2402.03300), of the batch, or undivided."""
     normalized = normalization(scores_N, groups_N, mean, std)
     return Compared(normalized.apply(scores_N), normalized.degenerate_N)
@@ -40,7 +51,9 @@ def rloo(scores_N: Floats, groups_N: Integers) -> Compared:
         return Compared(scores_N, np.zeros(0, np.bool_))
     size_N = set_sizes(groups_N)
     centred_N = scores_N - set_means(scores_N, groups_N)
-    return Compared(np.where(size_N < 2, 0.0, centred_N * size_N / np.maximum(size_N - 1, 1)), size_N < 2)
+    return Compared(
+        np.where(size_N < 2, 0.0, centred_N * size_N / np.maximum(size_N - 1, 1)), size_N < 2
+    )
 
 
 def step_returns(rewards_K: Floats, cu_turns_N1: Integers, gamma: float) -> Floats:
@@ -93,6 +106,13 @@ def gigpo(
     """
     episode = grpo(segment_sums(rewards_K, cu_turns_N1), groups_N, mean, std)
     owner_K = owners(cu_turns_N1)
-    step = grpo(step_returns(rewards_K, cu_turns_N1, gamma), state_sets(groups_N[owner_K], states_K), mean, std)
+    step = grpo(
+        step_returns(rewards_K, cu_turns_N1, gamma),
+        state_sets(groups_N[owner_K], states_K),
+        mean,
+        std,
+    )
     values_K = episode_weight * episode.values_N[owner_K] + step_weight * step.values_N
-    return StepCredit(values_K, episode.values_N, step.values_N, episode.degenerate_N, step.degenerate_N)
+    return StepCredit(
+        values_K, episode.values_N, step.values_N, episode.degenerate_N, step.degenerate_N
+    )

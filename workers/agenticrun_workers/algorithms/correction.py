@@ -96,7 +96,14 @@ def correct(
     mask_L = np.empty(len(turns_L), np.bool_)
     weights_L = np.empty(len(turns_L), np.float32) if spec.weight else None
     tally_NM = np.zeros((len(trains_N), COLUMNS))
-    arrays = (old_logprobs_L, engine_logprobs_L, bounds, mask_L, NOTHING.copy() if weights_L is None else weights_L, tally_NM)
+    arrays = (
+        old_logprobs_L,
+        engine_logprobs_L,
+        bounds,
+        mask_L,
+        NOTHING.copy() if weights_L is None else weights_L,
+        tally_NM,
+    )
     backend.run("correct", cu_trajectories_N1, cu_seqlens_S1, turns_L, trains_N, *arrays)
     return Correction(mask_L, weights_L, tally_NM)
 
@@ -115,8 +122,12 @@ def correction_metrics(spec: CorrectionSpec, tally_M: Floats) -> dict[str, float
         metrics[f"actor/train_infer_ratio_{level}_mean"] = tally_M[RATIO + number] / tokens
         metrics[f"actor/train_infer_diff_{level}_mean"] = tally_M[DIFF + number] / tokens
         if level in filtered:
-            metrics[f"actor/train_infer_{level}_ratio_mask_mean"] = tally_M[RATIO_KEPT + number] / tokens
-            metrics[f"actor/train_infer_{level}_diff_mask_mean"] = tally_M[DIFF_KEPT + number] / tokens
+            metrics[f"actor/train_infer_{level}_ratio_mask_mean"] = (
+                tally_M[RATIO_KEPT + number] / tokens
+            )
+            metrics[f"actor/train_infer_{level}_diff_mask_mean"] = (
+                tally_M[DIFF_KEPT + number] / tokens
+            )
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -125,8 +136,21 @@ def _bounds(spec: CorrectionSpec) -> Bounds:
     low, high = (np.full((2, len(LEVELS)), end) for end in (-np.inf, np.inf))
     for chosen in spec.filters:
         row = LEVELS.index(chosen.level)
-        for kind, (least, most) in enumerate(((chosen.ratio_low, chosen.ratio_high), (chosen.diff_low, chosen.diff_high))):
+        for kind, (least, most) in enumerate(
+            ((chosen.ratio_low, chosen.ratio_high), (chosen.diff_low, chosen.diff_high))
+        ):
             low[kind, row] = max(low[kind, row], -np.inf if least is None else least)
             high[kind, row] = min(high[kind, row], np.inf if most is None else most)
-    upper = np.inf if spec.weight is None or spec.weight.upper_bound is None else spec.weight.upper_bound
-    return Bounds(low[0], high[0], low[1], high[1], LEVELS.index(spec.weight.level) if spec.weight else -1, upper)
+    upper = (
+        np.inf
+        if spec.weight is None or spec.weight.upper_bound is None
+        else spec.weight.upper_bound
+    )
+    return Bounds(
+        low[0],
+        high[0],
+        low[1],
+        high[1],
+        LEVELS.index(spec.weight.level) if spec.weight else -1,
+        upper,
+    )

@@ -9,7 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_workers.algorithms.compiled import compiled, compiled_in_lanes
-from agenticrun_workers.algorithms.layout import CLIPPED, DIFF, DIFF_KEPT, GAP, KEPT, LOG_LIMIT, RATIO, RATIO_KEPT, TOKENS, Bounds
+from agenticrun_workers.algorithms.layout import (
+    CLIPPED,
+    DIFF,
+    DIFF_KEPT,
+    GAP,
+    KEPT,
+    LOG_LIMIT,
+    RATIO,
+    RATIO_KEPT,
+    TOKENS,
+    Bounds,
+)
 from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers
 
 BLOCK = 256
@@ -26,7 +37,9 @@ def fast_exp(x: float) -> float:
     n = np.floor(x * LOG2_E + 0.5)
     r = (x - n * LN2_HIGH) - n * LN2_LOW
     high = 1 / 5040 + r * (1 / 40320 + r * (1 / 362880 + r * (1 / 3628800 + r * (1 / 39916800))))
-    series = 1.0 + r * (1.0 + r * (1 / 2 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120 + r * (1 / 720 + r * high))))))
+    series = 1.0 + r * (
+        1.0 + r * (1 / 2 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120 + r * (1 / 720 + r * high)))))
+    )
     return series * np.int64((np.int64(n) + 1023) << 52).view(np.float64)  # type: ignore[no-any-return]
 
 
@@ -126,16 +139,71 @@ def correct(
                     turn, stop = turns_L[t], t + 1
                     while stop < end and stop - t < BLOCK and turns_L[stop] == turn:
                         stop += 1
-                    logs, diffs = token_level(t, stop, trains_N[n], old_L, engine_L, bounds, blocks, mask_L, weights_L, tally)
-                    turn_length, turn_log, turn_diff = turn_length + stop - t, turn_log + logs, turn_diff + diffs
+                    logs, diffs = token_level(
+                        t,
+                        stop,
+                        trains_N[n],
+                        old_L,
+                        engine_L,
+                        bounds,
+                        blocks,
+                        mask_L,
+                        weights_L,
+                        tally,
+                    )
+                    turn_length, turn_log, turn_diff = (
+                        turn_length + stop - t,
+                        turn_log + logs,
+                        turn_diff + diffs,
+                    )
                     t = stop
                 if turn_length > 0:
                     ratio, diff = bounded_exp(turn_log / turn_length), turn_diff / turn_length
-                    settle(turn_begin, t, turns_L, 1, ratio, diff, turn_length, bounds, mask_L, weights_L, tally)
-                    length, log_sum, diff_sum = length + turn_length, log_sum + turn_log, diff_sum + turn_diff
+                    settle(
+                        turn_begin,
+                        t,
+                        turns_L,
+                        1,
+                        ratio,
+                        diff,
+                        turn_length,
+                        bounds,
+                        mask_L,
+                        weights_L,
+                        tally,
+                    )
+                    length, log_sum, diff_sum = (
+                        length + turn_length,
+                        log_sum + turn_log,
+                        diff_sum + turn_diff,
+                    )
             if length > 0:
-                settle(begin, end, turns_L, 2, bounded_exp(log_sum / length), diff_sum / length, length, bounds, mask_L, weights_L, tally)
-                settle(begin, end, turns_L, 3, bounded_exp(log_sum), diff_sum, length, bounds, mask_L, weights_L, tally)
+                settle(
+                    begin,
+                    end,
+                    turns_L,
+                    2,
+                    bounded_exp(log_sum / length),
+                    diff_sum / length,
+                    length,
+                    bounds,
+                    mask_L,
+                    weights_L,
+                    tally,
+                )
+                settle(
+                    begin,
+                    end,
+                    turns_L,
+                    3,
+                    bounded_exp(log_sum),
+                    diff_sum,
+                    length,
+                    bounds,
+                    mask_L,
+                    weights_L,
+                    tally,
+                )
             tally[TOKENS] += length
             kept = 0
             for i in range(begin, end):

@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 from agenticrun_workers.algorithms import baselines
 from agenticrun_workers.algorithms.baselines import Compared, state_sets, step_returns
 from agenticrun_workers.algorithms.episodes import Episodes
-from agenticrun_workers.algorithms.normalization import Grouping, Over, normalization, zero_variance_share
+from agenticrun_workers.algorithms.normalization import (
+    Grouping,
+    Over,
+    normalization,
+    zero_variance_share,
+)
 from agenticrun_workers.algorithms.rewards import (
     carriers,
     clip,
@@ -26,7 +31,14 @@ from agenticrun_workers.algorithms.rewards import (
     overlong_penalty,
     zero_rewards,
 )
-from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, codes, owners, segment_sums
+from agenticrun_workers.algorithms.segments import (
+    Booleans,
+    Floats,
+    Integers,
+    codes,
+    owners,
+    segment_sums,
+)
 
 Estimator = Literal[
     "gae",
@@ -114,7 +126,11 @@ def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) ->
     values_K, estimator_metrics = _estimate(spec, valid, rewards_K)
     per_turn_K = np.zeros(len(episodes.rewards_K))
     per_turn_K[turns] = values_K
-    trains_N = episodes.trainable_N & ~episodes.truncated_N if spec.truncated == "mask" else episodes.trainable_N
+    trains_N = (
+        episodes.trainable_N & ~episodes.truncated_N
+        if spec.truncated == "mask"
+        else episodes.trainable_N
+    )
     return Credit(per_turn_K, spec.kind, trains_N, metrics | estimator_metrics)
 
 
@@ -128,23 +144,36 @@ def _shaped_rewards(spec: CreditSpec, episodes: Episodes) -> tuple[Floats, dict[
     rewards_K = rewards_K + format_penalties(episodes.invalid_K, episodes.format_penalty_N, cu)
     if spec.truncated == "softPenalty":
         tokens_N = segment_sums(episodes.response_tokens_K, cu)
-        overlong_N = overlong_penalty(tokens_N.astype(np.int64), spec.overlong_limit, spec.overlong_buffer, spec.overlong_penalty)
+        overlong_N = overlong_penalty(
+            tokens_N.astype(np.int64),
+            spec.overlong_limit,
+            spec.overlong_buffer,
+            spec.overlong_penalty,
+        )
         rewards_K = rewards_K + on_last_turn(overlong_N, cu)
-    by_turn = spec.estimator in STEP_ESTIMATORS or (spec.kind == "reward" and spec.reward_placement == "turn")
+    by_turn = spec.estimator in STEP_ESTIMATORS or (
+        spec.kind == "reward" and spec.reward_placement == "turn"
+    )
     unclipped = rewards_K if by_turn else segment_sums(rewards_K, cu)
     clipped = clip(unclipped, spec.reward_clip)
-    metrics["critic/reward_clip_frac"] = float(np.mean(clipped != unclipped)) if len(unclipped) else 0.0
+    metrics["critic/reward_clip_frac"] = (
+        float(np.mean(clipped != unclipped)) if len(unclipped) else 0.0
+    )
     return clipped if by_turn else on_last_turn(clipped, cu), metrics
 
 
-def _estimate(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> tuple[Floats, dict[str, float]]:
+def _estimate(
+    spec: CreditSpec, episodes: Episodes, rewards_K: Floats
+) -> tuple[Floats, dict[str, float]]:
     """The value of each turn, and the estimator's metrics."""
     cu, owner_K = episodes.cu_turns_N1, owners(episodes.cu_turns_N1)
     groups_N = codes(episodes.groups_N)
     scores_N = segment_sums(rewards_K, cu)
     match spec.estimator:
         case "grpo":
-            return _whole_trajectories(baselines.grpo(scores_N, groups_N, spec.group_mean, spec.group_std), owner_K)
+            return _whole_trajectories(
+                baselines.grpo(scores_N, groups_N, spec.group_mean, spec.group_std), owner_K
+            )
         case "rloo":
             return _whole_trajectories(baselines.rloo(scores_N, groups_N), owner_K)
         case "dr_grpo":
@@ -153,21 +182,37 @@ def _estimate(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> tuple[
             return _gigpo(spec, episodes, rewards_K)
         case "step_reinforce":
             returns_K = step_returns(rewards_K, cu, spec.step_reward_gamma)
-            step = normalization(returns_K, _sets(spec, episodes, owner_K), spec.norm_mean, spec.norm_std)
+            step = normalization(
+                returns_K, _sets(spec, episodes, owner_K), spec.norm_mean, spec.norm_std
+            )
             values_K = step.apply(returns_K)
-            return values_K, {"group/degenerate": float(step.degenerate_N.sum()), **_spread("critic/rewards", values_K)}
+            return values_K, {
+                "group/degenerate": float(step.degenerate_N.sum()),
+                **_spread("critic/rewards", values_K),
+            }
         case "reinforce_plus_plus_baseline":
             normalized = normalization(scores_N, groups_N, "group", "none")
         case _:
-            normalized = normalization(scores_N, _sets(spec, episodes, None), spec.norm_mean, spec.norm_std)
+            normalized = normalization(
+                scores_N, _sets(spec, episodes, None), spec.norm_mean, spec.norm_std
+            )
     # The score's normalisation spread over its turns: scaled rewards, and the shift where the trajectory ends.
-    values_K = rewards_K * normalized.scale_N[owner_K] - on_last_turn(normalized.shift_N * normalized.scale_N, cu)
-    carried_K = np.bincount(carriers(episodes.response_tokens_K, cu), values_K, minlength=len(values_K)).astype(np.float64)
-    metrics = {"group/degenerate": float(normalized.degenerate_N.sum()), **_spread("critic/rewards", segment_sums(carried_K, cu))}
+    values_K = rewards_K * normalized.scale_N[owner_K] - on_last_turn(
+        normalized.shift_N * normalized.scale_N, cu
+    )
+    carried_K = np.bincount(
+        carriers(episodes.response_tokens_K, cu), values_K, minlength=len(values_K)
+    ).astype(np.float64)
+    metrics = {
+        "group/degenerate": float(normalized.degenerate_N.sum()),
+        **_spread("critic/rewards", segment_sums(carried_K, cu)),
+    }
     return carried_K, metrics
 
 
-def _gigpo(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> tuple[Floats, dict[str, float]]:
+def _gigpo(
+    spec: CreditSpec, episodes: Episodes, rewards_K: Floats
+) -> tuple[Floats, dict[str, float]]:
     credit = baselines.gigpo(
         rewards_K,
         episodes.cu_turns_N1,
@@ -189,7 +234,10 @@ def _gigpo(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> tuple[Flo
 
 
 def _whole_trajectories(compared: Compared, owner_K: Integers) -> tuple[Floats, dict[str, float]]:
-    metrics = {"group/degenerate": float(compared.degenerate_N.sum()), **_spread("critic/rewards", compared.values_N)}
+    metrics = {
+        "group/degenerate": float(compared.degenerate_N.sum()),
+        **_spread("critic/rewards", compared.values_N),
+    }
     return compared.values_N[owner_K], metrics
 
 
@@ -197,9 +245,17 @@ def _sets(spec: CreditSpec, episodes: Episodes, owner_K: Integers | None) -> Int
     """The sets that rewardNormalization's grouping names, of trajectories, or of turns where their owners are given."""
     if spec.norm_grouping == "state":
         if owner_K is None:
-            raise ValueError(f"rewardNormalization.grouping state compares turns: {spec.estimator} has one reward per trajectory")
-        return state_sets(episodes.groups_N[owner_K], _given(episodes.states_K, "states_K", "grouping state"))
-    by = {"batch": np.zeros_like(episodes.groups_N), "group": episodes.groups_N, "tag": episodes.tags_N}
+            raise ValueError(
+                f"rewardNormalization.grouping state compares turns: {spec.estimator} has one reward per trajectory"
+            )
+        return state_sets(
+            episodes.groups_N[owner_K], _given(episodes.states_K, "states_K", "grouping state")
+        )
+    by = {
+        "batch": np.zeros_like(episodes.groups_N),
+        "group": episodes.groups_N,
+        "tag": episodes.tags_N,
+    }
     sets_N = codes(by[spec.norm_grouping])
     return sets_N if owner_K is None else sets_N[owner_K]
 
@@ -213,4 +269,8 @@ def _given(array: NDArray[Any] | None, name: str, user: str) -> NDArray[Any]:
 def _spread(name: str, values: Floats) -> dict[str, float]:
     if not len(values):
         return {}
-    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

@@ -58,4 +58,6 @@ class Episodes:
             if values_K is not None and not np.isfinite(values_K).all():
                 turn = int(np.argmin(np.isfinite(values_K)))
                 trajectory = int(numbers_N[owners(self.cu_turns_N1)[turn]])
-                raise ValueError(f"{name} of trajectory {trajectory} holds {values_K[turn]}: count it out as env_error")
+                raise ValueError(
+                    f"{name} of trajectory {trajectory} holds {values_K[turn]}: count it out as env_error"
+                )

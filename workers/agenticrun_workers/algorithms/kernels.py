@@ -33,7 +33,14 @@ def token_kl(old: float, ref: float, code: int) -> float:
 
 
 @compiled
-def response_mask(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], trains_N: Booleans, mask_L: Booleans) -> None:
+def response_mask(
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    turns_L: NDArray[np.int32],
+    trains_N: Booleans,
+    mask_L: Booleans,
+) -> None:
     """Response tokens of trajectories that train."""
     for n in range(first, last):
         for t in range(cu_N1[n], cu_N1[n + 1]):
@@ -42,7 +49,14 @@ def response_mask(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.in
 
 @compiled
 def spread(
-    first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], mask_L: Booleans, per_turn_K: Floats, out_L: Any, totals_N4: Floats
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    turns_L: NDArray[np.int32],
+    mask_L: Booleans,
+    per_turn_K: Floats,
+    out_L: Any,
+    totals_N4: Floats,
 ) -> None:
     """The value of its turn on every masked token, 0 elsewhere. Totals over masked tokens: number, sum."""
     for n in range(first, last):
@@ -58,9 +72,19 @@ def spread(
 
 
 @compiled
-def reward_sums(first: int, last: int, cu_N1: Integers, mask_L: Booleans, rewards: TokenRewards, center: float, sums_N4: Floats) -> None:
+def reward_sums(
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    mask_L: Booleans,
+    rewards: TokenRewards,
+    center: float,
+    sums_N4: Floats,
+) -> None:
     """Per trajectory over masked tokens: number, sum of (r - center), sum of its square, tokens that the clip changed."""
-    turns_L, per_turn_K, old_L, ref_L, kl_code, kl_coef, bound, _, _ = rewards  # locals: a tuple's fields are counted references
+    turns_L, per_turn_K, old_L, ref_L, kl_code, kl_coef, bound, _, _ = (
+        rewards  # locals: a tuple's fields are counted references
+    )
     for n in range(first, last):
         following = -1
         for t in range(cu_N1[n + 1] - 1, cu_N1[n] - 1, -1):
@@ -143,7 +167,15 @@ def discount(
 
 
 @compiled
-def deviations(first: int, last: int, cu_N1: Integers, mask_L: Booleans, values_L: Any, center: float, sums_N2: Floats) -> None:
+def deviations(
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    mask_L: Booleans,
+    values_L: Any,
+    center: float,
+    sums_N2: Floats,
+) -> None:
     """Per trajectory over masked tokens: sum of (x - center), sum of its square."""
     for n in range(first, last):
         total = 0.0
@@ -158,7 +190,15 @@ def deviations(first: int, last: int, cu_N1: Integers, mask_L: Booleans, values_
 
 @compiled
 def rescale(
-    first: int, last: int, cu_N1: Integers, mask_L: Booleans, values_L: Any, shift: float, scale: float, bound: float, clipped_N: Integers
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    mask_L: Booleans,
+    values_L: Any,
+    shift: float,
+    scale: float,
+    bound: float,
+    clipped_N: Integers,
 ) -> None:
     """x <- clip((x - shift) * scale) on masked tokens, in place; the number that the clip changed."""
     for n in range(first, last):
@@ -174,7 +214,15 @@ def rescale(
 
 @compiled
 def turn_kl(
-    first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], old_L: Any, ref_L: Any, code: int, kl_K: Floats, kl_N2: Floats
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    turns_L: NDArray[np.int32],
+    old_L: Any,
+    ref_L: Any,
+    code: int,
+    kl_K: Floats,
+    kl_N2: Floats,
 ) -> None:
     """Summed KL of each turn's tokens; and per trajectory, with their number."""
     for n in range(first, last):
@@ -187,7 +235,14 @@ def turn_kl(
 
 
 @compiled
-def all_finite(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], values_L: Any, finite_N: Booleans) -> None:
+def all_finite(
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    turns_L: NDArray[np.int32],
+    values_L: Any,
+    finite_N: Booleans,
+) -> None:
     """Whether the values at response tokens are finite, per trajectory."""
     for n in range(first, last):
         probe = 0.0
@@ -197,4 +252,14 @@ def all_finite(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32
         finite_N[n] = probe == 0.0
 
 
-__all__ = ["all_finite", "correct", "deviations", "discount", "rescale", "response_mask", "reward_sums", "spread", "turn_kl"]
+__all__ = [
+    "all_finite",
+    "correct",
+    "deviations",
+    "discount",
+    "rescale",
+    "response_mask",
+    "reward_sums",
+    "spread",
+    "turn_kl",
+]

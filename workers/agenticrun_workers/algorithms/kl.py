@@ -31,7 +31,11 @@ def mean_kl(kl_K: Floats, response_tokens_K: Integers, cu_turns_N1: Integers) ->
     """Mean over trajectories with response tokens of their KL per token: what the controller compares with its target."""
     tokens_N = segment_sums(response_tokens_K, cu_turns_N1)
     spoke_N = tokens_N > 0
-    return float(np.mean(segment_sums(kl_K, cu_turns_N1)[spoke_N] / tokens_N[spoke_N])) if spoke_N.any() else 0.0
+    return (
+        float(np.mean(segment_sums(kl_K, cu_turns_N1)[spoke_N] / tokens_N[spoke_N]))
+        if spoke_N.any()
+        else 0.0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +54,6 @@ class KlController:
         if self.target is None:
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        return KlController(self.coef * (1.0 + error * samples / self.horizon), self.target, self.horizon)
+        return KlController(
+            self.coef * (1.0 + error * samples / self.horizon), self.target, self.horizon
+        )

@@ -131,7 +131,9 @@ def policy_loss(variant: Variant, level: RatioLevel, tokens: LossTokens) -> Poli
             loss_N, clipped_N = -weight_N * a_N * lp_N, weight_N != fixed_N
         case Topr():
             tapered_N, good_N = fixed_N.clamp(0, 1), tokens.score_N > 0
-            weight_N = torch.where(good_N, variant.positive_weight, variant.negative_weight * tapered_N)
+            weight_N = torch.where(
+                good_N, variant.positive_weight, variant.negative_weight * tapered_N
+            )
             loss_N, clipped_N = -weight_N * a_N * lp_N, ~good_N & (tapered_N != fixed_N)
         case Cispo():
             weight_N = fixed_N.clamp(1 - variant.epsilon_low, 1 + variant.epsilon_high)
@@ -141,7 +143,10 @@ def policy_loss(variant: Variant, level: RatioLevel, tokens: LossTokens) -> Poli
                 weight_N = weight_N * ~held_N
             loss_N = -weight_N * a_N * lp_N
         case Kimi15():
-            loss_N, clipped_N = -a_N * lp_N + variant.tau / 2 * (lp_N - tokens.old_logprobs_N).square(), unclipped_N
+            loss_N, clipped_N = (
+                -a_N * lp_N + variant.tau / 2 * (lp_N - tokens.old_logprobs_N).square(),
+                unclipped_N,
+            )
     if tokens.is_weights_N is not None:
         loss_N = tokens.is_weights_N * loss_N
     return PolicyLoss(loss_N, fixed_N, clipped_N.detach())
@@ -162,7 +167,9 @@ def importance_ratio(tokens: LossTokens, level: RatioLevel) -> Tensor:
             return _run_means(difference_N, tokens.sequence_N).exp()
 
 
-def kl_loss(logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: KlKind, limit: float | None = 10.0) -> Tensor:
+def kl_loss(
+    logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: KlKind, limit: float | None = 10.0
+) -> Tensor:
     """Estimate of KL(policy || reference) per token, [N], never negative (Schulman 2020, "Approximating KL divergence").
 
     d = ref - lp. k2: d^2 / 2. k3: exp(d) - d - 1. Gradients flow through `logprobs_N` only. An estimate above `limit` counts as
@@ -190,7 +197,12 @@ class ValueLoss:
     """True where the clip holds the gradient at zero."""
 
 
-def value_loss(values_N: Tensor, returns_N: Tensor, old_values_N: Tensor | None = None, clip: float | None = None) -> ValueLoss:
+def value_loss(
+    values_N: Tensor,
+    returns_N: Tensor,
+    old_values_N: Tensor | None = None,
+    clip: float | None = None,
+) -> ValueLoss:
     """1/2 max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2), or 1/2 (V - G)^2 without `clip` (Schulman et al. 2017, PPO's code).
 
     Raises:
@@ -219,7 +231,9 @@ def _ppo(variant: Ppo, ratio_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, T
 
 def _behaviour_weight(variant: Decoupled, tokens: LossTokens) -> Tensor:
     if tokens.engine_logprobs_N is None or tokens.is_weights_N is not None:
-        raise ValueError("decoupled PPO needs the engine's log-probs, and excludes importance weights, which are the same ratio")
+        raise ValueError(
+            "decoupled PPO needs the engine's log-probs, and excludes importance weights, which are the same ratio"
+        )
     return (tokens.old_logprobs_N - tokens.engine_logprobs_N).exp().clamp(max=variant.cap).detach()
 
 

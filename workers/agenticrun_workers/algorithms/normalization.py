@@ -50,7 +50,9 @@ def normalization(scores_N: Floats, sets_N: Integers, mean: Over, std: Over) -> 
     std_N = set_stds(scores_N, over[std])
     degenerate_N = std_N <= MIN_SPREAD
     same_set = mean != "none" and np.array_equal(over[mean], over[std])
-    scale_N = np.where(degenerate_N, 1.0 if same_set else 0.0, 1.0 / np.where(degenerate_N, 1.0, std_N))
+    scale_N = np.where(
+        degenerate_N, 1.0 if same_set else 0.0, 1.0 / np.where(degenerate_N, 1.0, std_N)
+    )
     return Normalization(shift_N, scale_N, degenerate_N)
 
 

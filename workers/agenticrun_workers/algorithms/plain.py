@@ -67,20 +67,44 @@ def token_kl(old: NDArray[Any], ref: NDArray[Any], code: int) -> Floats:
 
 
 def unclipped_rewards(rewards: TokenRewards, tokens: Responses) -> Floats:
-    rewards_M = np.where(tokens.closes_M, rewards.per_turn_K[tokens.turns_M], 0.0) if len(tokens.at_M) else np.zeros(0)
+    rewards_M = (
+        np.where(tokens.closes_M, rewards.per_turn_K[tokens.turns_M], 0.0)
+        if len(tokens.at_M)
+        else np.zeros(0)
+    )
     if rewards.kl_code:
-        kl_M = token_kl(rewards.old_logprobs_L[tokens.at_M], rewards.ref_logprobs_L[tokens.at_M], rewards.kl_code)
+        kl_M = token_kl(
+            rewards.old_logprobs_L[tokens.at_M],
+            rewards.ref_logprobs_L[tokens.at_M],
+            rewards.kl_code,
+        )
         rewards_M = rewards_M - rewards.kl_coef * kl_M
     return rewards_M
 
 
-def response_mask(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], trains_N: Booleans, mask_L: Booleans) -> None:
+def response_mask(
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    turns_L: NDArray[np.int32],
+    trains_N: Booleans,
+    mask_L: Booleans,
+) -> None:
     lo, hi = cu_N1[first], cu_N1[last]
-    mask_L[lo:hi] = (turns_L[lo:hi] >= 0) & np.repeat(trains_N[first:last], np.diff(cu_N1[first : last + 1]))
+    mask_L[lo:hi] = (turns_L[lo:hi] >= 0) & np.repeat(
+        trains_N[first:last], np.diff(cu_N1[first : last + 1])
+    )
 
 
 def spread(
-    first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], mask_L: Booleans, per_turn_K: Floats, out_L: Any, totals_N4: Floats
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    turns_L: NDArray[np.int32],
+    mask_L: Booleans,
+    per_turn_K: Floats,
+    out_L: Any,
+    totals_N4: Floats,
 ) -> None:
     tokens = responses(first, last, cu_N1, turns_L)
     keep_M = mask_L[tokens.at_M]
@@ -90,12 +114,25 @@ def spread(
     _add_columns(totals_N4, tokens.trajectory_M, (keep_M, values_M))
 
 
-def reward_sums(first: int, last: int, cu_N1: Integers, mask_L: Booleans, rewards: TokenRewards, center: float, sums_N4: Floats) -> None:
+def reward_sums(
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    mask_L: Booleans,
+    rewards: TokenRewards,
+    center: float,
+    sums_N4: Floats,
+) -> None:
     tokens = responses(first, last, cu_N1, rewards.turns_L)
     rewards_M = unclipped_rewards(rewards, tokens)
     clipped_M = np.clip(rewards_M, -rewards.bound, rewards.bound)
     keep_M = mask_L[tokens.at_M]
-    columns = (np.ones(len(rewards_M)), clipped_M - center, (clipped_M - center) ** 2, clipped_M != rewards_M)
+    columns = (
+        np.ones(len(rewards_M)),
+        clipped_M - center,
+        (clipped_M - center) ** 2,
+        clipped_M != rewards_M,
+    )
     _add_columns(sums_N4, tokens.trajectory_M[keep_M], [column[keep_M] for column in columns])
 
 
@@ -116,13 +153,23 @@ def discount(
     rewards_M = np.clip(unclipped_rewards(rewards, tokens), -rewards.bound, rewards.bound)
     rewards_M = (rewards_M - rewards.shift) * rewards.scale
     has_values = len(critic.values_L) > 0
-    values_M = critic.values_L[tokens.at_M].astype(np.float64) if has_values else np.zeros(len(tokens.at_M))
-    next_value_M = np.where(tokens.last_M, critic.bootstrap_N[tokens.trajectory_M], np.append(values_M[1:], 0.0)[: len(values_M)])
+    values_M = (
+        critic.values_L[tokens.at_M].astype(np.float64)
+        if has_values
+        else np.zeros(len(tokens.at_M))
+    )
+    next_value_M = np.where(
+        tokens.last_M,
+        critic.bootstrap_N[tokens.trajectory_M],
+        np.append(values_M[1:], 0.0)[: len(values_M)],
+    )
     discounted_M = tokens.closes_M | (not discounts.turn_level)
     gamma_M = np.where(discounted_M, discounts.gamma, 1.0)
     decay_M = np.where(tokens.last_M, 0.0, gamma_M * np.where(discounted_M, discounts.lambd, 1.0))
     longest = int(np.bincount(tokens.trajectory_M).max(initial=0))
-    advantages_M = discounted_suffix(rewards_M + gamma_M * next_value_M - values_M, decay_M, longest)
+    advantages_M = discounted_suffix(
+        rewards_M + gamma_M * next_value_M - values_M, decay_M, longest
+    )
     advantages_L[cu_N1[first] : cu_N1[last]] = 0.0
     advantages_L[tokens.at_M] = np.where(mask_L[tokens.at_M], advantages_M, 0.0)
     if has_values:
@@ -133,24 +180,50 @@ def discount(
     _add_columns(totals_N4, tokens.trajectory_M, columns)
 
 
-def deviations(first: int, last: int, cu_N1: Integers, mask_L: Booleans, values_L: Any, center: float, sums_N2: Floats) -> None:
+def deviations(
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    mask_L: Booleans,
+    values_L: Any,
+    center: float,
+    sums_N2: Floats,
+) -> None:
     at_M = np.flatnonzero(mask_L[cu_N1[first] : cu_N1[last]]) + cu_N1[first]
     deviation_M = values_L[at_M].astype(np.float64) - center
     _add_columns(sums_N2, np.searchsorted(cu_N1, at_M, "right") - 1, (deviation_M, deviation_M**2))
 
 
 def rescale(
-    first: int, last: int, cu_N1: Integers, mask_L: Booleans, values_L: Any, shift: float, scale: float, bound: float, clipped_N: Integers
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    mask_L: Booleans,
+    values_L: Any,
+    shift: float,
+    scale: float,
+    bound: float,
+    clipped_N: Integers,
 ) -> None:
     at_M = np.flatnonzero(mask_L[cu_N1[first] : cu_N1[last]]) + cu_N1[first]
     values_M = (values_L[at_M].astype(np.float64) - shift) * scale
     values_L[at_M] = np.clip(values_M, -bound, bound)
     beyond_M = np.abs(values_M) > bound
-    clipped_N[first:last] = np.bincount(np.searchsorted(cu_N1, at_M[beyond_M], "right") - 1, minlength=len(clipped_N))[first:last]
+    clipped_N[first:last] = np.bincount(
+        np.searchsorted(cu_N1, at_M[beyond_M], "right") - 1, minlength=len(clipped_N)
+    )[first:last]
 
 
 def turn_kl(
-    first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], old_L: Any, ref_L: Any, code: int, kl_K: Floats, kl_N2: Floats
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    turns_L: NDArray[np.int32],
+    old_L: Any,
+    ref_L: Any,
+    code: int,
+    kl_K: Floats,
+    kl_N2: Floats,
 ) -> None:
     tokens = responses(first, last, cu_N1, turns_L)
     kl_M = token_kl(old_L[tokens.at_M], ref_L[tokens.at_M], code)
@@ -158,7 +231,14 @@ def turn_kl(
     _add_columns(kl_N2, tokens.trajectory_M, (kl_M, np.ones(len(kl_M))))
 
 
-def all_finite(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32], values_L: Any, finite_N: Booleans) -> None:
+def all_finite(
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    turns_L: NDArray[np.int32],
+    values_L: Any,
+    finite_N: Booleans,
+) -> None:
     tokens = responses(first, last, cu_N1, turns_L)
     finite_N[first:last] = True
     finite_N[tokens.trajectory_M[~np.isfinite(values_L[tokens.at_M])]] = False
@@ -170,10 +250,15 @@ def correct(
 ) -> None:  # fmt: skip
     lo, hi = cu_N1[first], cu_N1[last]
     tokens = responses(first, last, cu_N1, turns_L)
-    old_M, engine_M = old_L[tokens.at_M].astype(np.float64), engine_L[tokens.at_M].astype(np.float64)
+    old_M, engine_M = (
+        old_L[tokens.at_M].astype(np.float64),
+        engine_L[tokens.at_M].astype(np.float64),
+    )
     log_M, diff_M = old_M - engine_M, np.exp(old_M) - np.exp(engine_M)
     sequence_M = np.searchsorted(cu_seqlens_S1, tokens.at_M, "right") - 1
-    segment_M = np.cumsum(np.append(False, (np.diff(sequence_M) != 0) | (np.diff(tokens.turns_M) != 0))[: len(log_M)])
+    segment_M = np.cumsum(
+        np.append(False, (np.diff(sequence_M) != 0) | (np.diff(tokens.turns_M) != 0))[: len(log_M)]
+    )
     levels = (
         (log_M, diff_M),
         (_mean_by(segment_M, log_M), _mean_by(segment_M, diff_M)),
@@ -181,12 +266,23 @@ def correct(
         (_sum_by(sequence_M, log_M), _sum_by(sequence_M, diff_M)),
     )
     kept_M = trains_N[tokens.trajectory_M]
-    columns: dict[int, NDArray[Any]] = {TOKENS: np.ones(len(log_M)), GAP: np.abs(log_M), CLIPPED: np.zeros(len(log_M))}
+    columns: dict[int, NDArray[Any]] = {
+        TOKENS: np.ones(len(log_M)),
+        GAP: np.abs(log_M),
+        CLIPPED: np.zeros(len(log_M)),
+    }
     for level, (level_log_M, level_diff_M) in enumerate(levels):
         ratio_M = np.exp(np.clip(level_log_M, -LOG_LIMIT, LOG_LIMIT))
         ratio_kept_M = (bounds.ratio_low[level] <= ratio_M) & (ratio_M <= bounds.ratio_high[level])
-        diff_kept_M = (bounds.diff_low[level] <= level_diff_M) & (level_diff_M <= bounds.diff_high[level])
-        columns |= {RATIO + level: ratio_M, DIFF + level: level_diff_M, RATIO_KEPT + level: ratio_kept_M, DIFF_KEPT + level: diff_kept_M}
+        diff_kept_M = (bounds.diff_low[level] <= level_diff_M) & (
+            level_diff_M <= bounds.diff_high[level]
+        )
+        columns |= {
+            RATIO + level: ratio_M,
+            DIFF + level: level_diff_M,
+            RATIO_KEPT + level: ratio_kept_M,
+            DIFF_KEPT + level: diff_kept_M,
+        }
         kept_M = kept_M & ratio_kept_M & diff_kept_M
         if bounds.weight_level == level:
             weight_M = np.minimum(ratio_M, bounds.weight_high)
@@ -200,7 +296,11 @@ def correct(
 
 
 def _sum_by(segment_M: Integers, values_M: Floats) -> Floats:
-    return np.bincount(segment_M, values_M).astype(np.float64)[segment_M] if len(values_M) else values_M
+    return (
+        np.bincount(segment_M, values_M).astype(np.float64)[segment_M]
+        if len(values_M)
+        else values_M
+    )
 
 
 def _mean_by(segment_M: Integers, values_M: Floats) -> Floats:

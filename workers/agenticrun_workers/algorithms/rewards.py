@@ -47,7 +47,9 @@ def carriers(response_tokens_K: Integers, cu_turns_N1: Integers) -> Integers:
     earlier_K = np.maximum.accumulate(np.where(spoke_K, turn_K, -1))
     later_K = np.minimum.accumulate(np.where(spoke_K, turn_K, len(turn_K))[::-1])[::-1]
     has_later_K = later_K < cu_turns_N1[1:][owner_K]
-    return np.where(earlier_K >= cu_turns_N1[:-1][owner_K], earlier_K, np.where(has_later_K, later_K, turn_K))
+    return np.where(
+        earlier_K >= cu_turns_N1[:-1][owner_K], earlier_K, np.where(has_later_K, later_K, turn_K)
+    )
 
 
 def last_turns(cu_turns_N1: Integers) -> tuple[Integers, Booleans]:

@@ -76,7 +76,11 @@ class TokenSpec:
     def discounts(self) -> Discounts:
         """Those of the recurrence above."""
         lambd = self.lambd if self.estimator == "gae" else 1.0
-        return Discounts(self.gamma, lambd, self.estimator == "agentic_reinforce" or (self.estimator == "gae" and self.turn_level))
+        return Discounts(
+            self.gamma,
+            lambd,
+            self.estimator == "agentic_reinforce" or (self.estimator == "gae" and self.turn_level),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,9 @@ class TokenAdvantages:
     """Over all ranks."""
 
 
-def token_advantages(spec: TokenSpec, tokens: Tokens, per_turn_K: Floats, kind: Kind, kl_coef: float, reduce: Reduce) -> TokenAdvantages:
+def token_advantages(
+    spec: TokenSpec, tokens: Tokens, per_turn_K: Floats, kind: Kind, kl_coef: float, reduce: Reduce
+) -> TokenAdvantages:
     """Advantages of a rank's tokens.
 
     Args:
@@ -129,7 +135,9 @@ def turn_kl(tokens: Tokens, kind: KlKind, num_turns: int) -> Floats:
     return _kl_sums(kind, tokens, num_turns)[0]
 
 
-def _mask_and_weights(spec: TokenSpec, tokens: Tokens, reduce: Reduce) -> tuple[Booleans, NDArray[np.float32] | None, dict[str, float]]:
+def _mask_and_weights(
+    spec: TokenSpec, tokens: Tokens, reduce: Reduce
+) -> tuple[Booleans, NDArray[np.float32] | None, dict[str, float]]:
     """Response tokens of trajectories that train, less those that the correction's filters remove, and its weights."""
     cu_N1 = tokens.cu_trajectories_N1
     if spec.correction is None:
@@ -138,16 +146,31 @@ def _mask_and_weights(spec: TokenSpec, tokens: Tokens, reduce: Reduce) -> tuple[
         return mask_L, None, {}
     old_L = _given(tokens.old_logprobs_L, "old_logprobs_L", "correction")
     engine_L = _given(tokens.engine_logprobs_L, "engine_logprobs_L", "correction")
-    corrected = correct(spec.correction, cu_N1, tokens.cu_seqlens_S1, tokens.turns_L, tokens.trains_N, old_L, engine_L)
+    corrected = correct(
+        spec.correction,
+        cu_N1,
+        tokens.cu_seqlens_S1,
+        tokens.turns_L,
+        tokens.trains_N,
+        old_L,
+        engine_L,
+    )
     if not corrected.finite:
         _finite(tokens, "old_logprobs_L", "correction")
         _finite(tokens, "engine_logprobs_L", "correction")
-    metrics = correction_metrics(spec.correction, reduce(column_sums(corrected.tally_NM[tokens.trains_N])))
+    metrics = correction_metrics(
+        spec.correction, reduce(column_sums(corrected.tally_NM[tokens.trains_N]))
+    )
     return corrected.mask_L, corrected.weights_L, metrics
 
 
 def _token_rewards(
-    spec: TokenSpec, tokens: Tokens, per_turn_K: Floats, kl_coef: float, mask_L: Booleans, reduce: Reduce
+    spec: TokenSpec,
+    tokens: Tokens,
+    per_turn_K: Floats,
+    kl_coef: float,
+    mask_L: Booleans,
+    reduce: Reduce,
 ) -> tuple[TokenRewards, dict[str, float]]:
     """How each token's reward comes about, and what was seen on the way."""
     cu_N1 = tokens.cu_trajectories_N1
@@ -156,9 +179,14 @@ def _token_rewards(
     if spec.reward_kl:
         old_L = _given(tokens.old_logprobs_L, "old_logprobs_L", "reward_kl")
         ref_L = _given(tokens.ref_logprobs_L, "ref_logprobs_L", "reward_kl")
-        metrics = {"critic/kl": _mean_kl(spec.reward_kl, tokens, len(per_turn_K), reduce), "critic/kl_coef": kl_coef}
+        metrics = {
+            "critic/kl": _mean_kl(spec.reward_kl, tokens, len(per_turn_K), reduce),
+            "critic/kl_coef": kl_coef,
+        }
     bound = np.inf if spec.reward_clip is None else spec.reward_clip
-    rewards = TokenRewards(tokens.turns_L, per_turn_K, old_L, ref_L, KL_CODES[spec.reward_kl], kl_coef, bound)
+    rewards = TokenRewards(
+        tokens.turns_L, per_turn_K, old_L, ref_L, KL_CODES[spec.reward_kl], kl_coef, bound
+    )
 
     def sums_about(center: float) -> Floats:
         sums_N4 = np.zeros((len(cu_N1) - 1, 4))
@@ -179,59 +207,106 @@ def _mean_kl(kind: KlKind, tokens: Tokens, num_turns: int, reduce: Reduce) -> fl
     """`kl.mean_kl` over the ranks."""
     _, kl_N2 = _kl_sums(kind, tokens, num_turns)
     spoke_N = kl_N2[:, 1] > 0
-    total, count = reduce(np.array([(kl_N2[spoke_N, 0] / kl_N2[spoke_N, 1]).sum(), spoke_N.sum()], np.float64))
+    total, count = reduce(
+        np.array([(kl_N2[spoke_N, 0] / kl_N2[spoke_N, 1]).sum(), spoke_N.sum()], np.float64)
+    )
     return float(total / max(count, 1.0))
 
 
 def _kl_sums(kind: KlKind, tokens: Tokens, num_turns: int) -> tuple[Floats, Floats]:
     """KL of each turn, and of each trajectory with its response tokens."""
-    old_L, ref_L = _finite(tokens, "old_logprobs_L", "reward_kl"), _finite(tokens, "ref_logprobs_L", "reward_kl")
+    old_L, ref_L = (
+        _finite(tokens, "old_logprobs_L", "reward_kl"),
+        _finite(tokens, "ref_logprobs_L", "reward_kl"),
+    )
     kl_K, kl_N2 = np.zeros(num_turns), np.zeros((len(tokens.trains_N), 2))
-    backend.run("turn_kl", tokens.cu_trajectories_N1, tokens.turns_L, old_L, ref_L, KL_CODES[kind], kl_K, kl_N2)
+    backend.run(
+        "turn_kl",
+        tokens.cu_trajectories_N1,
+        tokens.turns_L,
+        old_L,
+        ref_L,
+        KL_CODES[kind],
+        kl_K,
+        kl_N2,
+    )
     return kl_K, kl_N2
 
 
 def _discount(
-    spec: TokenSpec, tokens: Tokens, rewards: TokenRewards, mask_L: Booleans, advantages_L: NDArray[np.float32], totals_N4: Floats
+    spec: TokenSpec,
+    tokens: Tokens,
+    rewards: TokenRewards,
+    mask_L: Booleans,
+    advantages_L: NDArray[np.float32],
+    totals_N4: Floats,
 ) -> NDArray[np.float32] | None:
     """Fills the advantages and their totals; returns the critic's target, if there is a critic."""
     gae = spec.estimator == "gae"
     values_L = _given(tokens.values_L, "values_L", "gae") if gae else NOTHING
     returns_L = np.empty(len(values_L), np.float32)
-    bootstrap_N = tokens.bootstrap_N if gae and tokens.bootstrap_N is not None else np.zeros(len(tokens.trains_N))
+    bootstrap_N = (
+        tokens.bootstrap_N
+        if gae and tokens.bootstrap_N is not None
+        else np.zeros(len(tokens.trains_N))
+    )
     arrays = (advantages_L, returns_L, totals_N4)
-    backend.run("discount", tokens.cu_trajectories_N1, mask_L, rewards, Values(values_L, bootstrap_N), spec.discounts, *arrays)
+    backend.run(
+        "discount",
+        tokens.cu_trajectories_N1,
+        mask_L,
+        rewards,
+        Values(values_L, bootstrap_N),
+        spec.discounts,
+        *arrays,
+    )
     finite_N = np.isfinite(totals_N4[:, 3])
     if not finite_N.all():
-        raise ValueError(f"values_L or bootstrap_N of trajectory {int(np.argmin(finite_N))} of this rank is not finite")
+        raise ValueError(
+            f"values_L or bootstrap_N of trajectory {int(np.argmin(finite_N))} of this rank is not finite"
+        )
     return returns_L if gae else None
 
 
 def _whiten_and_clip(
-    spec: TokenSpec, advantages_L: NDArray[np.float32], mask_L: Booleans, cu_N1: Integers, totals: Floats, reduce: Reduce
+    spec: TokenSpec,
+    advantages_L: NDArray[np.float32],
+    mask_L: Booleans,
+    cu_N1: Integers,
+    totals: Floats,
+    reduce: Reduce,
 ) -> dict[str, float]:
     """Whitens and clips in place. The mean and std reported are those BEFORE it: afterwards they would say nothing."""
     count, advantages, values, _ = reduce(totals)
     tokens = max(count, 1.0)
     metrics = {"critic/advantages/mean": float(advantages / tokens)}
     if spec.estimator == "gae":
-        metrics |= {"critic/returns/mean": float((advantages + values) / tokens), "critic/values/mean": float(values / tokens)}
+        metrics |= {
+            "critic/returns/mean": float((advantages + values) / tokens),
+            "critic/values/mean": float(values / tokens),
+        }
     clipped = 0
     if spec.whiten_advantages or spec.estimator in ALWAYS_WHITENED:
         over_ranks = token_moments(totals[0], totals[1], advantages_L, mask_L, cu_N1, reduce)
         metrics["critic/advantages/std"] = over_ranks.std
-        clipped = rescale(advantages_L, mask_L, cu_N1, over_ranks.mean, over_ranks.scale, spec.advantage_clip)
+        clipped = rescale(
+            advantages_L, mask_L, cu_N1, over_ranks.mean, over_ranks.scale, spec.advantage_clip
+        )
     elif spec.advantage_clip is not None:
         clipped = rescale(advantages_L, mask_L, cu_N1, bound=spec.advantage_clip)
     if spec.advantage_clip is not None:
-        metrics["critic/advantage_clip_frac"] = float(reduce(np.array([clipped], np.float64))[0] / tokens)
+        metrics["critic/advantage_clip_frac"] = float(
+            reduce(np.array([clipped], np.float64))[0] / tokens
+        )
     return metrics
 
 
 def _require_finite(per_turn_K: Floats) -> None:
     finite_K = np.isfinite(per_turn_K)
     if not finite_K.all():
-        raise ValueError(f"per_turn_K of turn {int(np.argmin(finite_K))} of this rank is not finite")
+        raise ValueError(
+            f"per_turn_K of turn {int(np.argmin(finite_K))} of this rank is not finite"
+        )
 
 
 def _given(array: NDArray[Any] | None, name: str, user: str) -> NDArray[Any]:
@@ -246,5 +321,7 @@ def _finite(tokens: Tokens, name: str, user: str) -> NDArray[Any]:
     finite_N = np.ones(len(tokens.trains_N), np.bool_)
     backend.run("all_finite", tokens.cu_trajectories_N1, tokens.turns_L, array_L, finite_N)
     if not finite_N.all():
-        raise ValueError(f"{name} of trajectory {int(np.argmin(finite_N))} of this rank is not finite: count it out as env_error")
+        raise ValueError(
+            f"{name} of trajectory {int(np.argmin(finite_N))} of this rank is not finite: count it out as env_error"
+        )
     return array_L

@@ -39,7 +39,9 @@ class Moments:
         return 1.0 / self.std if self.std > MIN_SPREAD else 1.0
 
 
-def moments(count: float, total: float, deviations: Callable[[float], Floats], reduce: Reduce) -> Moments:
+def moments(
+    count: float, total: float, deviations: Callable[[float], Floats], reduce: Reduce
+) -> Moments:
     """Moments over the ranks.
 
     Args:
@@ -53,10 +55,19 @@ def moments(count: float, total: float, deviations: Callable[[float], Floats], r
     center = float(total / count)
     rest, squares = reduce(deviations(center))
     # What rounding left of the sum about the mean is taken out of both (Chan, Golub, LeVeque 1983).
-    return Moments(float(count), center + float(rest / count), float(max(squares - rest * rest / count, 0.0)))
+    return Moments(
+        float(count), center + float(rest / count), float(max(squares - rest * rest / count, 0.0))
+    )
 
 
-def token_moments(count: float, total: float, values_L: NDArray[Any], mask_L: Booleans, cu_N1: Integers, reduce: Reduce) -> Moments:
+def token_moments(
+    count: float,
+    total: float,
+    values_L: NDArray[Any],
+    mask_L: Booleans,
+    cu_N1: Integers,
+    reduce: Reduce,
+) -> Moments:
     """Moments over the ranks of masked tokens, whose number and sum on this rank are known."""
 
     def deviations(center: float) -> Floats:
@@ -68,9 +79,23 @@ def token_moments(count: float, total: float, values_L: NDArray[Any], mask_L: Bo
 
 
 def rescale(
-    values_L: NDArray[Any], mask_L: Booleans, cu_N1: Integers, shift: float = 0.0, scale: float = 1.0, bound: float | None = None
+    values_L: NDArray[Any],
+    mask_L: Booleans,
+    cu_N1: Integers,
+    shift: float = 0.0,
+    scale: float = 1.0,
+    bound: float | None = None,
 ) -> int:
     """x <- clip((x - shift) * scale) on masked tokens, in place. Returns the number of tokens that the clip changed."""
     clipped_N = np.zeros(len(cu_N1) - 1, np.int64)
-    backend.run("rescale", cu_N1, mask_L, values_L, shift, scale, np.inf if bound is None else bound, clipped_N)
+    backend.run(
+        "rescale",
+        cu_N1,
+        mask_L,
+        values_L,
+        shift,
+        scale,
+        np.inf if bound is None else bound,
+        clipped_N,
+    )
     return int(clipped_N.sum())

@@ -20,16 +20,36 @@ COLOURS = {"ok": "green", "warning": "yellow", "FAILED": "bold red", "-": "dim"}
 
 
 def check_env(
-    env: Annotated[str | None, typer.Argument(help="A registered environment, or module:Class of your own.")] = None,
+    env: Annotated[
+        str | None, typer.Argument(help="A registered environment, or module:Class of your own.")
+    ] = None,
     config: Annotated[
         list[str] | None,
-        typer.Option("--config", "-c", metavar="KEY=VALUE", help="Config of the environment; values are YAML. Repeatable."),
+        typer.Option(
+            "--config",
+            "-c",
+            metavar="KEY=VALUE",
+            help="Config of the environment; values are YAML. Repeatable.",
+        ),
     ] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Check the environment of this run instead.", exists=True)] = None,
-    tag: Annotated[str | None, typer.Option(help="Which environment of the run; default: the first one.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="Episodes to play in each check.")] = 20,
-    turns: Annotated[int, typer.Option(min=1, max=10_000, help="Turns of an episode that are played at most.")] = 20,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one reset or step may take.")] = 10.0,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", "-f", help="Check the environment of this run instead.", exists=True
+        ),
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Option(help="Which environment of the run; default: the first one.")
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Episodes to play in each check.")
+    ] = 20,
+    turns: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Turns of an episode that are played at most.")
+    ] = 20,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that one reset or step may take.")
+    ] = 10.0,
     changes: Changes = None,
 ) -> None:
     """Check an environment: seeds, processes, threads, types, odd answers, hangs, pictures, speed. Exit code 1 if a check fails."""
@@ -74,7 +94,9 @@ def table(report: Report, name: str) -> Table:
     return shown
 
 
-def _of_run(file: Path, tag: str | None, changes: list[str] | None, count: int) -> tuple[str, dict[str, Any], list[Any]]:
+def _of_run(
+    file: Path, tag: str | None, changes: list[str] | None, count: int
+) -> tuple[str, dict[str, Any], list[Any]]:
     """Type, config and items of an environment of a run."""
     pipeline = load(file, changes).spec.pipeline
     tags = [spec.tag for spec in pipeline.envs]
@@ -91,4 +113,8 @@ def _of_run(file: Path, tag: str | None, changes: list[str] | None, count: int) 
         items = EpisodeItems(pipeline)
     except InvalidConfig as error:
         give_up(str(error))
-    return spec.type, dict(spec.config), [items.of(spec.tag, Stream.TRAIN, group) for group in range(count)]
+    return (
+        spec.type,
+        dict(spec.config),
+        [items.of(spec.tag, Stream.TRAIN, group) for group in range(count)],
+    )

@@ -16,7 +16,12 @@ from agenticrun_api import AgenticRun, InvalidRun
 from agenticrun_api.names import ExitCode
 from agenticrun_api.overrides import load_run_with
 
-RunFile = Annotated[Path, typer.Option("--file", "-f", help="YAML file with one AgenticRun.", exists=True, dir_okay=False)]
+RunFile = Annotated[
+    Path,
+    typer.Option(
+        "--file", "-f", help="YAML file with one AgenticRun.", exists=True, dir_okay=False
+    ),
+]
 Changes = Annotated[
     list[str] | None,
     typer.Option(

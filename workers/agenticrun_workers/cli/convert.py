@@ -13,11 +13,22 @@ from agenticrun_api.names import ExitCode
 
 
 def convert(
-    file: Annotated[Path, typer.Argument(help="YAML file of a ROLL AgenticConfig.", exists=True, dir_okay=False)],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the AgenticRun; default: standard output.")] = None,
+    file: Annotated[
+        Path, typer.Argument(help="YAML file of a ROLL AgenticConfig.", exists=True, dir_okay=False)
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where to write the AgenticRun; default: standard output."
+        ),
+    ] = None,
     config_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder where entries of the file's `defaults:` are looked for too.", exists=True, file_okay=False),
+        typer.Option(
+            help="Folder where entries of the file's `defaults:` are looked for too.",
+            exists=True,
+            file_okay=False,
+        ),
     ] = None,
 ) -> None:
     """Turn a ROLL YAML into an AgenticRun, and tell what became of every field (on standard error). ROLL need not be installed."""

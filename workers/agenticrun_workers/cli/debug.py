@@ -27,19 +27,32 @@ class Policy(StrEnum):
 
 def debug(
     file: RunFile,
-    tag: Annotated[str | None, typer.Option(help="Which environment of the run; default: the first one.")] = None,
+    tag: Annotated[
+        str | None, typer.Option(help="Which environment of the run; default: the first one.")
+    ] = None,
     policy: Annotated[
         Policy,
-        typer.Option(help="Who answers: a random valid action, you (on standard input; end of file ends the episode), or the model."),
+        typer.Option(
+            help="Who answers: a random valid action, you (on standard input; end of file ends the episode), or the model."
+        ),
     ] = Policy.RANDOM,
     model: Annotated[
         str | None,
-        typer.Option(help="A Hugging Face folder or name instead of spec.model: its tokenizer, and its weights with --policy model."),
+        typer.Option(
+            help="A Hugging Face folder or name instead of spec.model: its tokenizer, and its weights with --policy model."
+        ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of the level and of sampling; default: the run's first training episode.")
+        int | None,
+        typer.Option(
+            min=0,
+            help="Seed of the level and of sampling; default: the run's first training episode.",
+        ),
     ] = None,
-    render: Annotated[Path | None, typer.Option(metavar="FILE.gif", help="Write the episode's pictures here.", dir_okay=False)] = None,
+    render: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.gif", help="Write the episode's pictures here.", dir_okay=False),
+    ] = None,
     changes: Changes = None,
 ) -> None:
     """Play one training episode and show all of it: prompts as the model sees them, answers, actions, rewards, trained tokens.
@@ -63,12 +76,22 @@ def debug(
         give_up(str(error))
 
 
-def _asked(run: AgenticRun, tag: str, policy: Policy, model: str | None, seed: int | None, render: Path | None, console: Console) -> Asked:
+def _asked(
+    run: AgenticRun,
+    tag: str,
+    policy: Policy,
+    model: str | None,
+    seed: int | None,
+    render: Path | None,
+    console: Console,
+) -> Asked:
     from agenticrun_workers.cli.debug_episode import Asked
 
     source = _source(run, model)
     if policy is Policy.MODEL and source.files is not None:
-        console.print("note: spec.model.initialize has random weights, and the warm-up of the run is not played here")
+        console.print(
+            "note: spec.model.initialize has random weights, and the warm-up of the run is not played here"
+        )
     return Asked(run.spec.pipeline, tag, policy, source, seed, render, console)
 
 
@@ -87,4 +110,8 @@ def _source(run: AgenticRun, model: str | None) -> ModelSource:
     from agenticrun_workers.rollout.env_worker import describe_envs
 
     pipeline = run.spec.pipeline
-    return source.with_files(make_model_files(run.spec.model.initialize, describe_envs(pipeline), pipeline.sequence_length))
+    return source.with_files(
+        make_model_files(
+            run.spec.model.initialize, describe_envs(pipeline), pipeline.sequence_length
+        )
+    )

@@ -24,7 +24,14 @@ from agenticrun_workers.rollout.datasets import EpisodeItems
 from agenticrun_workers.rollout.env_worker import agent_limits
 from agenticrun_workers.rollout.groups import tag_cycle
 from agenticrun_workers.seeds import env_seed, sampling_seed
-from agenticrun_workers.types import EpisodeKey, FinishReason, Generation, GenerationRequest, Stream, Trajectory
+from agenticrun_workers.types import (
+    EpisodeKey,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Stream,
+    Trajectory,
+)
 
 
 class CannotPlay(Exception):
@@ -88,7 +95,9 @@ async def play(asked: Asked) -> None:
     limits = replace(agent_limits(pipeline, spec, Stream.TRAIN), step_timeout=None)
     agent = make_agent(spec.agent.type, spec.agent.config, tokenizer=tokenizer, limits=limits)
     episode = _episode(asked)
-    view.title(f"{spec.tag}: {spec.type}, agent {spec.agent.type}, policy {asked.policy}, level {episode.env_seed}")
+    view.title(
+        f"{spec.tag}: {spec.type}, agent {spec.agent.type}, policy {asked.policy}, level {episode.env_seed}"
+    )
     async with _policy(asked, env, chat) as generate:
         made = await agent.collect_trajectory(episode, told, _told(generate, view))
     view.ended([made] if isinstance(made, Trajectory) else list(made))
@@ -114,7 +123,13 @@ def _episode(asked: Asked) -> Episode:
     item = EpisodeItems(pipeline).of(asked.tag, Stream.TRAIN, group)
     if asked.seed is not None:
         return Episode(key, asked.tag, asked.seed, asked.seed, item)
-    return Episode(key, asked.tag, env_seed(pipeline.seed, Stream.TRAIN, group), sampling_seed(pipeline.seed, key), item)
+    return Episode(
+        key,
+        asked.tag,
+        env_seed(pipeline.seed, Stream.TRAIN, group),
+        sampling_seed(pipeline.seed, key),
+        item,
+    )
 
 
 def _told(generate: Generate, view: View) -> Generate:
@@ -144,7 +159,9 @@ async def _policy(asked: Asked, env: Any, chat: ChatFormat) -> AsyncIterator[Gen
     elif hasattr(env, "valid_actions"):
         yield random_valid_policy(cast(Env, _OnThisThread(env)), chat)
     else:
-        raise CannotPlay(f"{type(env).__name__} has no valid_actions(), which a random policy needs: use --policy human or model")
+        raise CannotPlay(
+            f"{type(env).__name__} has no valid_actions(), which a random policy needs: use --policy human or model"
+        )
 
 
 class _OnThisThread:
@@ -160,7 +177,11 @@ def _human(env: Any, chat: ChatFormat, console: Console) -> Generate:
             if hasattr(env, "valid_actions"):
                 actions = env.valid_actions()
                 listed = await actions if inspect.isawaitable(actions) else actions
-                console.print(f"valid: {', '.join(listed[:20])}{' ...' if len(listed) > 20 else ''}", markup=False, style="dim")
+                console.print(
+                    f"valid: {', '.join(listed[:20])}{' ...' if len(listed) > 20 else ''}",
+                    markup=False,
+                    style="dim",
+                )
             try:
                 tokens_T = chat.answer(console.input("answer> "))
             except EOFError:
@@ -169,10 +190,15 @@ def _human(env: Any, chat: ChatFormat, console: Console) -> Generate:
                 console.print(f"the tokenizer does not know that: {error}", markup=False)
                 continue
             limit = request.sampling.max_new_tokens
-            return _generation(tokens_T[:limit], FinishReason.STOP if len(tokens_T) <= limit else FinishReason.LENGTH)
+            return _generation(
+                tokens_T[:limit],
+                FinishReason.STOP if len(tokens_T) <= limit else FinishReason.LENGTH,
+            )
 
     return generate
 
 
 def _generation(tokens_T: Any, finish: FinishReason) -> Generation:
-    return Generation(tokens_T, np.zeros(len(tokens_T), np.float32), np.zeros(len(tokens_T), np.int32), finish)
+    return Generation(
+        tokens_T, np.zeros(len(tokens_T), np.float32), np.zeros(len(tokens_T), np.int32), finish
+    )

@@ -52,11 +52,18 @@ class View:
         new_T = prompt_T[known:] if continues else prompt_T
         self._console.print(Rule(Text(f"turn {self._turn}", style="bold"), align="left"))
         count = f"{len(new_T)} tokens" + (f" after {known}" if continues else "")
-        self._piece("prompt", f"{count}, at most {request.sampling.max_new_tokens} to answer", new_T, "cyan")
+        self._piece(
+            "prompt", f"{count}, at most {request.sampling.max_new_tokens} to answer", new_T, "cyan"
+        )
 
     def answered(self, request: GenerationRequest, generation: Generation) -> None:
         self._context_T = np.concatenate([request.prompt_tokens, generation.tokens_T])
-        self._piece("answer", f"{len(generation.tokens_T)} tokens, {generation.finish}", generation.tokens_T, "green")
+        self._piece(
+            "answer",
+            f"{len(generation.tokens_T)} tokens, {generation.finish}",
+            generation.tokens_T,
+            "green",
+        )
 
     def stepped(self, action: str, answer: Any) -> None:
         """`step` returned."""
@@ -66,7 +73,9 @@ class View:
         except EnvFault as fault:
             self._line("no step", str(fault), "bold red")
             return
-        ended = "".join(f", {name}" for name in ("terminated", "truncated") if getattr(result, name))
+        ended = "".join(
+            f", {name}" for name in ("terminated", "truncated") if getattr(result, name)
+        )
         self._line("reward", f"{result.reward:.4g}{ended}", "magenta")
         if result.metrics:
             self._line("metrics", _metrics(result.metrics))
@@ -76,7 +85,11 @@ class View:
         """`step` of an `EnvironmentService` returned."""
         self._line("action", repr(action), "bold")
         if not isinstance(answer, tuple) or len(answer) != 5:
-            self._line("no step", f"{answer!r} is not (observation, reward, terminated, truncated, info)", "bold red")
+            self._line(
+                "no step",
+                f"{answer!r} is not (observation, reward, terminated, truncated, info)",
+                "bold red",
+            )
             return
         observation, reward, terminated, truncated, info = answer
         ended = f"{', terminated' if terminated else ''}{', truncated' if truncated else ''}"
@@ -84,15 +97,23 @@ class View:
         if info:
             self._line("info", str(info))
         if observation is not None:
-            self._line("observation", observation if isinstance(observation, str) else repr(observation))
+            self._line(
+                "observation", observation if isinstance(observation, str) else repr(observation)
+            )
 
     def failed(self, error: BaseException) -> None:
         """The environment raised."""
-        self._console.print(Text("".join(traceback.format_exception(error)).rstrip(), style="red"), soft_wrap=True)
+        self._console.print(
+            Text("".join(traceback.format_exception(error)).rstrip(), style="red"), soft_wrap=True
+        )
 
     def ended(self, trajectories: Sequence[Trajectory]) -> None:
         for number, trajectory in enumerate(trajectories, start=1):
-            name = "end" if len(trajectories) == 1 else f"end, trajectory {number} of {len(trajectories)}"
+            name = (
+                "end"
+                if len(trajectories) == 1
+                else f"end, trajectory {number} of {len(trajectories)}"
+            )
             self._console.print(Rule(Text(name, style="bold"), align="left"))
             self._line("stop reason", trajectory.stop_reason, "bold")
             if trajectory.error:
@@ -101,9 +122,16 @@ class View:
             if trajectory.metrics:
                 self._line("metrics", _metrics(trajectory.metrics))
             samples = "one sample per turn" if trajectory.stepwise else "one sample"
-            self._line("tokens", f"{trajectory.num_tokens}, {trajectory.num_response_tokens} of them trained, {samples}")
+            self._line(
+                "tokens",
+                f"{trajectory.num_tokens}, {trajectory.num_response_tokens} of them trained, {samples}",
+            )
             if not trajectory.stop_reason.trainable:
-                self._line("", f"nothing is trained on an episode that ends with {trajectory.stop_reason}", "yellow")
+                self._line(
+                    "",
+                    f"nothing is trained on an episode that ends with {trajectory.stop_reason}",
+                    "yellow",
+                )
             elif trajectory.turns:
                 self._console.print(self._masked(trajectory))
 
@@ -111,7 +139,10 @@ class View:
         """All tokens as text, those that are trained marked."""
         marked = Text()
         left, right = ("", "") if self._console.is_terminal else ("«", "»")
-        marked.append("trained tokens are " + ("green" if self._console.is_terminal else "«so»") + ":\n", style="dim")
+        marked.append(
+            "trained tokens are " + ("green" if self._console.is_terminal else "«so»") + ":\n",
+            style="dim",
+        )
         for turn in trajectory.turns:
             marked.append(self._chat.shown(turn.prompt_T), style="dim")
             marked.append(f"{left}{self._chat.shown(turn.response_T)}{right}", style="bold green")

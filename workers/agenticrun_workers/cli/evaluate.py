@@ -25,12 +25,20 @@ if TYPE_CHECKING:
 def evaluate(
     file: RunFile,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Folder or URI of a checkpoint of this run (step-N), or of all its checkpoints: then the newest one.")
+        str | None,
+        typer.Option(
+            help="Folder or URI of a checkpoint of this run (step-N), or of all its checkpoints: then the newest one."
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="A Hugging Face folder or name instead of a checkpoint. Default: spec.model.path.")
+        str | None,
+        typer.Option(
+            help="A Hugging Face folder or name instead of a checkpoint. Default: spec.model.path."
+        ),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.", dir_okay=False)] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here too.", dir_okay=False)
+    ] = None,
     changes: Changes = None,
 ) -> None:
     """Play the validation set without training: success, pass@k, score, turns and stop reasons of each environment.
@@ -52,11 +60,17 @@ def evaluate(
             give_up(report_of(error, 0).message)  # the report unwraps what Ray makes of it
     console.print(table(results, what))
     if json_file is not None:
-        document = {"run": loaded.metadata.name, "policy": what, "tags": {tag: result.to_json() for tag, result in results.items()}}
+        document = {
+            "run": loaded.metadata.name,
+            "policy": what,
+            "tags": {tag: result.to_json() for tag, result in results.items()},
+        }
         json_file.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _play(run: AgenticRun, checkpoint: str | None, model: str | None, scratch: Path, console: Console) -> tuple[dict[str, TagResult], str]:
+def _play(
+    run: AgenticRun, checkpoint: str | None, model: str | None, scratch: Path, console: Console
+) -> tuple[dict[str, TagResult], str]:
     """The results, and what played. Raises `InvalidConfig`."""
     from agenticrun_workers.driver.evaluation import evaluate as play
     from agenticrun_workers.driver.evaluation import evaluation_run
@@ -70,8 +84,15 @@ def _play(run: AgenticRun, checkpoint: str | None, model: str | None, scratch: P
     playing = evaluation_run(run, model)
     generating = playing.spec.pipeline.actor_infer.validation_generating
     if run.spec.pipeline.eval.samples > 1 and generating.temperature == 0:
-        console.print("note: at temperature 0 all samples of a level are the same; set pipeline.eval.generating.temperature")
-    columns: list[Any] = [TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+        console.print(
+            "note: at temperature 0 all samples of a level are the same; set pipeline.eval.generating.temperature"
+        )
+    columns: list[Any] = [
+        TextColumn("episodes"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    ]
     with embedded_ray(playing), Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=playing.spec.pipeline.val_batch_size)
         return asyncio.run(play(playing, lambda episodes: progress.advance(bar, episodes))), what

@@ -10,14 +10,26 @@ import typer
 from agenticrun_workers.cli.common import Changes, RunFile, give_up, load, look_in
 
 Checkpoint = Annotated[
-    str, typer.Option("--checkpoint", help="Folder or URI of a checkpoint (step-N), or of a run's checkpoints: then the newest one.")
+    str,
+    typer.Option(
+        "--checkpoint",
+        help="Folder or URI of a checkpoint (step-N), or of a run's checkpoints: then the newest one.",
+    ),
 ]
 
 
 def export(
     file: RunFile,
     checkpoint: Checkpoint,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write; it must not hold anything yet.", file_okay=False)],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder to write; it must not hold anything yet.",
+            file_okay=False,
+        ),
+    ],
     changes: Changes = None,
 ) -> None:
     """Write weights, config and tokenizer of a checkpoint's policy, for AutoModelForCausalLM, vLLM and the like. Needs no Ray."""

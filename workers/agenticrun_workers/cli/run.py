@@ -27,15 +27,27 @@ def run(
 ) -> None:
     """Train on this machine, with the same YAML as on a cluster. Ctrl-C saves a checkpoint and ends."""
     loaded = load(file, changes)
-    folder = (output or new_folder(Path("runs") / loaded.metadata.name, datetime.now(UTC))).resolve()
+    folder = (
+        output or new_folder(Path("runs") / loaded.metadata.name, datetime.now(UTC))
+    ).resolve()
     look_in(file.parent)
     console = Console()
     from agenticrun_workers.driver.attempt import exit_code
     from agenticrun_workers.driver.local import run_locally
 
     report = run_locally(loaded, folder, console)
-    console.print(f"{report.outcome}: {report.message}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"metrics      {folder / 'metrics.jsonl'}\ncheckpoints  {folder / 'checkpoints'}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{report.outcome}: {report.message}", markup=False, highlight=False, soft_wrap=True
+    )
+    console.print(
+        f"metrics      {folder / 'metrics.jsonl'}\ncheckpoints  {folder / 'checkpoints'}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if loaded.spec.tracking.tensorboard:
-        console.print(f"curves       tensorboard --logdir {folder / 'tensorboard'}", highlight=False, soft_wrap=True)
+        console.print(
+            f"curves       tensorboard --logdir {folder / 'tensorboard'}",
+            highlight=False,
+            soft_wrap=True,
+        )
     raise typer.Exit(exit_code(report))

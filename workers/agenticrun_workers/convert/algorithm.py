@@ -10,7 +10,11 @@ from agenticrun_workers.convert.notes import Notes
 from agenticrun_workers.convert.unread import has_variants, variant_of
 
 GROUPINGS = {"batch": "batch", "traj_group_id": "group", "tags": "tag", "state_group_id": "state"}
-DEPRECATED_METHODS = {"mean": ("group", None), "mean_std": ("group", "group"), "asym_clip": ("group", "group")}
+DEPRECATED_METHODS = {
+    "mean": ("group", None),
+    "mean_std": ("group", "group"),
+    "asym_clip": ("group", "group"),
+}
 KL_KINDS = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3"}
 ESTIMATORS = ("gae", "reinforce", "grpo", "gigpo", "step_reinforce", "agentic_reinforce")
 WITHOUT_RATIO = ("vanilla", "kimi15")
@@ -30,11 +34,19 @@ def algorithm(top: View, notes: Notes) -> Spec:
     if name in ("gigpo", "step_reinforce"):
         spec["stepRewardGamma"] = top["step_reward_gamma"]
         if top["gamma"] != 1:
-            notes.changed("gamma", top["gamma"], "an advantage is constant within its step: ROLL discounts it over tokens once more")
+            notes.changed(
+                "gamma",
+                top["gamma"],
+                "an advantage is constant within its step: ROLL discounts it over tokens once more",
+            )
     if name in TOKEN_RETURNS:
         spec |= {"gamma": top["gamma"], "whitenRewards": top["whiten_rewards"]}
         if top["gamma"] != 1 and name != "agentic_reinforce":
-            notes.changed("gamma", top["gamma"], "algorithm.gamma: prompt and observation tokens do not discount (C16)")
+            notes.changed(
+                "gamma",
+                top["gamma"],
+                "algorithm.gamma: prompt and observation tokens do not discount (C16)",
+            )
     if name == "gae":
         spec["lambd"] = top["lambd"]
     spec |= {
@@ -44,11 +56,16 @@ def algorithm(top: View, notes: Notes) -> Spec:
         "rewardClip": top["reward_clip"],
         "advantageClip": top["advantage_clip"],
         "rewardKl": _reward_kl(top),
-        "lossKl": {"kind": "k3", "coef": top["kl_loss_coef"]} if top["use_kl_loss"] and top["kl_loss_coef"] > 0 else None,
+        "lossKl": {"kind": "k3", "coef": top["kl_loss_coef"]}
+        if top["use_kl_loss"] and top["kl_loss_coef"] > 0
+        else None,
         **_loss(top, notes),
     }
     own = name in ("grpo", "gigpo")
-    return {"algorithm": spec, "rewardNormalization": None if own or not _normalizes(normalization) else normalization}
+    return {
+        "algorithm": spec,
+        "rewardNormalization": None if own or not _normalizes(normalization) else normalization,
+    }
 
 
 _GIGPO = {"episodeRewardWeight": "episode_reward_weight", "stepRewardWeight": "step_reward_weight"}
@@ -60,15 +77,30 @@ def _estimator(top: View, notes: Notes) -> tuple[str, Spec]:
     reward = top.section("reward_normalization")
     mean, std = DEPRECATED_METHODS.get(reward["method"], (None, None))
     grouping = GROUPINGS.get(reward["grouping"], "batch")
-    types = {"normMeanType": reward["norm_mean_type"] or mean or "none", "normStdType": reward["norm_std_type"] or std or "none"}
+    types = {
+        "normMeanType": reward["norm_mean_type"] or mean or "none",
+        "normStdType": reward["norm_std_type"] or std or "none",
+    }
     if name not in ESTIMATORS:
-        notes.cannot("adv_estimator", name, "no such estimator in ROLL's agentic pipeline: reinforce takes its place")
+        notes.cannot(
+            "adv_estimator",
+            name,
+            "no such estimator in ROLL's agentic pipeline: reinforce takes its place",
+        )
         name = "reinforce"
     if grouping == "state" and name != "step_reinforce":
-        notes.cannot("reward_normalization.grouping", reward["grouping"], "only step_reinforce has states: batch takes its place")
+        notes.cannot(
+            "reward_normalization.grouping",
+            reward["grouping"],
+            "only step_reinforce has states: batch takes its place",
+        )
         grouping = "batch"
     if "group" in types.values() and size < 2 and (name == "gigpo" or grouping == "group"):
-        notes.cannot("train_env_manager.group_size", size, "a group of one has nothing to compare (ROLL's advantages are all 0)")
+        notes.cannot(
+            "train_env_manager.group_size",
+            size,
+            "a group of one has nothing to compare (ROLL's advantages are all 0)",
+        )
     if name == "gigpo":
         return name, _gigpo(grouping, types, size, notes)
     if name == "grpo":
@@ -84,20 +116,39 @@ def _gigpo(grouping: str, types: Spec, size: int, notes: Notes) -> Spec:
     )
     if grouping == "tag":
         notes.cannot(
-            "reward_normalization.grouping", "tags", "gigpo compares inside a trajectory's group or the batch: group takes its place"
+            "reward_normalization.grouping",
+            "tags",
+            "gigpo compares inside a trajectory's group or the batch: group takes its place",
         )
     if size < 2 and "group" not in types.values():
-        notes.cannot("train_env_manager.group_size", size, "gigpo compares the members of a group: at least 2")
-    return {key: "batch" if grouping == "batch" and over == "group" else over for key, over in types.items()}
+        notes.cannot(
+            "train_env_manager.group_size",
+            size,
+            "gigpo compares the members of a group: at least 2",
+        )
+    return {
+        key: "batch" if grouping == "batch" and over == "group" else over
+        for key, over in types.items()
+    }
 
 
 def _grpo(top: View, grouping: str, types: Spec, notes: Notes) -> str:
-    same = grouping == "group" and types["normMeanType"] == "group" and top.section("train_env_manager")["group_size"] >= 2
+    same = (
+        grouping == "group"
+        and types["normMeanType"] == "group"
+        and top.section("train_env_manager")["group_size"] >= 2
+    )
     if same and top["gamma"] == 1 and not top["whiten_rewards"] and not top["add_token_level_kl"]:
-        notes.mapped("adv_estimator", "grpo", "algorithm.name: grpo: ROLL's reinforce with this reward_normalization is that")
+        notes.mapped(
+            "adv_estimator",
+            "grpo",
+            "algorithm.name: grpo: ROLL's reinforce with this reward_normalization is that",
+        )
         return "grpo"
     notes.changed(
-        "adv_estimator", "grpo", "algorithm.name: reinforce with rewardNormalization, which is what ROLL computes under this name"
+        "adv_estimator",
+        "grpo",
+        "algorithm.name: reinforce with rewardNormalization, which is what ROLL computes under this name",
     )
     return "reinforce"
 
@@ -109,7 +160,11 @@ def _normalizes(normalization: Spec) -> bool:
 def _reward_kl(top: View) -> Spec | None:
     if not top["add_token_level_kl"] or top["init_kl_coef"] <= 0:
         return None
-    adaptive = {"targetKl": top["target_kl"], "horizon": top["kl_horizon"]} if top["target_kl"] is not None else {}
+    adaptive = (
+        {"targetKl": top["target_kl"], "horizon": top["kl_horizon"]}
+        if top["target_kl"] is not None
+        else {}
+    )
     return {"kind": KL_KINDS.get(top["kl_penalty"], "k1"), "coef": top["init_kl_coef"], **adaptive}
 
 
@@ -117,12 +172,18 @@ def _loss(top: View, notes: Notes) -> Spec:
     variant, ratio, mode = variant_of(top), top["ratio_type"], top["loss_agg_mode"]
     actor = top.section("actor_train")
     if has_variants(top) and actor["pg_variant"] is None:
-        notes.changed("actor_train.pg_variant", None, "pgVariant: ppo; ROLL raises an error without one (C14)")
+        notes.changed(
+            "actor_train.pg_variant", None, "pgVariant: ppo; ROLL raises an error without one (C14)"
+        )
     if ratio != "token" and variant in WITHOUT_RATIO:
         notes.changed("ratio_type", ratio, f"pg_variant {variant} has no ratio: token")
         ratio = "token"
     if mode == "token-mean":
-        notes.changed("loss_agg_mode", mode, "lossAggMode: token-mean, over the response mask: ROLL sums masked tokens too (C1)")
+        notes.changed(
+            "loss_agg_mode",
+            mode,
+            "lossAggMode: token-mean, over the response mask: ROLL sums masked tokens too (C1)",
+        )
     if mode == "seq-mean-token-sum-norm":
         notes.changed(
             "loss_agg_mode",
@@ -133,10 +194,21 @@ def _loss(top: View, notes: Notes) -> Spec:
     if mode == "seq-mean-token-sum-norm":
         spec["lossAggNorm"] = sequence_length(top)
     if variant == "ppo":
-        low, high = (top["pg_clip_low"], top["pg_clip_high"]) if top["use_pg_clip_range"] else (top["pg_clip"], top["pg_clip"])
-        spec |= {"pgClipLow": low, "pgClipHigh": high, "dualClip": 1 + 2 * top["pg_clip"] if top["dual_clip_loss"] else None}
+        low, high = (
+            (top["pg_clip_low"], top["pg_clip_high"])
+            if top["use_pg_clip_range"]
+            else (top["pg_clip"], top["pg_clip"])
+        )
+        spec |= {
+            "pgClipLow": low,
+            "pgClipHigh": high,
+            "dualClip": 1 + 2 * top["pg_clip"] if top["dual_clip_loss"] else None,
+        }
     if variant == "topr":
-        spec["topr"] = {"positiveWeight": actor["topr_positive_weight"], "negativeWeight": actor["topr_negative_weight"]}
+        spec["topr"] = {
+            "positiveWeight": actor["topr_positive_weight"],
+            "negativeWeight": actor["topr_negative_weight"],
+        }
     return spec
 
 
@@ -151,12 +223,24 @@ def correction(top: View, notes: Notes) -> Spec | None:
     weight = section.section("is_weight")
     spec: Spec = {}
     if weight["enabled"]:
-        unbounded = isinstance(section["is_weight"], dict) and section["is_weight"].get("upper_bound", 1.2) is None
-        spec["isWeight"] = {"level": weight["weight_type"], "upperBound": 1e6 if unbounded else weight["upper_bound"]}
-    filters = [_filter(View(one, FILTERS)) for one in section["filters"] or [] if one.get("enabled")]
+        unbounded = (
+            isinstance(section["is_weight"], dict)
+            and section["is_weight"].get("upper_bound", 1.2) is None
+        )
+        spec["isWeight"] = {
+            "level": weight["weight_type"],
+            "upperBound": 1e6 if unbounded else weight["upper_bound"],
+        }
+    filters = [
+        _filter(View(one, FILTERS)) for one in section["filters"] or [] if one.get("enabled")
+    ]
     if any(filters):
         spec["filters"] = [one for one in filters if one]
-        notes.changed("train_infer_correction.filters", "", "filtered tokens leave loss, gradient, denominators and whitening (C1)")
+        notes.changed(
+            "train_infer_correction.filters",
+            "",
+            "filtered tokens leave loss, gradient, denominators and whitening (C1)",
+        )
     return spec or None
 
 

@@ -43,7 +43,10 @@ def compose(file: Path, config_dir: Path | None = None) -> Composition:
     """
     overrides = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
     try:
-        with warnings.catch_warnings(), initialize_config_dir(str(file.parent.resolve()), version_base="1.3"):
+        with (
+            warnings.catch_warnings(),
+            initialize_config_dir(str(file.parent.resolve()), version_base="1.3"),
+        ):
             warnings.simplefilter("ignore")  # Hydra's, about _self_: a file's own values win
             composed = hydra_compose(file.stem, overrides)
             variables = _VARIABLE.findall(OmegaConf.to_yaml(composed, resolve=False))

@@ -49,7 +49,12 @@ def convert(composition: Composition, name: str) -> Conversion:
         "checkpoint": _checkpoint(top, notes),
         "tracking": _tracking(top, run_name),
     }
-    document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": run_name}, "spec": _without_none(spec)}
+    document = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": run_name},
+        "spec": _without_none(spec),
+    }
     _refused(document, notes)
     told = {line.field for line in notes.lines}
     lines = report_lines(composition.config, AGENTIC, composition.variables)
@@ -57,7 +62,8 @@ def convert(composition: Composition, name: str) -> Conversion:
     rest = [
         line
         for line in lines
-        if not line.field.startswith(left_out) and (line.field not in told or line.fate not in (Fate.MAPPED, Fate.DROPPED))
+        if not line.field.startswith(left_out)
+        and (line.field not in told or line.fate not in (Fate.MAPPED, Fate.DROPPED))
     ]
     return Conversion(document, rest + notes.lines)
 
@@ -81,11 +87,17 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
 
 
 def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.SequenceNode:
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=all(not isinstance(value, dict) for value in values))
+    return dumper.represent_sequence(
+        "tag:yaml.org,2002:seq",
+        values,
+        flow_style=all(not isinstance(value, dict) for value in values),
+    )
 
 
 _Dumper.add_representer(str, _represent_text)
@@ -119,20 +131,35 @@ def _pipeline(top: View, train: Spec, notes: Notes) -> Spec:
 
 def _batches(top: View, notes: Notes) -> Spec:
     if top["rollout_batch_size"] < 0:
-        notes.cannot("rollout_batch_size", top["rollout_batch_size"], f"a step needs a number of trajectories: {batch_size(top)}")
+        notes.cannot(
+            "rollout_batch_size",
+            top["rollout_batch_size"],
+            f"a step needs a number of trajectories: {batch_size(top)}",
+        )
     spec: Spec = {"rolloutBatchSize": batch_size(top), "evalSteps": max(0, top["eval_steps"])}
     if "val_env_manager" not in top:
-        notes.changed("val_env_manager", None, "not given: no validation (ROLL would play its default environment, SimpleSokoban)")
+        notes.changed(
+            "val_env_manager",
+            None,
+            "not given: no validation (ROLL would play its default environment, SimpleSokoban)",
+        )
         return {**spec, "evalSteps": 0}
     val, trajectories = groups(top, "val_env_manager", notes), top["val_batch_size"]
     if trajectories < 0:
         trajectories = val["groups"] * val["groupSize"]
-        notes.cannot("val_batch_size", top["val_batch_size"], f"validation plays a number of episodes: {trajectories}")
+        notes.cannot(
+            "val_batch_size",
+            top["val_batch_size"],
+            f"validation plays a number of episodes: {trajectories}",
+        )
     return {**spec, "valBatchSize": trajectories, "valEnvs": val}
 
 
 def _staleness(top: View, corrects: Spec | None, notes: Notes) -> Spec | None:
-    ahead, frequency = top["async_generation_ratio"], top.section("actor_train")["model_update_frequency"]
+    ahead, frequency = (
+        top["async_generation_ratio"],
+        top.section("actor_train")["model_update_frequency"],
+    )
     bound = max(ahead, frequency - 1)
     if bound <= 0:
         return None
@@ -140,7 +167,11 @@ def _staleness(top: View, corrects: Spec | None, notes: Notes) -> Spec | None:
         notes.cannot("async_generation_ratio", ahead, f"at most {MAX_STALENESS} steps of lead")
         bound = MAX_STALENESS
     if frequency - 1 > ahead:
-        notes.changed("actor_train.model_update_frequency", frequency, f"trains on older policies: staleness.max {bound} says so")
+        notes.changed(
+            "actor_train.model_update_frequency",
+            frequency,
+            f"trains on older policies: staleness.max {bound} says so",
+        )
     notes.changed(
         "async_generation_ratio",
         ahead,
@@ -167,13 +198,19 @@ def _checkpoint(top: View, notes: Notes) -> Spec:
     resume = top["resume_from_checkpoint"]
     if isinstance(resume, str):
         notes.cannot(
-            "resume_from_checkpoint", resume, "ROLL's checkpoints cannot be read: convert to a Hugging Face folder, and name it in pretrain"
+            "resume_from_checkpoint",
+            resume,
+            "ROLL's checkpoints cannot be read: convert to a Hugging Face folder, and name it in pretrain",
         )
     keep = top["max_ckpt_to_keep"] or MAX_KEPT
     given = top.section("checkpoint_config")["output_dir"]
     if given is not None and (given.startswith("/") or "://" in given):
         return {"uri": given, "keep": keep}
-    notes.changed("checkpoint_config.output_dir", given, "pods have no folder of the launcher: /checkpoints on a volume claim of 100Gi")
+    notes.changed(
+        "checkpoint_config.output_dir",
+        given,
+        "pods have no folder of the launcher: /checkpoints on a volume claim of 100Gi",
+    )
     return {"uri": "/checkpoints", "volumeClaim": {"size": "100Gi"}, "keep": keep}
 
 
@@ -182,7 +219,13 @@ def _tracking(top: View, name: str) -> Spec:
         return {"tensorboard": top["track_with"] == "tensorboard"}
     given = top.section("tracker_kwargs")
     mode = "offline" if given["mode"] == "offline" else "online"
-    wandb = {"project": given["project"] or name, "entity": given["entity"], "group": given["group"], "tags": given["tags"], "mode": mode}
+    wandb = {
+        "project": given["project"] or name,
+        "entity": given["entity"],
+        "group": given["group"],
+        "tags": given["tags"],
+        "mode": mode,
+    }
     return {"tensorboard": False, "wandb": wandb}
 
 

@@ -23,7 +23,12 @@ PLACEHOLDERS = {
 }
 STEP_ONLY = ("history", "history_length", "step_count")
 
-FROZEN_LAKE = {"size": "size", "p": "frozenProbability", "is_slippery": "isSlippery", "env_instruction": "instruction"}
+FROZEN_LAKE = {
+    "size": "size",
+    "p": "frozenProbability",
+    "is_slippery": "isSlippery",
+    "env_instruction": "instruction",
+}
 """ROLL's argument -> ours."""
 FROZEN_LAKE_DEFAULTS = {"isSlippery": True}
 """Where ROLL's default is not ours."""
@@ -35,7 +40,9 @@ def translated(template: str, path: str, *, step_wise: bool, notes: Notes) -> st
     def rename(match: re.Match[str]) -> str:
         name = match[1]
         if name == "suffix":
-            notes.changed(f"{path} {{suffix}}", "", "left out: observations hold all that an environment says")
+            notes.changed(
+                f"{path} {{suffix}}", "", "left out: observations hold all that an environment says"
+            )
             return ""
         if name not in PLACEHOLDERS or (name in STEP_ONLY and not step_wise):
             notes.cannot(f"{path} {{{name}}}", "", "no such placeholder here: left out")
@@ -58,7 +65,13 @@ def env_config(kind: str, given: dict[str, Any], path: str, notes: Notes) -> dic
         elif lake and key not in FROZEN_LAKE:
             notes.cannot(name, value, "our frozen_lake has no such argument")
         elif value is not None:
-            ours = FROZEN_LAKE[key] if lake else "instruction" if key == "env_instruction" else camel_case(key)
+            ours = (
+                FROZEN_LAKE[key]
+                if lake
+                else "instruction"
+                if key == "env_instruction"
+                else camel_case(key)
+            )
             config[ours] = value
             notes.mapped(name, value, f"spec.pipeline.envs[].config.{ours}")
     return _checked(kind, config, path, notes)
@@ -70,9 +83,17 @@ LAKE_TEXTS = ("map_seed", "grid_lookup", "grid_vocab", "map_lookup", "action_loo
 
 def _common(key: str, value: Any, name: str, notes: Notes) -> None:
     if key == "format_penalty":
-        notes.mapped(name, value, "spec.pipeline.envs[].formatPenalty: added to the reward of an answer without a valid action")
+        notes.mapped(
+            name,
+            value,
+            "spec.pipeline.envs[].formatPenalty: added to the reward of an answer without a valid action",
+        )
     elif key == "action_pattern":
-        notes.mapped(name, value, "spec.pipeline.envs[].agent.config.actionPattern: the last group of the first match")
+        notes.mapped(
+            name,
+            value,
+            "spec.pipeline.envs[].agent.config.actionPattern: the last group of the first match",
+        )
     elif key == "special_token_list":
         notes.dropped(name, value, "the end of the turn is no part of the answer's text")
     elif key == "max_steps":
@@ -86,7 +107,11 @@ def _common(key: str, value: Any, name: str, notes: Notes) -> None:
 def _lake_texts(key: str, value: Any, name: str, notes: Notes) -> dict[str, Any]:
     if key == "map_seed":
         if value is not None:
-            notes.cannot(name, value, "every group plays a map of its own; the validation maps are always the same (C9)")
+            notes.cannot(
+                name,
+                value,
+                "every group plays a map of its own; the validation maps are always the same (C9)",
+            )
     elif key == "grid_lookup" and isinstance(value, dict):
         symbols = "".join(str(value[place]) for place in sorted(value, key=int))
         notes.mapped(name, value, f"spec.pipeline.envs[].config.symbols: {symbols}")
@@ -96,7 +121,9 @@ def _lake_texts(key: str, value: Any, name: str, notes: Notes) -> dict[str, Any]
         notes.mapped(name, value, f"spec.pipeline.envs[].config.actions: {actions}")
         return {"actions": actions}
     else:
-        notes.dropped(name, value, "words for prompts: write them into env_instruction or the templates")
+        notes.dropped(
+            name, value, "words for prompts: write them into env_instruction or the templates"
+        )
     return {}
 
 

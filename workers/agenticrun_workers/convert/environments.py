@@ -11,7 +11,11 @@ from agenticrun_workers.convert.notes import Notes
 
 Spec = dict[str, Any]
 
-AGENTS = {"TrajEnvManager": "multi_turn", "StepEnvManager": "step_wise", "StepConcatEnvManager": "step_wise"}
+AGENTS = {
+    "TrajEnvManager": "multi_turn",
+    "StepEnvManager": "step_wise",
+    "StepConcatEnvManager": "step_wise",
+}
 ANSWER_TAGS = r"<answer>(.*?)</answer>"
 """What ROLL's environments look for where a file gives no action_pattern."""
 MAX_ENVS_PER_WORKER = 256
@@ -20,7 +24,12 @@ MAX_ENVS_PER_WORKER = 256
 
 def environments(top: View, notes: Notes) -> list[Spec]:
     """One entry per tag that is played."""
-    played = {tag for manager in ("train_env_manager", "val_env_manager") if manager in top for tag in top.section(manager)["tags"]}
+    played = {
+        tag
+        for manager in ("train_env_manager", "val_env_manager")
+        if manager in top
+        for tag in top.section(manager)["tags"]
+    }
     entries = []
     described = top.sections("custom_envs")
     for tag, env in described.items():
@@ -29,13 +38,18 @@ def environments(top: View, notes: Notes) -> list[Spec]:
         else:
             notes.dropped(f"custom_envs.{tag}", "", "no env manager plays it: left out")
     for tag in sorted(played - described.keys()):
-        notes.cannot("custom_envs", tag, "an env manager plays this tag, which custom_envs does not describe")
+        notes.cannot(
+            "custom_envs", tag, "an env manager plays this tag, which custom_envs does not describe"
+        )
     return entries
 
 
 def is_step_wise(top: View) -> bool:
     """Whether a sample is a turn: then optimizer batches are not counted in trajectories."""
-    return any(AGENTS.get(_class_of(env["env_manager_cls"])) == "step_wise" for env in top.sections("custom_envs").values())
+    return any(
+        AGENTS.get(_class_of(env["env_manager_cls"])) == "step_wise"
+        for env in top.sections("custom_envs").values()
+    )
 
 
 def _class_of(path: Any) -> str:
@@ -51,14 +65,22 @@ def _environment(tag: str, env: View, max_new_tokens: int, notes: Notes) -> Spec
     kind = str(env["env_type"]).replace("-", "_")
     manager = _class_of(env["env_manager_cls"])
     if manager not in AGENTS:
-        notes.cannot(f"{path}.env_manager_cls", env["env_manager_cls"], "no such manager yet: multi_turn takes its place")
+        notes.cannot(
+            f"{path}.env_manager_cls",
+            env["env_manager_cls"],
+            "no such manager yet: multi_turn takes its place",
+        )
     agent = AGENTS.get(manager, "multi_turn")
     if manager == "StepConcatEnvManager":
-        notes.changed(f"{path}.env_manager_cls", manager, "step_wise: the history is written by its template")
+        notes.changed(
+            f"{path}.env_manager_cls", manager, "step_wise: the history is written by its template"
+        )
     given = env.section("env_config").given
     penalty = float(given.get("format_penalty") or 0)
     if penalty > 0:
-        notes.cannot(f"{path}.env_config.format_penalty", penalty, "a penalty is zero or negative: left out")
+        notes.cannot(
+            f"{path}.env_config.format_penalty", penalty, "a penalty is zero or negative: left out"
+        )
     return {
         "tag": tag,
         "type": kind,
@@ -66,17 +88,27 @@ def _environment(tag: str, env: View, max_new_tokens: int, notes: Notes) -> Spec
         "maxSteps": env["max_steps"],
         "maxTokensPerStep": min(env["max_tokens_per_step"], max_new_tokens),
         "formatPenalty": min(penalty, 0.0),
-        "agent": {"type": agent, "config": _agent(env, agent == "step_wise", given.get("action_pattern"), path, notes)},
+        "agent": {
+            "type": agent,
+            "config": _agent(env, agent == "step_wise", given.get("action_pattern"), path, notes),
+        },
     }
 
 
 def _agent(env: View, step_wise: bool, pattern: str | None, path: str, notes: Notes) -> Spec:
-    system = translated(env["agent_system_template"] or "", f"{path}.agent_system_template", step_wise=step_wise, notes=notes)
+    system = translated(
+        env["agent_system_template"] or "",
+        f"{path}.agent_system_template",
+        step_wise=step_wise,
+        notes=notes,
+    )
     config: Spec = {"systemTemplate": system}
     if step_wise:
         config["historyLength"] = env["history_length"]
         notes.changed(
-            f"{path}.history_length", env["history_length"], "agent.config.historyLength: that many past turns, valid and invalid ones (C2)"
+            f"{path}.history_length",
+            env["history_length"],
+            "agent.config.historyLength: that many past turns, valid and invalid ones (C2)",
         )
     else:
         config["systemTemplate"] = f"{system}\n{{instruction}}".lstrip("\n")
@@ -86,9 +118,13 @@ def _agent(env: View, step_wise: bool, pattern: str | None, path: str, notes: No
             "agent.config.systemTemplate, env_instruction after it: in ROLL that opens the first user message",
         )
     if "agent_template" in env:
-        config["agentTemplate"] = translated(env["agent_template"], f"{path}.agent_template", step_wise=step_wise, notes=notes)
+        config["agentTemplate"] = translated(
+            env["agent_template"], f"{path}.agent_template", step_wise=step_wise, notes=notes
+        )
     if pattern is None:
-        notes.changed(f"{path}.env_config.action_pattern", None, f"not given: actionPattern {ANSWER_TAGS}")
+        notes.changed(
+            f"{path}.env_config.action_pattern", None, f"not given: actionPattern {ANSWER_TAGS}"
+        )
     config["actionPattern"] = ANSWER_TAGS if pattern is None else pattern
     return config
 
@@ -98,9 +134,17 @@ def groups(top: View, manager: str, notes: Notes) -> Spec:
     view = top.section(manager)
     tags, partition, count = view["tags"], view["num_groups_partition"], view["num_env_groups"]
     if partition is not None and (sum(partition) != count or len(partition) != len(tags)):
-        notes.cannot(f"{manager}.num_groups_partition", partition, f"must be {len(tags)} numbers that add up to num_env_groups, {count}")
+        notes.cannot(
+            f"{manager}.num_groups_partition",
+            partition,
+            f"must be {len(tags)} numbers that add up to num_env_groups, {count}",
+        )
     if partition is None and count % len(tags):
-        notes.cannot(f"{manager}.num_env_groups", count, f"does not divide over {len(tags)} tags: set num_groups_partition")
+        notes.cannot(
+            f"{manager}.num_env_groups",
+            count,
+            f"does not divide over {len(tags)} tags: set num_groups_partition",
+        )
     return {"groups": count, "groupSize": view["group_size"], "tags": tags, "partition": partition}
 
 

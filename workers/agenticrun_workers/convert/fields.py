@@ -39,9 +39,13 @@ class Field:
         """The value. Raises `ConvertError` if ROLL would refuse its type."""
         kind = self.kind or type(self.default)
         kinds = (int, float) if kind in (int, float) else (kind,)
-        if kind is type(None) or (isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))):
+        if kind is type(None) or (
+            isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
+        ):
             return value
-        raise ConvertError(f"{path}: must be a {_KIND_NAMES.get(kind, kind.__name__)}, not {value!r}")
+        raise ConvertError(
+            f"{path}: must be a {_KIND_NAMES.get(kind, kind.__name__)}, not {value!r}"
+        )
 
     def line(self, path: str, value: Any, top: View) -> Line:
         """What becomes of this field with this value."""
@@ -52,7 +56,11 @@ class Field:
             return Line(Fate.DROPPED, path, value, "not set")
         if isinstance(value, str) and value in self.choices:
             return Line(Fate.MAPPED, path, value, self.choices[value])
-        if self.fate is Fate.CANNOT and not self.choices and (value == self.default or value in self.off):
+        if (
+            self.fate is Fate.CANNOT
+            and not self.choices
+            and (value == self.default or value in self.off)
+        ):
             return Line(Fate.DROPPED, path, value, "asks for nothing")
         return Line(self.fate, path, value, self.note)
 
@@ -72,7 +80,9 @@ class Section:
 Fields = Mapping[str, Field | Section]
 
 
-def mapped(note: str, default: Any = None, unread: Unread | None = None, *, kind: type | None = None) -> Field:
+def mapped(
+    note: str, default: Any = None, unread: Unread | None = None, *, kind: type | None = None
+) -> Field:
     """Keeps its meaning, maybe under another name or with values translated as the note says."""
     return Field(Fate.MAPPED, note, default, unread=unread, kind=kind)
 
@@ -87,7 +97,9 @@ def cannot(note: str, default: Any = None, *off: Any, unread: Unread | None = No
     return Field(Fate.CANNOT, note, default, off, unread=unread)
 
 
-def one_of(choices: Mapping[Any, str], otherwise: str, default: Any = None, unread: Unread | None = None) -> Field:
+def one_of(
+    choices: Mapping[Any, str], otherwise: str, default: Any = None, unread: Unread | None = None
+) -> Field:
     """Some values have a counterpart, each said where; any other one has not."""
     return Field(Fate.CANNOT, otherwise, default, choices=choices, unread=unread)
 
@@ -137,7 +149,10 @@ class View:
         section = self._fields[key]
         assert isinstance(section, Section)
         named = View(self._values.get(key), {}, self._at(key))
-        return {name: View(values, section.fields, f"{self._at(key)}.{name}") for name, values in named.given.items()}
+        return {
+            name: View(values, section.fields, f"{self._at(key)}.{name}")
+            for name, values in named.given.items()
+        }
 
     @property
     def given(self) -> dict[str, Any]:
@@ -148,7 +163,9 @@ class View:
         return f"{self._path}.{key}" if self._path else key
 
 
-def report_lines(values: Mapping[str, Any], fields: Fields, variables: frozenset[str]) -> list[Line]:
+def report_lines(
+    values: Mapping[str, Any], fields: Fields, variables: frozenset[str]
+) -> list[Line]:
     """A line for every key of a configuration. `variables` are names that interpolations of the file read."""
     top = View(values, fields)
     known = {key: value for key, value in values.items() if key in fields or key not in variables}
@@ -166,15 +183,26 @@ def _walk(path: str, values: Any, section: Section, top: View) -> list[Line]:
         name = f"{path}.{key}" if path else str(key)
         entry = section.fields.get(key, section.rest)
         if entry is None:
-            lines.append(Line(Fate.UNKNOWN, name, redacted(key, value), _guess(str(key), section.fields)))
+            lines.append(
+                Line(Fate.UNKNOWN, name, redacted(key, value), _guess(str(key), section.fields))
+            )
         elif isinstance(entry, Field):
             lines.append(entry.line(name, redacted(key, value), top))
         elif entry.told_elsewhere:
             continue
         elif entry.repeated:
-            pairs = _items(value) if entry.repeated == "by name" else [(str(place), item) for place, item in enumerate(value or [])]
+            pairs = (
+                _items(value)
+                if entry.repeated == "by name"
+                else [(str(place), item) for place, item in enumerate(value or [])]
+            )
             for which, inner in pairs:
-                lines += _walk(f"{name}.{which}" if entry.repeated == "by name" else f"{name}[{which}]", inner, entry, top)
+                lines += _walk(
+                    f"{name}.{which}" if entry.repeated == "by name" else f"{name}[{which}]",
+                    inner,
+                    entry,
+                    top,
+                )
         else:
             lines += _walk(name, value, entry, top)
     return lines
@@ -196,9 +224,15 @@ def redacted(name: str, value: Any) -> Any:
 
 
 def _items(values: Any) -> list[tuple[str, Any]]:
-    return [(str(key), value) for key, value in values.items()] if isinstance(values, Mapping) else []
+    return (
+        [(str(key), value) for key, value in values.items()] if isinstance(values, Mapping) else []
+    )
 
 
 def _guess(key: str, fields: Fields) -> str:
     close = difflib.get_close_matches(key, fields, 1)
-    return f"ROLL has no such field and ignores it: did you mean {close[0]}?" if close else "ROLL has no such field and ignores it"
+    return (
+        f"ROLL has no such field and ignores it: did you mean {close[0]}?"
+        if close
+        else "ROLL has no such field and ignores it"
+    )

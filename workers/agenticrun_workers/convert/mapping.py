@@ -7,7 +7,17 @@ mapped or changed here.
 from __future__ import annotations
 
 from agenticrun_workers.convert.env_fields import CUSTOM_ENV, ENV_MANAGER, VAL_ENV_MANAGER
-from agenticrun_workers.convert.fields import Field, Fields, Section, cannot, changed, dead, dropped, mapped, one_of
+from agenticrun_workers.convert.fields import (
+    Field,
+    Fields,
+    Section,
+    cannot,
+    changed,
+    dead,
+    dropped,
+    mapped,
+    one_of,
+)
 from agenticrun_workers.convert.role_fields import role
 from agenticrun_workers.convert.unread import (
     only,
@@ -35,9 +45,14 @@ REWARD_NORMALIZATION: Fields = {
         "no trajectory of ROLL has such a key: batch takes its place",
         "batch",
     ),
-    "method": mapped("normMeanType and normStdType, where they are not given (asym_clip was mean_std in ROLL too)", "identity"),
+    "method": mapped(
+        "normMeanType and normStdType, where they are not given (asym_clip was mean_std in ROLL too)",
+        "identity",
+    ),
     "norm_mean_type": mapped("rewardNormalization.normMeanType, or algorithm.normMeanType (gigpo)"),
-    "norm_std_type": mapped("rewardNormalization.normStdType, or algorithm.normStdType (grpo, gigpo)"),
+    "norm_std_type": mapped(
+        "rewardNormalization.normStdType, or algorithm.normStdType (grpo, gigpo)"
+    ),
     "global_scale_factor": dead(),
     "global_shift_value": dead(),
 }
@@ -46,7 +61,10 @@ IS_WEIGHT: Fields = {
     "enabled": mapped("presence of spec.pipeline.trainInferCorrection.isWeight", False),
     "weight_type": mapped("trainInferCorrection.isWeight.level", "token"),
     "upper_bound": mapped("trainInferCorrection.isWeight.upperBound (null -> 1e6)", 1.2),
-    "detach": cannot("the weight is a constant of the loss: a gradient through it would be another algorithm", True),
+    "detach": cannot(
+        "the weight is a constant of the loss: a gradient through it would be another algorithm",
+        True,
+    ),
 }
 FILTERS: Fields = {
     "enabled": mapped("presence of the filter", False),
@@ -61,27 +79,45 @@ FILTERS: Fields = {
 
 _OWN: dict[str, Field | Section] = {
     "pipeline_cls": one_of(
-        {"roll.pipeline.agentic.agentic_pipeline.AgenticPipeline": "what AgenticRun is"}, "only the agentic pipeline has a counterpart"
+        {"roll.pipeline.agentic.agentic_pipeline.AgenticPipeline": "what AgenticRun is"},
+        "only the agentic pipeline has a counterpart",
     ),
     "custom_envs": Section(CUSTOM_ENV, "by name"),
     "train_env_manager": Section(ENV_MANAGER),
     "val_env_manager": Section(VAL_ENV_MANAGER),
     "render_save_dir": dead("never had an effect in ROLL (C18): set spec.tracking.renderDir"),
-    "reward": Section({}, rest=cannot("ROLL's environments call their judge themselves: describe it in spec.pipeline.rewards (llm_judge)")),
+    "reward": Section(
+        {},
+        rest=cannot(
+            "ROLL's environments call their judge themselves: describe it in spec.pipeline.rewards (llm_judge)"
+        ),
+    ),
     "reward_normalization": Section(REWARD_NORMALIZATION),
-    "env_monitor": Section({}, rest=changed("ROLL logs hung environments; here a step may take envs[].stepTimeoutSeconds (60)")),
+    "env_monitor": Section(
+        {},
+        rest=changed(
+            "ROLL logs hung environments; here a step may take envs[].stepTimeoutSeconds (60)"
+        ),
+    ),
     "dirty_data_mask": dead(default=False),
     "open_feedback_turn": dead(default=False),
     "use_token_reward": dead(default=False),
-    "batch_adjust_mode": changed("batches are filled with zero-weight samples: nothing is duplicated or thrown away (C17)", "copy"),
+    "batch_adjust_mode": changed(
+        "batches are filled with zero-weight samples: nothing is duplicated or thrown away (C17)",
+        "copy",
+    ),
     "episode_reward_weight": mapped(f"{_A}.episodeRewardWeight", 1.0, only("gigpo")),
     "step_reward_weight": mapped(f"{_A}.stepRewardWeight", 1.0, only("gigpo")),
     "step_reward_gamma": mapped(f"{_A}.stepRewardGamma", 0.95, only("gigpo", "step_reinforce")),
     "ratio_type": mapped(f"{_A}.ratioType", "token"),
     "exp_mode": dead(default="train"),
-    "partial_gpu_mode": changed("trainers and engines share all GPUs (spec.placement: Colocated) or none", True),
+    "partial_gpu_mode": changed(
+        "trainers and engines share all GPUs (spec.placement: Colocated) or none", True
+    ),
     "parse_tool_call_parameter_to_dict": cannot("no tool-calling managers yet", False),
-    "skip_mock_system_prompt": dropped("the conversation's tokens are the chat template's own rendering (C5)", False),
+    "skip_mock_system_prompt": dropped(
+        "the conversation's tokens are the chat template's own rendering (C5)", False
+    ),
 }
 
 _ALGORITHM: dict[str, Field | Section] = {
@@ -90,7 +126,9 @@ _ALGORITHM: dict[str, Field | Section] = {
     "lambd": mapped(f"{_A}.lambd", 0.95, only("gae")),
     "ppo_epochs": mapped(f"{_A}.ppoEpochs (the critic makes as many passes; one in ROLL)", 1),
     "pg_clip": mapped(f"{_A}.pgClipLow, pgClipHigh", 0.2, with_clip_range),
-    "use_pg_clip_range": mapped("whether pg_clip_low and pg_clip_high are read", False, without_clip),
+    "use_pg_clip_range": mapped(
+        "whether pg_clip_low and pg_clip_high are read", False, without_clip
+    ),
     "pg_clip_low": mapped(f"{_A}.pgClipLow", 0.2, without_clip_range),
     "pg_clip_high": mapped(f"{_A}.pgClipHigh", 0.2, without_clip_range),
     "dual_clip_loss": mapped(f"{_A}.dualClip: 1 + 2 pg_clip", False, without_clip),
@@ -117,12 +155,21 @@ _ALGORITHM: dict[str, Field | Section] = {
     "advantage_clip": mapped(f"{_A}.advantageClip"),
     "whiten_rewards": mapped(f"{_A}.whitenRewards", False, only(*_TOKEN_RETURNS)),
     "whiten_advantages": mapped(f"{_A}.whitenAdvantages", False),
-    "loss_agg_mode": mapped(f"{_A}.lossAggMode (seq-mean-token-sum-norm: lossAggNorm = sequence_length)", "seq-mean-token-mean"),
+    "loss_agg_mode": mapped(
+        f"{_A}.lossAggMode (seq-mean-token-sum-norm: lossAggNorm = sequence_length)",
+        "seq-mean-token-mean",
+    ),
     "critic_warmup": mapped("spec.pipeline.criticWarmup", 0, only("gae")),
     "enable_reference": dropped("there is a reference exactly when a KL penalty needs one", False),
-    "enable_old_logprobs_recompute": changed("old log-probs are recomputed exactly when something reads them", False),
-    "force_disable_old_logprobs_recompute": changed("old log-probs are recomputed exactly when something reads them", False),
-    "train_infer_correction": Section({"is_weight": Section(IS_WEIGHT), "filters": Section(FILTERS, "in a list")}),
+    "enable_old_logprobs_recompute": changed(
+        "old log-probs are recomputed exactly when something reads them", False
+    ),
+    "force_disable_old_logprobs_recompute": changed(
+        "old log-probs are recomputed exactly when something reads them", False
+    ),
+    "train_infer_correction": Section(
+        {"is_weight": Section(IS_WEIGHT), "filters": Section(FILTERS, "in a list")}
+    ),
     "is_pure_opd": cannot("no on-policy distillation yet", False),
     "use_opd": cannot("no on-policy distillation yet", False),
     "pure_opd_pipeline_type": cannot("no on-policy distillation yet", unread=without_distillation),
@@ -130,7 +177,10 @@ _ALGORITHM: dict[str, Field | Section] = {
         key: Section({}, rest=cannot("no on-policy distillation yet", unread=without_distillation))
         for key in ("teacher", "student_train", "student_infer")
     },
-    **{key: dead(f"{_OTHER}: use reward_normalization") for key in ("norm_mean_type", "norm_std_type")},
+    **{
+        key: dead(f"{_OTHER}: use reward_normalization")
+        for key in ("norm_mean_type", "norm_std_type")
+    },
     **{key: dead() for key in ("l2", "use_reward_scaling", "use_reward_norm", "add_len_reward")},
 }
 
@@ -142,7 +192,9 @@ _MODELS: dict[str, Field | Section] = {
     "critic": role("critic"),
     "reference": role("reference"),
     "async_generation_ratio": mapped("spec.pipeline.staleness.max", 0),
-    "max_grad_norm": mapped("spec.pipeline.actorTrain.training.maxGradNorm (critic: spec.pipeline.critic.training)", 1.0),
+    "max_grad_norm": mapped(
+        "spec.pipeline.actorTrain.training.maxGradNorm (critic: spec.pipeline.critic.training)", 1.0
+    ),
 }
 
 _SCHEDULE: dict[str, Field | Section] = {
@@ -150,24 +202,36 @@ _SCHEDULE: dict[str, Field | Section] = {
     "seed": mapped("spec.pipeline.seed", 42),
     "max_steps": mapped("spec.pipeline.maxSteps", 500),
     "save_steps": mapped("spec.pipeline.saveSteps", 50),
-    "logging_steps": changed("spec.pipeline.loggingSteps: sample episodes; metrics are logged at every step", 1),
+    "logging_steps": changed(
+        "spec.pipeline.loggingSteps: sample episodes; metrics are logged at every step", 1
+    ),
     "eval_steps": mapped("spec.pipeline.evalSteps", 10),
     "max_ckpt_to_keep": mapped("spec.checkpoint.keep (0, all -> 1000)", 0),
     "rollout_batch_size": mapped("spec.pipeline.rolloutBatchSize", 128),
     "val_batch_size": mapped("spec.pipeline.valBatchSize", 128),
     "sequence_length": mapped("spec.pipeline.sequenceLength", kind=int),
     "resume_from_checkpoint": changed(
-        "spec.checkpoint.resume: Auto goes on from the newest complete checkpoint of this very run (C7)", False
+        "spec.checkpoint.resume: Auto goes on from the newest complete checkpoint of this very run (C7)",
+        False,
     ),
     "checkpoint_config": Section(
         {
-            "type": one_of({"file_system": "spec.checkpoint.uri, a folder"}, "checkpoints go to a folder or to S3 (spec.checkpoint.uri)"),
-            "output_dir": mapped("spec.checkpoint.uri (a relative one -> /checkpoints on a volume claim)"),
+            "type": one_of(
+                {"file_system": "spec.checkpoint.uri, a folder"},
+                "checkpoints go to a folder or to S3 (spec.checkpoint.uri)",
+            ),
+            "output_dir": mapped(
+                "spec.checkpoint.uri (a relative one -> /checkpoints on a volume claim)"
+            ),
             "async_upload": dropped("a checkpoint is complete when saving it returns", True),
         }
     ),
     "track_with": one_of(
-        {"tensorboard": "spec.tracking.tensorboard", "wandb": "spec.tracking.wandb", "stdout": "spec.tracking.console"},
+        {
+            "tensorboard": "spec.tracking.tensorboard",
+            "wandb": "spec.tracking.wandb",
+            "stdout": "spec.tracking.console",
+        },
         "no such tracker: metrics.jsonl and the console remain",
         "tensorboard",
     ),
@@ -178,7 +242,9 @@ _SCHEDULE: dict[str, Field | Section] = {
             "group": mapped("spec.tracking.wandb.group"),
             "tags": mapped("spec.tracking.wandb.tags"),
             "mode": mapped("spec.tracking.wandb.mode"),
-            "api_key": changed("never in a YAML: WANDB_API_KEY of a Secret in spec.roles.driver.envFrom"),
+            "api_key": changed(
+                "never in a YAML: WANDB_API_KEY of a Secret in spec.roles.driver.envFrom"
+            ),
             "log_dir": dropped("curves lie in the run's output folder"),
             "name": dropped("the run's own name"),
         },
@@ -187,19 +253,28 @@ _SCHEDULE: dict[str, Field | Section] = {
     "rollout_mock": Section(
         {
             "enable": mapped("presence of spec.pipeline.record", False),
-            "mode": mapped("spec.pipeline.record.to (dump) or .replay (mock): in a format of its own", "dump"),
+            "mode": mapped(
+                "spec.pipeline.record.to (dump) or .replay (mock): in a format of its own", "dump"
+            ),
             "dump_dir": mapped("spec.pipeline.record.to or .replay"),
         }
     ),
     "system_envs": mapped("spec.roles.*.env (without what names a secret: use envFrom)"),
-    "num_gpus_per_node": changed("GPUs of one pod (ROLL overwrote it with the driver's own count)", 8),
+    "num_gpus_per_node": changed(
+        "GPUs of one pod (ROLL overwrote it with the driver's own count)", 8
+    ),
     "num_nodes": dropped("pods are scheduled by Kubernetes: spec.roles.*.replicas", 1),
 }
 
 _NOT_NEEDED: dict[str, Field | Section] = {
     "rpc_timeout": dropped("nothing waits by a timeout: lost actors are noticed", 3600),
-    **{key: dropped("`agenticrun run -o`, or spec.checkpoint.uri on a cluster") for key in ("output_dir", "base_dir", "logging_dir")},
-    "rollout_dump_dir": dropped("whole episodes as text: spec.tracking.sampleLogs; batches: spec.pipeline.record"),
+    **{
+        key: dropped("`agenticrun run -o`, or spec.checkpoint.uri on a cluster")
+        for key in ("output_dir", "base_dir", "logging_dir")
+    },
+    "rollout_dump_dir": dropped(
+        "whole episodes as text: spec.tracking.sampleLogs; batches: spec.pipeline.record"
+    ),
     "max_running_requests": dropped("trainEnvs.groups bounds what is under way", 128),
     "prompt_length": dropped("ROLL's agentic pipeline reads sequence_length only", 1024),
     "response_length": dropped("ROLL's agentic pipeline reads sequence_length only"),
@@ -208,13 +283,24 @@ _NOT_NEEDED: dict[str, Field | Section] = {
     "profiler_timeline": cannot("no profiler yet", False),
     "profiler_memory": cannot("no profiler yet", False),
     "profiler_output_dir": dropped("no profiler yet"),
-    **{key: dead(_OTHER) for key in ("report_length_and_rewards", "length_profiler_dir", "local_rank")},
-    **{key: dead(default=False) for key in ("is_offload_states", "is_offload_optimizer_states_in_train_step")},
+    **{
+        key: dead(_OTHER)
+        for key in ("report_length_and_rewards", "length_profiler_dir", "local_rank")
+    },
+    **{
+        key: dead(default=False)
+        for key in ("is_offload_states", "is_offload_optimizer_states_in_train_step")
+    },
     "otlp_output_dir": dropped("no OpenTelemetry: Prometheus reads the metrics"),
     "model_update_buffer_size_mb": dropped("weights travel through Ray's object store", 1024),
     "model_download_type": changed("names are looked up on the Hugging Face hub"),
     "transfer_backend": Section({}, rest=dropped("trajectories never pass through the driver")),
-    "router_args": Section({}, rest=dropped("requests go to the least loaded engine, a conversation to the one that knows it")),
+    "router_args": Section(
+        {},
+        rest=dropped(
+            "requests go to the least loaded engine, a conversation to the one that knows it"
+        ),
+    ),
     **{
         key: dead(_OTHER)
         for key in (

@@ -41,7 +41,9 @@ def critic(top: View) -> Spec | None:
     """`critic`, of gae."""
     if top["adv_estimator"] != "gae":
         return None
-    path = top["reward_pretrain"] or top.section("critic").section("model_args")["model_name_or_path"]
+    path = (
+        top["reward_pretrain"] or top.section("critic").section("model_args")["model_name_or_path"]
+    )
     return {
         "path": None if path == top["pretrain"] else path,
         "training": _training(top, "critic", _mini_batch(top, Notes())),
@@ -51,7 +53,9 @@ def critic(top: View) -> Spec | None:
 
 def _training(top: View, role: str, mini_batch: int | None) -> Spec:
     worker, given = top.section(role), top.section(role).section("training_args")
-    steps = top["max_steps"] * (batch_size(top) // mini_batch if mini_batch else 1) * top["ppo_epochs"]
+    steps = (
+        top["max_steps"] * (batch_size(top) // mini_batch if mini_batch else 1) * top["ppo_epochs"]
+    )
     tokens = given["per_device_train_batch_size"] * sequence_length(top)
     if worker["use_dynamic_batching_in_train"] and worker["max_tokens_per_microbatch_in_train"]:
         tokens = worker["max_tokens_per_microbatch_in_train"]
@@ -82,7 +86,9 @@ def _mini_batch(top: View, notes: Notes) -> int | None:
     wanted, batch = per_rank * _data_parallel(top), batch_size(top)
     if is_step_wise(top):
         notes.changed(
-            "actor_train.training_args", f"{wanted} turns", "an optimizer step takes whole trajectories: the whole batch (miniBatchSize)"
+            "actor_train.training_args",
+            f"{wanted} turns",
+            "an optimizer step takes whole trajectories: the whole batch (miniBatchSize)",
         )
         return None
     if wanted >= batch:
@@ -91,7 +97,11 @@ def _mini_batch(top: View, notes: Notes) -> int | None:
     fitting = [size for size in range(group, batch + 1, group) if batch % size == 0]
     nearest = min(fitting or [batch], key=lambda size: (abs(size - wanted), size))
     if nearest != wanted:
-        notes.changed("actor_train.training_args", f"{wanted} trajectories", f"miniBatchSize {nearest}: whole groups that divide the batch")
+        notes.changed(
+            "actor_train.training_args",
+            f"{wanted} trajectories",
+            f"miniBatchSize {nearest}: whole groups that divide the batch",
+        )
     return nearest if nearest < batch else None
 
 
@@ -111,19 +121,39 @@ def actor_infer(top: View, *, corrects: bool, notes: Notes) -> Spec:
     given = top.section("actor_infer").section("generating_args")
     temperature, top_p, top_k = given["temperature"], given["top_p"], max(0, given["top_k"])
     path = "actor_infer.generating_args"
-    validation = {"temperature": temperature if given["do_sample"] else 0.0, "topP": top_p, "topK": top_k}
+    validation = {
+        "temperature": temperature if given["do_sample"] else 0.0,
+        "topP": top_p,
+        "topK": top_k,
+    }
     notes.changed(
-        f"{path} (validation)", temperature, "ROLL validates with training's sampling: validationGenerating says so; 0 is greedy (C20)"
+        f"{path} (validation)",
+        temperature,
+        "ROLL validates with training's sampling: validationGenerating says so; 0 is greedy (C20)",
     )
     if temperature == 0:
-        notes.cannot(f"{path}.temperature", 0, "greedy training has nothing to learn from: temperature 1")
+        notes.cannot(
+            f"{path}.temperature", 0, "greedy training has nothing to learn from: temperature 1"
+        )
         temperature = 1.0
     sampling: Spec = {"temperature": temperature}
     if top_p < 1 or top_k > 0:
         cut = f"top_p {top_p}, top_k {top_k}"
         if corrects:
-            notes.changed(path, cut, "train_infer_correction needs the full distribution: top_p and top_k are left out (C20)")
+            notes.changed(
+                path,
+                cut,
+                "train_infer_correction needs the full distribution: top_p and top_k are left out (C20)",
+            )
         else:
-            notes.changed(path, cut, "allowTruncatedSampling: true; log-probs are recorded at temperature 1 over the full vocabulary (C20)")
+            notes.changed(
+                path,
+                cut,
+                "allowTruncatedSampling: true; log-probs are recorded at temperature 1 over the full vocabulary (C20)",
+            )
             sampling |= {"topP": top_p, "topK": top_k, "allowTruncatedSampling": True}
-    return {"strategy": infer_strategy(top, notes), "generating": sampling, "validationGenerating": validation}
+    return {
+        "strategy": infer_strategy(top, notes),
+        "generating": sampling,
+        "validationGenerating": validation,
+    }

@@ -14,7 +14,13 @@ Spec = dict[str, Any]
 
 MAX_GPUS_PER_POD = 16
 MAX_VARIABLES = 32
-_ROLE_OF = {"trainer": "actor_train", "inference": "actor_infer", "env": "train_env_manager", "reference": "reference", "critic": "critic"}
+_ROLE_OF = {
+    "trainer": "actor_train",
+    "inference": "actor_infer",
+    "env": "train_env_manager",
+    "reference": "reference",
+    "critic": "critic",
+}
 
 
 def roles(top: View, env_pods: int, notes: Notes) -> Spec:
@@ -28,7 +34,11 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
             "shares some GPUs with actor_train, or all while rollout runs ahead (async_generation_ratio); engines that take turns with "
             f"trainers do so on all of them and wait for them: here {len(trainer)} + {len(inference)} GPUs",
         )
-    notes.changed("(resources)", "", "ROLL takes whole nodes: set cpus and memory of spec.roles.* (the defaults suit tiny models)")
+    notes.changed(
+        "(resources)",
+        "",
+        "ROLL takes whole nodes: set cpus and memory of spec.roles.* (the defaults suit tiny models)",
+    )
     per_pod = min(int(top["num_gpus_per_node"]), MAX_GPUS_PER_POD)
     pods: dict[str, Spec] = {
         "driver": {},
@@ -36,7 +46,10 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
         "inference": _pods(len(inference), top.section("actor_infer")["world_size"], per_pod),
         "env": {"replicas": env_pods},
     }
-    for role, used in (("reference", uses_reference(top)), ("critic", top["adv_estimator"] == "gae")):
+    for role, used in (
+        ("reference", uses_reference(top)),
+        ("critic", top["adv_estimator"] == "gae"),
+    ):
         gpus = devices(top, role)
         if used and gpus and not set(gpus) & set(trainer):
             pods[role] = _pods(len(gpus), None, per_pod)
@@ -45,10 +58,20 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
     everywhere = _variables(top["system_envs"], "system_envs", notes)
     for role, pod in pods.items():
         section = _ROLE_OF.get(role)
-        own = _variables(top.section(section)["system_envs"], f"{section}.system_envs", notes) if section else {}
-        variables = [{"name": name, "value": value} for name, value in {**everywhere, **own}.items()]
+        own = (
+            _variables(top.section(section)["system_envs"], f"{section}.system_envs", notes)
+            if section
+            else {}
+        )
+        variables = [
+            {"name": name, "value": value} for name, value in {**everywhere, **own}.items()
+        ]
         if len(variables) > MAX_VARIABLES:
-            notes.cannot("system_envs", len(variables), f"at most {MAX_VARIABLES} variables: the others are left out")
+            notes.cannot(
+                "system_envs",
+                len(variables),
+                f"at most {MAX_VARIABLES} variables: the others are left out",
+            )
         if variables:
             pod["env"] = variables[:MAX_VARIABLES]
     return {role: pod for role, pod in pods.items() if pod}
@@ -57,13 +80,23 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
 def placement(top: View) -> str | None:
     """`spec.placement` where it is not the default: engines on exactly the trainers' GPUs, in a synchronous run."""
     trainer = set(devices(top, "actor_train"))
-    synchronous = top["async_generation_ratio"] == 0 and top.section("actor_train")["model_update_frequency"] == 1
-    return "Colocated" if synchronous and trainer and trainer == set(devices(top, "actor_infer")) else None
+    synchronous = (
+        top["async_generation_ratio"] == 0
+        and top.section("actor_train")["model_update_frequency"] == 1
+    )
+    return (
+        "Colocated"
+        if synchronous and trainer and trainer == set(devices(top, "actor_infer"))
+        else None
+    )
 
 
 def uses_reference(top: View) -> bool:
     """Whether a KL penalty needs the frozen policy."""
-    return bool((top["add_token_level_kl"] and top["init_kl_coef"] > 0) or (top["use_kl_loss"] and top["kl_loss_coef"] > 0))
+    return bool(
+        (top["add_token_level_kl"] and top["init_kl_coef"] > 0)
+        or (top["use_kl_loss"] and top["kl_loss_coef"] > 0)
+    )
 
 
 def devices(top: View, role: str) -> list[int]:
@@ -72,9 +105,15 @@ def devices(top: View, role: str) -> list[int]:
     if given is None or given == "":
         return []
     try:
-        return _read(ast.parse(given, mode="eval").body) if isinstance(given, str) else [int(device) for device in given]
+        return (
+            _read(ast.parse(given, mode="eval").body)
+            if isinstance(given, str)
+            else [int(device) for device in given]
+        )
     except (SyntaxError, ValueError, TypeError) as error:
-        raise ConvertError(f"{role}.device_mapping: {given!r} is no list of GPU numbers such as list(range(0, 8)) ({error})") from error
+        raise ConvertError(
+            f"{role}.device_mapping: {given!r} is no list of GPU numbers such as list(range(0, 8)) ({error})"
+        ) from error
 
 
 def _read(node: ast.expr) -> list[int]:
@@ -102,7 +141,11 @@ def _variables(given: Mapping[str, Any] | None, path: str, notes: Notes) -> dict
     variables = {}
     for name, value in (given or {}).items():
         if is_secret(name):
-            notes.changed(f"{path}.{name}", "***", "a secret: name it in spec.roles.*.envFrom, never in a YAML")
+            notes.changed(
+                f"{path}.{name}",
+                "***",
+                "a secret: name it in spec.roles.*.envFrom, never in a YAML",
+            )
         else:
             variables[str(name)] = str(value)
     return variables

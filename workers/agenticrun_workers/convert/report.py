@@ -46,7 +46,9 @@ def show(lines: Sequence[Line], console: Console) -> None:
         table = Table(title=f"{fate} ({len(chosen)})", title_justify="left", expand=True)
         table.add_column("ROLL field", overflow="fold", ratio=3)
         table.add_column("value", overflow="fold", ratio=2)
-        table.add_column("AgenticRun field" if fate is Fate.MAPPED else "what happens", overflow="fold", ratio=5)
+        table.add_column(
+            "AgenticRun field" if fate is Fate.MAPPED else "what happens", overflow="fold", ratio=5
+        )
         for line in chosen:
             table.add_row(Text(line.field), Text(_short(line.value)), Text(line.note))
         console.print(table)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from agenticrun_workers.convert.fields import Field, Fields, Section, cannot, changed, dead, dropped, mapped, one_of
+from agenticrun_workers.convert.fields import (
+    Field,
+    Fields,
+    Section,
+    cannot,
+    changed,
+    dead,
+    dropped,
+    mapped,
+    one_of,
+)
 from agenticrun_workers.convert.strategies import ENGINES, NOT_OFFERED, TRAINERS
 from agenticrun_workers.convert.unread import (
     only_trainer,
@@ -20,23 +30,38 @@ _BACKEND = dropped("a setting of ROLL's backend: nothing here needs it")
 _ADAPTERS = "spec.pipeline.actorTrain.lora"
 _OPTIONS = "spec.pipeline.actorTrain.strategy.config"
 
-PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
 STRATEGY_CONFIG: Fields = {
     **dict.fromkeys(PARALLEL_SIZES, mapped(f"{_OPTIONS}, of megatron", 1)),
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), mapped("spec.pipeline.actorInfer.strategy.config", 1)),
+    **dict.fromkeys(
+        ("tensor_parallel_size", "pipeline_parallel_size"),
+        mapped("spec.pipeline.actorInfer.strategy.config", 1),
+    ),
     **{key: cannot(why, 1, False) for key, why in NOT_OFFERED.items()},
 }
 """The keys that ROLL's own code knows. Their fate depends on the backend: `strategies` tells it."""
 
 MODEL_ARGS: Fields = {
-    "model_name_or_path": changed("pretrain (critic: reward_pretrain) takes its place, as in ROLL; without one this is spec.model.path"),
-    "adapter_name_or_path": cannot("adapters begin at zero: a trained one must be merged into the model first"),
+    "model_name_or_path": changed(
+        "pretrain (critic: reward_pretrain) takes its place, as in ROLL; without one this is spec.model.path"
+    ),
+    "adapter_name_or_path": cannot(
+        "adapters begin at zero: a trained one must be merged into the model first"
+    ),
     "attn_implementation": dropped("attention is PyTorch's scaled_dot_product_attention"),
     "moe_aux_loss_coef": cannot("no auxiliary loss of mixture-of-experts models", 0.0, 0),
     "disable_gradient_checkpointing": mapped(
-        f"{_OPTIONS}.gradient_checkpointing (fsdp2, deepspeed)", False, only_trainer("fsdp2", "deepspeed")
+        f"{_OPTIONS}.gradient_checkpointing (fsdp2, deepspeed)",
+        False,
+        only_trainer("fsdp2", "deepspeed"),
     ),
-    "gradient_checkpointing_use_reentrant": dropped("never reentrant: the same numbers, and less memory"),
+    "gradient_checkpointing_use_reentrant": dropped(
+        "never reentrant: the same numbers, and less memory"
+    ),
     "device_map": dropped("the strategy places the parameters", "balanced"),
     "dtype": one_of(
         {
@@ -46,13 +71,19 @@ MODEL_ARGS: Fields = {
         "no float16: bfloat16 takes its place",
         "bf16",
     ),
-    "model_type": changed("the critic is the causal language model with a value head; other roles have no such choice"),
+    "model_type": changed(
+        "the critic is the causal language model with a value head; other roles have no such choice"
+    ),
     "num_labels": dropped("a value head has one output", 1),
     "model_config_kwargs": cannot("the model's config is taken as it is", None, {}),
     "freeze_module_prefix": cannot("all parameters are trained", None, [], ""),
-    "ulysses_size": mapped(f"{_OPTIONS}.ulysses_sequence_parallel_size (fsdp2)", 1, only_trainer("fsdp2")),
+    "ulysses_size": mapped(
+        f"{_OPTIONS}.ulysses_sequence_parallel_size (fsdp2)", 1, only_trainer("fsdp2")
+    ),
     "lora_rank": mapped(f"{_ADAPTERS}.rank", 8, without_lora),
-    "lora_alpha": mapped(f"{_ADAPTERS}.alpha (where not given: twice the rank)", None, without_lora, kind=int),
+    "lora_alpha": mapped(
+        f"{_ADAPTERS}.alpha (where not given: twice the rank)", None, without_lora, kind=int
+    ),
     "lora_dropout": dropped("zero, or see above", 0),
     "lora_target": mapped(f"{_ADAPTERS}.targetModules (all-linear: left out)"),
     "additional_target": cannot("only the adapters are trained", None, [], "", unread=without_lora),
@@ -68,15 +99,26 @@ OTHERS_MODEL_ARGS: Fields = {
     **MODEL_ARGS,
     "dtype": changed("spec.model.dtype is actor_train's, for all roles"),
     **{
-        key: dropped("actor_train's count: reference and critic are computed the way the policy is", _default(MODEL_ARGS[key]))
+        key: dropped(
+            "actor_train's count: reference and critic are computed the way the policy is",
+            _default(MODEL_ARGS[key]),
+        )
         for key in ("disable_gradient_checkpointing", "ulysses_size")
     },
-    **{key: dropped("only the policy has adapters", _default(MODEL_ARGS[key])) for key in ("lora_rank", "lora_alpha", "additional_target")},
+    **{
+        key: dropped("only the policy has adapters", _default(MODEL_ARGS[key]))
+        for key in ("lora_rank", "lora_alpha", "additional_target")
+    },
     "lora_target": cannot("only the policy has adapters"),
 }
 """Of the roles that are not actor_train."""
 
-SCHEDULES = {"linear": "linear", "constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine"}
+SCHEDULES = {
+    "linear": "linear",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "cosine": "cosine",
+}
 TRAINING_ARGS: Fields = {
     "learning_rate": mapped(f"{_TRAINING}.learningRate", 5e-5),
     "lr_scheduler_type": one_of(
@@ -103,7 +145,9 @@ TRAINING_ARGS: Fields = {
     "fp16": dropped("the precision is model_args.dtype"),
     "bf16": dropped("the precision is model_args.dtype"),
     "tf32": dropped("PyTorch's own default"),
-    "save_hf_model": changed("`agenticrun export` writes a Hugging Face folder from any checkpoint", False),
+    "save_hf_model": changed(
+        "`agenticrun export` writes a Hugging Face folder from any checkpoint", False
+    ),
     "output_dir": dropped("checkpoints go to spec.checkpoint.uri"),
 }
 
@@ -115,11 +159,15 @@ GENERATING_ARGS: Fields = {
     "top_k": mapped(f"{_VALIDATION_TOO} (.topK, -1 -> 0)", 50),
     "num_beams": cannot("no beam search", 1),
     "max_length": dropped("max_new_tokens and sequence_length bound a response", 8192),
-    "max_new_tokens": mapped("spec.pipeline.envs[].maxTokensPerStep (the smaller of it and max_tokens_per_step)", 8192),
+    "max_new_tokens": mapped(
+        "spec.pipeline.envs[].maxTokensPerStep (the smaller of it and max_tokens_per_step)", 8192
+    ),
     "repetition_penalty": cannot("log-probs would not be those of the sampling", 1, 1.0),
     "length_penalty": dropped("a setting of beam search", 1),
     "num_return_sequences": dropped("always 1, as in ROLL", 1),
-    "stop_strings": cannot("a response ends with the end of its turn, or at its token limit", None, []),
+    "stop_strings": cannot(
+        "a response ends with the end of its turn, or at its token limit", None, []
+    ),
     "include_stop_str_in_output": dropped("no stop strings"),
     "logprobs": dropped("log-probs are always recorded", 0),
 }
@@ -150,9 +198,13 @@ _TRAINER = one_of(
 _CRITICS_TRAINER = dropped("the critic is always trained by fsdp2")
 _PODS = {
     "actor_train": mapped("spec.roles.trainer: gpus times replicas"),
-    "actor_infer": mapped("spec.roles.inference: gpus times replicas; actor_train's own devices: spec.placement: Colocated"),
+    "actor_infer": mapped(
+        "spec.roles.inference: gpus times replicas; actor_train's own devices: spec.placement: Colocated"
+    ),
 }
-_WITH_TRAINER = changed("pods of its own (spec.roles) where its GPUs are not actor_train's, else it shares the trainer pods")
+_WITH_TRAINER = changed(
+    "pods of its own (spec.roles) where its GPUs are not actor_train's, else it shares the trainer pods"
+)
 _OPD = cannot("no on-policy distillation yet", None, [], unread=without_distillation)
 
 _WORKER: Fields = {
@@ -162,12 +214,16 @@ _WORKER: Fields = {
     "backend_timeout": dropped("nothing waits by a timeout", 30),
     "max_concurrency": dropped("actors take any number of calls", 1),
     "use_dynamic_batching_in_infer": dropped("micro-batches are always cut by tokens", False),
-    "max_tokens_per_microbatch_in_infer": dropped("log-probs are computed under maxTokensPerMicroBatch too"),
+    "max_tokens_per_microbatch_in_infer": dropped(
+        "log-probs are computed under maxTokensPerMicroBatch too"
+    ),
     "sequence_length_round_in_train": dropped("lengths are not rounded", 4),
     "sequence_length_round_in_infer": dropped("lengths are not rounded", 4),
     "sequence_packing_args": Section(PACKING_ARGS),
     "logits_in_fp32": dropped("log-probs are always computed in float32", False),
-    "router_replay": Section({"mode": cannot("no routing replay of mixture-of-experts models", "disable")}),
+    "router_replay": Section(
+        {"mode": cannot("no routing replay of mixture-of-experts models", "disable")}
+    ),
     "apply_loss_scale": dropped("denominators are global: there is nothing to undo (C15)", True),
     "mtp_training_mode": cannot("no multi-token prediction", "disabled"),
     "offload_nccl": dropped("ROLL forces it to false", False),
@@ -177,8 +233,12 @@ _WORKER: Fields = {
 _ACTOR_ONLY: Fields = {
     "model_update_frequency": mapped("spec.pipeline.modelUpdateFrequency", 1),
     "pg_variant": mapped("spec.pipeline.algorithm.pgVariant", unread=without_variants),
-    "topr_positive_weight": mapped("spec.pipeline.algorithm.topr.positiveWeight", 1.0, without_topr),
-    "topr_negative_weight": mapped("spec.pipeline.algorithm.topr.negativeWeight", 1.0, without_topr),
+    "topr_positive_weight": mapped(
+        "spec.pipeline.algorithm.topr.positiveWeight", 1.0, without_topr
+    ),
+    "topr_negative_weight": mapped(
+        "spec.pipeline.algorithm.topr.negativeWeight", 1.0, without_topr
+    ),
     "tis_lower_bound": dead(f"{_NO_EFFECT}.tis.lowerBound"),
     "tis_upper_bound": dead(f"{_NO_EFFECT}.tis.upperBound"),
     "cispo_epsilon_low": dead(f"{_NO_EFFECT}.cispo.epsilonLow"),
@@ -189,7 +249,9 @@ _ACTOR_ONLY: Fields = {
 _TRAINED: Fields = {
     "training_args": Section(TRAINING_ARGS),
     "use_dynamic_batching_in_train": changed("micro-batches are always cut by tokens", False),
-    "max_tokens_per_microbatch_in_train": mapped(f"{_TRAINING}.maxTokensPerMicroBatch, with use_dynamic_batching_in_train", kind=int),
+    "max_tokens_per_microbatch_in_train": mapped(
+        f"{_TRAINING}.maxTokensPerMicroBatch, with use_dynamic_batching_in_train", kind=int
+    ),
     "use_sequence_packing": mapped(f"{_TRAINING}.sequencePacking", False),
 }
 _POLICY_WORKERS = {
@@ -200,31 +262,57 @@ _POLICY_WORKERS = {
     "base_worker.CriticWorker": "spec.pipeline.critic",
 }
 _PREFIXES = ("roll.pipeline.", "roll.pipeline.agentic.", "")
-WORKER_CLASSES = {f"{prefix}{name}": note for prefix in _PREFIXES for name, note in _POLICY_WORKERS.items()}
+WORKER_CLASSES = {
+    f"{prefix}{name}": note for prefix in _PREFIXES for name, note in _POLICY_WORKERS.items()
+}
 
 
 def role(name: Literal["actor_train", "actor_infer", "reference", "critic", "env"]) -> Section:
     """The WorkerConfig of a role: what another role reads has no effect here."""
     trains, samples = name in ("actor_train", "critic"), name == "actor_infer"
-    silent = {key: dropped("this role does not read it", _default(field)) for key, field in {**_ACTOR_ONLY, **_TRAINED}.items()}
+    silent = {
+        key: dropped("this role does not read it", _default(field))
+        for key, field in {**_ACTOR_ONLY, **_TRAINED}.items()
+    }
     fields: dict[str, Field | Section] = {**silent, **_WORKER}
     fields["worker_cls"] = one_of(WORKER_CLASSES, "only ROLL's own workers have a counterpart")
-    fields["training_args"] = Section(TRAINING_ARGS) if trains else Section({}, rest=dropped("this role does not train"))
+    fields["training_args"] = (
+        Section(TRAINING_ARGS) if trains else Section({}, rest=dropped("this role does not train"))
+    )
     fields["generating_args"] = (
-        Section(GENERATING_ARGS) if samples else Section({}, rest=dropped("only actor_infer's are read: ROLL replaces these by them"))
+        Section(GENERATING_ARGS)
+        if samples
+        else Section({}, rest=dropped("only actor_infer's are read: ROLL replaces these by them"))
     )
     models = MODEL_ARGS if name == "actor_train" else OTHERS_MODEL_ARGS
-    fields["model_args"] = Section(models) if name != "env" else Section({}, rest=dropped("no model here"))
+    fields["model_args"] = (
+        Section(models) if name != "env" else Section({}, rest=dropped("no model here"))
+    )
     fields["strategy_args"] = Section(
         {
-            "strategy_name": {"actor_infer": _ENGINE, "actor_train": _TRAINER, "critic": _CRITICS_TRAINER}.get(name, _BACKEND),
-            "strategy_config": Section(STRATEGY_CONFIG, told_elsewhere=True) if name in _PODS else Section({}, rest=_BACKEND),
+            "strategy_name": {
+                "actor_infer": _ENGINE,
+                "actor_train": _TRAINER,
+                "critic": _CRITICS_TRAINER,
+            }.get(name, _BACKEND),
+            "strategy_config": Section(STRATEGY_CONFIG, told_elsewhere=True)
+            if name in _PODS
+            else Section({}, rest=_BACKEND),
         }
     )
-    pods = _PODS.get(name, _WITH_TRAINER if name != "env" else dropped("spec.roles.env.replicas follows from max_env_num_per_worker"))
+    pods = _PODS.get(
+        name,
+        _WITH_TRAINER
+        if name != "env"
+        else dropped("spec.roles.env.replicas follows from max_env_num_per_worker"),
+    )
     fields["device_mapping"] = fields["world_size"] = pods
     fields["num_gpus_per_worker"] = (
-        mapped("spec.pipeline.actorInfer.strategy.config.tensor_parallel_size, where that is not given", 1, told_by_config)
+        mapped(
+            "spec.pipeline.actorInfer.strategy.config.tensor_parallel_size, where that is not given",
+            1,
+            told_by_config,
+        )
         if samples
         else dropped("a rank has one GPU", 1)
     )

@@ -81,12 +81,16 @@ DECIDED = {
 
 def trainer(top: View) -> str:
     """The strategy that trains the policy."""
-    return TRAINERS.get(top.section("actor_train").section("strategy_args")["strategy_name"], "fsdp2")
+    return TRAINERS.get(
+        top.section("actor_train").section("strategy_args")["strategy_name"], "fsdp2"
+    )
 
 
 def engine(top: View) -> str:
     """The strategy that samples."""
-    return ENGINES.get(top.section("actor_infer").section("strategy_args")["strategy_name"], "transformers")
+    return ENGINES.get(
+        top.section("actor_infer").section("strategy_args")["strategy_name"], "transformers"
+    )
 
 
 def train_strategy(top: View, notes: Notes) -> Spec:
@@ -98,7 +102,11 @@ def train_strategy(top: View, notes: Notes) -> Spec:
         if key in NOT_OFFERED and value is not False and not _asks_for_nothing(value):
             notes.cannot(f"{path}.{key}", value, NOT_OFFERED[key])
         elif key not in KEPT[name]:
-            notes.dropped(f"{path}.{key}", value, f"only another backend reads it, or nothing: {name} does not need it")
+            notes.dropped(
+                f"{path}.{key}",
+                value,
+                f"only another backend reads it, or nothing: {name} does not need it",
+            )
         elif _asks_for_nothing(value):
             notes.dropped(f"{path}.{key}", value, "asks for nothing")
         else:
@@ -142,7 +150,11 @@ def infer_strategy(top: View, notes: Notes) -> Spec:
     config: Spec = {}
     for key, value in role.section("strategy_args").section("strategy_config").given.items():
         if name == "transformers":
-            notes.dropped(f"{path}.{key}", value, "only the engines that are servers of their own have options")
+            notes.dropped(
+                f"{path}.{key}",
+                value,
+                "only the engines that are servers of their own have options",
+            )
         elif key in DECIDED:
             notes.dropped(f"{path}.{key}", value, f"decided elsewhere: {DECIDED[key]}")
         elif value is None or (key.endswith("parallel_size") and _asks_for_nothing(value)):
@@ -152,7 +164,11 @@ def infer_strategy(top: View, notes: Notes) -> Spec:
             notes.mapped(f"{path}.{key}", value, f"spec.pipeline.actorInfer.strategy.config.{key}")
     gpus, told = role["num_gpus_per_worker"], "actor_infer.num_gpus_per_worker"
     if gpus > 1 and name == "transformers":
-        notes.cannot(told, gpus, "the transformers engine has one GPU: sglang and vllm spread a model over several")
+        notes.cannot(
+            told,
+            gpus,
+            "the transformers engine has one GPU: sglang and vllm spread a model over several",
+        )
     elif gpus > 1 and "tensor_parallel_size" not in config:
         config["tensor_parallel_size"] = gpus // config.get("pipeline_parallel_size", 1)
     return {"name": name, "config": config or None}
@@ -166,11 +182,21 @@ def lora(top: View, notes: Notes) -> Spec | None:
         return None
     path = "actor_train.model_args"
     if arguments["lora_dropout"]:
-        notes.cannot(f"{path}.lora_dropout", arguments["lora_dropout"], "no dropout of adapters: log-probs would not be the policy's")
+        notes.cannot(
+            f"{path}.lora_dropout",
+            arguments["lora_dropout"],
+            "no dropout of adapters: log-probs would not be the policy's",
+        )
     if trainer(top) == "megatron":
-        notes.cannot(f"{path}.lora_target", target, "megatron trains all parameters: choose fsdp2 or deepspeed for adapters")
+        notes.cannot(
+            f"{path}.lora_target",
+            target,
+            "megatron trains all parameters: choose fsdp2 or deepspeed for adapters",
+        )
         return None
-    names = target if isinstance(target, list) else [name.strip() for name in str(target).split(",")]
+    names = (
+        target if isinstance(target, list) else [name.strip() for name in str(target).split(",")]
+    )
     rank = arguments["lora_rank"]
     return {
         "rank": rank,

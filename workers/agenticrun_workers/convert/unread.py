@@ -10,7 +10,11 @@ def only(*estimators: str) -> Unread:
     """Read by these adv_estimators."""
 
     def reason(top: View) -> str:
-        return "" if top["adv_estimator"] in estimators else f"adv_estimator {top['adv_estimator']} does not read it"
+        return (
+            ""
+            if top["adv_estimator"] in estimators
+            else f"adv_estimator {top['adv_estimator']} does not read it"
+        )
 
     return reason
 
@@ -19,13 +23,21 @@ def only_trainer(*names: str) -> Unread:
     """Read by these strategies that train."""
 
     def reason(top: View) -> str:
-        return "" if trainer(top) in names else f"only for {' and '.join(names)}: not read by {trainer(top)}"
+        return (
+            ""
+            if trainer(top) in names
+            else f"only for {' and '.join(names)}: not read by {trainer(top)}"
+        )
 
     return reason
 
 
 def without_lora(top: View) -> str:
-    return "" if top.section("actor_train").section("model_args")["lora_target"] else "read with lora_target only"
+    return (
+        ""
+        if top.section("actor_train").section("model_args")["lora_target"]
+        else "read with lora_target only"
+    )
 
 
 def told_by_config(top: View) -> str:
@@ -33,7 +45,11 @@ def told_by_config(top: View) -> str:
     config = top.section("actor_infer").section("strategy_args").section("strategy_config").given
     if engine(top) == "transformers" or top.section("actor_infer")["num_gpus_per_worker"] == 1:
         return "asks for nothing"
-    return "strategy_config.tensor_parallel_size says it: only read without" if config.get("tensor_parallel_size", 1) > 1 else ""
+    return (
+        "strategy_config.tensor_parallel_size says it: only read without"
+        if config.get("tensor_parallel_size", 1) > 1
+        else ""
+    )
 
 
 def without_token_kl(top: View) -> str:
@@ -41,7 +57,9 @@ def without_token_kl(top: View) -> str:
 
 
 def without_target_kl(top: View) -> str:
-    return without_token_kl(top) or ("" if top["target_kl"] is not None else "read with target_kl only")
+    return without_token_kl(top) or (
+        "" if top["target_kl"] is not None else "read with target_kl only"
+    )
 
 
 def without_kl_loss(top: View) -> str:
@@ -55,12 +73,16 @@ def without_clip(top: View) -> str:
 
 def with_clip_range(top: View) -> str:
     return without_clip(top) or (
-        "pg_clip_low and pg_clip_high take its place" if top["use_pg_clip_range"] and not top["dual_clip_loss"] else ""
+        "pg_clip_low and pg_clip_high take its place"
+        if top["use_pg_clip_range"] and not top["dual_clip_loss"]
+        else ""
     )
 
 
 def without_clip_range(top: View) -> str:
-    return without_clip(top) or ("" if top["use_pg_clip_range"] else "read with use_pg_clip_range: true only")
+    return without_clip(top) or (
+        "" if top["use_pg_clip_range"] else "read with use_pg_clip_range: true only"
+    )
 
 
 def without_distillation(top: View) -> str:
@@ -72,7 +94,11 @@ def without_topr(top: View) -> str:
 
 
 def without_variants(top: View) -> str:
-    return "" if has_variants(top) else "read by agentic_actor_pg_worker.ActorWorker only: set worker_cls"
+    return (
+        ""
+        if has_variants(top)
+        else "read by agentic_actor_pg_worker.ActorWorker only: set worker_cls"
+    )
 
 
 def variant_of(top: View) -> str:

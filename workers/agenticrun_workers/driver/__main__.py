@@ -39,16 +39,26 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Run one attempt and exit."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stdout,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
     report = asyncio.run(_attempt(yaml.safe_load(Path(RUN_FILE).read_text())))
     log.info("%s (%s): %s", report.outcome, report.reason, report.message)
     sys.exit(exit_code(report))
 
 
 async def _attempt(document: dict[str, Any]) -> FinalReport:
-    attempt = Attempt(document["metadata"]["uid"], os.environ[ENV_SUBMISSION_ID], int(os.environ[ENV_ATTEMPT]))
+    attempt = Attempt(
+        document["metadata"]["uid"], os.environ[ENV_SUBMISSION_ID], int(os.environ[ENV_ATTEMPT])
+    )
     requests = Requests()
-    sink = ReporterClient(f"http://127.0.0.1:{REPORTER_PORT}", Path(REPORTER_TOKEN_FILE).read_text().strip(), requests.apply)
+    sink = ReporterClient(
+        f"http://127.0.0.1:{REPORTER_PORT}",
+        Path(REPORTER_TOKEN_FILE).read_text().strip(),
+        requests.apply,
+    )
     await sink.start()
     try:
         run = parse_run(document)
@@ -57,14 +67,19 @@ async def _attempt(document: dict[str, Any]) -> FinalReport:
     except Exception as error:  # whatever keeps the attempt from beginning is its report
         log.exception("the attempt cannot begin")
         return await fail_early(sink, attempt, error)
-    for number in (signal.SIGTERM, signal.SIGINT):  # after ray.init, which sets a handler of its own
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # after ray.init, which sets a handler of its own
         asyncio.get_running_loop().add_signal_handler(number, requests.stop.set)
     return await session.execute()
 
 
 def _session(run: AgenticRun, attempt: Attempt, sink: ProgressSink, requests: Requests) -> Session:
     checkpoint = run.spec.checkpoint
-    base = folder_of(checkpoint.uri if checkpoint else WORK_DIR, run.metadata.name, run.metadata.uid)
+    base = folder_of(
+        checkpoint.uri if checkpoint else WORK_DIR, run.metadata.name, run.metadata.uid
+    )
     return Session(
         run=run,
         attempt=attempt,

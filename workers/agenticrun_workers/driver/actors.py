@@ -59,12 +59,17 @@ class RunCluster:
         self.placements: list[Placement] = []
         """Where actors were found to run, those of replaced ones included."""
         self.stores: list[Any] = []
-        self.engines = EnginePool(self._spawn_engine, self._count(Role.INFERENCE), self._engines_changed)
+        self.engines = EnginePool(
+            self._spawn_engine, self._count(Role.INFERENCE), self._engines_changed
+        )
         self.envs = EnvPool(self._spawn_env_worker, self._count(Role.ENV))
 
     async def start(self) -> None:
         """Bring everything up. Raises `InvalidConfig` for what the run's YAML gets wrong."""
-        starts = [asyncio.create_task(start) for start in (self.envs.start(), self._start_engines(), self._start_trainers())]
+        starts = [
+            asyncio.create_task(start)
+            for start in (self.envs.start(), self._start_engines(), self._start_trainers())
+        ]
         try:
             await asyncio.gather(*starts)
         finally:
@@ -84,7 +89,9 @@ class RunCluster:
         for result in results:
             if result.store >= 0:
                 by_store.setdefault(result.store, []).append(result.key)
-        await asyncio.gather(*(self.stores[store].discard.remote(keys) for store, keys in by_store.items()))
+        await asyncio.gather(
+            *(self.stores[store].discard.remote(keys) for store, keys in by_store.items())
+        )
 
     async def stop(self) -> None:
         """Stop watching and end the actors."""
@@ -103,7 +110,9 @@ class RunCluster:
 
     def _actor(self, cls: type, role: Role, *arguments: Any, **options: Any) -> Any:
         gpus = self._gpus(role)
-        actor: Any = ray.remote(cls).options(**options_for(role, gpus), **options).remote(*arguments)
+        actor: Any = (
+            ray.remote(cls).options(**options_for(role, gpus), **options).remote(*arguments)
+        )
         self._actors.append(actor)
         return actor
 
@@ -119,7 +128,9 @@ class RunCluster:
     def _gpus_of_engine(self) -> int:
         """GPUs that an engine computes on, alone or beside a trainer's rank."""
         spec = self._run.spec
-        return spec.pipeline.actor_infer.strategy.gpus if spec.roles.of(spec.engine_role).gpus else 0
+        return (
+            spec.pipeline.actor_infer.strategy.gpus if spec.roles.of(spec.engine_role).gpus else 0
+        )
 
     def _threads(self, role: Role) -> int:
         """Torch threads of one actor: as many as the CPUs that its pod asks for, over the pod's actors.
@@ -136,7 +147,13 @@ class RunCluster:
         placement: Placement = await actor.placement.remote()
         check_placement(placement)
         self.placements.append(placement)
-        log.info("%s runs on %s (node %s, pid %d)", placement.actor, placement.pod, placement.node_id[:8], placement.pid)
+        log.info(
+            "%s runs on %s (node %s, pid %d)",
+            placement.actor,
+            placement.pod,
+            placement.node_id[:8],
+            placement.pid,
+        )
         return placement
 
     async def _start_engines(self) -> None:
@@ -166,27 +183,37 @@ class RunCluster:
         )
         for node_id in dict.fromkeys(placement.node_id for placement in placements):
             here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            store = ray.remote(TrajectoryStore).options(num_cpus=0, max_concurrency=MANY_CALLS, scheduling_strategy=here)
+            store = ray.remote(TrajectoryStore).options(
+                num_cpus=0, max_concurrency=MANY_CALLS, scheduling_strategy=here
+            )
             self.stores.append(store.remote())
         self._actors += self.stores
-        self._watchers = [asyncio.create_task(_until_death(store), name="store") for store in self.stores]
+        self._watchers = [
+            asyncio.create_task(_until_death(store), name="store") for store in self.stores
+        ]
         ranks = [*trainers, *(actor for actors in others.values() for actor in actors)]
         await asyncio.gather(*(actor.set_stores.remote(self.stores) for actor in ranks))
         metadata = self._run.metadata
         name = f"{metadata.name}-{metadata.uid or 'local'}"
         expanding = self._spawn_adapter_node if self._pipeline.actor_train.lora else None
         home = placements[0].node_id
-        self.weights = WeightSync(self._pipeline.weight_sync, name, trainers, home, self._spawn_node_weights, expanding)
+        self.weights = WeightSync(
+            self._pipeline.weight_sync, name, trainers, home, self._spawn_node_weights, expanding
+        )
         self.trainers = TrainerGroup(self._pipeline, trainers, parts, others, self.weights)
 
     def _ranks(self, cls: type, role: Role, *arguments: Any) -> list[Any]:
         world = self._count(role)
-        return [self._actor(cls, role, rank, world, self._pipeline, *arguments) for rank in range(world)]
+        return [
+            self._actor(cls, role, rank, world, self._pipeline, *arguments) for rank in range(world)
+        ]
 
     async def _set_up(self, actors: list[Any], role: Role, sources: ModelSources) -> list[Any]:
         """What each actor says."""
         meeting = await actors[0].rendezvous.remote()
-        return await asyncio.gather(*(actor.setup.remote(sources, meeting, self._threads(role)) for actor in actors))
+        return await asyncio.gather(
+            *(actor.setup.remote(sources, meeting, self._threads(role)) for actor in actors)
+        )
 
     async def _make_source(self, trainer: Any) -> ModelSource:
         """The model to begin with; one of random weights is made on the first trainer pod."""
@@ -194,23 +221,36 @@ class RunCluster:
         source = ModelSource.of(model)
         if model.initialize is None:
             return source
-        return source.with_files(await trainer.make_model.remote(model.initialize, await self._texts))
+        return source.with_files(
+            await trainer.make_model.remote(model.initialize, await self._texts)
+        )
 
     async def _spawn_engine(self, engine_id: str, seat: int) -> Any:
         shared = await self._shared_place(seat) if self._run.spec.colocated else None
-        there = {"scheduling_strategy": NodeAffinitySchedulingStrategy(shared.node_id, soft=False)} if shared else {}
-        actor = self._actor(EngineActor, Role.INFERENCE, engine_id, max_concurrency=MANY_CALLS, **there)
+        there = (
+            {"scheduling_strategy": NodeAffinitySchedulingStrategy(shared.node_id, soft=False)}
+            if shared
+            else {}
+        )
+        actor = self._actor(
+            EngineActor, Role.INFERENCE, engine_id, max_concurrency=MANY_CALLS, **there
+        )
         await self._place(actor)
         if shared:
             await actor.use_gpus.remote(shared.gpus)
         source = await asyncio.shield(self._source)
-        await actor.start.remote(self._pipeline, source, self._gpus_of_engine, self._threads(Role.INFERENCE))
+        await actor.start.remote(
+            self._pipeline, source, self._gpus_of_engine, self._threads(Role.INFERENCE)
+        )
         return actor
 
     async def _shared_place(self, seat: int) -> SharedPlace:
         """Where a colocated engine lives. Ray's own fractions of GPUs would put two ranks onto one GPU, and know no engine of several."""
         carried = self._run.spec.actors_per_pod(Role.TRAINER)
-        places = shared_places(await asyncio.shield(self._trainer_places), carried[Role.TRAINER] // carried[Role.INFERENCE])
+        places = shared_places(
+            await asyncio.shield(self._trainer_places),
+            carried[Role.TRAINER] // carried[Role.INFERENCE],
+        )
         return places[seat]
 
     async def _spawn_env_worker(self) -> Any:
@@ -228,16 +268,29 @@ class RunCluster:
     def _spawn_node_weights(self, node_id: str, run: str, buckets: tuple[Bucket, ...]) -> Any:
         return self._memory_of_node(NodeWeights, node_id, run, buckets)
 
-    def _spawn_adapter_node(self, node_id: str, run: str, buckets: tuple[Bucket, ...], expansion: Expansion) -> Any:
+    def _spawn_adapter_node(
+        self, node_id: str, run: str, buckets: tuple[Bucket, ...], expansion: Expansion
+    ) -> Any:
         """It computes while the engines of its pod wait for it, on all that the pod has."""
         spec = self._run.spec
         threads = max(1, int(cpus(spec.roles.of(spec.engine_role).cpus)))
-        arguments = (run, buckets, expansion, self._source.result(), self._pipeline.weight_sync.bucket_bytes, threads)
+        arguments = (
+            run,
+            buckets,
+            expansion,
+            self._source.result(),
+            self._pipeline.weight_sync.bucket_bytes,
+            threads,
+        )
         return self._memory_of_node(AdapterNode, node_id, *arguments)
 
     def _memory_of_node(self, cls: type, node_id: str, *arguments: Any) -> Any:
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        actor: Any = ray.remote(cls).options(num_cpus=0, max_concurrency=4, scheduling_strategy=there).remote(*arguments)
+        actor: Any = (
+            ray.remote(cls)
+            .options(num_cpus=0, max_concurrency=4, scheduling_strategy=there)
+            .remote(*arguments)
+        )
         self._actors.append(actor)
         return actor
 

@@ -63,17 +63,31 @@ class Session:
             message = await self._train(board)
             report = _report(Outcome.SUCCEEDED, Reason.RUN_SUCCEEDED, message, retryable=False)
         except asyncio.CancelledError:
-            report = _report(Outcome.STOPPED, "Stopped", f"interrupted after {board.step} steps, without saving", retryable=True)
+            report = _report(
+                Outcome.STOPPED,
+                "Stopped",
+                f"interrupted after {board.step} steps, without saving",
+                retryable=True,
+            )
         except Exception as error:  # every failure becomes a report
             report = report_of(error, board.step)
-            log.log(logging.INFO if report.outcome is Outcome.STOPPED else logging.ERROR, "%s", report.message, exc_info=error)
+            log.log(
+                logging.INFO if report.outcome is Outcome.STOPPED else logging.ERROR,
+                "%s",
+                report.message,
+                exc_info=error,
+            )
         await board.finish(report)
         return report
 
     async def _train(self, board: ProgressBoard) -> str:
         spec = self.run.spec
         keep = spec.checkpoint.keep if spec.checkpoint else 1
-        store = CheckpointStore(self.checkpoints, self.run.metadata.uid or "local", keep) if self.checkpoints else None
+        store = (
+            CheckpointStore(self.checkpoints, self.run.metadata.uid or "local", keep)
+            if self.checkpoints
+            else None
+        )
         cluster = RunCluster(self.run)
         try:
             await self.requests.unless_stopped(cluster.start())
@@ -84,16 +98,27 @@ class Session:
             if restored:
                 board.resumed(restored[1].step, checkpoint_status(restored[0]))
             samples = SampleWriter(self.output, spec.tracking, spec.pipeline)
-            shown = GroupPlan.of(spec.pipeline, transcripts=spec.tracking.sample_logs, frames=samples.frames)
+            shown = GroupPlan.of(
+                spec.pipeline, transcripts=spec.tracking.sample_logs, frames=samples.frames
+            )
             controller = _controller(self.run, cluster, shown, state)
-            rollout = await record_or_replay(spec.pipeline, controller, cluster.stores, state.step if state else 0)
-            trackers = await asyncio.to_thread(build_trackers, self.run, self.output, state.step if state else 0)
+            rollout = await record_or_replay(
+                spec.pipeline, controller, cluster.stores, state.step if state else 0
+            )
+            trackers = await asyncio.to_thread(
+                build_trackers, self.run, self.output, state.step if state else 0
+            )
             parts = LoopParts(
                 pipeline=spec.pipeline,
                 trainers=cluster.trainers,
                 engines=cluster.engines,
                 rollout=rollout,
-                validator=Validator(cluster.envs, spec.pipeline, transcripts=spec.tracking.sample_logs, frames=samples.frames),
+                validator=Validator(
+                    cluster.envs,
+                    spec.pipeline,
+                    transcripts=spec.tracking.sample_logs,
+                    frames=samples.frames,
+                ),
                 warmup=Warmup(cluster.envs, cluster.trainers, spec.pipeline, cluster.discard),
                 discard=cluster.discard,
                 checkpoints=store,
@@ -101,7 +126,9 @@ class Session:
                 samples=samples,
                 board=board,
                 requests=self.requests,
-                devices=SharedDevices(cluster.trainers, cluster.engines) if spec.colocated else None,
+                devices=SharedDevices(cluster.trainers, cluster.engines)
+                if spec.colocated
+                else None,
                 failures=cluster.failures,
             )
             loop = Loop(parts, state)
@@ -123,10 +150,14 @@ async def fail_early(sink: ProgressSink, attempt: Attempt, error: Exception) -> 
     return report
 
 
-def _controller(run: AgenticRun, cluster: RunCluster, plan: GroupPlan, state: DriverState | None) -> RolloutController:
+def _controller(
+    run: AgenticRun, cluster: RunCluster, plan: GroupPlan, state: DriverState | None
+) -> RolloutController:
     pipeline = run.spec.pipeline
     per_batch = pipeline.rollout_batch_size // plan.group_size
-    gate = StalenessGate.resumed(per_batch, pipeline.train_envs.groups, pipeline.staleness.max, state.step if state else 0)
+    gate = StalenessGate.resumed(
+        per_batch, pipeline.train_envs.groups, pipeline.staleness.max, state.step if state else 0
+    )
     position = RolloutPosition(state.next_group, state.again) if state else RolloutPosition()
     return RolloutController(cluster.envs, gate, plan, discard=cluster.discard, position=position)
 
@@ -137,16 +168,28 @@ def report_of(error: BaseException, step: int) -> FinalReport:
     while isinstance(cause, ray.exceptions.RayTaskError):
         cause = cause.cause
     if isinstance(cause, StopRequested):
-        return _report(Outcome.STOPPED, "Stopped", f"stopped as asked after {step} steps", retryable=True)
+        return _report(
+            Outcome.STOPPED, "Stopped", f"stopped as asked after {step} steps", retryable=True
+        )
     if isinstance(cause, InvalidConfig | InvalidRun):
         return _report(Outcome.FAILED, Reason.INVALID_CONFIG, str(cause), retryable=False)
     if isinstance(cause, GuardTripped):
         return _report(Outcome.FAILED, "GuardTripped", str(cause), retryable=False)
     if isinstance(cause, ray.exceptions.RayActorError):
         line = str(cause).strip().splitlines()[0]
-        return _report(Outcome.FAILED, "WorkerLost", f"in step {step}: an actor that training needs is gone: {line}", retryable=True)
+        return _report(
+            Outcome.FAILED,
+            "WorkerLost",
+            f"in step {step}: an actor that training needs is gone: {line}",
+            retryable=True,
+        )
     line = next(iter(str(cause).strip().splitlines()), "")
-    return _report(Outcome.FAILED, "TrainingFailed", f"in step {step}: {type(cause).__name__}: {line}", retryable=True)
+    return _report(
+        Outcome.FAILED,
+        "TrainingFailed",
+        f"in step {step}: {type(cause).__name__}: {line}",
+        retryable=True,
+    )
 
 
 def exit_code(report: FinalReport) -> ExitCode:
@@ -164,8 +207,16 @@ def summary(steps: int, loop: Loop) -> str:
     if success is None:
         return f"trained {steps} steps"
     baselines = ", ".join(f"{name} {value:.2f}" for name, value in sorted(loop.baselines.items()))
-    return f"trained {steps} steps; validation success {success:.2f}" + (f" ({baselines})" if baselines else "")
+    return f"trained {steps} steps; validation success {success:.2f}" + (
+        f" ({baselines})" if baselines else ""
+    )
 
 
 def _report(outcome: Outcome, reason: str, message: str, *, retryable: bool) -> FinalReport:
-    return FinalReport(outcome=outcome, reason=reason, message=message[:MAX_MESSAGE], retryable=retryable, time=rfc3339(time.time()))
+    return FinalReport(
+        outcome=outcome,
+        reason=reason,
+        message=message[:MAX_MESSAGE],
+        retryable=retryable,
+        time=rfc3339(time.time()),
+    )

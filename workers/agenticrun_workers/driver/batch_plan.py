@@ -28,7 +28,9 @@ def optimizer_steps_per_batch(pipeline: Pipeline) -> int:
     return pipeline.rollout_batch_size // size * pipeline.algorithm.ppo_epochs
 
 
-def plan_batch(pipeline: Pipeline, groups: tuple[Group, ...], ranks: int, version: int) -> list[RankPlan]:
+def plan_batch(
+    pipeline: Pipeline, groups: tuple[Group, ...], ranks: int, version: int
+) -> list[RankPlan]:
     """One plan per rank. Mini-batches hold whole groups, drawn anew in each epoch; ranks get equal shares of tokens.
 
     The draw depends on (seed, version, epoch) only. `version` is the one that this step makes.
@@ -37,15 +39,21 @@ def plan_batch(pipeline: Pipeline, groups: tuple[Group, ...], ranks: int, versio
     chunks = optimizer_steps_per_batch(pipeline) // epochs
     items: list[list[tuple[EpisodeKey, int]]] = [[] for _ in range(ranks)]
     place: dict[EpisodeKey, tuple[int, int]] = {}
-    for rank, share in enumerate(balance([result for group in groups for result in group.results], ranks)):
+    for rank, share in enumerate(
+        balance([result for group in groups for result in group.results], ranks)
+    ):
         for result in share:
             place[result.key] = (rank, len(items[rank]))
             items[rank].append((result.key, result.store))
     mini_batches: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
     for epoch in range(epochs):
-        order = np.random.default_rng(derive(pipeline.seed, "mini-batches", version, epoch)).permutation(len(groups))
+        order = np.random.default_rng(
+            derive(pipeline.seed, "mini-batches", version, epoch)
+        ).permutation(len(groups))
         for chunk in np.array_split(order if chunks > 1 else np.arange(len(groups)), chunks):
-            chosen = [place[result.key] for index in sorted(chunk) for result in groups[index].results]
+            chosen = [
+                place[result.key] for index in sorted(chunk) for result in groups[index].results
+            ]
             for rank in range(ranks):
                 mini_batches[rank].append(tuple(index for owner, index in chosen if owner == rank))
     return [RankPlan(tuple(items[rank]), tuple(mini_batches[rank])) for rank in range(ranks)]

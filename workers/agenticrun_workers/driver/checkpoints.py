@@ -15,7 +15,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from agenticrun_workers.driver.manifest import FORMAT, MANIFEST, Manifest, check_driver_files, check_sizes, publish, read_manifest
+from agenticrun_workers.driver.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    check_driver_files,
+    check_sizes,
+    publish,
+    read_manifest,
+)
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.storage import DamagedFile, Folder, UnusableStorage
 
@@ -74,7 +82,9 @@ class Checkpoint:
         try:
             return DriverState.from_bytes(Folder(self.folder).read(STATE))
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-            raise DamagedFile(f"{self.folder}/{STATE}", f"cannot be read ({type(error).__name__}: {error})") from error
+            raise DamagedFile(
+                f"{self.folder}/{STATE}", f"cannot be read ({type(error).__name__}: {error})"
+            ) from error
 
 
 class CheckpointStore:
@@ -102,7 +112,11 @@ class CheckpointStore:
         What lies ahead comes from an attempt that was given up: this one went on from before. The checkpoint that was saved or
         restored last is left alone if it is of this step: it holds the same.
         """
-        if self._current is not None and self._current.step == state.step and await asyncio.to_thread(self._intact, self._current.folder):
+        if (
+            self._current is not None
+            and self._current.step == state.step
+            and await asyncio.to_thread(self._intact, self._current.folder)
+        ):
             return self._current
         folder = self._base / _name(state.step)
         await asyncio.to_thread(_delete, folder)
@@ -117,7 +131,9 @@ class CheckpointStore:
         self._current = await asyncio.to_thread(finish)
         return self._current
 
-    async def restore(self, resume: str, modules: Mapping[str, LoadModule]) -> tuple[Checkpoint, DriverState] | None:
+    async def restore(
+        self, resume: str, modules: Mapping[str, LoadModule]
+    ) -> tuple[Checkpoint, DriverState] | None:
         """Load what `spec.checkpoint.resume` says to go on from: `Auto`, `Never`, or a checkpoint's folder. None: begin anew.
 
         `Auto` passes over a damaged checkpoint to the newest undamaged one before it, and logs that.
@@ -128,7 +144,11 @@ class CheckpointStore:
         await asyncio.to_thread(self._require_writable)
         if resume == "Never":
             return None
-        folders = await asyncio.to_thread(self._steps) if resume == "Auto" else [_folder(resume, "spec.checkpoint.resume")]
+        folders = (
+            await asyncio.to_thread(self._steps)
+            if resume == "Auto"
+            else [_folder(resume, "spec.checkpoint.resume")]
+        )
         damage: list[DamagedFile] = []
         for folder in folders:
             try:
@@ -136,24 +156,46 @@ class CheckpointStore:
                 if found is None:
                     continue
                 checkpoint, state = found
-                await asyncio.gather(*(load(checkpoint.module_folder(name)) for name, load in modules.items()))
+                await asyncio.gather(
+                    *(load(checkpoint.module_folder(name)) for name, load in modules.items())
+                )
             except DamagedFile as error:
-                damage.append(getattr(error, "cause", error))  # Ray raises a copy whose text is a traceback
+                damage.append(
+                    getattr(error, "cause", error)
+                )  # Ray raises a copy whose text is a traceback
                 log.warning("the checkpoint %s is damaged: %s", folder, damage[-1])
                 continue
-            log.info("going on from %s (step %d)%s", folder, state.step, ", the newest that is not damaged" if damage else "")
-            self._current = checkpoint if folder.uri == (self._base / _name(state.step)).uri else None
+            log.info(
+                "going on from %s (step %d)%s",
+                folder,
+                state.step,
+                ", the newest that is not damaged" if damage else "",
+            )
+            self._current = (
+                checkpoint if folder.uri == (self._base / _name(state.step)).uri else None
+            )
             return checkpoint, state
         if damage:
             advice = "restore that file, name another checkpoint, or set Never to begin anew"
-            raise InvalidConfig("spec.checkpoint.resume", f"no checkpoint is whole: {damage[0]}; {advice}")
+            raise InvalidConfig(
+                "spec.checkpoint.resume", f"no checkpoint is whole: {damage[0]}; {advice}"
+            )
         if resume != "Auto":
-            raise InvalidConfig("spec.checkpoint.resume", f"{resume} holds no complete checkpoint (no {MANIFEST})")
+            raise InvalidConfig(
+                "spec.checkpoint.resume", f"{resume} holds no complete checkpoint (no {MANIFEST})"
+            )
         return None
 
     def newest(self) -> Checkpoint | None:
         """The newest complete checkpoint of this run whose files have their sizes."""
-        return next((_checkpoint(folder, manifest) for folder in self._steps() if (manifest := self._complete(folder))), None)
+        return next(
+            (
+                _checkpoint(folder, manifest)
+                for folder in self._steps()
+                if (manifest := self._complete(folder))
+            ),
+            None,
+        )
 
     def _look(self, folder: Folder, *, any_run: bool) -> tuple[Checkpoint, DriverState] | None:
         """A checkpoint whose sizes, and the driver's files, are right. None: not published, or another run's. Raises `DamagedFile`."""
@@ -173,8 +215,13 @@ class CheckpointStore:
 
     def _steps(self) -> list[Folder]:
         """Folders of steps, the highest first; not all need be checkpoints."""
-        names = [name for name in self._base.folders() if name.startswith("step-") and name[5:].isdigit()]
-        return [self._base / name for name in sorted(names, key=lambda name: int(name[5:]), reverse=True)]
+        names = [
+            name for name in self._base.folders() if name.startswith("step-") and name[5:].isdigit()
+        ]
+        return [
+            self._base / name
+            for name in sorted(names, key=lambda name: int(name[5:]), reverse=True)
+        ]
 
     def _complete(self, folder: Folder) -> Manifest | None:
         """The manifest of this run's checkpoint in a folder, if it is published and its files have their sizes."""

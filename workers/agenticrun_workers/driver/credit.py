@@ -28,7 +28,12 @@ class TurnCredits:
     metrics: Mapping[str, float]
 
 
-def assign(pipeline: Pipeline, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None, kl_coef: float) -> TurnCredits:
+def assign(
+    pipeline: Pipeline,
+    results: list[EpisodeResult],
+    kl: Mapping[EpisodeKey, Floats] | None,
+    kl_coef: float,
+) -> TurnCredits:
     """Credit of each turn of these trajectories.
 
     Args:
@@ -41,7 +46,10 @@ def assign(pipeline: Pipeline, results: list[EpisodeResult], kl: Mapping[Episode
     return TurnCredits(
         kind=credit.kind,
         per_turn={result.key: part for result, part in zip(results, parts, strict=True)},
-        trains={result.key: bool(trains) for result, trains in zip(results, credit.trains_N, strict=True)},
+        trains={
+            result.key: bool(trains)
+            for result, trains in zip(results, credit.trains_N, strict=True)
+        },
         kl_coef=kl_coef,
         metrics=credit.metrics,
     )
@@ -52,13 +60,19 @@ def kl_controller(pipeline: Pipeline, kept: float | None) -> KlController:
     reward_kl = pipeline.algorithm.reward_kl
     if reward_kl is None:
         return KlController(0.0)
-    return KlController(reward_kl.coef if kept is None else kept, reward_kl.target_kl, reward_kl.horizon)
+    return KlController(
+        reward_kl.coef if kept is None else kept, reward_kl.target_kl, reward_kl.horizon
+    )
 
 
-def updated(controller: KlController, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats]) -> tuple[KlController, float]:
+def updated(
+    controller: KlController, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats]
+) -> tuple[KlController, float]:
     """The controller after this batch, and the mean KL per response token that it saw."""
     lengths_K = np.concatenate([result.response_tokens_K for result in results]).astype(np.int64)
-    seen = mean_kl(np.concatenate([kl[result.key] for result in results]), lengths_K, _offsets(results))
+    seen = mean_kl(
+        np.concatenate([kl[result.key] for result in results]), lengths_K, _offsets(results)
+    )
     return controller.updated(seen, len(results)), seen
 
 
@@ -70,7 +84,9 @@ def most_uncertain(groups: tuple[Group, ...], keep: float) -> tuple[Group, ...]:
     return tuple(groups[index] for index in sorted(chosen))
 
 
-def episodes_of(pipeline: Pipeline, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None) -> Episodes:
+def episodes_of(
+    pipeline: Pipeline, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None
+) -> Episodes:
     """These trajectories as arrays."""
     tags = {env.tag: code for code, env in enumerate(pipeline.envs)}
     penalties = {env.tag: env.format_penalty for env in pipeline.envs}
@@ -84,7 +100,9 @@ def episodes_of(pipeline: Pipeline, results: list[EpisodeResult], kl: Mapping[Ep
         format_penalty_N=np.array([penalties[result.tag] for result in results], np.float64),
         truncated_N=np.array([result.stop_reason.truncated for result in results], np.bool_),
         trainable_N=np.array([result.trainable for result in results], np.bool_),
-        states_K=np.frombuffer(b"".join(result.states_K for result in results), np.uint8).reshape(-1, STATE_BYTES),
+        states_K=np.frombuffer(b"".join(result.states_K for result in results), np.uint8).reshape(
+            -1, STATE_BYTES
+        ),
         kl_K=None if kl is None else _joined([kl[result.key] for result in results], np.float64),
     )
 
@@ -112,7 +130,9 @@ def credit_spec(pipeline: Pipeline) -> CreditSpec:
 
 
 def _offsets(results: list[EpisodeResult]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum([result.turns for result in results], dtype=np.int64)]).astype(np.int64)
+    return np.concatenate(
+        [[0], np.cumsum([result.turns for result in results], dtype=np.int64)]
+    ).astype(np.int64)
 
 
 def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:

@@ -73,7 +73,12 @@ def _of_tag(played: list[EpisodeResult], ks: Sequence[int]) -> TagResult:
         levels=len(levels),
         episodes=len(won),
         success=float(np.mean(list(won.values()))) if measured else None,
-        pass_at={k: float(np.mean([pass_at(k, len(level), sum(level)) for level in levels.values()])) for k in ks} if measured else {},
+        pass_at={
+            k: float(np.mean([pass_at(k, len(level), sum(level)) for level in levels.values()]))
+            for k in ks
+        }
+        if measured
+        else {},
         score=float(np.mean([result.score for result in played])),
         turns=float(np.mean([result.turns for result in played])),
         response_tokens=float(np.mean([result.response_tokens for result in played])),
@@ -90,10 +95,15 @@ def evaluation_run(run: AgenticRun, model: str | None) -> AgenticRun:
     """
     spec, pipeline = run.spec, run.spec.pipeline
     if pipeline.val_envs is None:
-        raise InvalidConfig("spec.pipeline.valEnvs", "evaluation plays the validation set: set valEnvs and valBatchSize")
+        raise InvalidConfig(
+            "spec.pipeline.valEnvs",
+            "evaluation plays the validation set: set valEnvs and valBatchSize",
+        )
     path = model or spec.model.path
     if path is None:
-        raise InvalidConfig("spec.model.initialize", "has random weights: name a checkpoint of the run, or a model")
+        raise InvalidConfig(
+            "spec.model.initialize", "has random weights: name a checkpoint of the run, or a model"
+        )
     samples = pipeline.eval.samples
     levels = pipeline.val_batch_size // pipeline.val_envs.group_size
     changes: dict[str, Any] = {
@@ -101,9 +111,17 @@ def evaluation_run(run: AgenticRun, model: str | None) -> AgenticRun:
         "val_batch_size": levels * samples,
     }
     if pipeline.eval.generating is not None:
-        changes["actor_infer"] = pipeline.actor_infer.model_copy(update={"validation_generating": pipeline.eval.generating})
-        changes["envs"] = [env.model_copy(update={"validation_generating": None}) for env in pipeline.envs]
-    roles = spec.roles if spec.roles.inference else spec.roles.model_copy(update={"inference": spec.roles.trainer})
+        changes["actor_infer"] = pipeline.actor_infer.model_copy(
+            update={"validation_generating": pipeline.eval.generating}
+        )
+        changes["envs"] = [
+            env.model_copy(update={"validation_generating": None}) for env in pipeline.envs
+        ]
+    roles = (
+        spec.roles
+        if spec.roles.inference
+        else spec.roles.model_copy(update={"inference": spec.roles.trainer})
+    )
     return run.model_copy(
         update={
             "spec": spec.model_copy(

@@ -47,14 +47,18 @@ def first_model(run: AgenticRun) -> ModelSource:
     source = ModelSource.of(model)
     if model.initialize is None:
         return source
-    return source.with_files(make_model_files(model.initialize, describe_envs(pipeline), pipeline.sequence_length))
+    return source.with_files(
+        make_model_files(model.initialize, describe_envs(pipeline), pipeline.sequence_length)
+    )
 
 
 def _find(checkpoint: str) -> tuple[Folder, int]:
     """The folder of a complete checkpoint, and its step."""
     try:
         folder = Folder(checkpoint)
-        names = [name for name in folder.folders() if name.startswith("step-") and name[5:].isdigit()]
+        names = [
+            name for name in folder.folders() if name.startswith("step-") and name[5:].isdigit()
+        ]
         steps = sorted(names, key=lambda name: int(name[5:]), reverse=True)
         for candidate in [folder, *(folder / name for name in steps)]:
             if (manifest := read_manifest(candidate)) is not None:
@@ -62,4 +66,6 @@ def _find(checkpoint: str) -> tuple[Folder, int]:
                 return candidate, manifest.step
     except (UnusableStorage, DamagedFile) as error:
         raise InvalidConfig("--checkpoint", str(error)) from error
-    raise InvalidConfig("--checkpoint", f"{checkpoint} holds no complete checkpoint, and no folder step-N with one")
+    raise InvalidConfig(
+        "--checkpoint", f"{checkpoint} holds no complete checkpoint, and no folder step-N with one"
+    )

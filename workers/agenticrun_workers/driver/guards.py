@@ -37,7 +37,9 @@ class Guard:
 
     def worst(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
         """The metric that lies farthest on the wrong side, and its value. None if the step measured none."""
-        measured = [(name, value) for name, value in metrics.items() if self.pattern.fullmatch(name)]
+        measured = [
+            (name, value) for name, value in metrics.items() if self.pattern.fullmatch(name)
+        ]
         return max(measured, key=lambda item: self._badness(item[1]), default=None)
 
     def holds(self, value: float) -> bool:
@@ -80,7 +82,9 @@ class GuardWatch:
     @property
     def up(self) -> tuple[str, ...]:
         """Names of the alarms that are up."""
-        return tuple(name for name, streak in self._streaks.items() if streak >= self._spec.patience)
+        return tuple(
+            name for name, streak in self._streaks.items() if streak >= self._spec.patience
+        )
 
     def observe(self, metrics: Mapping[str, float]) -> Watched:
         """Take the metrics of a step."""
@@ -98,12 +102,20 @@ class GuardWatch:
             if guard.name in before and guard.name not in self.up:
                 messages.append(f"guard {guard.name} is quiet again: {name} is {value:.4g}")
         up = self.up
-        return Watched({f"guard/{guard.name}": float(guard.name in up) for guard in self._guards}, tuple(messages))
+        return Watched(
+            {f"guard/{guard.name}": float(guard.name in up) for guard in self._guards},
+            tuple(messages),
+        )
 
     def enforce(self) -> None:
         """Raise `GuardTripped` if an alarm is up and the run asked to fail then. Call it after the step has been logged."""
         if self._spec.action == "Fail" and self.up:
-            raise GuardTripped("; ".join(self._reasons.get(name, f"guard {name} was up when the checkpoint was saved") for name in self.up))
+            raise GuardTripped(
+                "; ".join(
+                    self._reasons.get(name, f"guard {name} was up when the checkpoint was saved")
+                    for name in self.up
+                )
+            )
 
     def _reason(self, guard: Guard, name: str, value: float) -> str:
         side = "above" if guard.upper else "below"

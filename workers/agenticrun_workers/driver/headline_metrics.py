@@ -30,7 +30,11 @@ NAME = re.compile(rf"[A-Za-z0-9_./@<>-]{{1,{MAX_METRIC_NAME}}}")
 
 def telling(metrics: Mapping[str, float]) -> dict[str, float]:
     """At most as many finite metrics as a snapshot may hold, the most telling first."""
-    fits = sorted((_rank(name), name) for name, value in metrics.items() if np.isfinite(value) and NAME.fullmatch(name))
+    fits = sorted(
+        (_rank(name), name)
+        for name, value in metrics.items()
+        if np.isfinite(value) and NAME.fullmatch(name)
+    )
     seen: Counter[int] = Counter()
     order: list[tuple[bool, int, str]] = []
     for rank, name in fits:
@@ -40,4 +44,6 @@ def telling(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _rank(name: str) -> int:
-    return next((place for place, pattern in enumerate(TELLING) if pattern.fullmatch(name)), len(TELLING))
+    return next(
+        (place for place, pattern in enumerate(TELLING) if pattern.fullmatch(name)), len(TELLING)
+    )

@@ -45,7 +45,9 @@ def run_locally(run: AgenticRun, output: Path, console: Console) -> FinalReport:
         console: where the display goes.
     """
     output.mkdir(parents=True, exist_ok=True)
-    display: LiveDisplay | PlainDisplay = LiveDisplay(console, run) if console.is_terminal else PlainDisplay(console)
+    display: LiveDisplay | PlainDisplay = (
+        LiveDisplay(console, run) if console.is_terminal else PlainDisplay(console)
+    )
     with _log_file(output / "run.log"), embedded_ray(run, output / "engines"), display:
         return asyncio.run(_train(run, output, display))
 
@@ -81,9 +83,14 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[None]:
 
     Its files go with it, those of engines too unless they have a folder `logs`.
     """
-    resources = {role.value: float(run.spec.actors(role)) for role in {*run.spec.roles.workers, Role.INFERENCE}}
+    resources = {
+        role.value: float(run.spec.actors(role))
+        for role in {*run.spec.roles.workers, Role.INFERENCE}
+    }
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    scratch = Path(tempfile.mkdtemp(prefix=f"arun-{os.getpid()}-", dir="/tmp"))  # paths of sockets must be short
+    scratch = Path(
+        tempfile.mkdtemp(prefix=f"arun-{os.getpid()}-", dir="/tmp")
+    )  # paths of sockets must be short
     os.environ[LOG_FOLDER] = str((logs or scratch).absolute())
     others = children(os.getpid())
     ours: set[Process] = set()
@@ -116,7 +123,10 @@ def _end(processes: set[Process]) -> None:
         processes |= living
         waited = time.monotonic() - begin
         if waited > PATIENCE_SECONDS + KILL_SECONDS:
-            log.warning("processes of Ray that cannot be ended: %s", sorted(process.pid for process in living))
+            log.warning(
+                "processes of Ray that cannot be ended: %s",
+                sorted(process.pid for process in living),
+            )
             return
         if waited > PATIENCE_SECONDS:
             for process in living:

@@ -27,7 +27,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from agenticrun_api import Activity, Pipeline
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_workers.driver import credit
-from agenticrun_workers.driver.checkpoints import Checkpoint, CheckpointStore, DriverState, SaveModule
+from agenticrun_workers.driver.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    DriverState,
+    SaveModule,
+)
 from agenticrun_workers.driver.credit import TurnCredits
 from agenticrun_workers.driver.guards import GuardWatch
 from agenticrun_workers.driver.metrics import (
@@ -92,7 +97,10 @@ class Engines(Protocol):
     """What the loop asks of the engines."""
 
     async def update_weights(
-        self, weights: WeightSync, version: int, handover: Callable[[], Awaitable[None]] | None = None
+        self,
+        weights: WeightSync,
+        version: int,
+        handover: Callable[[], Awaitable[None]] | None = None,
     ) -> SyncReport: ...
 
     async def stats(self) -> Mapping[str, EngineStats]: ...
@@ -188,7 +196,10 @@ class Loop:
             self._parts.requests.check_stop()
             done += 1
             self._parts.board.metrics(metrics)
-            self._parts.board.activity(Activity.WARMUP, f"warm-up step {done} of {steps}, loss {metrics['warmup/loss']:.3f}")
+            self._parts.board.activity(
+                Activity.WARMUP,
+                f"warm-up step {done} of {steps}, loss {metrics['warmup/loss']:.3f}",
+            )
         await self._parts.trainers.freeze_reference()
         if self._parts.validator.enabled:
             self._baselines = await self._guarded(self._parts.validator.random_baseline())
@@ -196,12 +207,16 @@ class Loop:
 
     async def _sync_weights_if_due(self) -> None:
         """Also before a validation, which is about the newest weights."""
-        due = self._step % self._pipeline.model_update_frequency == 0 or self._parts.validator.due(self._step)
+        due = self._step % self._pipeline.model_update_frequency == 0 or self._parts.validator.due(
+            self._step
+        )
         if self._synced is None or (due and self._synced != self._step):
             with self._timed("sync"):
                 await self._trainers_compute()
                 handover = self._parts.devices.to_engines if self._parts.devices else None
-                self._sync = await self._parts.engines.update_weights(self._parts.trainers.weights, self._step, handover)
+                self._sync = await self._parts.engines.update_weights(
+                    self._parts.trainers.weights, self._step, handover
+                )
             self._synced = self._step
 
     async def _validate_if_due(self) -> None:
@@ -245,25 +260,39 @@ class Loop:
         with self._timed("credit"):
             return credit.assign(self._pipeline, results_of(groups), prepared.kl, self._kl.coef)
 
-    async def _train(self, batch: Batch, groups: tuple[Group, ...], credits: TurnCredits, prepared: Prepared) -> Metrics:
+    async def _train(
+        self, batch: Batch, groups: tuple[Group, ...], credits: TurnCredits, prepared: Prepared
+    ) -> Metrics:
         """Advantages, then all optimizer steps of this batch, and the next KL coefficient."""
         with self._timed("train"):
             train_actor = self._step >= self._pipeline.critic_warmup
-            metrics = await self._parts.trainers.train(credits, self._step + 1, train_actor=train_actor)
+            metrics = await self._parts.trainers.train(
+                credits, self._step + 1, train_actor=train_actor
+            )
             await self._parts.discard(batch.results)
         metrics = {**rollout_metrics(batch, self._step), **credits.metrics, **metrics}
-        metrics["group/filtered"] = metrics.get("group/filtered", 0.0) + len(batch.groups) - len(groups)
-        metrics["rollout/truncated_sampling"] = float(self._pipeline.actor_infer.generating.allow_truncated_sampling)
+        metrics["group/filtered"] = (
+            metrics.get("group/filtered", 0.0) + len(batch.groups) - len(groups)
+        )
+        metrics["rollout/truncated_sampling"] = float(
+            self._pipeline.actor_infer.generating.allow_truncated_sampling
+        )
         metrics |= gap_metrics(prepared.gaps)
         if prepared.kl is not None:
             metrics["critic/kl_coef"] = self._kl.coef
-            self._kl, metrics["critic/kl"] = credit.updated(self._kl, results_of(groups), prepared.kl)
+            self._kl, metrics["critic/kl"] = credit.updated(
+                self._kl, results_of(groups), prepared.kl
+            )
         return metrics
 
     def _chosen(self, batch: Batch) -> tuple[Group, ...]:
         """The groups that are trained on: with a variance filter, the most uncertain share."""
         variance_filter = self._pipeline.algorithm.variance_filter
-        return batch.groups if variance_filter is None else credit.most_uncertain(batch.groups, variance_filter.keep)
+        return (
+            batch.groups
+            if variance_filter is None
+            else credit.most_uncertain(batch.groups, variance_filter.keep)
+        )
 
     async def _log(self, batch: Batch, metrics: Metrics) -> None:
         engine_stats = await self._parts.engines.stats()

@@ -49,14 +49,20 @@ def publish(folder: Folder, run_uid: str, step: int, modules: Collection[str]) -
     records = {module: _record(folder / module) for module in modules}
     claimed = _claimed(records)
     sizes = folder.sizes()
-    files = {name: claimed.get(name) or folder.checksum(name) for name in sorted(sizes.keys() | claimed.keys())}
+    files = {
+        name: claimed.get(name) or folder.checksum(name)
+        for name in sorted(sizes.keys() | claimed.keys())
+    }
     _check_sizes(folder, files, sizes)
     manifest = Manifest(
         run_uid=run_uid,
         step=step,
         time=rfc3339(time.time()),
         files=files,
-        modules={module: {key: value for key, value in record.items() if key != "files"} for module, record in records.items()},
+        modules={
+            module: {key: value for key, value in record.items() if key != "files"}
+            for module, record in records.items()
+        },
         versions={"agenticrun": __version__, "python": platform.python_version()},
     )
     folder.write(MANIFEST, manifest.to_bytes())
@@ -69,9 +75,19 @@ def read_manifest(folder: Folder) -> Manifest | None:
     try:
         document = json.loads(folder.read(MANIFEST))
         if document["format"] != FORMAT:
-            raise DamagedFile(where, f"is of format {document['format']}; this version of AgenticRun reads format {FORMAT}")
+            raise DamagedFile(
+                where,
+                f"is of format {document['format']}; this version of AgenticRun reads format {FORMAT}",
+            )
         files = {name: FileEntry.from_json(entry) for name, entry in document["files"].items()}
-        return Manifest(document["runUid"], int(document["step"]), document["time"], files, document["modules"], document["versions"])
+        return Manifest(
+            document["runUid"],
+            int(document["step"]),
+            document["time"],
+            files,
+            document["modules"],
+            document["versions"],
+        )
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError) as error:
@@ -88,7 +104,9 @@ def _check_sizes(folder: Folder, files: dict[str, FileEntry], sizes: dict[str, i
         if name not in sizes:
             raise DamagedFile(f"{folder}/{name}", "is missing")
         if sizes[name] != entry.size:
-            raise DamagedFile(f"{folder}/{name}", f"has {sizes[name]} bytes instead of {entry.size}")
+            raise DamagedFile(
+                f"{folder}/{name}", f"has {sizes[name]} bytes instead of {entry.size}"
+            )
 
 
 def check_driver_files(folder: Folder, manifest: Manifest) -> None:

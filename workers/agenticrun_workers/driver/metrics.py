@@ -41,7 +41,9 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
         "group/stale": float(batch.counts.stale),
         "tokens/prompt": float(sum(result.tokens for result in results) - response),
         "tokens/response": float(response),
-        **_spread("tokens/prompt_length", [result.tokens - result.response_tokens for result in results]),
+        **_spread(
+            "tokens/prompt_length", [result.tokens - result.response_tokens for result in results]
+        ),
         **_spread("tokens/response_length", [result.response_tokens for result in results]),
         **_spread("tokens/turn_response_length", turns_K),
         "system/samples": float(sum(result.samples for result in results)),
@@ -56,8 +58,12 @@ def validation_metrics(results: list[EpisodeResult]) -> Metrics:
     metrics = _of_envs("val", results)
     for tag, played in _by_tag(results).items():
         metrics[f"val/{tag}/turns"] = float(np.mean([result.turns for result in played]))
-        metrics[f"val/{tag}/response_length"] = float(np.mean([result.response_tokens for result in played]))
-        metrics |= {f"val/{tag}/{name}": value for name, value in _stop_reasons(played).items() if value}
+        metrics[f"val/{tag}/response_length"] = float(
+            np.mean([result.response_tokens for result in played])
+        )
+        metrics |= {
+            f"val/{tag}/{name}": value for name, value in _stop_reasons(played).items() if value
+        }
     metrics["val/score/mean"] = float(np.mean([result.score for result in results]))
     success = success_of(metrics)
     return metrics if success is None else {**metrics, "val/success/mean": success}
@@ -65,7 +71,11 @@ def validation_metrics(results: list[EpisodeResult]) -> Metrics:
 
 def success_of(metrics: Mapping[str, float]) -> float | None:
     """Mean success over the tags of `validation_metrics`; None where no environment measures it."""
-    values = [value for name, value in metrics.items() if name.startswith("val/") and name.endswith("/success")]
+    values = [
+        value
+        for name, value in metrics.items()
+        if name.startswith("val/") and name.endswith("/success")
+    ]
     return float(np.mean(values)) if values else None
 
 
@@ -89,12 +99,21 @@ def sync_metrics(report: SyncReport | None, *, lora: bool) -> Metrics:
     """What a step's weight sync moved; None for a step without one. `lora`: adapters alone train."""
     if report is None:
         return {"weight_sync/bytes": 0.0}
-    transports = {f"weight_sync/{transport}": float(transport is report.transport) for transport in Transport}
+    transports = {
+        f"weight_sync/{transport}": float(transport is report.transport) for transport in Transport
+    }
     merged = {"weight_sync/lora_merged": float(not report.adapters)} if lora else {}
-    return {"weight_sync/bytes": float(report.nbytes), "weight_sync/changed_share": report.changed_share, **transports, **merged}
+    return {
+        "weight_sync/bytes": float(report.nbytes),
+        "weight_sync/changed_share": report.changed_share,
+        **transports,
+        **merged,
+    }
 
 
-def engine_metrics(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats], seconds: float) -> Metrics:
+def engine_metrics(
+    before: Mapping[str, EngineStats], after: Mapping[str, EngineStats], seconds: float
+) -> Metrics:
     """What the engines did between two looks, `seconds` apart.
 
     An engine that began in between counts from its beginning. rollout/utilization is the share of the time that engines computed.
@@ -112,20 +131,36 @@ def engine_metrics(before: Mapping[str, EngineStats], after: Mapping[str, Engine
 
 def gap_metrics(gaps: Mapping[str, tuple[float, float]]) -> Metrics:
     """Mean |trainer's - engine's log-prob| on the same weights, of all engines and of each, from (sum, tokens) by engine."""
-    total, tokens = sum(found for found, _ in gaps.values()), sum(count for _, count in gaps.values())
-    each = {f"engine/{engine}/logprob_gap": found / count for engine, (found, count) in gaps.items() if engine and count}
+    total, tokens = (
+        sum(found for found, _ in gaps.values()),
+        sum(count for _, count in gaps.values()),
+    )
+    each = {
+        f"engine/{engine}/logprob_gap": found / count
+        for engine, (found, count) in gaps.items()
+        if engine and count
+    }
     return each | ({"engine/logprob_gap": total / tokens} if tokens else {})
 
 
 def restarted_tokens(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats]) -> float:
     """Tokens that the engines threw away between two looks because weights changed."""
-    return float(sum(now.aborted_tokens - (before[engine].aborted_tokens if engine in before else 0) for engine, now in after.items()))
+    return float(
+        sum(
+            now.aborted_tokens - (before[engine].aborted_tokens if engine in before else 0)
+            for engine, now in after.items()
+        )
+    )
 
 
 def _spread(name: str, values: ArrayLike) -> Metrics:
     """Mean, largest and smallest. `values` has at least one."""
     values_N = np.asarray(values, np.float64)
-    return {f"{name}/mean": float(values_N.mean()), f"{name}/max": float(values_N.max()), f"{name}/min": float(values_N.min())}
+    return {
+        f"{name}/mean": float(values_N.mean()),
+        f"{name}/max": float(values_N.max()),
+        f"{name}/min": float(values_N.min()),
+    }
 
 
 def _ages(results: Sequence[EpisodeResult], version: int) -> Metrics:
@@ -138,7 +173,13 @@ def _success(name: str, results: Iterable[EpisodeResult]) -> Metrics:
     measured = [result for result in results if "success" in result.metrics]
     if not measured:
         return {}
-    return {name: float(np.average([result.metrics["success"] for result in measured], weights=_shares(measured)))}
+    return {
+        name: float(
+            np.average(
+                [result.metrics["success"] for result in measured], weights=_shares(measured)
+            )
+        )
+    }
 
 
 def _shares(results: Sequence[EpisodeResult]) -> list[float]:
@@ -156,7 +197,12 @@ def _stop_reasons(results: Iterable[EpisodeResult]) -> Metrics:
 
 def _judge_failures(untrainable: Iterable[EpisodeResult]) -> Metrics:
     """judge/<name>/failures: episodes that a judge gave no score to."""
-    names = (name for result in untrainable for name in result.metrics if name.startswith("judge/") and name.endswith("/failures"))
+    names = (
+        name
+        for result in untrainable
+        for name in result.metrics
+        if name.startswith("judge/") and name.endswith("/failures")
+    )
     return {name: float(count) for name, count in Counter(names).items()}
 
 
@@ -168,7 +214,9 @@ def _of_envs(prefix: str, results: list[EpisodeResult]) -> Metrics:
     metrics: Metrics = {}
     for tag, played in _by_tag(results).items():
         shares = _shares(played)
-        metrics[f"{prefix}/{tag}/score"] = float(np.average([result.score for result in played], weights=shares))
+        metrics[f"{prefix}/{tag}/score"] = float(
+            np.average([result.score for result in played], weights=shares)
+        )
         sums: dict[str, float] = defaultdict(float)
         for result, share in zip(played, shares, strict=True):
             for name, value in result.metrics.items():

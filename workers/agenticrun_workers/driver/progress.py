@@ -68,12 +68,16 @@ class ProgressBoard:
         now = time.monotonic()
         self._step_times.append(now)
         times = list(self._step_times)
-        lasting = {name: value for name, value in self._progress.metrics.items() if name.startswith("val/")}
+        lasting = {
+            name: value for name, value in self._progress.metrics.items() if name.startswith("val/")
+        }
         self._change(
             step=step,
             policy_version=step,
             last_step_time=rfc3339(time.time()),
-            seconds_per_step=median([b - a for a, b in pairwise(times)]) if len(times) > 1 else None,
+            seconds_per_step=median([b - a for a, b in pairwise(times)])
+            if len(times) > 1
+            else None,
             reward=metrics["rollout/score/mean"],
             tokens_per_second=metrics["system/tps"],
             staleness=metrics["staleness/mean"],

@@ -41,7 +41,9 @@ class Requests:
         if self.stop.is_set():
             raise StopRequested
 
-    async def unless_stopped(self, work: Coroutine[Any, Any, T], failures: Sequence[asyncio.Future[None]] = ()) -> T:
+    async def unless_stopped(
+        self, work: Coroutine[Any, Any, T], failures: Sequence[asyncio.Future[None]] = ()
+    ) -> T:
         """The result of `work`. It is cancelled when a stop is asked for (`StopRequested`) or one of `failures` fails.
 
         Work that is done gives its result, also when a stop has just been asked for: what a batch has taken would be lost.

@@ -39,7 +39,9 @@ class SampleWriter:
         """Whether the batch of completed step `step` is sampled. Validations always are."""
         return self._every > 0 and step % self._every == 0
 
-    def write(self, step: int, results: Iterable[EpisodeResult], *, validation: bool = False) -> None:
+    def write(
+        self, step: int, results: Iterable[EpisodeResult], *, validation: bool = False
+    ) -> None:
         """Write the episodes that came with a transcript, taking tags in turn, at most `sampleLogs` of them.
 
         Args:
@@ -51,7 +53,9 @@ class SampleWriter:
         name = f"step-{step}{'-val' if validation else ''}"
         try:
             self._samples.mkdir(parents=True, exist_ok=True)
-            (self._samples / f"{name}.txt").write_text("\n".join(episode_text(result) for result in chosen), encoding="utf-8")
+            (self._samples / f"{name}.txt").write_text(
+                "\n".join(episode_text(result) for result in chosen), encoding="utf-8"
+            )
             self._draw(name, chosen)
         except OSError as error:
             if self._works:
@@ -66,7 +70,10 @@ class SampleWriter:
         self._pictures.mkdir(parents=True, exist_ok=True)
         for result in results:
             if result.frames:
-                (self._pictures / f"{name}-{result.tag}-{result.key.group}-{result.key.member}.gif").write_bytes(result.frames)
+                (
+                    self._pictures
+                    / f"{name}-{result.tag}-{result.key.group}-{result.key.member}.gif"
+                ).write_bytes(result.frames)
 
 
 def spread(results: list[EpisodeResult], count: int) -> list[EpisodeResult]:

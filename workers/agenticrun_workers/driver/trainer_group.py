@@ -32,7 +32,12 @@ class TrainerGroup:
     """
 
     def __init__(
-        self, pipeline: Pipeline, trainers: list[Any], parts: Sequence[int], others: Mapping[str, list[Any]], weights: WeightSync
+        self,
+        pipeline: Pipeline,
+        trainers: list[Any],
+        parts: Sequence[int],
+        others: Mapping[str, list[Any]],
+        weights: WeightSync,
     ) -> None:
         self._pipeline = pipeline
         self._trainers = trainers
@@ -57,7 +62,10 @@ class TrainerGroup:
 
     async def warm_up(self, keys: list[list[tuple[EpisodeKey, int]]]) -> Metrics:
         """A supervised step; one list of (key, store) per part."""
-        calls = [actor.warm_up.remote(keys[part]) for actor, part in zip(self._trainers, self._part_of, strict=True)]
+        calls = [
+            actor.warm_up.remote(keys[part])
+            for actor, part in zip(self._trainers, self._part_of, strict=True)
+        ]
         answers: list[Metrics] = await asyncio.gather(*calls)
         return answers[0]
 
@@ -66,7 +74,10 @@ class TrainerGroup:
         if REFERENCE in self._modules():
             ranks = self._ranks_of(REFERENCE)
             places = await asyncio.gather(*(actor.placement.remote() for actor in ranks))
-            receivers = {place.actor: Receiver(actor, place.node_id) for actor, place in zip(ranks, places, strict=True)}
+            receivers = {
+                place.actor: Receiver(actor, place.node_id)
+                for actor, place in zip(ranks, places, strict=True)
+            }
             await self.weights.copy_to(receivers)
 
     async def prepare(self, groups: tuple[Group, ...], version: int) -> Prepared:
@@ -74,10 +85,15 @@ class TrainerGroup:
         said = [
             actor.score.remote(pack(plan))
             for actors in self._others.values()
-            for actor, plan in zip(actors, plan_batch(self._pipeline, groups, len(actors), version), strict=True)
+            for actor, plan in zip(
+                actors, plan_batch(self._pipeline, groups, len(actors), version), strict=True
+            )
         ]
         plans = plan_batch(self._pipeline, groups, self.parts, version)
-        calls = [actor.prepare.remote(pack(plans[part]), *said) for actor, part in zip(self._trainers, self._part_of, strict=True)]
+        calls = [
+            actor.prepare.remote(pack(plans[part]), *said)
+            for actor, part in zip(self._trainers, self._part_of, strict=True)
+        ]
         by_part = dict(zip(self._part_of, await asyncio.gather(*calls), strict=True))
         answers: list[Prepared] = [unpack(answer) for answer in by_part.values()]
         kls = [answer.kl for answer in answers if answer.kl is not None]
@@ -109,11 +125,19 @@ class TrainerGroup:
 
     def _modules(self) -> list[str]:
         """What a checkpoint must hold: the reference too where it is the run's own policy at step 0, which no path could bring back."""
-        own_reference = self._pipeline.uses_reference and not (self._pipeline.reference and self._pipeline.reference.path)
-        return [ACTOR, *([CRITIC] if self._pipeline.uses_critic else []), *([REFERENCE] if own_reference else [])]
+        own_reference = self._pipeline.uses_reference and not (
+            self._pipeline.reference and self._pipeline.reference.path
+        )
+        return [
+            ACTOR,
+            *([CRITIC] if self._pipeline.uses_critic else []),
+            *([REFERENCE] if own_reference else []),
+        ]
 
     def _ranks_of(self, part: str) -> list[Any]:
         return self._others.get(part, self._trainers)
 
     async def _call(self, part: str, method: str, folder: str) -> None:
-        await asyncio.gather(*(getattr(actor, method).remote(part, folder) for actor in self._ranks_of(part)))
+        await asyncio.gather(
+            *(getattr(actor, method).remote(part, folder) for actor in self._ranks_of(part))
+        )

@@ -18,7 +18,9 @@ class Validator:
         transcripts: groups whose first episode is told as text; with `frames` also as pictures.
     """
 
-    def __init__(self, players: Players, pipeline: Pipeline, *, transcripts: int = 0, frames: bool = False) -> None:
+    def __init__(
+        self, players: Players, pipeline: Pipeline, *, transcripts: int = 0, frames: bool = False
+    ) -> None:
         self._players = players
         self._pipeline = pipeline
         self._transcripts = transcripts
@@ -30,7 +32,9 @@ class Validator:
 
     def due(self, step: int) -> bool:
         """Every `evalSteps` steps, at step 0 and at the end."""
-        return self.enabled and (step % self._pipeline.eval_steps == 0 or step == self._pipeline.max_steps)
+        return self.enabled and (
+            step % self._pipeline.eval_steps == 0 or step == self._pipeline.max_steps
+        )
 
     async def run(self) -> list[EpisodeResult]:
         """The policy's trajectories, by group and member."""
@@ -62,7 +66,11 @@ class Validator:
                 return await self._players.play(task)
 
         groups = range(self._pipeline.val_batch_size // envs.group_size)
-        return [result for played in await asyncio.gather(*map(play, groups)) for result in every_trajectory(played)]
+        return [
+            result
+            for played in await asyncio.gather(*map(play, groups))
+            for result in every_trajectory(played)
+        ]
 
 
 def warmup_success(validated: Metrics) -> Metrics:
@@ -71,4 +79,8 @@ def warmup_success(validated: Metrics) -> Metrics:
 
 
 def _renamed(metrics: Metrics, name: str) -> Metrics:
-    return {key.removesuffix("success") + name: value for key, value in metrics.items() if key.endswith("/success")}
+    return {
+        key.removesuffix("success") + name: value
+        for key, value in metrics.items()
+        if key.endswith("/success")
+    }

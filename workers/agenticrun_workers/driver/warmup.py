@@ -25,7 +25,9 @@ CHUNK_STEPS = 25
 class Warmup:
     """`pipeline.warmup`, step by step."""
 
-    def __init__(self, players: Players, trainers: TrainerGroup, pipeline: Pipeline, discard: Discard) -> None:
+    def __init__(
+        self, players: Players, trainers: TrainerGroup, pipeline: Pipeline, discard: Discard
+    ) -> None:
         self._players = players
         self._trainers = trainers
         self._pipeline = pipeline
@@ -52,10 +54,20 @@ class Warmup:
         good = [result for result in every_trajectory(played) if result.trainable]
         if not good:
             error = played[0].error or played[0].stop_reason
-            raise InvalidConfig("spec.pipeline.warmup", f"none of the {len(played)} episodes or items of a step can be trained on: {error}")
+            raise InvalidConfig(
+                "spec.pipeline.warmup",
+                f"none of the {len(played)} episodes or items of a step can be trained on: {error}",
+            )
         shares = balance(good, self._trainers.parts)
-        metrics = await self._trainers.warm_up([[(r.key, r.store) for r in share] for share in shares])
-        return {**metrics, "warmup/discarded": float(sum(not result.trainable for result in every_trajectory(played)))}
+        metrics = await self._trainers.warm_up(
+            [[(r.key, r.store) for r in share] for share in shares]
+        )
+        return {
+            **metrics,
+            "warmup/discarded": float(
+                sum(not result.trainable for result in every_trajectory(played))
+            ),
+        }
 
     async def _play(self, groups: range) -> list[EpisodeResult]:
         """One result per group, in order."""
@@ -65,4 +77,6 @@ class Warmup:
     def _task(self, group: int) -> GroupTask:
         shown = self._pipeline.warmup is not None and self._pipeline.warmup.source == "Dataset"
         tag = self._tags[group % len(self._tags)]
-        return GroupTask(Stream.WARMUP, group, tag, (0,), random_policy=not shown, demonstration=shown)
+        return GroupTask(
+            Stream.WARMUP, group, tag, (0,), random_policy=not shown, demonstration=shown
+        )

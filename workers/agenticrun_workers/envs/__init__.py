@@ -1,11 +1,24 @@
 """Environments: gym-like, text in and text out."""
 
 from agenticrun_workers.envs.calls import EnvCalls, EnvFault, Start
-from agenticrun_workers.envs.env import Env, HasVocabulary, MetricMode, Renders, StepResult, TakesItem
+from agenticrun_workers.envs.env import (
+    Env,
+    HasVocabulary,
+    MetricMode,
+    Renders,
+    StepResult,
+    TakesItem,
+)
 from agenticrun_workers.envs.frozen_lake import FrozenLake
 from agenticrun_workers.envs.gymnasium_env import GymnasiumEnv
 from agenticrun_workers.envs.math_env import MathEnv, MathSingleStep
-from agenticrun_workers.envs.registry import EnvConfigError, EnvImportError, EnvNotFound, make_env, register_env
+from agenticrun_workers.envs.registry import (
+    EnvConfigError,
+    EnvImportError,
+    EnvNotFound,
+    make_env,
+    register_env,
+)
 from agenticrun_workers.envs.service import EnvironmentService
 from agenticrun_workers.envs.sokoban import Sokoban
 from agenticrun_workers.envs.tools import PythonTool

@@ -45,7 +45,9 @@ def checked_step(answer: object) -> StepResult:
     """What `step` returned: a `StepResult`, or gymnasium's tuple of five. The reward becomes a float. Raises `EnvFault`."""
     result = _of_tuple(answer) if isinstance(answer, tuple) and len(answer) == 5 else answer
     if not isinstance(result, StepResult):
-        raise _fault(f"step returned {type(answer).__name__}, neither a StepResult nor a tuple of five")
+        raise _fault(
+            f"step returned {type(answer).__name__}, neither a StepResult nor a tuple of five"
+        )
     _text(result.observation, "step returned an observation of")
     if not isinstance(result.info, Mapping):
         raise _fault(f"step returned an info of {type(result.info).__name__}, not a mapping")
@@ -60,7 +62,11 @@ def checked_step(answer: object) -> StepResult:
 
 def checked_actions(answer: object) -> list[str]:
     """What `valid_actions` returned; none at all says that they cannot be listed. Raises `EnvFault`."""
-    if isinstance(answer, str) or not isinstance(answer, (list, tuple)) or not all(isinstance(action, str) for action in answer):
+    if (
+        isinstance(answer, str)
+        or not isinstance(answer, (list, tuple))
+        or not all(isinstance(action, str) for action in answer)
+    ):
         raise _fault("valid_actions returned something that is no list of texts")
     return list(answer)
 
@@ -69,7 +75,15 @@ def _of_tuple(answer: tuple[Any, Any, Any, Any, Any]) -> StepResult:
     observation, reward, terminated, truncated, info = answer
     if not isinstance(info, Mapping):
         raise _fault(f"step returned an info of {type(info).__name__}, not a mapping")
-    return StepResult(observation, reward, terminated, truncated, info.get("metrics", {}), info.get("metrics_agg_mode", {}), info)
+    return StepResult(
+        observation,
+        reward,
+        terminated,
+        truncated,
+        info.get("metrics", {}),
+        info.get("metrics_agg_mode", {}),
+        info,
+    )
 
 
 def _text(value: object, what: str) -> str:
@@ -96,7 +110,9 @@ def _number(value: object, what: str) -> float:
 
 
 def _shortly(value: object) -> str:
-    return repr(value[:40]) if isinstance(value, (str, bytes)) else f"of type {type(value).__name__}"
+    return (
+        repr(value[:40]) if isinstance(value, (str, bytes)) else f"of type {type(value).__name__}"
+    )
 
 
 def _flag(value: object, name: str) -> bool:
@@ -115,7 +131,9 @@ def _check_metrics(metrics: object, modes: object) -> None:
         _number(value, f"step returned the metric {name} =")
     for name, mode in modes.items():
         if mode not in MODES:
-            raise _fault(f"step returned the mode {mode!r} of the metric {name}; known are {', '.join(sorted(MODES))}")
+            raise _fault(
+                f"step returned the mode {mode!r} of the metric {name}; known are {', '.join(sorted(MODES))}"
+            )
 
 
 def _fault(message: str) -> EnvFault:

@@ -38,7 +38,9 @@ class EnvCalls:
         self._timeout = timeout
         self._room = asyncio.Semaphore(MAX_BLOCKING_CALLS)
 
-    async def reset(self, env: Env, seed: int, split: Stream, item: Mapping[str, Any] | None = None) -> Start:
+    async def reset(
+        self, env: Env, seed: int, split: Stream, item: Mapping[str, Any] | None = None
+    ) -> Start:
         """Begin an episode, about `item` if there is one. Raises `EnvFault`."""
         if item is not None:
             await self._call(env, cast(TakesItem, env).set_item, item)
@@ -60,17 +62,24 @@ class EnvCalls:
             return await self._in_time(call, calling, threaded=False)
         async with self._room:
             if hanging() >= MAX_HANGING:
-                raise EnvFault(StopReason.TIMEOUT, f"{MAX_HANGING} earlier calls hang for ever: set isolated: true")
+                raise EnvFault(
+                    StopReason.TIMEOUT,
+                    f"{MAX_HANGING} earlier calls hang for ever: set isolated: true",
+                )
             return await self._in_time(call, calling, threaded=True)
 
-    async def _in_time(self, call: Callable[..., Any], calling: Callable[[], Outcome], *, threaded: bool) -> Any:
+    async def _in_time(
+        self, call: Callable[..., Any], calling: Callable[[], Outcome], *, threaded: bool
+    ) -> Any:
         try:
             async with asyncio.timeout(self._timeout):
                 outcome = await in_thread(calling) if threaded else calling()
                 if inspect.isawaitable(outcome.value):
                     outcome = await apart(outcome.value)
         except TimeoutError:
-            raise EnvFault(StopReason.TIMEOUT, f"{call.__qualname__} took more than {self._timeout} s") from None
+            raise EnvFault(
+                StopReason.TIMEOUT, f"{call.__qualname__} took more than {self._timeout} s"
+            ) from None
         if outcome.error is not None:
             raise raised(outcome.error, call)
         return outcome.value

@@ -63,7 +63,9 @@ async def actions_of(subject: Subject, env: Env) -> list[str]:
     return listed or list(ANSWERS)
 
 
-async def events(subject: Subject, env: Env, seed: int, split: Stream = Stream.TRAIN) -> AsyncIterator[Event]:
+async def events(
+    subject: Subject, env: Env, seed: int, split: Stream = Stream.TRAIN
+) -> AsyncIterator[Event]:
     """An episode with random valid answers, call by call. Raises `EnvFault`."""
     draw = np.random.default_rng(seed)
     start = await subject.calls.reset(env, seed, split, subject.item(seed))
@@ -72,12 +74,21 @@ async def events(subject: Subject, env: Env, seed: int, split: Stream = Stream.T
         actions = await actions_of(subject, env)
         action = actions[int(draw.integers(len(actions)))]
         result = await subject.calls.step(env, action)
-        yield [action, result.observation, result.reward, result.terminated, result.truncated, _numbers(result)]
+        yield [
+            action,
+            result.observation,
+            result.reward,
+            result.terminated,
+            result.truncated,
+            _numbers(result),
+        ]
         if result.terminated or result.truncated:
             return
 
 
-async def episode(subject: Subject, env: Env, seed: int, split: Stream = Stream.TRAIN) -> list[Event]:
+async def episode(
+    subject: Subject, env: Env, seed: int, split: Stream = Stream.TRAIN
+) -> list[Event]:
     """All of it. Raises `EnvFault`."""
     return [event async for event in events(subject, env, seed, split)]
 
@@ -98,7 +109,11 @@ def episodes_of_another_process(subject: Subject) -> list[list[Event]]:
         "turns": subject.turns,
         "timeout": subject.timeout,
     }
-    environment = {**os.environ, "PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "4711",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     limit = 60.0 + subject.timeout * (2 + len(subject.seeds))
     try:
         ended = subprocess.run(
@@ -111,11 +126,21 @@ def episodes_of_another_process(subject: Subject) -> list[list[Event]]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise EnvFault(StopReason.TIMEOUT, f"a process that plays {len(subject.seeds)} episodes hangs for {limit:.0f} s") from None
+        raise EnvFault(
+            StopReason.TIMEOUT,
+            f"a process that plays {len(subject.seeds)} episodes hangs for {limit:.0f} s",
+        ) from None
     answer = ended.stdout.rpartition("\n@")[2]
     if ended.returncode != 0 or not answer:
-        how = f"killed by signal {-ended.returncode}" if ended.returncode < 0 else f"exit code {ended.returncode}"
-        raise EnvFault(StopReason.ENV_ERROR, f"a process that plays {len(subject.seeds)} episodes ends itself: {how}")
+        how = (
+            f"killed by signal {-ended.returncode}"
+            if ended.returncode < 0
+            else f"exit code {ended.returncode}"
+        )
+        raise EnvFault(
+            StopReason.ENV_ERROR,
+            f"a process that plays {len(subject.seeds)} episodes ends itself: {how}",
+        )
     played = json.loads(answer)
     if isinstance(played, str):
         raise EnvFault(StopReason.ENV_ERROR, played)
@@ -140,5 +165,7 @@ async def _played_for_others() -> list[list[Event]] | str:
 if __name__ == "__main__":
     import asyncio
 
-    print("\n@" + json.dumps(asyncio.run(_played_for_others())), flush=True)  # after whatever the environment printed
+    print(
+        "\n@" + json.dumps(asyncio.run(_played_for_others())), flush=True
+    )  # after whatever the environment printed
     os._exit(0)  # threads that hang are not waited for

@@ -14,7 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from agenticrun_workers.envs.check_episodes import Event, Subject, episode, episodes, episodes_of_another_process, events
+from agenticrun_workers.envs.check_episodes import (
+    Event,
+    Subject,
+    episode,
+    episodes,
+    episodes_of_another_process,
+    events,
+)
 from agenticrun_workers.envs.check_report import Finding, failed, not_checked, ok, warning
 from agenticrun_workers.envs.env import HasVocabulary, Renders, TakesItem
 from agenticrun_workers.envs.faults import EnvFault
@@ -22,7 +29,18 @@ from agenticrun_workers.types import StopReason, Stream
 
 Check = Callable[[Subject], Awaitable[Finding]]
 
-ODD_ANSWERS = ("", " ", "\n", "no such action", "🙂 ½ 中文", "\u202eright to left", "\0", "{}[]()\\", "-1e999", "x" * 100_000)
+ODD_ANSWERS = (
+    "",
+    " ",
+    "\n",
+    "no such action",
+    "🙂 ½ 中文",
+    "\u202eright to left",
+    "\0",
+    "{}[]()\\",
+    "-1e999",
+    "x" * 100_000,
+)
 
 OWN_RANDOM = "keep a random generator of your own, made in reset from its seed: random.Random(seed) or np.random.default_rng(seed)"
 
@@ -38,7 +56,12 @@ async def other_process(subject: Subject) -> Finding:
         return not_checked("the class cannot be imported by another process")
     theirs = await asyncio.to_thread(episodes_of_another_process, subject)
     advice = "do not use hash() of texts, the order of sets, the time, or the machine: members of a group must play the same level anywhere"
-    return _same(await episodes(subject), theirs, "this process and another one, with another PYTHONHASHSEED,", advice)
+    return _same(
+        await episodes(subject),
+        theirs,
+        "this process and another one, with another PYTHONHASHSEED,",
+        advice,
+    )
 
 
 async def plays(subject: Subject) -> Finding:
@@ -47,15 +70,26 @@ async def plays(subject: Subject) -> Finding:
     told = any(each[0][2].strip() for each in played)
     if not told:
         return warning(
-            "there is no instruction", "say in `instruction` what the task is and how to answer, or in the agent's systemTemplate"
+            "there is no instruction",
+            "say in `instruction` what the task is and how to answer, or in the agent's systemTemplate",
         )
     if isinstance(subject.make(), TakesItem) and not subject.items:
-        return warning("it has set_item, but no items were given to play", "name a run with a dataset (--file, --tag), or pass items")
-    return ok(f"{len(played)} episodes of valid types, {over} of them ended within {subject.turns} turns")
+        return warning(
+            "it has set_item, but no items were given to play",
+            "name a run with a dataset (--file, --tag), or pass items",
+        )
+    return ok(
+        f"{len(played)} episodes of valid types, {over} of them ended within {subject.turns} turns"
+    )
 
 
 async def same_seed(subject: Subject) -> Finding:
-    return _same(await episodes(subject), await episodes(subject), "two new environments with the same seed", OWN_RANDOM)
+    return _same(
+        await episodes(subject),
+        await episodes(subject),
+        "two new environments with the same seed",
+        OWN_RANDOM,
+    )
 
 
 async def reused(subject: Subject) -> Finding:
@@ -97,7 +131,12 @@ async def threads(subject: Subject) -> Finding:
     if not getattr(env, "blocking", True) or inspect.iscoroutinefunction(env.step):
         return not_checked("it is called on the event loop")
     with ThreadPoolExecutor(4) as pool:
-        seen = await asyncio.gather(*(asyncio.get_running_loop().run_in_executor(pool, alone, seed) for seed in subject.seeds))
+        seen = await asyncio.gather(
+            *(
+                asyncio.get_running_loop().run_in_executor(pool, alone, seed)
+                for seed in subject.seeds
+            )
+        )
     return _same(
         await episodes(subject),
         list(seen),
@@ -123,7 +162,10 @@ async def global_random(subject: Subject) -> Finding:
 async def other_seeds(subject: Subject) -> Finding:
     kinds = {str(each) for each in await episodes(subject)}
     if len(kinds) == 1 and len(subject.seeds) > 1:
-        return warning(f"all {len(subject.seeds)} seeds give the same episode", "draw the level from the seed that reset gets")
+        return warning(
+            f"all {len(subject.seeds)} seeds give the same episode",
+            "draw the level from the seed that reset gets",
+        )
     return ok(f"{len(kinds)} different episodes of {len(subject.seeds)} seeds")
 
 
@@ -141,7 +183,8 @@ async def splits(subject: Subject) -> Finding:
         )
     if shared:
         return warning(
-            f"{shared} of {len(train)} episodes of training are in validation too", "decide by a hash of the level which split it is of"
+            f"{shared} of {len(train)} episodes of training are in validation too",
+            "decide by a hash of the level which split it is of",
         )
     return ok("no episode of training is in validation")
 
@@ -150,15 +193,21 @@ async def odd_answers(subject: Subject) -> Finding:
     told = False
     for answer in ODD_ANSWERS:
         env = subject.make()
-        await subject.calls.reset(env, subject.seeds[0], Stream.TRAIN, subject.item(subject.seeds[0]))
+        await subject.calls.reset(
+            env, subject.seeds[0], Stream.TRAIN, subject.item(subject.seeds[0])
+        )
         try:
             result = await subject.calls.step(env, answer)
         except EnvFault as fault:
-            return failed(f"the answer {answer[:20]!r}: {fault}", "an invalid answer is a normal step with the metric action_is_valid: 0")
+            return failed(
+                f"the answer {answer[:20]!r}: {fault}",
+                "an invalid answer is a normal step with the metric action_is_valid: 0",
+            )
         told |= result.metrics.get("action_is_valid", 1.0) == 0
     if not told:
         return warning(
-            "no odd answer has the metric action_is_valid: 0", "report it, so that formatPenalty and the metrics know invalid answers"
+            "no odd answer has the metric action_is_valid: 0",
+            "report it, so that formatPenalty and the metrics know invalid answers",
         )
     return ok(f"{len(ODD_ANSWERS)} odd answers (empty, huge, unicode) are normal steps")
 
@@ -169,13 +218,18 @@ async def listed_actions(subject: Subject) -> Finding:
     await subject.calls.reset(env, seed, Stream.TRAIN, subject.item(seed))
     actions = await subject.calls.valid_actions(env) if hasattr(env, "valid_actions") else []
     if not actions:
-        return not_checked("no valid_actions: warm-up by random play and the random policy cannot play it")
+        return not_checked(
+            "no valid_actions: warm-up by random play and the random policy cannot play it"
+        )
     for action in actions[:50]:
         env = subject.make()
         await subject.calls.reset(env, seed, Stream.TRAIN, subject.item(seed))
         result = await subject.calls.step(env, action)
         if result.metrics.get("action_is_valid", 1.0) == 0:
-            return failed(f"{action!r} is listed by valid_actions, but step calls it invalid", "list what step accepts in this state")
+            return failed(
+                f"{action!r} is listed by valid_actions, but step calls it invalid",
+                "list what step accepts in this state",
+            )
     return ok(f"{len(actions)} valid actions in the first state")
 
 
@@ -188,16 +242,23 @@ async def after_the_end(subject: Subject) -> Finding:
         if fault.reason is StopReason.TIMEOUT:
             return failed(f"a step after the end: {fault}", "return or raise: nothing may hang")
     if getattr(env, "reusable", True) and await episode(subject, env, seed) != first:
-        return failed("after a step too many the same seed gives another episode", "let reset forget everything, or set reusable = False")
+        return failed(
+            "after a step too many the same seed gives another episode",
+            "let reset forget everything, or set reusable = False",
+        )
     return ok("a step after the end does no harm")
 
 
 async def vocabulary(subject: Subject) -> Finding:
     env = subject.make()
     if not isinstance(env, HasVocabulary):
-        return not_checked("no vocabulary: models of spec.model.initialize need one, models from the hub do not")
+        return not_checked(
+            "no vocabulary: models of spec.model.initialize need one, models from the hub do not"
+        )
     pieces = sorted(set(env.vocabulary()), key=len, reverse=True)
-    known = re.compile(f"(?:(?>{'|'.join(map(re.escape, pieces))}))*")  # the longest piece, as the tokenizer takes it
+    known = re.compile(
+        f"(?:(?>{'|'.join(map(re.escape, pieces))}))*"
+    )  # the longest piece, as the tokenizer takes it
     for each in await episodes(subject):
         for action, observation, *_ in each:
             for text in (observation, *(() if action == "reset" else (action,))):
@@ -206,7 +267,9 @@ async def vocabulary(subject: Subject) -> Finding:
                 if at < len(text):
                     found = f"vocabulary() does not cover {text[at : at + 10]!r} of {text[:40]!r}"
                     if subject.items:
-                        return warning(found, "name the words of the data set in spec.model.initialize.words")
+                        return warning(
+                            found, "name the words of the data set in spec.model.initialize.words"
+                        )
                     return failed(found, "list every piece of observations and answers")
     return ok(f"{len(pieces)} pieces cover all observations and answers")
 
@@ -221,7 +284,10 @@ async def pictures(subject: Subject) -> Finding:
     except Exception as error:  # a user's code may raise anything
         return failed(f"render raised {type(error).__name__}: {error}", "draw without a display")
     if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
-        return failed(f"render returned {picture.dtype} {list(picture.shape)}", "return RGB, uint8 [height, width, 3]")
+        return failed(
+            f"render returned {picture.dtype} {list(picture.shape)}",
+            "return RGB, uint8 [height, width, 3]",
+        )
     return ok(f"{picture.shape[1]} x {picture.shape[0]} pixels")
 
 
@@ -241,7 +307,10 @@ async def speed(subject: Subject) -> Finding:
     told = f"{1 / max(reset, 1e-9):,.0f} resets and {1 / max(step, 1e-9):,.0f} steps per second"
     on_loop = not getattr(env, "blocking", True)
     if on_loop and max(reset, step) > SLOW_CALL:
-        return warning(f"{told}, on the event loop", "all other episodes wait meanwhile: leave out blocking = False, or make it faster")
+        return warning(
+            f"{told}, on the event loop",
+            "all other episodes wait meanwhile: leave out blocking = False, or make it faster",
+        )
     if not on_loop and max(reset, step) < QUICK_CALL and not inspect.iscoroutinefunction(env.step):
         return ok(f"{told}; blocking = False would save a thread's hop per call")
     return ok(told)
@@ -255,9 +324,15 @@ def _same(ours: list[list[Event]], theirs: list[list[Event]], who: str, advice: 
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         for turn, (event, again) in enumerate(zip(one, other, strict=False)):
             if event != again:
-                return failed(f"{who} differ in episode {number}, turn {turn}: {_shown(event)} and {_shown(again)}", advice)
+                return failed(
+                    f"{who} differ in episode {number}, turn {turn}: {_shown(event)} and {_shown(again)}",
+                    advice,
+                )
         if len(one) != len(other):
-            return failed(f"{who} differ in episode {number}: {len(one) - 1} and {len(other) - 1} turns", advice)
+            return failed(
+                f"{who} differ in episode {number}: {len(one) - 1} and {len(other) - 1} turns",
+                advice,
+            )
     return ok(f"{who} play the same")
 
 

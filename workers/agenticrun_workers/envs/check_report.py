@@ -38,7 +38,9 @@ class Report:
 
     def of(self, verdict: Verdict) -> dict[str, Finding]:
         """The findings of one kind."""
-        return {name: finding for name, finding in self.findings.items() if finding.verdict is verdict}
+        return {
+            name: finding for name, finding in self.findings.items() if finding.verdict is verdict
+        }
 
     def assert_ok(self, *, warnings: bool = True) -> None:
         """Raise `AssertionError` with all that failed; `warnings: False` makes warnings failures too."""

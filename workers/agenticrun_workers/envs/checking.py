@@ -51,13 +51,21 @@ def check_env(
         return make_env(env, config) if isinstance(env, str) else env(**config)
 
     if getattr(make(), "is_service", False):
-        raise EnvConfigError(f"{named or env} is an EnvironmentService, whose actions only its agent knows: play it with agenticrun debug")
+        raise EnvConfigError(
+            f"{named or env} is an EnvironmentService, whose actions only its agent knows: play it with agenticrun debug"
+        )
     chosen = range(seeds) if isinstance(seeds, int) else seeds
     subject = Subject(make, named, config, chosen, items, turns, timeout)
     findings: dict[str, Finding] = {}
     for name, check in {**FIRST, **CHECKS}.items():
-        blocked = any(findings[first].verdict is Verdict.FAILED for first in FIRST if first in findings)
-        findings[name] = not_checked("after the failure above") if blocked else asyncio.run(_checked(check, subject))
+        blocked = any(
+            findings[first].verdict is Verdict.FAILED for first in FIRST if first in findings
+        )
+        findings[name] = (
+            not_checked("after the failure above")
+            if blocked
+            else asyncio.run(_checked(check, subject))
+        )
     return Report(findings)
 
 
@@ -65,7 +73,9 @@ async def _checked(check: Check, subject: Subject) -> Finding:
     try:
         return await check(subject)
     except EnvFault as fault:
-        return failed(str(fault), "it must not raise, hang, or return anything but text and finite numbers")
+        return failed(
+            str(fault), "it must not raise, hang, or return anything but text and finite numbers"
+        )
 
 
 def _name_of(factory: Callable[..., Env]) -> str:

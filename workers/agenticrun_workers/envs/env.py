@@ -49,7 +49,9 @@ class Env(Protocol):
     instruction: str
     """What the task is and how to answer, for the first prompt. `info["env_instruction"]` of `reset` is said instead, if there is one."""
 
-    def reset(self, seed: int, split: Stream) -> str | tuple[str, Mapping[str, Any]] | Awaitable[str | tuple[str, Mapping[str, Any]]]:
+    def reset(
+        self, seed: int, split: Stream
+    ) -> str | tuple[str, Mapping[str, Any]] | Awaitable[str | tuple[str, Mapping[str, Any]]]:
         """Begin an episode and return its first observation."""
         ...
 

@@ -19,9 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_workers.envs.env import StepResult
-from agenticrun_workers.envs.frozen_lake_map import from_array, is_holdout, is_solvable, random_holes, to_array
+from agenticrun_workers.envs.frozen_lake_map import (
+    from_array,
+    is_holdout,
+    is_solvable,
+    random_holes,
+    to_array,
+)
 from agenticrun_workers.envs.frozen_lake_picture import draw_lake
-from agenticrun_workers.envs.grid import MAX_DRAWS, NoLevel, action_numbers, check_holdout_share, check_symbols, step_metrics
+from agenticrun_workers.envs.grid import (
+    MAX_DRAWS,
+    NoLevel,
+    action_numbers,
+    check_holdout_share,
+    check_symbols,
+    step_metrics,
+)
 from agenticrun_workers.envs.registry import register_env
 from agenticrun_workers.types import BoolArray, Stream
 
@@ -89,7 +102,9 @@ class FrozenLake:
         if words not in ("cells", "rows"):
             raise ValueError(f"words must be cells or rows, not {words!r}")
         if words == "rows" and size > MAX_SIZE_OF_ROWS:
-            raise ValueError(f"words: rows is for sizes up to {MAX_SIZE_OF_ROWS}, not {size}: use words: cells")
+            raise ValueError(
+                f"words: rows is for sizes up to {MAX_SIZE_OF_ROWS}, not {size}: use words: cells"
+            )
         self.size = size
         self.frozen_probability = frozen_probability
         self.is_slippery = is_slippery
@@ -98,7 +113,10 @@ class FrozenLake:
         self.actions = tuple(actions)
         self.instruction = self._default_instruction() if instruction is None else instruction
         self._words = words
-        self._player_on = {self.symbols.frozen: self.symbols.player, self.symbols.hole: self.symbols.fallen}
+        self._player_on = {
+            self.symbols.frozen: self.symbols.player,
+            self.symbols.hole: self.symbols.fallen,
+        }
         self._player_on[self.symbols.goal] = self.symbols.arrived
         self._symbol_of_bit = str.maketrans("01", self.symbols.frozen + self.symbols.hole)
         self._row_slices = [slice(start, start + size) for start in range(0, size * size, size)]
@@ -119,7 +137,10 @@ class FrozenLake:
         wants_holdout = split == Stream.VALIDATION
         for draw in range(MAX_DRAWS):
             holes = random_holes(seed, draw, self.size, self.frozen_probability)
-            if is_solvable(holes, self.size) and is_holdout(holes, self.size, self.holdout_share) == wants_holdout:
+            if (
+                is_solvable(holes, self.size)
+                and is_holdout(holes, self.size, self.holdout_share) == wants_holdout
+            ):
                 return self._start_on(holes)
         raise NoLevel(split, "size, frozenProbability")
 
@@ -191,7 +212,9 @@ def _with_player(rows: Iterable[tuple[str, ...]], player: str) -> list[str]:
     texts: dict[str, None] = {}
     for row in rows:
         text = "".join(row)
-        texts |= dict.fromkeys([text, *(text[:i] + player + text[i + 1 :] for i in range(len(text)))])
+        texts |= dict.fromkeys(
+            [text, *(text[:i] + player + text[i + 1 :] for i in range(len(text)))]
+        )
     return list(texts)
 
 
@@ -199,7 +222,10 @@ def _ends_of_moves(size: int) -> list[tuple[int, ...]]:
     """Where each move ends, from each place in the board's text (line breaks are places that nobody is at)."""
     width, last = size + 1, size - 1
     return [
-        tuple(min(max(row + down, 0), last) * width + min(max(column + right, 0), last) for down, right in MOVES)
+        tuple(
+            min(max(row + down, 0), last) * width + min(max(column + right, 0), last)
+            for down, right in MOVES
+        )
         for row in range(size)
         for column in range(width)
     ]

@@ -24,7 +24,9 @@ def random_holes(seed: int, draw: int, size: int, frozen_probability: float) -> 
     takes five times as long to begin, and the same numbers on every machine and with every release of NumPy.
     """
     cells = size * size
-    drawn = np.frombuffer(hashlib.shake_128(b"frozen-lake:%d:%d" % (seed, draw)).digest(4 * cells), "<u4")
+    drawn = np.frombuffer(
+        hashlib.shake_128(b"frozen-lake:%d:%d" % (seed, draw)).digest(4 * cells), "<u4"
+    )
     return _from_flat(drawn < round((1 - frozen_probability) * 2**32)) & ~(1 << cells - 1 | 1)
 
 
@@ -73,4 +75,8 @@ def _masks(size: int) -> tuple[int, int, int]:
     """All cells; those with a cell to the right; those with a cell to the left."""
     row = (1 << size) - 1
     rows = [number * size for number in range(size)]
-    return (1 << size * size) - 1, sum((row & ~1) << shift for shift in rows), sum((row >> 1) << shift for shift in rows)
+    return (
+        (1 << size * size) - 1,
+        sum((row & ~1) << shift for shift in rows),
+        sum((row >> 1) << shift for shift in rows),
+    )

@@ -13,14 +13,18 @@ class NoLevel(ValueError):
     """The configuration gives no level of a split."""
 
     def __init__(self, split: str, keys: str) -> None:
-        super().__init__(f"no {split} level in {MAX_DRAWS} random ones: choose another {keys} or holdoutShare")
+        super().__init__(
+            f"no {split} level in {MAX_DRAWS} random ones: choose another {keys} or holdoutShare"
+        )
 
 
 def action_numbers(actions: Sequence[str], count: int) -> dict[str, int]:
     """Numbers by lower-case word. Raises `ValueError` unless there are `count` different ones."""
     numbers = {action.lower(): number for number, action in enumerate(actions)}
     if isinstance(actions, str) or len(actions) != count or len(numbers) != count:
-        raise ValueError(f"actions must be {count} different words, not {actions if isinstance(actions, str) else list(actions)}")
+        raise ValueError(
+            f"actions must be {count} different words, not {actions if isinstance(actions, str) else list(actions)}"
+        )
     return numbers
 
 

@@ -31,9 +31,16 @@ def draw_player(draw: ImageDraw.ImageDraw, x: int, y: int, *, sunk: bool = False
     """A head over a body; only a grey head looks out of a hole."""
     width = SIDE // 24
     if not sunk:
-        draw.rounded_rectangle(box(x, y, 0.28, 0.5, 0.72, 0.88), SIDE // 6, fill=PLAYER, outline=OUTLINE, width=width)
+        draw.rounded_rectangle(
+            box(x, y, 0.28, 0.5, 0.72, 0.88), SIDE // 6, fill=PLAYER, outline=OUTLINE, width=width
+        )
     top = 0.34 if sunk else 0.14
-    draw.ellipse(box(x, y, 0.31, top, 0.69, top + 0.38), fill=LOST if sunk else PLAYER, outline=OUTLINE, width=width)
+    draw.ellipse(
+        box(x, y, 0.31, top, 0.69, top + 0.38),
+        fill=LOST if sunk else PLAYER,
+        outline=OUTLINE,
+        width=width,
+    )
     for eye in (0.42, 0.54):
         draw.ellipse(box(x, y, eye, top + 0.13, eye + 0.06, top + 0.2), fill=OUTLINE)
 
@@ -43,6 +50,8 @@ def at(x: int, y: int, across: float, down: float) -> tuple[float, float]:
     return x + across * SIDE, y + down * SIDE
 
 
-def box(x: int, y: int, left: float, top: float, right: float, bottom: float) -> tuple[float, float, float, float]:
+def box(
+    x: int, y: int, left: float, top: float, right: float, bottom: float
+) -> tuple[float, float, float, float]:
     """A rectangle inside that cell, in shares of its side."""
     return (*at(x, y, left, top), *at(x, y, right, bottom))

@@ -47,29 +47,39 @@ class GymnasiumEnv:
         preset = preset_of(id)
         self._env = _make(id, kwargs or {})
         draws = "ansi" in self._env.metadata.get("render_modes", ())
-        self._template = observation or (preset.observation if preset else "{ansi}" if draws else "{observation}")
+        self._template = observation or (
+            preset.observation if preset else "{ansi}" if draws else "{observation}"
+        )
         self._uses_ansi = "ansi" in _placeholders(self._template)
         if self._uses_ansi:
             if not draws:
-                raise ValueError(f"observation {self._template!r} uses ansi, which {id} cannot draw")
+                raise ValueError(
+                    f"observation {self._template!r} uses ansi, which {id} cannot draw"
+                )
             self._env.close()
             self._env = _make(id, {**(kwargs or {}), "render_mode": "ansi"})
         self._fields = preset.fields if preset else no_fields
         self._decimals = decimals
-        self._words = ActionWords(self._env.action_space, actions or (preset.actions if preset else None))
+        self._words = ActionWords(
+            self._env.action_space, actions or (preset.actions if preset else None)
+        )
         self._check_template()
         if success not in (None, "reward", "end"):
             raise ValueError(f"success must be reward or end, not {success!r}")
         self._success = success or (preset.success if preset else "reward")
         task = preset.task if preset else f"You are in {id}."
-        self.instruction = f"{task} {self._words.question()}" if instruction is None else instruction
+        self.instruction = (
+            f"{task} {self._words.question()}" if instruction is None else instruction
+        )
         self.blocking = preset is None
         self._text = ""
         self._mask: Any = None
 
     def reset(self, seed: int, split: Stream) -> str:
         """Begin with gymnasium's episode of a seed of this split."""
-        observation, info = self._env.reset(seed=seed % SEEDS + (SEEDS if split is Stream.VALIDATION else 0))
+        observation, info = self._env.reset(
+            seed=seed % SEEDS + (SEEDS if split is Stream.VALIDATION else 0)
+        )
         self._mask = info.get("action_mask")
         self._text = self._write(observation)
         return self._text
@@ -104,7 +114,9 @@ class GymnasiumEnv:
         more = self._fields(observation)
         drawing = {"ansi": plain(self._env.render())} if self._uses_ansi else {}
         whole = {"observation": write(space, observation, self._decimals)}
-        return self._template.format(*(text for _, text in texts), **template_names(texts), **more, **drawing, **whole)
+        return self._template.format(
+            *(text for _, text in texts), **template_names(texts), **more, **drawing, **whole
+        )
 
     def _check_template(self) -> None:
         """Raise `ValueError` if the observation cannot be written, or the template asks for what is not there."""
@@ -115,7 +127,9 @@ class GymnasiumEnv:
         known = {*map(str, range(len(texts))), *template_names(texts), *more, "observation", "ansi"}
         unknown = _placeholders(self._template) - known
         if unknown:
-            raise ValueError(f"observation has no placeholder {', '.join(sorted(unknown))} (known: {', '.join(sorted(known))})")
+            raise ValueError(
+                f"observation has no placeholder {', '.join(sorted(unknown))} (known: {', '.join(sorted(known))})"
+            )
 
 
 def _make(id: str, kwargs: Mapping[str, Any]) -> Any:
@@ -133,7 +147,11 @@ def _make(id: str, kwargs: Mapping[str, Any]) -> Any:
 def _placeholders(template: str) -> set[str]:
     """The names in braces. Raises `ValueError`."""
     try:
-        return {re.split(r"[.\[]", name)[0] for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        return {
+            re.split(r"[.\[]", name)[0]
+            for _, name, _, _ in string.Formatter().parse(template)
+            if name is not None
+        }
     except ValueError as error:
         raise ValueError(f"observation {template!r} is no template: {error}") from error
 

@@ -27,7 +27,12 @@ class Preset:
     """More placeholders for the observation's template."""
 
 
-TAXI_STANDS = ("R at row 0, column 0", "G at row 0, column 4", "Y at row 4, column 0", "B at row 4, column 3")
+TAXI_STANDS = (
+    "R at row 0, column 0",
+    "G at row 0, column 4",
+    "Y at row 4, column 0",
+    "B at row 4, column 3",
+)
 
 
 def taxi_fields(observation: Any) -> Mapping[str, str]:
@@ -36,7 +41,12 @@ def taxi_fields(observation: Any) -> Mapping[str, str]:
     rest, passenger = divmod(rest, 5)
     row, column = divmod(rest, 5)
     place = "in the taxi" if passenger == len(TAXI_STANDS) else f"at {TAXI_STANDS[passenger]}"
-    return {"row": str(row), "column": str(column), "passenger": place, "destination": TAXI_STANDS[destination]}
+    return {
+        "row": str(row),
+        "column": str(column),
+        "passenger": place,
+        "destination": TAXI_STANDS[destination],
+    }
 
 
 CLIFF_WALKING = Preset(

@@ -20,7 +20,9 @@ COLOURED = re.compile(r"(?:\x1b\[[\d;]*m)+([^\x1b]*)(?:\x1b\[0m)+")
 
 def write(space: Any, value: Any, decimals: int) -> str:
     """An observation as text; see `parts` for what a space is made of. Raises `ValueError` for a space that is no text."""
-    return ", ".join(f"{name}: {text}" if name else text for name, text in parts(space, value, decimals))
+    return ", ".join(
+        f"{name}: {text}" if name else text for name, text in parts(space, value, decimals)
+    )
 
 
 def parts(space: Any, value: Any, decimals: int) -> list[tuple[str, str]]:
@@ -38,9 +40,15 @@ def parts(space: Any, value: Any, decimals: int) -> list[tuple[str, str]]:
         return [("", str(int(number))) for number in np.asarray(value).flat]
     if isinstance(space, spaces.Box) and int(np.prod(space.shape)) <= LARGEST_BOX:
         whole = np.issubdtype(space.dtype, np.integer)
-        return [("", str(int(number)) if whole else f"{float(number):.{decimals}f}") for number in np.asarray(value).flat]
+        return [
+            ("", str(int(number)) if whole else f"{float(number):.{decimals}f}")
+            for number in np.asarray(value).flat
+        ]
     if isinstance(space, spaces.Tuple):
-        return [("", write(part, inner, decimals)) for part, inner in zip(space.spaces, value, strict=True)]
+        return [
+            ("", write(part, inner, decimals))
+            for part, inner in zip(space.spaces, value, strict=True)
+        ]
     if isinstance(space, spaces.Dict):
         return [(name, write(part, value[name], decimals)) for name, part in space.spaces.items()]
     raise ValueError(
@@ -52,7 +60,9 @@ def parts(space: Any, value: Any, decimals: int) -> list[tuple[str, str]]:
 def plain(ansi: str) -> str:
     """A drawing for terminals without its colours: `<x>` where x was coloured, and without lines like "(Down)"."""
     text = COLOURED.sub(lambda match: f"<{match[1]}>", ansi)
-    return "\n".join(line for line in text.strip("\n").split("\n") if not re.fullmatch(r" *\(.*\)", line)).rstrip()
+    return "\n".join(
+        line for line in text.strip("\n").split("\n") if not re.fullmatch(r" *\(.*\)", line)
+    ).rstrip()
 
 
 class ActionWords:
@@ -80,35 +90,67 @@ class ActionWords:
                 f"the action space {space} has no words: it has to be Discrete or a one-dimensional MultiDiscrete; "
                 "put a gymnasium.ActionWrapper with a few choices around the environment"
             )
-        names = given or [[str(start + number) for number in range(size)] for start, size in zip(first, sizes, strict=True)]
-        if not all(isinstance(group, list | tuple) for group in names) or [len(set(map(_folded, group))) for group in names] != sizes:
+        names = given or [
+            [str(start + number) for number in range(size)]
+            for start, size in zip(first, sizes, strict=True)
+        ]
+        if (
+            not all(isinstance(group, list | tuple) for group in names)
+            or [len(set(map(_folded, group))) for group in names] != sizes
+        ):
             raise ValueError(f"actions must be {_wanted(sizes)}, all different, not {words}")
         if not self._single and any(re.search(r"[\s,]", word) for group in names for word in group):
-            raise ValueError(f"actions of a MultiDiscrete space must be words without spaces and commas, not {words}")
+            raise ValueError(
+                f"actions of a MultiDiscrete space must be words without spaces and commas, not {words}"
+            )
         self._first = first
         self._names: list[list[str]] = [list(group) for group in names]
-        self._numbers = [{_folded(word): number for number, word in enumerate(group)} for group in names]
+        self._numbers = [
+            {_folded(word): number for number, word in enumerate(group)} for group in names
+        ]
 
     def action(self, text: str) -> int | np.ndarray[Any, np.dtype[np.int64]] | None:
         """The action of an answer, or None."""
-        answers = [text.strip()] if self._single else [word for word in re.split(r"[\s,]+", text.strip()) if word]
+        answers = (
+            [text.strip()]
+            if self._single
+            else [word for word in re.split(r"[\s,]+", text.strip()) if word]
+        )
         if len(answers) != len(self._numbers):
             return None
-        found = [numbers.get(_folded(answer)) for numbers, answer in zip(self._numbers, answers, strict=True)]
-        chosen = [start + number for start, number in zip(self._first, found, strict=True) if number is not None]
+        found = [
+            numbers.get(_folded(answer))
+            for numbers, answer in zip(self._numbers, answers, strict=True)
+        ]
+        chosen = [
+            start + number
+            for start, number in zip(self._first, found, strict=True)
+            if number is not None
+        ]
         if len(chosen) != len(found):
             return None
         return chosen[0] if self._single else np.array(chosen, np.int64)
 
     def all(self) -> list[str]:
         """Every answer, or the first ones of very many."""
-        return [" ".join(words) for words in itertools.islice(itertools.product(*self._names), MOST_COMBINATIONS)]
+        return [
+            " ".join(words)
+            for words in itertools.islice(itertools.product(*self._names), MOST_COMBINATIONS)
+        ]
 
     def question(self) -> str:
         """What to answer with."""
         if self._single:
             return f"Answer with one of: {', '.join(self._names[0])}."
-        return " ".join(["Answer with one word of each:", *(f"({', '.join(group)})" for group in self._names)]) + "."
+        return (
+            " ".join(
+                [
+                    "Answer with one word of each:",
+                    *(f"({', '.join(group)})" for group in self._names),
+                ]
+            )
+            + "."
+        )
 
 
 def template_names(texts: Sequence[tuple[str, str]]) -> Mapping[str, str]:
@@ -121,4 +163,8 @@ def _folded(word: Any) -> str:
 
 
 def _wanted(sizes: Sequence[int]) -> str:
-    return f"{sizes[0]} words" if len(sizes) == 1 else f"{len(sizes)} lists of {', '.join(map(str, sizes))} words"
+    return (
+        f"{sizes[0]} words"
+        if len(sizes) == 1
+        else f"{len(sizes)} lists of {', '.join(map(str, sizes))} words"
+    )

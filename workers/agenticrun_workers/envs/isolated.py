@@ -86,7 +86,13 @@ class DrawingIsolatedEnv(IsolatedEnv):
 class _Pipe:
     """The worker's end of the way to one process."""
 
-    def __init__(self, isolation: Isolation, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        isolation: Isolation,
+        number: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         self._isolation = isolation
         self._number = number
         self._reader = reader
@@ -108,7 +114,10 @@ class _Pipe:
             raise
         except Exception as error:  # a frame may hold anything
             self.end()
-            raise EnvFault(StopReason.ENV_ERROR, f"the environment's process sent no answer: {type(error).__name__}: {error}") from error
+            raise EnvFault(
+                StopReason.ENV_ERROR,
+                f"the environment's process sent no answer: {type(error).__name__}: {error}",
+            ) from error
         if not good:
             raise EnvFault(StopReason.ENV_ERROR, said)
         return said
@@ -147,12 +156,16 @@ class Isolation:
             except OSError:  # it died, for example while it imported the environment's module
                 self.stop()
                 pipe.end()
-                raise EnvFault(StopReason.ENV_ERROR, f"the process that imports {self._type} ended") from None
+                raise EnvFault(
+                    StopReason.ENV_ERROR, f"the process that imports {self._type} ended"
+                ) from None
         try:
             async with asyncio.timeout(self._timeout):
                 facts = await pipe.receive()
         except TimeoutError:
-            raise EnvFault(StopReason.TIMEOUT, f"{self._type} took more than {self._timeout} s to be built") from None
+            raise EnvFault(
+                StopReason.TIMEOUT, f"{self._type} took more than {self._timeout} s to be built"
+            ) from None
         return (DrawingIsolatedEnv if facts["draws"] else IsolatedEnv)(pipe, facts)
 
     def stop(self) -> None:
@@ -169,7 +182,11 @@ class Isolation:
         code = self._statuses.get(number)
         if code is None:
             return "ended"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended itself with exit code {code}"
+        return (
+            f"was ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended itself with exit code {code}"
+        )
 
     def forget(self, number: int) -> None:
         """Its process is ended: how does not matter any more."""
@@ -193,7 +210,12 @@ class Isolation:
             ours, theirs = socket.socketpair()
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "agenticrun_workers.envs.isolated_server", str(theirs.fileno())],
+                    [
+                        sys.executable,
+                        "-m",
+                        "agenticrun_workers.envs.isolated_server",
+                        str(theirs.fileno()),
+                    ],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -57,24 +57,35 @@ class _Child:
     def answer(self, name: str, arguments: tuple[Any, ...], film: bool) -> bytes:
         """One frame: what the method returned, and after `reset` and `step` a picture if the worker wants one."""
         call = getattr(self._env, name)
-        places, names = reset_arguments(self._env, *arguments) if name == "reset" else (arguments, {})
+        places, names = (
+            reset_arguments(self._env, *arguments) if name == "reset" else (arguments, {})
+        )
         outcome = attempt(call, *places, **names)
         if inspect.isawaitable(outcome.value):
             outcome = attempt(self._runner.run, _awaited(outcome.value))
         if outcome.error is not None:
             return encoded((False, str(raised(outcome.error, call))))
-        picture = attempt(self._env.render) if film and isinstance(self._env, Renders) else Outcome()
+        picture = (
+            attempt(self._env.render) if film and isinstance(self._env, Renders) else Outcome()
+        )
         said = {
             "value": outcome.value,
             "instruction": getattr(self._env, "instruction", ""),
             "picture": picture.value,
-            "picture_error": "" if picture.error is None else str(raised(picture.error, self._env.render)),
+            "picture_error": ""
+            if picture.error is None
+            else str(raised(picture.error, self._env.render)),
             "bytes": _peak_bytes(),
         }
         try:
             return encoded((True, said))
         except Exception as error:  # pickle raises what the objects raise
-            return encoded((False, f"{name} returned something that cannot leave the environment's process: {error}"))
+            return encoded(
+                (
+                    False,
+                    f"{name} returned something that cannot leave the environment's process: {error}",
+                )
+            )
 
 
 async def _awaited(awaitable: Any) -> Any:

@@ -60,7 +60,9 @@ class _Server:
             for process in self._processes.values():
                 poll.register(process.end, 0)  # hang-ups are told always
             ready = {descriptor for descriptor, _ in poll.poll()}
-            for process in [each for each in self._processes.values() if each.end.fileno() in ready]:
+            for process in [
+                each for each in self._processes.values() if each.end.fileno() in ready
+            ]:
                 _kill(process.pid)
             with suppress(BlockingIOError):
                 self._wakeup.recv(4096)
@@ -96,7 +98,12 @@ class _Server:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             _die_with_parent(parent)
-            for other in (self._worker, self._wakeup, self._waking, *(process.end for process in self._processes.values())):
+            for other in (
+                self._worker,
+                self._wakeup,
+                self._waking,
+                *(process.end for process in self._processes.values()),
+            ):
                 other.close()
             serve(end, self._type, self._config)
             status = 0
@@ -117,8 +124,13 @@ class _Server:
             if process is None:  # the environment's module started it while it was imported
                 continue
             _kill(pid)  # whatever it has started itself
-            with suppress(OSError):  # BlockingIOError, too: a worker that does not read misses some words, and nothing waits for it
-                self._worker.send(STATUS.pack(process.number, os.waitstatus_to_exitcode(status)), socket.MSG_DONTWAIT)
+            with suppress(
+                OSError
+            ):  # BlockingIOError, too: a worker that does not read misses some words, and nothing waits for it
+                self._worker.send(
+                    STATUS.pack(process.number, os.waitstatus_to_exitcode(status)),
+                    socket.MSG_DONTWAIT,
+                )
             process.end.close()
 
 

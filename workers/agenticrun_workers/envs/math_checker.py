@@ -22,7 +22,9 @@ def main() -> None:
     logging.disable(logging.CRITICAL)  # math-verify warns that its own time limits are off
     from math_verify import parse, verify
 
-    verify(parse("1/2", parsing_timeout=None), parse("0.5", parsing_timeout=None), timeout_seconds=None)  # loads what it needs
+    verify(
+        parse("1/2", parsing_timeout=None), parse("0.5", parsing_timeout=None), timeout_seconds=None
+    )  # loads what it needs
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -32,7 +34,9 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             found = parse(answer, parsing_timeout=None)
-            right = verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), found, timeout_seconds=None)
+            right = verify(
+                parse(f"\\boxed{{{gold}}}", parsing_timeout=None), found, timeout_seconds=None
+            )
             said = [bool(right), bool(found)]
         except Exception:  # what a policy writes may break any parser: it is a wrong answer
             said = [False, False]

@@ -31,7 +31,9 @@ class _Problem:
         random_answers: what a random policy answers, for the random baseline and warm-up by random play. Neither exists without.
     """
 
-    def __init__(self, *, instruction: str, verify_seconds: float, random_answers: Sequence[str]) -> None:
+    def __init__(
+        self, *, instruction: str, verify_seconds: float, random_answers: Sequence[str]
+    ) -> None:
         if verify_seconds <= 0:
             raise ValueError(f"verifySeconds must be more than 0, not {verify_seconds}")
         self.instruction = instruction
@@ -44,7 +46,9 @@ class _Problem:
         """The problem of the next episode. Raises `ValueError` for an item that is none."""
         missing = [name for name in ("question", "answer") if item.get(name) is None]
         if missing:
-            raise ValueError(f"the item has no {missing[0]!r}: give the column's name in dataset.columns")
+            raise ValueError(
+                f"the item has no {missing[0]!r}: give the column's name in dataset.columns"
+            )
         self.question = str(item["question"])
         self._gold = reference_answer(str(item["answer"]))
 
@@ -80,10 +84,16 @@ class MathEnv(_Problem):
         verify_seconds: float = 5.0,
         random_answers: Sequence[str] = (),
     ) -> None:
-        super().__init__(instruction=instruction, verify_seconds=verify_seconds, random_answers=random_answers)
+        super().__init__(
+            instruction=instruction, verify_seconds=verify_seconds, random_answers=random_answers
+        )
         if not 0 <= turn_discount <= 1:
             raise ValueError(f"turnDiscount must be in [0, 1], not {turn_discount}")
-        self._right_reward, self._wrong_reward, self._discount = right_reward, wrong_reward, turn_discount
+        self._right_reward, self._wrong_reward, self._discount = (
+            right_reward,
+            wrong_reward,
+            turn_discount,
+        )
         self._right_feedback, self._wrong_feedback = right_feedback, wrong_feedback
         self._turns = 0
 
@@ -95,7 +105,11 @@ class MathEnv(_Problem):
     async def step(self, action: str) -> StepResult:
         """An answer with its reasoning."""
         verdict = await self.verdict(action)
-        reward = self._right_reward * self._discount**self._turns if verdict.right else self._wrong_reward
+        reward = (
+            self._right_reward * self._discount**self._turns
+            if verdict.right
+            else self._wrong_reward
+        )
         self._turns += 1
         metrics = {
             "action_is_valid": float(verdict.readable),
@@ -103,7 +117,12 @@ class MathEnv(_Problem):
             "success": float(verdict.right),
             "verify_timeouts": float(verdict.timeout),
         }
-        return StepResult(self._right_feedback if verdict.right else self._wrong_feedback, reward, verdict.right, metrics=metrics)
+        return StepResult(
+            self._right_feedback if verdict.right else self._wrong_feedback,
+            reward,
+            verdict.right,
+            metrics=metrics,
+        )
 
     def vocabulary(self) -> list[str]:
         """What it says beside the questions, each text as one word."""
@@ -116,8 +135,16 @@ class MathSingleStep(_Problem, EnvironmentService):
     Args: see `_Problem`.
     """
 
-    def __init__(self, *, instruction: str = INSTRUCTION, verify_seconds: float = 5.0, random_answers: Sequence[str] = ()) -> None:
-        super().__init__(instruction=instruction, verify_seconds=verify_seconds, random_answers=random_answers)
+    def __init__(
+        self,
+        *,
+        instruction: str = INSTRUCTION,
+        verify_seconds: float = 5.0,
+        random_answers: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            instruction=instruction, verify_seconds=verify_seconds, random_answers=random_answers
+        )
 
     async def reset(self, seed: int | None = None, options: Mapping[str, Any] | None = None) -> str:  # noqa: ARG002
         """The question."""
@@ -127,7 +154,13 @@ class MathSingleStep(_Problem, EnvironmentService):
         """Answers to the problem of this episode; `qid` is for the agent's own books."""
         _, answers = action
         verdicts = [await self.verdict(answer) for answer in answers]
-        return None, [float(verdict.right) for verdict in verdicts], True, False, {"verdicts": verdicts}
+        return (
+            None,
+            [float(verdict.right) for verdict in verdicts],
+            True,
+            False,
+            {"verdicts": verdicts},
+        )
 
 
 register_env("math_single_step")(cast(Any, MathSingleStep))

@@ -58,7 +58,9 @@ class MathVerifier:
         plain = plain_verdict(gold, answer)
         if plain is not None:
             return plain
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._compare, gold, answer)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._compare, gold, answer
+        )
 
     def close(self) -> None:
         """End the processes."""
@@ -87,7 +89,13 @@ class _Checker:
     def __init__(self, seconds: float) -> None:
         self._wall_seconds = seconds * WALL_SECONDS_EACH
         command = [sys.executable, "-P", str(CHECKER), str(seconds), str(MEMORY)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         if self._line(START_SECONDS) is None:
             self.close()
             raise RuntimeError(f"{' '.join(command)} does not begin: is math-verify installed?")

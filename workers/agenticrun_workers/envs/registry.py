@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from agenticrun_workers.envs.env import Env
-from agenticrun_workers.plugins import ErrorTypes, PluginConfigError, PluginImportError, PluginNotFound, Registry
+from agenticrun_workers.plugins import (
+    ErrorTypes,
+    PluginConfigError,
+    PluginImportError,
+    PluginNotFound,
+    Registry,
+)
 
 
 class EnvNotFound(PluginNotFound):
@@ -21,7 +27,9 @@ class EnvConfigError(PluginConfigError):
     """The environment does not know a config key, or refuses a value."""
 
 
-_registry: Registry[Env] = Registry("env", "agenticrun.envs", ErrorTypes(EnvNotFound, EnvImportError, EnvConfigError))
+_registry: Registry[Env] = Registry(
+    "env", "agenticrun.envs", ErrorTypes(EnvNotFound, EnvImportError, EnvConfigError)
+)
 
 register_env = _registry.register
 find_env = _registry.find

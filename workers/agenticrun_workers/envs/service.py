@@ -49,11 +49,15 @@ class EnvironmentService(ABC):
 class ServiceCalls(EnvCalls):
     """Calls services like any environment: what they do wrong is an `EnvFault`."""
 
-    async def begin(self, service: EnvironmentService, seed: int, split: Stream, item: Mapping[str, Any] | None) -> str:
+    async def begin(
+        self, service: EnvironmentService, seed: int, split: Stream, item: Mapping[str, Any] | None
+    ) -> str:
         """Begin an episode and return its first user message. Raises `EnvFault`."""
         if item is not None:
             await self._call(cast(Any, service), service.set_item, item)
-        said = await self._call(cast(Any, service), service.reset, seed=seed, options={"split": split.value})
+        said = await self._call(
+            cast(Any, service), service.reset, seed=seed, options={"split": split.value}
+        )
         text = said[0] if isinstance(said, tuple) and len(said) == 2 else said
         if text is None:
             text = (item or {}).get("prompt")

@@ -19,10 +19,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_workers.envs.env import MetricMode, StepResult
-from agenticrun_workers.envs.grid import MAX_DRAWS, NoLevel, action_numbers, check_holdout_share, check_symbols, step_metrics
+from agenticrun_workers.envs.grid import (
+    MAX_DRAWS,
+    NoLevel,
+    action_numbers,
+    check_holdout_share,
+    check_symbols,
+    step_metrics,
+)
 from agenticrun_workers.envs.registry import register_env
 from agenticrun_workers.envs.sokoban_picture import draw_room
-from agenticrun_workers.envs.sokoban_room import STEPS_PER_SIDE, Room, cells_of, is_holdout, random_room
+from agenticrun_workers.envs.sokoban_room import (
+    STEPS_PER_SIDE,
+    Room,
+    cells_of,
+    is_holdout,
+    random_room,
+)
 from agenticrun_workers.envs.sokoban_search import pull_apart
 from agenticrun_workers.types import Stream
 
@@ -96,14 +109,18 @@ class Sokoban:
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         if (rows - 2) * (columns - 2) < boxes + 2:
-            raise ValueError(f"boxes: {boxes} do not fit into a room of {rows} x {columns} cells: player, boxes and a free cell are inside")
+            raise ValueError(
+                f"boxes: {boxes} do not fit into a room of {rows} x {columns} cells: player, boxes and a free cell are inside"
+            )
         check_holdout_share(holdout_share)
         check_symbols(symbols, 7)
         self._action_ids = action_numbers(actions, 4)
         if words not in ("cells", "rows"):
             raise ValueError(f"words must be cells or rows, not {words!r}")
         if words == "rows" and columns > MAX_COLUMNS_OF_ROWS:
-            raise ValueError(f"words: rows is for up to {MAX_COLUMNS_OF_ROWS} columns, not {columns}: use words: cells")
+            raise ValueError(
+                f"words: rows is for up to {MAX_COLUMNS_OF_ROWS} columns, not {columns}: use words: cells"
+            )
         self.rows, self.columns, self.boxes = rows, columns, boxes
         self.search_depth = search_depth
         self.walk_steps = steps
@@ -174,7 +191,11 @@ class Sokoban:
     def render(self) -> NDArray[np.uint8]:
         """See `Renders`."""
         kinds = {symbol: number for number, symbol in enumerate(astuple(self.symbols))}
-        return draw_room(np.array([[kinds[symbol] for symbol in row] for row in self.board().split("\n")], np.uint8))
+        return draw_room(
+            np.array(
+                [[kinds[symbol] for symbol in row] for row in self.board().split("\n")], np.uint8
+            )
+        )
 
     def board(self) -> str:
         """The state as rows of symbols."""
@@ -189,7 +210,9 @@ class Sokoban:
             if cells[beyond] not in self._with_box:
                 return False
             cells[beyond] = self._with_box[cells[beyond]]
-            self._on_target += (cells[beyond] == self.symbols.box_on_target) - (cells[to] == self.symbols.box_on_target)
+            self._on_target += (cells[beyond] == self.symbols.box_on_target) - (
+                cells[to] == self.symbols.box_on_target
+            )
             cells[to] = self._without_box[cells[to]]
         elif cells[to] not in self._with_player:
             return False
@@ -221,7 +244,11 @@ class Sokoban:
         rows = []
         for inner in itertools.product(astuple(s), repeat=self.columns - 2):
             boxes = inner.count(s.box) + inner.count(s.box_on_target)
-            targets = inner.count(s.target) + inner.count(s.box_on_target) + inner.count(s.player_on_target)
+            targets = (
+                inner.count(s.target)
+                + inner.count(s.box_on_target)
+                + inner.count(s.player_on_target)
+            )
             players = inner.count(s.player) + inner.count(s.player_on_target)
             if boxes <= self.boxes and targets <= self.boxes and players <= 1:
                 rows.append(s.wall + "".join(inner) + s.wall + "\n")

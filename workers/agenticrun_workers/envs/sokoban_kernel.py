@@ -36,16 +36,24 @@ def _slot_of(
     seen_pulled: NDArray[np.uint64],
 ) -> np.int64:
     """Where the hash table has this state, or else the empty slot (a state always has boxes) where it belongs."""
-    mixed = (boxes * np.uint64(0x9E3779B97F4A7C15)) ^ (pulled * np.uint64(0xC2B2AE3D27D4EB4F)) ^ (np.uint64(player) << np.uint64(57))
+    mixed = (
+        (boxes * np.uint64(0x9E3779B97F4A7C15))
+        ^ (pulled * np.uint64(0xC2B2AE3D27D4EB4F))
+        ^ (np.uint64(player) << np.uint64(57))
+    )
     mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     slot = np.int64(mixed >> np.uint64(44))
-    while seen_boxes[slot] and not (seen_boxes[slot] == boxes and seen_pulled[slot] == pulled and seen_player[slot] == player):
+    while seen_boxes[slot] and not (
+        seen_boxes[slot] == boxes and seen_pulled[slot] == pulled and seen_player[slot] == player
+    ):
         slot = (slot + 1) & (SLOTS - 1)
     return slot
 
 
 @_compiled
-def _distance(one: int, other: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> np.int64:
+def _distance(
+    one: int, other: int, rows: NDArray[np.int64], columns: NDArray[np.int64]
+) -> np.int64:
     """Moves between two cells of an empty board."""
     distance: np.int64 = abs(rows[one] - rows[other]) + abs(columns[one] - columns[other])
     return distance
@@ -83,10 +91,22 @@ def search(
         targets |= one << np.uint64(home)
     # each level of the search leaves at most 7 states behind
     room = 8 * depth + 8
-    open_player, open_boxes, open_pulled = np.empty(room, np.int64), np.empty(room, np.uint64), np.empty(room, np.uint64)
+    open_player, open_boxes, open_pulled = (
+        np.empty(room, np.int64),
+        np.empty(room, np.uint64),
+        np.empty(room, np.uint64),
+    )
     open_places = np.empty((room, count), np.int64)
-    open_pulls, open_displacement, open_left = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
-    seen_player, seen_boxes, seen_pulled = np.empty(SLOTS, np.int64), np.zeros(SLOTS, np.uint64), np.empty(SLOTS, np.uint64)
+    open_pulls, open_displacement, open_left = (
+        np.empty(room, np.int64),
+        np.empty(room, np.int64),
+        np.empty(room, np.int64),
+    )
+    seen_player, seen_boxes, seen_pulled = (
+        np.empty(SLOTS, np.int64),
+        np.zeros(SLOTS, np.uint64),
+        np.empty(SLOTS, np.uint64),
+    )
     best_score, best_boxes, best_player = 0, targets, player
     open_player[0], open_boxes[0], open_pulled[0] = player, targets, 0
     open_places[0] = homes
@@ -122,7 +142,11 @@ def search(
                     continue
                 open_player[top], open_boxes[top], open_pulled[top] = to, boxes, pulled
                 open_places[top] = places
-                open_pulls[top], open_displacement[top], open_left[top] = pulls, displacement, left - 1
+                open_pulls[top], open_displacement[top], open_left[top] = (
+                    pulls,
+                    displacement,
+                    left - 1,
+                )
                 if is_first and has_box:
                     here, there = one << np.uint64(player), one << np.uint64(behind)
                     open_boxes[top] = boxes ^ (here | there)
@@ -130,7 +154,9 @@ def search(
                     box = np.flatnonzero(places == behind)[0]
                     open_places[top, box] = player
                     home = homes[box]
-                    open_displacement[top] += _distance(player, home, rows, columns) - _distance(behind, home, rows, columns)
+                    open_displacement[top] += _distance(player, home, rows, columns) - _distance(
+                        behind, home, rows, columns
+                    )
                     open_pulls[top] = pulls + 1
                 top += 1
     return best_score, best_boxes, best_player

@@ -54,7 +54,10 @@ def _draw_bricks(draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
         edges = (0, 0.5, 1) if course % 2 else (0, 0.25, 0.75, 1)
         for left, right in itertools.pairwise(edges):
             fill = BRICK if (course + round(4 * left)) % 2 else BRICK_LIGHT
-            draw.rectangle(box(x, y, left + 0.02, course / 3 + 0.025, right - 0.02, (course + 1) / 3 - 0.025), fill=fill)
+            draw.rectangle(
+                box(x, y, left + 0.02, course / 3 + 0.025, right - 0.02, (course + 1) / 3 - 0.025),
+                fill=fill,
+            )
 
 
 def _draw_target(draw: ImageDraw.ImageDraw, x: int, y: int) -> None:

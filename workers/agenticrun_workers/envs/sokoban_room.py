@@ -51,7 +51,9 @@ class Room:
         return self.columns + 1
 
 
-def random_room(rng: random.Random, rows: int, columns: int, boxes: int, walk_steps: int) -> Room | None:
+def random_room(
+    rng: random.Random, rows: int, columns: int, boxes: int, walk_steps: int
+) -> Room | None:
     """A solved room, or None if the floor is too small for it: player, boxes, and one cell to spare."""
     floor = random_floor(rng, rows, columns, walk_steps)
     free = cells_of(floor)
@@ -110,7 +112,9 @@ def _stamps_at(rows: int, columns: int) -> dict[tuple[int, int], list[int]]:
                 1 << (row + y) * width + column + x
                 for y in (-1, 0, 1)
                 for x in (-1, 0, 1)
-                if stamp[y + 1][x + 1] == "#" and 0 < row + y < rows - 1 and 0 < column + x < columns - 1
+                if stamp[y + 1][x + 1] == "#"
+                and 0 < row + y < rows - 1
+                and 0 < column + x < columns - 1
             )
             for stamp in STAMPS
         ]

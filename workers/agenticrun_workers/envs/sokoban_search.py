@@ -51,13 +51,19 @@ def search_compiled(room: Room, depth: int, max_states: int) -> Room | None:
     cells = cells_of(room.floor)
     number = {cell: index for index, cell in enumerate(cells)}
     width = room.width
-    after = np.array([[number.get(cell + move, -1) for move in (-width, width, -1, 1)] for cell in cells])
+    after = np.array(
+        [[number.get(cell + move, -1) for move in (-width, width, -1, 1)] for cell in cells]
+    )
     rows, columns = np.divmod(np.array(cells), width)
     homes = np.array([number[cell] for cell in cells_of(room.targets)])
-    score, boxes, player = sokoban_kernel.search(after, rows, columns, homes, number[room.player], depth, max_states)
+    score, boxes, player = sokoban_kernel.search(
+        after, rows, columns, homes, number[room.player], depth, max_states
+    )
     if not score:
         return None
-    return replace(room, boxes=sum(1 << cells[index] for index in cells_of(int(boxes))), player=cells[player])
+    return replace(
+        room, boxes=sum(1 << cells[index] for index in cells_of(int(boxes))), player=cells[player]
+    )
 
 
 def search(room: Room, depth: int, max_states: int) -> tuple[Room | None, bool]:
@@ -102,7 +108,9 @@ def search(room: Room, depth: int, max_states: int) -> tuple[Room | None, bool]:
                 box = places.index(behind)
                 moved = (*places[:box], player, *places[box + 1 :])
                 home = homes[box]
-                farther = displacement + _distance(home, player, width) - _distance(home, behind, width)
+                farther = (
+                    displacement + _distance(home, player, width) - _distance(home, behind, width)
+                )
                 first.append((dragged, moved, pulls + 1, farther, left - 1))
         open_states += later
         open_states += first

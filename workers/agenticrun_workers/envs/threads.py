@@ -85,7 +85,9 @@ class _CallThread(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name=f"env_{next(_numbers)}", daemon=True)
-        self._calls: SimpleQueue[tuple[Callable[[], Outcome], asyncio.Future[Outcome]] | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Callable[[], Outcome], asyncio.Future[Outcome]] | None] = (
+            SimpleQueue()
+        )
         self.start()
 
     def run_call(self, call: Callable[[], Outcome]) -> asyncio.Future[Outcome]:
@@ -95,7 +97,9 @@ class _CallThread(threading.Thread):
 
     def give_up(self) -> None:
         _given_up.append(self)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident or 0), ctypes.py_object(GivenUp))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(self.ident or 0), ctypes.py_object(GivenUp)
+        )
         self._calls.put(None)
 
     def run(self) -> None:

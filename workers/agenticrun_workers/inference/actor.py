@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 LOG_FOLDER = "AGENTICRUN_LOG_FOLDER"
 """Environment variable: where servers of engines log. Default: Ray's own logs, which its dashboard shows."""
 
-NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.ABORT)
+NOTHING = Generation(
+    np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.ABORT
+)
 """Of a request that is given up before the engine has heard of it."""
 
 
@@ -74,11 +76,17 @@ class EngineActor:
         torch.set_num_threads(threads)
         logs = log_folder()
         with source.folder() as folder:
-            self._engine: InferenceEngine = build_engine(pipeline, source, folder, gpus=gpus, threads=threads, logs=logs)
+            self._engine: InferenceEngine = build_engine(
+                pipeline, source, folder, gpus=gpus, threads=threads, logs=logs
+            )
             try:
                 await self._engine.start()
             except EngineStartError as error:
-                field = "spec.model.path" if isinstance(error, UnusableModel) else "spec.pipeline.actorInfer.strategy"
+                field = (
+                    "spec.model.path"
+                    if isinstance(error, UnusableModel)
+                    else "spec.pipeline.actorInfer.strategy"
+                )
                 raise InvalidConfig(field, str(error)) from error
 
     async def sleep(self) -> None:
@@ -120,7 +128,9 @@ class EngineActor:
         """Take these parameters, as the trainer broadcasts them, as policy version `version`. Raises `EngineError`."""
         dtypes = [TORCH_NAMES[shape.dtype] for shape in shapes]
         sizes = [list(shape.shape) for shape in shapes]
-        await self._broadcasts().update_from_broadcast([shape.name for shape in shapes], dtypes, sizes, version)
+        await self._broadcasts().update_from_broadcast(
+            [shape.name for shape in shapes], dtypes, sizes, version
+        )
 
     async def requests_address(self) -> Address:
         """Where clients send their requests."""
@@ -157,12 +167,18 @@ class EngineActor:
 
         if not isinstance(self._engine, TakesBroadcast):
             advice = "takes no broadcasts: choose Auto, ObjectStore or Disk"
-            raise InvalidConfig("spec.pipeline.weightSync.transport", f"{type(self._engine).__name__} {advice}")
+            raise InvalidConfig(
+                "spec.pipeline.weightSync.transport", f"{type(self._engine).__name__} {advice}"
+            )
         return self._engine
 
     def _notice(self, error: Exception) -> None:
         """An engine that cannot serve is replaced; one that refuses a request is fine."""
         from agenticrun_workers.inference import EngineError, InvalidRequest
 
-        if isinstance(error, EngineError) and not isinstance(error, InvalidRequest) and not self._broken.done():
+        if (
+            isinstance(error, EngineError)
+            and not isinstance(error, InvalidRequest)
+            and not self._broken.done()
+        ):
             self._broken.set_exception(error)

@@ -20,7 +20,11 @@ def in_batches(requests: Iterable[Running], max_tokens: int, *, alone: bool) -> 
     for running in sorted(requests, key=lambda r: (r.pending, r.slot)):
         last = batches[-1] if batches else []
         fits = bool(last) and (len(last) + 1) * running.pending <= max_tokens
-        if fits and running.pending <= 2 * last[0].pending and (running.pending == 1) == (last[0].pending == 1):
+        if (
+            fits
+            and running.pending <= 2 * last[0].pending
+            and (running.pending == 1) == (last[0].pending == 1)
+        ):
             last.append(running)
         else:
             batches.append([running])

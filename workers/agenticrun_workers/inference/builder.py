@@ -17,7 +17,9 @@ from agenticrun_workers.models.source import ModelSource, local_folder
 OPTIONS = "spec.pipeline.actorInfer.strategy.config"
 
 
-def build_engine(pipeline: Pipeline, source: ModelSource, folder: str, *, gpus: int, threads: int, logs: Path) -> InferenceEngine:
+def build_engine(
+    pipeline: Pipeline, source: ModelSource, folder: str, *, gpus: int, threads: int, logs: Path
+) -> InferenceEngine:
     """The engine of this inference actor, not started. Needs a running event loop.
 
     Args:
@@ -32,7 +34,10 @@ def build_engine(pipeline: Pipeline, source: ModelSource, folder: str, *, gpus: 
     restart_on_update = not pipeline.staleness.partial_rollout
     if spec.name == "transformers":
         if spec.config:
-            raise InvalidConfig(OPTIONS, f"the engine transformers has no options: leave out {', '.join(spec.config)}")
+            raise InvalidConfig(
+                OPTIONS,
+                f"the engine transformers has no options: leave out {', '.join(spec.config)}",
+            )
         return transformers_engine(pipeline, source, folder)
     arguments: dict[str, Any] = {
         "folder": local_folder(folder),
@@ -59,7 +64,9 @@ def build_engine(pipeline: Pipeline, source: ModelSource, folder: str, *, gpus: 
 
 def transformers_engine(pipeline: Pipeline, source: ModelSource, folder: str) -> TransformersEngine:
     """The engine inside the process; arguments as of `build_engine`."""
-    load = partial(load_model, folder, getattr(torch, source.dtype), trust_remote_code=source.trust_remote_code)
+    load = partial(
+        load_model, folder, getattr(torch, source.dtype), trust_remote_code=source.trust_remote_code
+    )
     return TransformersEngine(
         load,
         max_length=pipeline.sequence_length,

@@ -61,7 +61,9 @@ class GenerationClient:
             that wait for ever.
     """
 
-    def __init__(self, name: str, seed: int = 0, keep: Callable[[asyncio.Task[None]], None] = lambda _: None) -> None:
+    def __init__(
+        self, name: str, seed: int = 0, keep: Callable[[asyncio.Task[None]], None] = lambda _: None
+    ) -> None:
         self._name = name
         self._keep = keep
         self._random = random.Random(seed)
@@ -141,12 +143,23 @@ class GenerationClient:
                 try:
                     frames = await connect(address, self._name)
                 except OSError as error:
-                    log.warning("engine %s cannot be reached at %s:%d (%s)", link.engine_id, address.host, address.port, error)
+                    log.warning(
+                        "engine %s cannot be reached at %s:%d (%s)",
+                        link.engine_id,
+                        address.host,
+                        address.port,
+                        error,
+                    )
                 else:
                     await self._listen_to(link, frames)
                 await asyncio.sleep(RECONNECT_SECONDS)
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-            log.warning("engine %s is gone (%s): its %d requests go on elsewhere", link.engine_id, error, len(link.in_flight))
+            log.warning(
+                "engine %s is gone (%s): its %d requests go on elsewhere",
+                link.engine_id,
+                error,
+                len(link.in_flight),
+            )
             if self._links.get(link.engine_id) is link:
                 self._drop(link)
 

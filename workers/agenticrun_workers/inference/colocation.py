@@ -23,7 +23,10 @@ def shared_places(trainers: Sequence[Placement], ranks_per_engine: int) -> list[
     for placement in trainers:
         by_node.setdefault(placement.node_id, []).append(placement)
     return [
-        SharedPlace(node_id, tuple(gpu for rank in ranks[first : first + ranks_per_engine] for gpu in rank.gpus))
+        SharedPlace(
+            node_id,
+            tuple(gpu for rank in ranks[first : first + ranks_per_engine] for gpu in rank.gpus),
+        )
         for node_id, ranks in by_node.items()
         for first in range(0, len(ranks) - ranks_per_engine + 1, ranks_per_engine)
     ]

@@ -93,7 +93,9 @@ class TakesBroadcast(Protocol):
         """Meet the trainer and the other engines, with ranks from `first_rank`; leave an earlier group. Raises `EngineError`."""
         ...
 
-    async def update_from_broadcast(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> None:
+    async def update_from_broadcast(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int
+    ) -> None:
         """As `InferenceEngine.update_weights`, with parameters that the trainer broadcasts in this order.
 
         Args:

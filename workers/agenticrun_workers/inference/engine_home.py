@@ -41,9 +41,13 @@ def find_engine(name: str, packages: Sequence[str], versions: str) -> Path:
             f"checkout, or let {HOME_VARIABLE} name the folder that has {name}/bin/python"
         )
     places = [str(folder) for folder in environment.glob("lib/python*/site-packages")]
-    found = {package: d.version for package in packages for d in distributions(path=places, name=package)}
+    found = {
+        package: d.version for package in packages for d in distributions(path=places, name=package)
+    }
     if not found:
-        raise EngineStartError(f"{environment} holds no package {' or '.join(packages)}: install it there, or run `make engines`")
+        raise EngineStartError(
+            f"{environment} holds no package {' or '.join(packages)}: install it there, or run `make engines`"
+        )
     package, version = next(iter(found.items()))
     if not SpecifierSet(versions).contains(version, prereleases=True):
         raise EngineStartError(

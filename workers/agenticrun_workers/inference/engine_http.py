@@ -33,7 +33,9 @@ class EngineHttp:
             timeout=aiohttp.ClientTimeout(total=None),
         )
 
-    async def post(self, path: str, body: Mapping[str, Any], *, seconds: float | None = None) -> Any:
+    async def post(
+        self, path: str, body: Mapping[str, Any], *, seconds: float | None = None
+    ) -> Any:
         """The answer's JSON.
 
         Args:
@@ -52,7 +54,9 @@ class EngineHttp:
         except aiohttp.ClientError as error:
             raise EngineError(await self._why(path, error)) from error
         except TimeoutError:
-            raise EngineError(f"{path} of {self._process.url} was not answered in {seconds:.0f} s") from None
+            raise EngineError(
+                f"{path} of {self._process.url} was not answered in {seconds:.0f} s"
+            ) from None
         if status == 200:
             return json.loads(data) if data else None
         kind = InvalidRequest if status == 400 else EngineError

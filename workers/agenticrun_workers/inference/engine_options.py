@@ -10,7 +10,11 @@ FIELD = "spec.pipeline.actorInfer.strategy.config"
 
 
 def command_line(
-    config: Mapping[str, Any], owned: Mapping[str, str], defaults: Mapping[str, Any] | None = None, *, negatable: bool = False
+    config: Mapping[str, Any],
+    owned: Mapping[str, str],
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    negatable: bool = False,
 ) -> list[str]:
     """Flags of a server.
 
@@ -40,7 +44,9 @@ def _refuse_owned(name: str, owned: Mapping[str, str]) -> None:
         raise ValueError(f"{FIELD}.{name} cannot be set: {owned[name]} decides it")
     for option, decides in owned.items():
         if option.startswith(name):
-            raise ValueError(f"{FIELD}.{name} is short for {option}, which cannot be set: {decides} decides it")
+            raise ValueError(
+                f"{FIELD}.{name} is short for {option}, which cannot be set: {decides} decides it"
+            )
 
 
 def _words(name: str, value: Any, negatable: bool) -> list[str]:
@@ -57,9 +63,13 @@ def _words(name: str, value: Any, negatable: bool) -> list[str]:
         case list() | tuple():
             words = [json.dumps(item) if isinstance(item, dict) else str(item) for item in value]
             if any(word.startswith("--") for word in words):
-                raise ValueError(f"{FIELD}.{name} has an item that begins with --, which would be another option: {value}")
+                raise ValueError(
+                    f"{FIELD}.{name} has an item that begins with --, which would be another option: {value}"
+                )
             return [flag, *words]
         case dict():
             return [f"{flag}={json.dumps(value)}"]
         case _:
-            raise ValueError(f"{FIELD}.{name} is a {type(value).__name__}; it must be a string, number, boolean, list or mapping")
+            raise ValueError(
+                f"{FIELD}.{name} is a {type(value).__name__}; it must be a string, number, boolean, list or mapping"
+            )

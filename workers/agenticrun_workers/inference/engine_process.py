@@ -62,7 +62,12 @@ class EngineProcess:
 
     @property
     def alive(self) -> bool:
-        return self._ready and not self._stopping and self._keeper is not None and self._keeper.returncode is None
+        return (
+            self._ready
+            and not self._stopping
+            and self._keeper is not None
+            and self._keeper.returncode is None
+        )
 
     async def start(self) -> None:
         """Returns when the server serves. Raises `EngineStartError` with the end of its log, and leaves nothing."""
@@ -79,13 +84,17 @@ class EngineProcess:
                     return
             except TimeoutError:
                 await self.stop()
-                raise EngineStartError(f"{server.name} was not ready after {server.start_seconds:.0f} s. {self._quote()}") from None
+                raise EngineStartError(
+                    f"{server.name} was not ready after {server.start_seconds:.0f} s. {self._quote()}"
+                ) from None
             except BaseException:
                 await self.stop()
                 raise
             if not self._port_was_taken():
                 raise EngineStartError(self.failure())
-        raise EngineStartError(f"{server.name} found its port taken {START_TRIES} times. {self._quote()}")
+        raise EngineStartError(
+            f"{server.name} found its port taken {START_TRIES} times. {self._quote()}"
+        )
 
     async def stop(self) -> None:
         """Let the server end by itself for a while, then kill all of it. Safe to call twice, and before `start`."""
@@ -119,7 +128,9 @@ class EngineProcess:
 
     async def _launch(self) -> None:
         folder = tempfile.mkdtemp(prefix="agenticrun-engine-")
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED_NOT)}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(INHERITED_NOT)
+        }
         environment |= {"TMPDIR": folder, **self._server.environment}
         command = self._server.command(self._port)
         try:
@@ -139,7 +150,10 @@ class EngineProcess:
     async def _becomes_ready(self) -> bool:
         """False: it ended, or somebody else answers on its port."""
         assert self._keeper is not None, "launched"
-        ended, serves = asyncio.create_task(self._keeper.wait()), asyncio.create_task(self._serves())
+        ended, serves = (
+            asyncio.create_task(self._keeper.wait()),
+            asyncio.create_task(self._serves()),
+        )
         try:
             await asyncio.wait({ended, serves}, return_when=asyncio.FIRST_COMPLETED)
             return not ended.done() and await self._is_ours()
@@ -148,7 +162,9 @@ class EngineProcess:
             serves.cancel()
 
     async def _serves(self) -> None:
-        async with aiohttp.ClientSession(self.url, timeout=aiohttp.ClientTimeout(total=PROBE_SECONDS)) as http:
+        async with aiohttp.ClientSession(
+            self.url, timeout=aiohttp.ClientTimeout(total=PROBE_SECONDS)
+        ) as http:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with http.get(self._server.health) as answer:

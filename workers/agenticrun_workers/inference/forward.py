@@ -35,7 +35,12 @@ class Forward:
             ids_BQ[row, : running.pending] = torch.from_numpy(running.pending_T)
         positions_BQ = starts_B[:, None] + torch.arange(width)
         mask_B1QK = (torch.arange(visible) <= positions_BQ[..., None])[:, None]
-        cache.select(torch.tensor([running.slot for running in batch], device=device), starts_B.to(device), width, visible)
+        cache.select(
+            torch.tensor([running.slot for running in batch], device=device),
+            starts_B.to(device),
+            width,
+            visible,
+        )
         hidden_BQH = self._decoder(
             input_ids=ids_BQ.to(device),
             position_ids=positions_BQ.to(device),
@@ -47,5 +52,7 @@ class Forward:
         seeds_B = np.array([running.request.seed for running in batch], np.uint64)
         indices_B = np.array([len(running.tokens) for running in batch], np.uint64)
         sampling = [running.request.sampling for running in batch]
-        tokens_B, logprobs_B = sample_tokens(self._head(last_BH), sampling, uniforms(seeds_B, indices_B))
+        tokens_B, logprobs_B = sample_tokens(
+            self._head(last_BH), sampling, uniforms(seeds_B, indices_B)
+        )
         return tokens_B.tolist(), logprobs_B.tolist()

@@ -23,7 +23,9 @@ class HeldWeights:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self._shapes = {
+            name: tuple(parameter.shape) for name, parameter in self._parameters.items()
+        }
         self._seen: set[int] = set()
         self._reader = PartReader()
         self._device = model.device
@@ -40,7 +42,9 @@ class HeldWeights:
         try:
             self._group = WeightGroup(host, port, rank, world, self._device)
         except RuntimeError as error:
-            raise EngineError(f"the engine did not meet the trainer at {host}:{port}: {error}") from error
+            raise EngineError(
+                f"the engine did not meet the trainer at {host}:{port}: {error}"
+            ) from error
 
     @torch.no_grad()
     def receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
@@ -66,9 +70,13 @@ class HeldWeights:
 
     def finish(self) -> None:
         """Raises `EngineError` naming a parameter that no file held."""
-        missing = [name for name, parameter in self._parameters.items() if id(parameter) not in self._seen]
+        missing = [
+            name for name, parameter in self._parameters.items() if id(parameter) not in self._seen
+        ]
         if missing:
-            raise EngineError(f"the new weights lack {len(missing)} parameters, {missing[0]} among them")
+            raise EngineError(
+                f"the new weights lack {len(missing)} parameters, {missing[0]} among them"
+            )
 
     def drop(self) -> None:
         """Free the memory of all parameters."""
@@ -85,6 +93,8 @@ class HeldWeights:
         held = self._parameters.get(name)
         if held is None or held.shape != value.shape:
             shape = None if held is None else tuple(held.shape)
-            raise EngineError(f"weights for {name} have shape {tuple(value.shape)}, the model has {shape}")
+            raise EngineError(
+                f"weights for {name} have shape {tuple(value.shape)}, the model has {shape}"
+            )
         held.copy_(value)
         self._seen.add(id(held))

@@ -20,7 +20,9 @@ class IncomingWeights:
     def __init__(self, engine: InferenceEngine, version: int, verifier: Verifier) -> None:
         self._verifier = verifier
         self._arrived: asyncio.Queue[Path | CorruptBucket | None] = asyncio.Queue()
-        self._update = asyncio.create_task(engine.update_weights(self._parts(), version), name=f"update to version {version}")
+        self._update = asyncio.create_task(
+            engine.update_weights(self._parts(), version), name=f"update to version {version}"
+        )
 
     async def take(self, path: Path, checksum: int) -> None:
         """Pass a bucket on. Raises `CorruptBucket`, and what the engine's update has raised."""

@@ -24,7 +24,9 @@ def read_limits(folder: Path) -> tuple[int, int | None]:
     """Size of the vocabulary, and the longest sequence that the model knows. Raises `UnusableModel`."""
     config = _read_config(folder)
     if "vocab_size" not in config:
-        raise UnusableModel(f"{folder}/config.json says no vocab_size: it is not a causal language model of text")
+        raise UnusableModel(
+            f"{folder}/config.json says no vocab_size: it is not a causal language model of text"
+        )
     return int(config["vocab_size"]), config.get("max_position_embeddings")
 
 
@@ -36,7 +38,11 @@ def shapes_of_file(file: Path) -> dict[str, tuple[int, ...]]:
             if length > HEADER_LIMIT:
                 raise ValueError("its header is too long")
             header = dict(json.loads(stream.read(length)))
-        return {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+        return {
+            name: tuple(tensor["shape"])
+            for name, tensor in header.items()
+            if name != "__metadata__"
+        }
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise EngineError(f"{file} cannot be read as a safetensors file: {error!r}") from error
 
@@ -45,8 +51,14 @@ def shapes_of_model(folder: Path) -> dict[str, tuple[int, ...]]:
     """Parameter -> shape of a Hugging Face folder. Raises `UnusableModel`: it holds no safetensors files."""
     index = folder / "model.safetensors.index.json"
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-        shapes = {name: shape for file in names for name, shape in shapes_of_file(folder / file).items()}
+        names = (
+            sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if index.exists()
+            else ["model.safetensors"]
+        )
+        shapes = {
+            name: shape for file in names for name, shape in shapes_of_file(folder / file).items()
+        }
     except (EngineError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UnusableModel(f"{folder} holds no model in safetensors files: {error}") from error
     return {name: shape for name, shape in shapes.items() if not name.endswith(NOT_PARAMETERS)}
@@ -79,13 +91,17 @@ class Incoming:
         for name, shape in shapes.items():
             expected = self._model.get(name)
             if shape != expected and not (expected is None and name in self._optional):
-                raise EngineError(f"weights for {name} have shape {shape}, the model has {expected}")
+                raise EngineError(
+                    f"weights for {name} have shape {shape}, the model has {expected}"
+                )
             self._missing.discard(name)
 
     def finish(self) -> None:
         """Raises `EngineError` naming a parameter that no file held."""
         if self._missing:
-            raise EngineError(f"the new weights lack {len(self._missing)} parameters, {min(self._missing)} among them")
+            raise EngineError(
+                f"the new weights lack {len(self._missing)} parameters, {min(self._missing)} among them"
+            )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

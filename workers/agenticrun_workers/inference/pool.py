@@ -31,7 +31,10 @@ class EnginePool:
     """
 
     def __init__(
-        self, spawn: Callable[[str, int], Awaitable[Any]], count: int, on_change: Callable[[dict[str, Any]], Awaitable[None]]
+        self,
+        spawn: Callable[[str, int], Awaitable[Any]],
+        count: int,
+        on_change: Callable[[dict[str, Any]], Awaitable[None]],
     ) -> None:
         self._spawn = spawn
         self._count = count
@@ -65,7 +68,12 @@ class EnginePool:
         await self._tell_all("wake")
         self._awake.set()
 
-    async def update_weights(self, weights: WeightSync, version: int, handover: Callable[[], Awaitable[None]] | None = None) -> SyncReport:
+    async def update_weights(
+        self,
+        weights: WeightSync,
+        version: int,
+        handover: Callable[[], Awaitable[None]] | None = None,
+    ) -> SyncReport:
         """Give every engine the trainers' weights, and count them as `version`. Engines that fail on it are replaced.
 
         Args:
@@ -88,8 +96,14 @@ class EnginePool:
     async def stats(self) -> dict[str, EngineStats]:
         """What each engine that lives says about its load, by its id."""
         engines = dict(self.engines)
-        answers = await asyncio.gather(*(engine.stats.remote() for engine in engines.values()), return_exceptions=True)
-        return {name: answer for name, answer in zip(engines, answers, strict=True) if not isinstance(answer, BaseException)}
+        answers = await asyncio.gather(
+            *(engine.stats.remote() for engine in engines.values()), return_exceptions=True
+        )
+        return {
+            name: answer
+            for name, answer in zip(engines, answers, strict=True)
+            if not isinstance(answer, BaseException)
+        }
 
     async def stop(self) -> None:
         """Stop watching. The actors end with the Ray session."""
@@ -102,7 +116,9 @@ class EnginePool:
         """Engines that cannot do it are replaced."""
         engines = dict(self.engines)
         calls = (getattr(engine, method).remote() for engine in engines.values())
-        for engine_id, answer in zip(engines, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+        for engine_id, answer in zip(
+            engines, await asyncio.gather(*calls, return_exceptions=True), strict=True
+        ):
             if isinstance(answer, ray.exceptions.RayError):
                 log.warning("%s did not %s: %s", engine_id, method, answer)
                 ray.kill(engines[engine_id])

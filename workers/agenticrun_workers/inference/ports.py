@@ -42,7 +42,9 @@ def listens_alone(pid: int, port: int) -> bool:
     Servers that set SO_REUSEPORT can share one without an error, and the kernel would deal out the requests between them.
     """
     listeners = listeners_of(port)
-    return bool(listeners) and listeners <= {inode for each in family(pid) for inode in _sockets(each)}
+    return bool(listeners) and listeners <= {
+        inode for each in family(pid) for inode in _sockets(each)
+    }
 
 
 def _sockets(pid: int) -> set[int]:

@@ -33,7 +33,9 @@ LOOK_SECONDS = 1.0
 
 def main(parent: int, folder: str, command: list[str]) -> int:
     own = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))  # it waits until there is somebody to hand it on to
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGTERM,)
+    )  # it waits until there is somebody to hand it on to
     keeper = os.fork()
     return _stand_in(parent, keeper) if keeper else _keep(own, folder, command)
 
@@ -63,7 +65,9 @@ def _keep(parent: int, folder: str, command: list[str]) -> int:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=begin)
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=begin
+    )
     signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGTERM))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -118,7 +122,9 @@ def _children_of_all() -> dict[int, list[int]]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            pid, _, rest = stat.read_text(errors="replace").partition(" ")  # the kernel cuts names, within a letter too
+            pid, _, rest = stat.read_text(errors="replace").partition(
+                " "
+            )  # the kernel cuts names, within a letter too
             parent = int(rest.rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(pid))
     return children

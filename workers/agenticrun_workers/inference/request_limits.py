@@ -23,7 +23,9 @@ class RequestLimits:
         """Of the model in a Hugging Face folder. Raises `UnusableModel`, and `EngineStartError` for sequences longer than its context."""
         vocabulary, longest = read_limits(folder)
         if longest is not None and max_length > longest:
-            raise EngineStartError(f"sequences of {max_length} tokens do not fit into the model's context of {longest}")
+            raise EngineStartError(
+                f"sequences of {max_length} tokens do not fit into the model's context of {longest}"
+            )
         return RequestLimits(vocabulary, max_length)
 
     def check(self, request: GenerationRequest, in_flight: Container[str]) -> None:
@@ -34,6 +36,10 @@ class RequestLimits:
         if not len(ids_T):
             raise InvalidRequest("the prompt is empty")
         if int(ids_T.min()) < 0 or int(ids_T.max()) >= self.vocabulary:
-            raise InvalidRequest(f"token ids must be in [0, {self.vocabulary}): {int(ids_T.min())}..{int(ids_T.max())}")
+            raise InvalidRequest(
+                f"token ids must be in [0, {self.vocabulary}): {int(ids_T.min())}..{int(ids_T.max())}"
+            )
         if new < 1 or len(ids_T) + new > self.max_length:
-            raise InvalidRequest(f"{len(ids_T)} prompt tokens and {new} new ones do not fit into {self.max_length}")
+            raise InvalidRequest(
+                f"{len(ids_T)} prompt tokens and {new} new ones do not fit into {self.max_length}"
+            )

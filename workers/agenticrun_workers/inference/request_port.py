@@ -124,11 +124,15 @@ class RequestPort:
         try:
             name = await self._greeted(reader)
         except (OSError, EOFError, TimeoutError, ValueError) as error:
-            log.warning("a connection from %s is refused: %s", writer.get_extra_info("peername"), error)
+            log.warning(
+                "a connection from %s is refused: %s", writer.get_extra_info("peername"), error
+            )
             writer.close()
             return
         # A client that connects again may ask again for what is being aborted: the number keeps the two apart.
-        connection = _Connection(self, f"{name}.{next(self._numbers)}/", f"{name}/", Frames(reader, writer))
+        connection = _Connection(
+            self, f"{name}.{next(self._numbers)}/", f"{name}/", Frames(reader, writer)
+        )
         try:
             await connection.serve()
         except (OSError, EOFError):
@@ -156,7 +160,9 @@ class RequestPort:
 class _Connection:
     """One client of a port."""
 
-    def __init__(self, port: RequestPort, id_prefix: str, session_prefix: str, frames: Frames) -> None:
+    def __init__(
+        self, port: RequestPort, id_prefix: str, session_prefix: str, frames: Frames
+    ) -> None:
         self._port = port
         self._id_prefix = id_prefix
         self._session_prefix = session_prefix
@@ -171,10 +177,16 @@ class _Connection:
         while True:
             message = await self._frames.read()
             if isinstance(message, Abort):
-                await self._port.give_up([self._id_prefix + request_id for request_id in message.request_ids])
+                await self._port.give_up(
+                    [self._id_prefix + request_id for request_id in message.request_ids]
+                )
                 continue
             for request in message:
-                mine = replace(request, request_id=self._id_prefix + request.request_id, session=self._session_prefix + request.session)
+                mine = replace(
+                    request,
+                    request_id=self._id_prefix + request.request_id,
+                    session=self._session_prefix + request.session,
+                )
                 task = asyncio.create_task(self._answer(request.request_id, mine))
                 self._under_way[task] = mine.request_id
                 self._port.tasks.add(task)

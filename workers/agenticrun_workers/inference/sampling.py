@@ -23,7 +23,9 @@ def uniforms(seeds_B: NDArray[np.uint64], indices_B: NDArray[np.uint64]) -> NDAr
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def sample_tokens(logits_BV: Tensor, sampling: list[SamplingParams], uniforms_B: NDArray[np.float64]) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits_BV: Tensor, sampling: list[SamplingParams], uniforms_B: NDArray[np.float64]
+) -> tuple[Tensor, Tensor]:
     """Choose a token for each row.
 
     Returns:
@@ -38,11 +40,17 @@ def sample_tokens(logits_BV: Tensor, sampling: list[SamplingParams], uniforms_B:
             weights_BV[row] = _truncated(weights_BV[row], params)
     sums_BV = weights_BV.cumsum(-1)
     thresholds_B1 = torch.as_tensor(uniforms_B, device=logits_BV.device)[:, None] * sums_BV[:, -1:]
-    tokens_B = torch.searchsorted(sums_BV, thresholds_B1, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
+    tokens_B = torch.searchsorted(sums_BV, thresholds_B1, right=True)[:, 0].clamp(
+        max=logits_BV.shape[-1] - 1
+    )
     greedy = [params.temperature == 0 for params in sampling]
     if any(greedy):
-        tokens_B = torch.where(torch.tensor(greedy, device=logits_BV.device), logits_BV.argmax(-1), tokens_B)
-    recorded = [params.record_temperature or t for params, t in zip(sampling, temperatures, strict=True)]
+        tokens_B = torch.where(
+            torch.tensor(greedy, device=logits_BV.device), logits_BV.argmax(-1), tokens_B
+        )
+    recorded = [
+        params.record_temperature or t for params, t in zip(sampling, temperatures, strict=True)
+    ]
     if recorded != temperatures:
         logprobs_BV = _log_softmax(logits_BV, recorded)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]

@@ -45,10 +45,22 @@ class SglangControl:
 
     async def join_group(self, host: str, port: int, first_rank: int, world: int) -> None:
         """Meet the sender of weights: see `sglang_plugin`'s broadcast."""
-        body = {"master_address": host, "master_port": port, "rank_offset": first_rank, "world_size": world, "group_name": GROUP}
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": first_rank,
+            "world_size": world,
+            "group_name": GROUP,
+        }
         await self._post("/init_weights_update_group", body)
 
-    async def receive(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], version: int) -> None:
+    async def receive(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        version: int,
+    ) -> None:
         """Take all weights from the group, and forget what was computed with others."""
         async with self._session():
             body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": GROUP}

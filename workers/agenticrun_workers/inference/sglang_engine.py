@@ -30,7 +30,12 @@ from agenticrun_workers.inference.engine_process import EngineProcess
 from agenticrun_workers.inference.model_files import Incoming, is_tied, shapes_of_model
 from agenticrun_workers.inference.request_limits import RequestLimits
 from agenticrun_workers.inference.sglang_control import SglangControl
-from agenticrun_workers.inference.sglang_requests import NOTHING, computed_prompt_tokens, generate_body, read_generation
+from agenticrun_workers.inference.sglang_requests import (
+    NOTHING,
+    computed_prompt_tokens,
+    generate_body,
+    read_generation,
+)
 from agenticrun_workers.inference.sglang_server import SglangOptions
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
@@ -85,7 +90,17 @@ class SglangEngine:
         gpus: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
-        self._options = SglangOptions(folder, dtype, max_length, version, log_folder, config or {}, threads, gpus, trust_remote_code)
+        self._options = SglangOptions(
+            folder,
+            dtype,
+            max_length,
+            version,
+            log_folder,
+            config or {},
+            threads,
+            gpus,
+            trust_remote_code,
+        )
         self._restart_on_update = restart_on_update
         self._version = version
         self._process: EngineProcess | None = None
@@ -179,7 +194,9 @@ class SglangEngine:
                 links = itertools.count()
                 async for part in parts:
                     incoming.check(part)
-                    (Path(folder) / f"part-{next(links):05d}.safetensors").symlink_to(part.resolve())
+                    (Path(folder) / f"part-{next(links):05d}.safetensors").symlink_to(
+                        part.resolve()
+                    )
                 incoming.finish()
                 await self._server.retract()
                 await self._server.load_folder(Path(folder), version)
@@ -193,7 +210,9 @@ class SglangEngine:
         """See `TakesBroadcast`."""
         await self._server.join_group(host, port, first_rank, world)
 
-    async def update_from_broadcast(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> None:
+    async def update_from_broadcast(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int
+    ) -> None:
         """See `TakesBroadcast`."""
         async with self._updating(version) as incoming:
             incoming.take({name: tuple(shape) for name, shape in zip(names, shapes, strict=True)})
@@ -204,7 +223,9 @@ class SglangEngine:
     async def sleep(self) -> None:
         """See `InferenceEngine`. On a CPU it frees nothing: SGLang has no way to."""
         if self._in_flight:
-            raise EngineError(f"{len(self._in_flight)} requests are in flight: the engine cannot sleep")
+            raise EngineError(
+                f"{len(self._in_flight)} requests are in flight: the engine cannot sleep"
+            )
         self._refusal = "the engine sleeps"
         if self._options.gpus:
             await self._server.release_memory()
@@ -213,13 +234,23 @@ class SglangEngine:
         """See `InferenceEngine`."""
         if self._options.gpus:
             await self._server.resume_memory()
-        self._refusal = "the engine has no weights since it slept: nothing is served until an update succeeds"
+        self._refusal = (
+            "the engine has no weights since it slept: nothing is served until an update succeeds"
+        )
 
     def stats(self) -> EngineStats:
         """See `InferenceEngine`. Tokens count when their response is finished."""
         running = min(len(self._in_flight), self._options.seats)
         waiting = len(self._in_flight) - running
-        return EngineStats(self._version, running, waiting, self._generated, self._prompted, self._busy.seconds, self._aborted)
+        return EngineStats(
+            self._version,
+            running,
+            waiting,
+            self._generated,
+            self._prompted,
+            self._busy.seconds,
+            self._aborted,
+        )
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""
@@ -240,9 +271,13 @@ class SglangEngine:
         At a boundless temperature all tokens are equally likely.
         """
         sampling = SamplingParams(1, record_temperature=BOUNDLESS_TEMPERATURE)
-        generation = await self.generate(GenerationRequest("plug-in", "", np.zeros(1, np.int32), sampling))
+        generation = await self.generate(
+            GenerationRequest("plug-in", "", np.zeros(1, np.int32), sampling)
+        )
         if abs(generation.logprobs_T[0] + math.log(self._limits.vocabulary)) > FLAT:
-            raise EngineStartError(f"SGLang runs without AgenticRun's plug-in: look for `plugin` in {log}")
+            raise EngineStartError(
+                f"SGLang runs without AgenticRun's plug-in: look for `plugin` in {log}"
+            )
 
     async def _ask(self, request: GenerationRequest, flight: InFlight) -> Generation:
         try:

@@ -73,7 +73,9 @@ class SglangOptions:
     def __post_init__(self) -> None:
         """Raises `ValueError` for a `config` that we own options of, and for a precision that SGLang does not have."""
         if self.dtype not in DTYPES:
-            raise ValueError(f"spec.model.dtype is {self.dtype}, but SGLang computes with {' or '.join(DTYPES)}")
+            raise ValueError(
+                f"spec.model.dtype is {self.dtype}, but SGLang computes with {' or '.join(DTYPES)}"
+            )
         self.flags(port=0)
 
     @property
@@ -88,7 +90,10 @@ class SglangOptions:
 
     @property
     def _merged(self) -> Mapping[str, Any]:
-        return {**self._defaults, **{name.replace("-", "_"): value for name, value in self.config.items()}}
+        return {
+            **self._defaults,
+            **{name.replace("-", "_"): value for name, value in self.config.items()},
+        }
 
     @property
     def _defaults(self) -> Mapping[str, Any]:
@@ -126,7 +131,11 @@ class SglangOptions:
         )
 
     def _environment(self) -> dict[str, str]:
-        paths = [HERE / "server_path", HERE / "sglang_plugin", *([] if self.gpus else [HERE / "sglang_cpu"])]
+        paths = [
+            HERE / "server_path",
+            HERE / "sglang_plugin",
+            *([] if self.gpus else [HERE / "sglang_cpu"]),
+        ]
         environment = {
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             # `max_length` was compared with the model's own limit; the positions that SGLang adds are never used.
@@ -136,5 +145,9 @@ class SglangOptions:
         }
         if not self.gpus:
             # Compiling takes longer than all that a small model computes.
-            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(self.threads), "TORCHDYNAMO_DISABLE": "1"}
+            environment |= {
+                "SGLANG_USE_CPU_ENGINE": "1",
+                "OMP_NUM_THREADS": str(self.threads),
+                "TORCHDYNAMO_DISABLE": "1",
+            }
         return environment

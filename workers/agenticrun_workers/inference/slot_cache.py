@@ -37,7 +37,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._range = (first, last + 1) if last - first + 1 == len(slots_B) else None
         self._rows = slots_B
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int
+    ) -> tuple[Tensor, Tensor]:
         """Store [B, heads, Q, head size] and return all visible keys and values [B, heads, visible, head size]."""
         if layer_idx == len(self._keys):
             _, heads, _, size = key_states.shape

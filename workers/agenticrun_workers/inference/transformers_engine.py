@@ -89,7 +89,9 @@ class TransformersEngine:
             self._compute = Forward(self._model)
         except (ModelLoadError, UnsupportedModel) as error:
             raise UnusableModel(str(error)) from error
-        self._limits = RequestLimits(int(self._model.get_input_embeddings().weight.shape[0]), self._max_length)
+        self._limits = RequestLimits(
+            int(self._model.get_input_embeddings().weight.shape[0]), self._max_length
+        )
         self._weights = HeldWeights(self._model)
         self._ready.set()
         self._server = asyncio.create_task(self._serve(), name="transformers-engine")
@@ -108,8 +110,12 @@ class TransformersEngine:
     async def abort(self, request_ids: list[str] | None = None) -> None:
         """See `InferenceEngine`."""
         async with self._between_steps:
-            for request_id in [*self._waiting, *self._running] if request_ids is None else request_ids:
-                if (running := self._waiting.pop(request_id, None)) or (running := self._running.get(request_id)):
+            for request_id in (
+                [*self._waiting, *self._running] if request_ids is None else request_ids
+            ):
+                if (running := self._waiting.pop(request_id, None)) or (
+                    running := self._running.get(request_id)
+                ):
                     self._release(running, FinishReason.ABORT)
 
     async def pause(self) -> None:
@@ -135,7 +141,9 @@ class TransformersEngine:
         """See `TakesBroadcast`."""
         await self._in_thread(self._weights.join, host, port, first_rank, world)
 
-    async def update_from_broadcast(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> None:
+    async def update_from_broadcast(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int
+    ) -> None:
         """See `TakesBroadcast`; failures as of `update_weights`."""
         async with self._updating(version):
             await self._in_thread(self._weights.receive, names, dtypes, shapes)
@@ -144,7 +152,9 @@ class TransformersEngine:
         """See `InferenceEngine`. Frees the memory of weights and caches, on every device."""
         async with self._between_steps:
             if self._waiting or self._running:
-                raise EngineError(f"{len(self._waiting) + len(self._running)} requests are in flight: the engine cannot sleep")
+                raise EngineError(
+                    f"{len(self._waiting) + len(self._running)} requests are in flight: the engine cannot sleep"
+                )
             self._ready.clear()
             self._refusal = "the engine sleeps"
             self._caches = self._new_caches()
@@ -159,7 +169,13 @@ class TransformersEngine:
     def stats(self) -> EngineStats:
         """See `InferenceEngine`."""
         return EngineStats(
-            self._version, len(self._running), len(self._waiting), self._generated, self._prompted, self._busy, self._aborted
+            self._version,
+            len(self._running),
+            len(self._waiting),
+            self._generated,
+            self._prompted,
+            self._busy,
+            self._aborted,
         )
 
     async def stop(self) -> None:
@@ -224,8 +240,12 @@ class TransformersEngine:
                 async with self._between_steps:
                     if self._open.is_set() and self._ready.is_set():
                         self._admit()
-                        batches = in_batches(self._running.values(), self._max_step_tokens, alone=self._alone)
-                        for batch, sampled in zip(batches, await self._in_thread(self._forward, batches), strict=True):
+                        batches = in_batches(
+                            self._running.values(), self._max_step_tokens, alone=self._alone
+                        )
+                        for batch, sampled in zip(
+                            batches, await self._in_thread(self._forward, batches), strict=True
+                        ):
                             self._deliver(batch, *sampled)
         except Exception as error:
             for running in [*self._waiting.values(), *self._running.values()]:

@@ -77,7 +77,9 @@ class VllmEngine:
         threads: int = 1,
         gpus: int = 0,
     ) -> None:
-        self._server = VllmServer(folder, dtype, max_length, log_folder, config or {}, trust_remote_code, threads, gpus)
+        self._server = VllmServer(
+            folder, dtype, max_length, log_folder, config or {}, trust_remote_code, threads, gpus
+        )
         self._version = version
         self._restart_on_update = restart_on_update
         self._flights: dict[str, _Flight] = {}
@@ -103,7 +105,9 @@ class VllmEngine:
             await self._http.post(GENERATE, to_vllm(PROBE, "probe"))
         except EngineError as error:
             await self.stop()
-            raise EngineStartError(f"vLLM started, but cannot serve {folder}: see its log {log}. {error}") from error
+            raise EngineStartError(
+                f"vLLM started, but cannot serve {folder}: see its log {log}. {error}"
+            ) from error
         except BaseException:
             await self.stop()
             raise
@@ -117,7 +121,9 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `InferenceEngine`."""
         if self._process is None or not self._process.alive:
-            raise EngineError(self._process.failure() if self._process else "the engine is not running")
+            raise EngineError(
+                self._process.failure() if self._process else "the engine is not running"
+            )
         if self._refusal is not None:
             raise EngineError(f"{self._refusal}: nothing is served until an update succeeds")
         self._limits.check(request, self._flights)
@@ -135,7 +141,9 @@ class VllmEngine:
         flights = [flight for each in list(wanted) if (flight := self._flights.get(each))]
         for flight in flights:
             flight.aborted = True
-        while ids := [ID_PREFIX + flight.server_id for flight in flights if not flight.done.is_set()]:
+        while ids := [
+            ID_PREFIX + flight.server_id for flight in flights if not flight.done.is_set()
+        ]:
             await self._http.post("/abort_requests", {"request_ids": ids})
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_SECONDS):
@@ -168,9 +176,13 @@ class VllmEngine:
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
         """See `TakesBroadcast`."""
         async with self._changing:
-            await self._workers("join_weight_group", host=host, port=port, first_rank=first_rank, world=world)
+            await self._workers(
+                "join_weight_group", host=host, port=port, first_rank=first_rank, world=world
+            )
 
-    async def update_from_broadcast(self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int) -> None:
+    async def update_from_broadcast(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int
+    ) -> None:
         """See `TakesBroadcast`."""
         async with self._updating(version) as incoming:
             incoming.take({name: tuple(shape) for name, shape in zip(names, shapes, strict=True)})
@@ -180,7 +192,9 @@ class VllmEngine:
         """See `InferenceEngine`. Without a GPU it only stops serving: vLLM cannot give the memory of CPUs back."""
         async with self._changing:
             if self._flights:
-                raise EngineError(f"{len(self._flights)} requests are in flight: the engine cannot sleep")
+                raise EngineError(
+                    f"{len(self._flights)} requests are in flight: the engine cannot sleep"
+                )
             self._refusal = "the engine sleeps"
             await self._http.post("/pause?mode=keep", {})
             if self._server.gpus:
@@ -199,7 +213,15 @@ class VllmEngine:
         """See `InferenceEngine`. Tokens count when their response is finished."""
         running = min(len(self._flights), self._server.seats)
         waiting = len(self._flights) - running
-        return EngineStats(self._version, running, waiting, self._generated, self._prompted, self._busy.seconds, self._aborted)
+        return EngineStats(
+            self._version,
+            running,
+            waiting,
+            self._generated,
+            self._prompted,
+            self._busy.seconds,
+            self._aborted,
+        )
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""
@@ -220,7 +242,9 @@ class VllmEngine:
             flight.restarts = False
             flight.server_id = str(self._sent)
             self._sent += 1
-            generation = from_vllm(await self._http.post(GENERATE, to_vllm(flight.request, flight.server_id)))
+            generation = from_vllm(
+                await self._http.post(GENERATE, to_vllm(flight.request, flight.server_id))
+            )
             self._prompted += len(flight.request.prompt_tokens)
             self._generated += len(generation.tokens_T)
             if generation.finish is FinishReason.ABORT:

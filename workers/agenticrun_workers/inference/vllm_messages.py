@@ -43,7 +43,9 @@ def from_vllm(answer: Mapping[str, Any]) -> Generation:
     """What the server sampled. The versions are the labels that `/update_weight_version` set."""
     choice = answer["choices"][0]
     tokens_T = np.asarray(choice["token_ids"], np.int32)
-    logprobs_T = np.asarray([token["logprob"] for token in choice["logprobs"]["content"]], np.float32)
+    logprobs_T = np.asarray(
+        [token["logprob"] for token in choice["logprobs"]["content"]], np.float32
+    )
     versions_T = np.empty(len(tokens_T), np.int32)
     for span in choice["weight_versions"] or []:
         versions_T[span["start"] : span["end"]] = int(span["version"])

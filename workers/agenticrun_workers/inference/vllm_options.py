@@ -81,19 +81,44 @@ def defaults(*, gpu: bool) -> dict[str, Any]:
     Without a GPU: no compilation, whose warm-up takes longer than a small model ever gains; the worker inside the engine's process;
     and a fixed cache, because vLLM would take whole GiBs and write zeros over them at the start.
     """
-    common = {"skip_tokenizer_init": True, "disable_uvicorn_access_log": True, "max_num_seqs": MAX_REQUESTS}
+    common = {
+        "skip_tokenizer_init": True,
+        "disable_uvicorn_access_log": True,
+        "max_num_seqs": MAX_REQUESTS,
+    }
     if gpu:
         return common | {"enable_sleep_mode": True}
-    return common | {"enforce_eager": True, "distributed_executor_backend": "uni", "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    return common | {
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+        "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+    }
 
 
-def server_flags(folder: Path, *, dtype: str, max_length: int, trust_remote_code: bool, config: Mapping[str, Any], gpu: bool) -> list[str]:
+def server_flags(
+    folder: Path,
+    *,
+    dtype: str,
+    max_length: int,
+    trust_remote_code: bool,
+    config: Mapping[str, Any],
+    gpu: bool,
+) -> list[str]:
     """All but host and port. Raises ValueError for an option that another field decides, and for a dtype that vLLM cannot compute with."""
     if dtype not in DTYPES:
         raise ValueError(f"spec.model.dtype {dtype}: vLLM computes with {' or '.join(DTYPES)}")
     passed = command_line(config, OWNED, defaults(gpu=gpu), negatable=True)
     return [
-        *("--model", str(folder), "--dtype", dtype, "--max-model-len", str(max_length), "--generation-config", "vllm"),
+        *(
+            "--model",
+            str(folder),
+            "--dtype",
+            dtype,
+            "--max-model-len",
+            str(max_length),
+            "--generation-config",
+            "vllm",
+        ),
         *("--served-model-name", SERVED_NAME),
         *("--enable-scale-out", "--worker-extension-cls", "agenticrun_vllm.worker.Worker"),
         *("--logits-processors", "agenticrun_vllm.sampler:RequestArguments"),

@@ -12,7 +12,12 @@ from agenticrun_workers.inference.engine import EngineStartError
 from agenticrun_workers.inference.engine_home import find_engine
 from agenticrun_workers.inference.engine_process import HOST, Server
 from agenticrun_workers.inference.request_limits import RequestLimits
-from agenticrun_workers.inference.vllm_options import max_requests, parallel_ranks, server_environment, server_flags
+from agenticrun_workers.inference.vllm_options import (
+    max_requests,
+    parallel_ranks,
+    server_environment,
+    server_flags,
+)
 
 VERSIONS = "==0.32.*"
 """Tested with: the server's requests and the internals that our plug-in stands in for change between versions."""
@@ -60,7 +65,9 @@ class VllmServer:
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         if not self.gpus and size not in CPU_HEAD_SIZES:
             sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-            raise EngineStartError(f"the model's attention heads have {size} dimensions; on CPUs vLLM knows {sizes}")
+            raise EngineStartError(
+                f"the model's attention heads have {size} dimensions; on CPUs vLLM knows {sizes}"
+            )
         return limits
 
     def process(self) -> Server:
@@ -70,7 +77,16 @@ class VllmServer:
         module = "vllm.entrypoints.openai.api_server"
         return Server(
             "vllm",
-            command=lambda port: [python, "-m", module, "--host", HOST, "--port", str(port), *self.flags],
+            command=lambda port: [
+                python,
+                "-m",
+                module,
+                "--host",
+                HOST,
+                "--port",
+                str(port),
+                *self.flags,
+            ],
             log_folder=self.log_folder,
             environment=server_environment(threads=self.threads, gpu=self.gpus > 0),
             stop_seconds=STOP_SECONDS,

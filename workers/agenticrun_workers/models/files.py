@@ -28,16 +28,24 @@ def load(source: ModelSource, dtype: torch.dtype | None = None) -> PreTrainedMod
 
 def make_model_files(model: InitializeModel, texts: Texts, max_length: int) -> dict[str, bytes]:
     """The files of a model with random weights, by name. Raises `InvalidConfig` for a shape that cannot be built."""
-    words = [*texts.vocabulary, *(word for text in texts.texts for word in words_of(text)), *model.words]
+    words = [
+        *texts.vocabulary,
+        *(word for text in texts.texts for word in words_of(text)),
+        *model.words,
+    ]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            initialize_model(Path(folder), initialize_spec(model, tuple(dict.fromkeys(words)), max_length))
+            initialize_model(
+                Path(folder), initialize_spec(model, tuple(dict.fromkeys(words)), max_length)
+            )
         except ValueError as error:
             raise InvalidConfig("spec.model.initialize", str(error)) from error
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 
 
-def initialize_spec(model: InitializeModel, words: tuple[str, ...], max_length: int) -> InitializeSpec:
+def initialize_spec(
+    model: InitializeModel, words: tuple[str, ...], max_length: int
+) -> InitializeSpec:
     return InitializeSpec(
         words=words,
         architecture=model.architecture,

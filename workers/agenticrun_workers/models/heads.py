@@ -20,10 +20,15 @@ def split_model(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if decoder is None or head is None:
         raise UnsupportedModel(f"{type(model).__name__} has no separate decoder and output layer")
-    probe = torch.arange(4, device=model.device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    probe = (
+        torch.arange(4, device=model.device).unsqueeze(0)
+        % model.config.get_text_config().vocab_size
+    )
     with torch.no_grad():
         whole: Tensor = model(input_ids=probe, use_cache=False).logits
         halves: Tensor = head(decoder(input_ids=probe, use_cache=False).last_hidden_state)
     if not torch.allclose(whole, halves, rtol=1e-3, atol=1e-3):
-        raise UnsupportedModel(f"{type(model).__name__} changes its logits after the output layer (soft-capping or scaling)")
+        raise UnsupportedModel(
+            f"{type(model).__name__} changes its logits after the output layer (soft-capping or scaling)"
+        )
     return decoder, head

@@ -42,7 +42,9 @@ def initialize_model(folder: Path, spec: InitializeSpec) -> None:
     The same spec gives the same weights. Raises `ValueError` for a shape that cannot be built.
     """
     if spec.architecture not in _CONFIGS:
-        raise ValueError(f"architecture must be one of {', '.join(_CONFIGS)}, not {spec.architecture!r}")
+        raise ValueError(
+            f"architecture must be one of {', '.join(_CONFIGS)}, not {spec.architecture!r}"
+        )
     key_value_heads = spec.key_value_heads or spec.heads
     if spec.hidden_size % (2 * spec.heads) or spec.heads % key_value_heads:
         raise ValueError(

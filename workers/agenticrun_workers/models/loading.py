@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from agenticrun_workers.models.devices import compute_device
@@ -11,7 +18,13 @@ from agenticrun_workers.models.devices import compute_device
 disable_progress_bar()
 """Pods write to logs, where a bar is noise."""
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_moe_experts",
+)
 """What configs call the number of experts of a layer."""
 
 
@@ -24,7 +37,9 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
-        raise ModelLoadError(f"no causal language model could be loaded from {path}: {error}") from error
+        raise ModelLoadError(
+            f"no causal language model could be loaded from {path}: {error}"
+        ) from error
     text = config.get_text_config(decoder=True)
     if text is not config:
         raise ModelLoadError(
@@ -50,10 +65,16 @@ def load_model(
     config = load_config(path, trust_remote_code=trust_remote_code)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError, ImportError) as error:
-        raise ModelLoadError(f"no causal language model could be loaded from {path}: {error}") from error
+        raise ModelLoadError(
+            f"no causal language model could be loaded from {path}: {error}"
+        ) from error
     model.to(device or compute_device())
     return model.eval()
 
@@ -61,9 +82,13 @@ def load_model(
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer; it must have a chat template. Raises `ModelLoadError`."""
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, ImportError) as error:
         raise ModelLoadError(f"no tokenizer could be loaded from {path}: {error}") from error
     if not tokenizer.chat_template:
-        raise ModelLoadError(f"the tokenizer in {path} has no chat template: use an instruction-tuned model")
+        raise ModelLoadError(
+            f"the tokenizer in {path} has no chat template: use an instruction-tuned model"
+        )
     return tokenizer

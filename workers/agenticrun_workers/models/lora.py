@@ -44,13 +44,23 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTraine
     Raises:
         UnknownTarget: a name in `target_modules` that no linear layer has, or that the output layer has.
     """
-    from peft import LoraConfig, inject_adapter_in_model  # seconds: only runs with adapters wait for it
+    from peft import (
+        LoraConfig,
+        inject_adapter_in_model,
+    )  # seconds: only runs with adapters wait for it
 
     _check_targets(model, spec.target_modules)
     targets = list(spec.target_modules) or "all-linear"
-    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, lora_dropout=0.0)  # type: ignore[arg-type]  # any number
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type]  # any number
+        target_modules=targets,
+        lora_dropout=0.0,
+    )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft sees by itself which layers hold their weight transposed
+        warnings.filterwarnings(
+            "ignore", "fan_in_fan_out"
+        )  # peft sees by itself which layers hold their weight transposed
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     return model
@@ -66,7 +76,9 @@ def describe_lora(model: nn.Module) -> dict[str, Any] | None:
     return {**asdict(spec), "target_modules": list(spec.target_modules)}
 
 
-def whole_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def whole_weights(
+    model: nn.Module, whole: Callable[[nn.Parameter], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """The parameters under the names that they have without adapters, with these merged: W + alpha / rank * B A.
 
     Merged ones are computed and given in float32, or in the model's wider dtype. The model does not change. Tied ones come once.
@@ -83,7 +95,9 @@ def whole_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> 
         yield name, value
 
 
-def base_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def base_weights(
+    model: nn.Module, whole: Callable[[nn.Parameter], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """The parameters without the adapters, under the names that they have without them. `whole` as of `whole_weights`."""
     layers = _adapted(model)
     adapters = {id(part) for layer in layers.values() for part in _parts(layer)}
@@ -95,7 +109,9 @@ def base_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> I
         yield f"{plain}.{last}" if plain in layers else name, whole(parameter)
 
 
-def adapter_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def adapter_weights(
+    model: nn.Module, whole: Callable[[nn.Parameter], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """A and B of each adapted layer, as `adapter_names` calls them. `whole` as of `whole_weights`."""
     for layer_name, layer in _adapted(model).items():
         for name, part in zip(adapter_names(f"{layer_name}.weight"), _parts(layer), strict=True):
@@ -123,11 +139,17 @@ def _rule(layer: Any) -> MergeRule:
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
     for target in targets:
-        found = {name: layer for name, layer in model.named_modules() if name == target or name.endswith(f".{target}")}
+        found = {
+            name: layer
+            for name, layer in model.named_modules()
+            if name == target or name.endswith(f".{target}")
+        }
         if not found:
             raise UnknownTarget(f"the model has no layer {target}")
         for name, layer in found.items():
             if layer is model.get_output_embeddings():
                 raise UnknownTarget(f"{name} is the output layer, which adapters leave as it is")
             if not isinstance(layer, nn.Linear | Conv1D):
-                raise UnknownTarget(f"{name} is a {type(layer).__name__}, adapters go into linear layers")
+                raise UnknownTarget(
+                    f"{name} is a {type(layer).__name__}, adapters go into linear layers"
+                )

@@ -20,5 +20,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, rule: MergeRule) -> Tensor:
     """W + alpha / rank * B A, in float32, or in the weight's wider dtype."""
     scale, transposed = rule
     wide = torch.promote_types(weight.dtype, torch.float32)
-    product = (b.to(wide) @ a.to(wide)).mul_(scale)  # in place: a pass over memory costs more than the arithmetic
+    product = (b.to(wide) @ a.to(wide)).mul_(
+        scale
+    )  # in place: a pass over memory costs more than the arithmetic
     return (product.T if transposed else product).add_(weight)

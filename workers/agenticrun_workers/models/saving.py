@@ -19,7 +19,9 @@ def write_model(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tens
     `weights` are whole, by the names of the model's parameters; tied ones are listed once. They may be on any device.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict({name: weight.detach().contiguous() for name, weight in weights.items()}, folder)
+    save_torch_state_dict(
+        {name: weight.detach().contiguous() for name, weight in weights.items()}, folder
+    )
     dtypes = {weight.dtype for weight in weights.values()}
     config = type(model.config)(**model.config.to_dict())
     config.architectures = [type(model).__name__]

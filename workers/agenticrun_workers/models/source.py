@@ -33,7 +33,9 @@ class ModelSource:
     @classmethod
     def of(cls, model: ModelSpec) -> ModelSource:
         """As the run says; without the files of a model that is still to be made."""
-        return cls(model.path, None, model.dtype, model.attn_implementation, model.trust_remote_code)
+        return cls(
+            model.path, None, model.dtype, model.attn_implementation, model.trust_remote_code
+        )
 
     @contextmanager
     def folder(self) -> Iterator[str]:
@@ -55,7 +57,9 @@ class ModelSource:
 
     def tokenizer(self) -> TokenizerSource:
         """What an env worker needs of it."""
-        files = self.files and {name: data for name, data in self.files.items() if not name.endswith(WEIGHT_SUFFIXES)}
+        files = self.files and {
+            name: data for name, data in self.files.items() if not name.endswith(WEIGHT_SUFFIXES)
+        }
         return TokenizerSource(self.path, files, self.trust_remote_code)
 
 
@@ -89,6 +93,13 @@ def local_folder(folder: str) -> Path:
     if Path(folder).is_dir():
         return Path(folder)
     try:
-        return Path(snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.py", "*.jinja"]))
+        return Path(
+            snapshot_download(
+                folder,
+                allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.py", "*.jinja"],
+            )
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
-        raise InvalidConfig("spec.model.path", f"{folder} is no folder here and cannot be had from the hub: {error}") from error
+        raise InvalidConfig(
+            "spec.model.path", f"{folder} is no folder here and cannot be had from the hub: {error}"
+        ) from error

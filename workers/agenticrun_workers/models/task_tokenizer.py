@@ -32,7 +32,9 @@ def build_task_tokenizer(words: Iterable[str], max_length: int) -> PreTrainedTok
     vocabulary = {token: number for number, token in enumerate(dict.fromkeys([*specials, *words]))}
     core = Tokenizer(models.WordLevel(vocabulary))
     longest_first = sorted(vocabulary, key=len, reverse=True)
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), behavior="isolated")
+    core.pre_tokenizer = pre_tokenizers.Split(
+        Regex("|".join(map(re.escape, longest_first))), behavior="isolated"
+    )
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=core,

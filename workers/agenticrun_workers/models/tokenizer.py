@@ -30,9 +30,14 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
     try:
         tokenizer = _from_path(source.path, source.trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
-        raise InvalidConfig("spec.model.path", f"no tokenizer could be loaded from {source.path}: {error}") from error
+        raise InvalidConfig(
+            "spec.model.path", f"no tokenizer could be loaded from {source.path}: {error}"
+        ) from error
     if not tokenizer.chat_template:
-        raise InvalidConfig("spec.model.path", f"the tokenizer of {source.path} has no chat template: use an instruction-tuned model")
+        raise InvalidConfig(
+            "spec.model.path",
+            f"the tokenizer of {source.path} has no chat template: use an instruction-tuned model",
+        )
     return tokenizer
 
 
@@ -42,7 +47,9 @@ def _from_path(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
         return _fast(Path(path))
     from transformers import AutoTokenizer
 
-    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        path, trust_remote_code=trust_remote_code
+    )
     return loaded
 
 

@@ -34,7 +34,9 @@ class ReporterClient:
 
     async def start(self) -> None:
         self._session = aiohttp.ClientSession(
-            self._url, headers={TOKEN_HEADER: f"Bearer {self._token}"}, timeout=aiohttp.ClientTimeout(total=5)
+            self._url,
+            headers={TOKEN_HEADER: f"Bearer {self._token}"},
+            timeout=aiohttp.ClientTimeout(total=5),
         )
         self._poster = asyncio.create_task(self._post_forever(), name="reporter")
 
@@ -61,7 +63,9 @@ class ReporterClient:
     async def _post_forever(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(INTERVAL_SECONDS):  # not wait_for: it swallows a cancellation that meets a change
+                async with asyncio.timeout(
+                    INTERVAL_SECONDS
+                ):  # not wait_for: it swallows a cancellation that meets a change
                     await self._changed.wait()
             self._changed.clear()
             if self._newest is not None:
@@ -76,7 +80,9 @@ class ReporterClient:
             self._on_commands(Commands.model_validate_json(text))
         except (aiohttp.ClientError, TimeoutError, ValidationError) as error:
             if self._reachable:
-                log.warning("the reporter does not take progress: %s: %s", type(error).__name__, error)
+                log.warning(
+                    "the reporter does not take progress: %s: %s", type(error).__name__, error
+                )
             self._reachable = False
             return False
         self._reachable = True

@@ -29,7 +29,12 @@ class ConsoleTracker:
         self._max_steps = max_steps
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        log.info("%s", step_line(step, self._max_steps, metrics) if "time/step" in metrics else validation_line(step, metrics))
+        log.info(
+            "%s",
+            step_line(step, self._max_steps, metrics)
+            if "time/step" in metrics
+            else validation_line(step, metrics),
+        )
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -37,24 +42,39 @@ class ConsoleTracker:
 
 def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
     """`step 12/300  reward 0.250  success 0.250  loss -0.0123  entropy 0.910  tok/s 9,100  s/step 1.20`"""
-    shown = [f"{label} {form.format(metrics[name])}" for label, name, form in COLUMNS if name in metrics]
+    shown = [
+        f"{label} {form.format(metrics[name])}" for label, name, form in COLUMNS if name in metrics
+    ]
     told = [f"ALARM {name}" for name in alarms(metrics)]
     return "  ".join([f"step {step}/{max_steps}", *shown, *told])
 
 
 def validation_line(step: int, metrics: Mapping[str, float]) -> str:
     """`[validation] step 10: Lake success 0.650, Lake random_success 0.020`; scores where success is not measured."""
-    rates = success_rates(metrics) or {name: value for name, value in metrics.items() if name.endswith("/score")}
-    shown = (f"{name.removeprefix('val/').replace('/', ' ')} {value:.3f}" for name, value in rates.items())
+    rates = success_rates(metrics) or {
+        name: value for name, value in metrics.items() if name.endswith("/score")
+    }
+    shown = (
+        f"{name.removeprefix('val/').replace('/', ' ')} {value:.3f}"
+        for name, value in rates.items()
+    )
     return f"[validation] step {step}: {', '.join(shown)}"
 
 
 def alarms(metrics: Mapping[str, float]) -> list[str]:
     """Names of the guards whose alarm is up."""
-    return [name.removeprefix("guard/") for name, value in metrics.items() if name.startswith("guard/") and value]
+    return [
+        name.removeprefix("guard/")
+        for name, value in metrics.items()
+        if name.startswith("guard/") and value
+    ]
 
 
 def success_rates(metrics: Mapping[str, float]) -> dict[str, float]:
     """val/<tag>/success and what it is compared with, by name."""
     endings = ("/success", "/random_success", "/warmup_success")
-    return {name: value for name, value in metrics.items() if name.startswith("val/") and name.endswith(endings)}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith("val/") and name.endswith(endings)
+    }

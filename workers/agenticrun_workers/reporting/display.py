@@ -17,7 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from agenticrun_api import Activity, AgenticRun, Progress
-from agenticrun_workers.reporting.console import COLUMNS, alarms, step_line, success_rates, validation_line
+from agenticrun_workers.reporting.console import (
+    COLUMNS,
+    alarms,
+    step_line,
+    success_rates,
+    validation_line,
+)
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
@@ -64,7 +70,9 @@ class PlainDisplay:
 
     def _tell_phase(self, progress: Progress) -> None:
         goes_on = progress.activity == self._activity
-        if goes_on and (progress.message == self._message or self._clock() - self._told < QUIET_SECONDS):
+        if goes_on and (
+            progress.message == self._message or self._clock() - self._told < QUIET_SECONDS
+        ):
             return
         self._message, self._told = progress.message, self._clock()
         self._print(f"[{progress.activity}] {progress.message}".rstrip())
@@ -81,18 +89,29 @@ class LiveDisplay:
         self._progress: Progress | None = None
         self._curve: list[float] = []
         self._sample = ""
-        self._live = Live(self._render(), console=console, refresh_per_second=4, get_renderable=self._render)
+        self._live = Live(
+            self._render(), console=console, refresh_per_second=4, get_renderable=self._render
+        )
 
     def __enter__(self) -> Self:
         self._live.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._live.__exit__(kind, value, trace)
 
     def update(self, progress: Progress) -> None:
         """See `ProgressSink`."""
-        success = [value for name, value in success_rates(progress.metrics).items() if name.endswith("/success")]
+        success = [
+            value
+            for name, value in success_rates(progress.metrics).items()
+            if name.endswith("/success")
+        ]
         if success and self._progress is not None and validated(self._progress.activity, progress):
             self._curve.append(sum(success) / len(success))
         self._progress = progress
@@ -141,11 +160,18 @@ def curve(values: list[float]) -> str:
 
 def newest_step(metrics: Mapping[str, float]) -> RenderableType:
     """What the newest step measured; what does not fit the terminal goes to the next line."""
-    pieces = [Text.assemble((f"{label} ", "dim"), form.format(metrics[name])) for label, name, form in COLUMNS if name in metrics]
+    pieces = [
+        Text.assemble((f"{label} ", "dim"), form.format(metrics[name]))
+        for label, name, form in COLUMNS
+        if name in metrics
+    ]
     return Columns(pieces, padding=(0, 3)) if pieces else Text("-")
 
 
 def _bar(progress: Progress) -> RenderableType:
     row = Table.grid(padding=(0, 1))
-    row.add_row(ProgressBar(total=progress.max_steps, completed=progress.step, width=40), f"{progress.step}/{progress.max_steps}")
+    row.add_row(
+        ProgressBar(total=progress.max_steps, completed=progress.step, width=40),
+        f"{progress.step}/{progress.max_steps}",
+    )
     return row

@@ -15,16 +15,34 @@ def exposition(progress: Progress | None) -> str:
         "agenticrun_attempt": ("Number of the driver's attempt.", progress.attempt),
         "agenticrun_policy_version": ("Version of the newest weights.", progress.policy_version),
         "agenticrun_reward": ("Mean score of the newest step's trajectories.", progress.reward),
-        "agenticrun_tokens_per_second": ("Tokens of trained trajectories per second.", progress.tokens_per_second),
-        "agenticrun_staleness": ("Mean age of the newest batch in policy versions.", progress.staleness),
-        "agenticrun_seconds_per_step": ("Median seconds of the newest steps.", progress.seconds_per_step),
+        "agenticrun_tokens_per_second": (
+            "Tokens of trained trajectories per second.",
+            progress.tokens_per_second,
+        ),
+        "agenticrun_staleness": (
+            "Mean age of the newest batch in policy versions.",
+            progress.staleness,
+        ),
+        "agenticrun_seconds_per_step": (
+            "Median seconds of the newest steps.",
+            progress.seconds_per_step,
+        ),
     }
     lines: list[str] = []
     for name, (text, value) in gauges.items():
         if value is not None:
             lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge", f"{name} {value}"]
-    lines += ["# HELP agenticrun_metric The newest step's metrics.", "# TYPE agenticrun_metric gauge"]
-    lines += [f'agenticrun_metric{{name="{name}"}} {value}' for name, value in sorted(progress.metrics.items())]
-    lines += ["# HELP agenticrun_activity What the driver does now.", "# TYPE agenticrun_activity gauge"]
+    lines += [
+        "# HELP agenticrun_metric The newest step's metrics.",
+        "# TYPE agenticrun_metric gauge",
+    ]
+    lines += [
+        f'agenticrun_metric{{name="{name}"}} {value}'
+        for name, value in sorted(progress.metrics.items())
+    ]
+    lines += [
+        "# HELP agenticrun_activity What the driver does now.",
+        "# TYPE agenticrun_activity gauge",
+    ]
     lines.append(f'agenticrun_activity{{activity="{progress.activity}"}} 1')
     return "\n".join(lines) + "\n"

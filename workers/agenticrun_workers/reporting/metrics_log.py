@@ -27,14 +27,20 @@ class JsonlTracker:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _complete_lines(path) if not _computed_again(json.loads(line), resume_step)]
+        kept = [
+            line
+            for line in _complete_lines(path)
+            if not _computed_again(json.loads(line), resume_step)
+        ]
         aside = path.with_suffix(".tmp")
         aside.write_text("".join(kept))
         aside.replace(path)
         self._file = path.open("a", buffering=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+        self._file.write(
+            json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n"
+        )
 
     def close(self) -> None:
         self._file.close()
@@ -57,11 +63,17 @@ class TensorBoardTracker:
         self._writer = EventFileWriter(str(folder))
         if earlier:
             marker = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(step=resume_step + 1, wall_time=time.time(), session_log=marker))
+            self._writer.add_event(
+                Event(step=resume_step + 1, wall_time=time.time(), session_log=marker)
+            )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
+        values = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
+        ]
+        self._writer.add_event(
+            self._event(step=step, wall_time=time.time(), summary=self._summary(value=values))
+        )
 
     def close(self) -> None:
         self._writer.close()

@@ -51,7 +51,9 @@ class Reporter:
         return app
 
     @web.middleware
-    async def _authorize(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def _authorize(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         given = request.headers.get(TOKEN_HEADER, "").encode(errors="replace")
         if request.path != "/healthz" and not hmac.compare_digest(given, self._bearer):
             raise web.HTTPUnauthorized(text=f"{TOKEN_HEADER}: Bearer <token> is missing or wrong")
@@ -75,7 +77,10 @@ class Reporter:
         return _json(self._state.commands.model_dump_json(by_alias=True))
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=exposition(self._state.progress), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        return web.Response(
+            text=exposition(self._state.progress),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
 
     async def _stop(self, _: web.Request) -> web.Response:
         self._become(self._state.asked_to_stop())
@@ -97,8 +102,14 @@ def _json(text: str) -> web.Response:
 
 def main() -> None:
     """Serve until SIGTERM."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    token = Path(os.environ.get("AGENTICRUN_REPORTER_TOKEN_FILE", REPORTER_TOKEN_FILE)).read_text().strip()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    token = (
+        Path(os.environ.get("AGENTICRUN_REPORTER_TOKEN_FILE", REPORTER_TOKEN_FILE))
+        .read_text()
+        .strip()
+    )
     if not token:
         raise SystemExit("the reporter's token file is empty")
     file = StateFile(Path(os.environ.get("AGENTICRUN_REPORTER_STATE_FILE", STATE_FILE)))

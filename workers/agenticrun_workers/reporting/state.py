@@ -32,7 +32,9 @@ class ReporterState(Model):
 
     def asked_for_checkpoint(self) -> ReporterState:
         count = self.commands.checkpoint + 1
-        return self.model_copy(update={"commands": self.commands.model_copy(update={"checkpoint": count})})
+        return self.model_copy(
+            update={"commands": self.commands.model_copy(update={"checkpoint": count})}
+        )
 
 
 class StateFile:

@@ -25,7 +25,9 @@ def build_trackers(run: AgenticRun, output: Path, resume_step: int) -> list[Trac
         InvalidRun: `spec.tracking` can never work. Whatever else keeps a tracker from starting is told, and the run trains without.
     """
     tracking = run.spec.tracking
-    makers: dict[str, Callable[[], Tracker]] = {"metrics.jsonl": lambda: JsonlTracker(output / "metrics.jsonl", resume_step)}
+    makers: dict[str, Callable[[], Tracker]] = {
+        "metrics.jsonl": lambda: JsonlTracker(output / "metrics.jsonl", resume_step)
+    }
     if tracking.console:
         makers["console"] = lambda: ConsoleTracker(run.spec.pipeline.max_steps)
     if tracking.tensorboard:
@@ -64,7 +66,9 @@ class Tolerated:
             action()
         except Exception as error:  # a tracker never stops training
             if self._works:
-                log.warning("%s does not take metrics: %s: %s", self._name, type(error).__name__, error)
+                log.warning(
+                    "%s does not take metrics: %s: %s", self._name, type(error).__name__, error
+                )
             self._works = False
         else:
             self._works = True

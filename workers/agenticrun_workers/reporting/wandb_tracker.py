@@ -34,13 +34,17 @@ class WandbTracker:
 
     def __init__(self, run: AgenticRun, spec: Wandb, folder: Path, run_id: str) -> None:
         if spec.mode == "offline":
-            os.environ["WANDB_ERROR_REPORTING"] = "false"  # wandb sends telemetry of its own, offline too
+            os.environ["WANDB_ERROR_REPORTING"] = (
+                "false"  # wandb sends telemetry of its own, offline too
+            )
         import wandb
 
         wandb.setup(wandb.Settings(silent=True))
         if spec.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise InvalidRun(
-                [f"{FIELD}: no API key: put WANDB_API_KEY into roles.driver.env or a secret of roles.driver.envFrom, or set mode: offline"]
+                [
+                    f"{FIELD}: no API key: put WANDB_API_KEY into roles.driver.env or a secret of roles.driver.envFrom, or set mode: offline"
+                ]
             )
         folder.mkdir(parents=True, exist_ok=True)
         try:

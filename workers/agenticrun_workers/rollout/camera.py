@@ -64,7 +64,9 @@ class Filmed:
         try:
             frame = np.asarray(self._env.render())
             if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
-                raise TypeError(f"render returned {frame.dtype} {list(frame.shape)}, not uint8 [height, width, 3]")
+                raise TypeError(
+                    f"render returned {frame.dtype} {list(frame.shape)}, not uint8 [height, width, 3]"
+                )
             self.frames.append(frame.copy())
         except Exception as error:  # an environment is a user's code and may raise anything
             _warn(f"{type(self._env).__name__} cannot be drawn: {type(error).__name__}: {error}")
@@ -74,7 +76,9 @@ def animated_gif(frames: Sequence[NDArray[np.uint8]]) -> bytes:
     """The frames as a GIF that repeats for ever, of at most `MAX_BYTES`; empty without frames."""
     if not frames:
         return b""
-    chosen = sorted({round(place) for place in np.linspace(0, len(frames) - 1, min(MAX_FRAMES, len(frames)))})
+    chosen = sorted(
+        {round(place) for place in np.linspace(0, len(frames) - 1, min(MAX_FRAMES, len(frames)))}
+    )
     height, width = frames[0].shape[:2]
     scale = min(1.0, MAX_SIDE / max(height, width))
     while max(height, width) * scale >= MIN_SIDE:
@@ -89,5 +93,7 @@ def animated_gif(frames: Sequence[NDArray[np.uint8]]) -> bytes:
 def _encoded(pictures: list[Image.Image]) -> bytes:
     buffer = io.BytesIO()
     duration = [FRAME_MS] * (len(pictures) - 1) + [LAST_FRAME_MS]
-    pictures[0].save(buffer, "GIF", save_all=True, append_images=pictures[1:], duration=duration, loop=0)
+    pictures[0].save(
+        buffer, "GIF", save_all=True, append_images=pictures[1:], duration=duration, loop=0
+    )
     return buffer.getvalue()

@@ -89,7 +89,15 @@ class RolloutController:
         position: where to go on.
     """
 
-    def __init__(self, players: Players, gate: StalenessGate, plan: GroupPlan, *, discard: Discard, position: RolloutPosition) -> None:
+    def __init__(
+        self,
+        players: Players,
+        gate: StalenessGate,
+        plan: GroupPlan,
+        *,
+        discard: Discard,
+        position: RolloutPosition,
+    ) -> None:
         self._players = players
         self._gate = gate
         self._plan = plan
@@ -187,7 +195,11 @@ class RolloutController:
 
     async def _drop_stale(self) -> None:
         """A fraction of a version more is begun ahead than a whole number would allow: its age is the next whole one."""
-        too_old = [group for group in self._ready if self._gate.version - group.oldest_version > self._max_age]
+        too_old = [
+            group
+            for group in self._ready
+            if self._gate.version - group.oldest_version > self._max_age
+        ]
         if not too_old:
             return
         self._ready = [group for group in self._ready if group not in too_old]

@@ -38,7 +38,9 @@ def read_splits(spec: DatasetSpec, field: str) -> dict[str, hf.Dataset]:
     if not found and _HUB_NAME.fullmatch(spec.path) and Path(spec.path).suffix not in READERS:
         return _from_hub(spec.path, field)
     if not found:
-        raise InvalidConfig(f"{field}.path", f"no file or folder {spec.path} can be read on the env pods")
+        raise InvalidConfig(
+            f"{field}.path", f"no file or folder {spec.path} can be read on the env pods"
+        )
     if len(found) == 1 and Path(found[0]).is_dir():
         return _from_folder(found[0], field)
     return {FILES_SPLIT: _from_files(found, field)}
@@ -54,14 +56,19 @@ def _find(path: str) -> list[str]:
 def _from_files(paths: list[str], field: str) -> hf.Dataset:
     suffixes = {Path(path).suffix for path in paths}
     if len(suffixes) != 1 or not suffixes <= READERS.keys():
-        raise InvalidConfig(f"{field}.path", f"one kind of {', '.join(READERS)} is expected, not {', '.join(sorted(suffixes)) or 'none'}")
+        raise InvalidConfig(
+            f"{field}.path",
+            f"one kind of {', '.join(READERS)} is expected, not {', '.join(sorted(suffixes)) or 'none'}",
+        )
     filled = [path for path in paths if Path(path).stat().st_size]
     if not filled:
         raise InvalidConfig(f"{field}.path", f"{paths[0]} is empty")
     try:
         return READERS[suffixes.pop()](filled)
     except (hf.exceptions.DatasetGenerationError, ValueError) as error:
-        raise InvalidConfig(f"{field}.path", f"{', '.join(filled)} cannot be read: {error.__cause__ or error}") from error
+        raise InvalidConfig(
+            f"{field}.path", f"{', '.join(filled)} cannot be read: {error.__cause__ or error}"
+        ) from error
 
 
 def _from_folder(path: str, field: str) -> dict[str, hf.Dataset]:
@@ -77,9 +84,14 @@ def _from_hub(name: str, field: str) -> dict[str, hf.Dataset]:
     try:
         return _by_name(hf.load_dataset(name))
     except FileNotFoundError as error:
-        raise InvalidConfig(f"{field}.path", f"{name} is neither a file or folder on the env pods nor on the hub: {error}") from error
+        raise InvalidConfig(
+            f"{field}.path",
+            f"{name} is neither a file or folder on the env pods nor on the hub: {error}",
+        ) from error
     except ConnectionError as error:
-        raise RolloutFailed(f"{field}.path: {name} is no file or folder on the env pods, and the hub does not answer: {error}") from error
+        raise RolloutFailed(
+            f"{field}.path: {name} is no file or folder on the env pods, and the hub does not answer: {error}"
+        ) from error
 
 
 def _by_name(loaded: hf.Dataset | hf.DatasetDict) -> dict[str, hf.Dataset]:

@@ -58,7 +58,10 @@ class Dataset:
         self._validation = (splits[spec.val_split or spec.split], validation)
         for split in (self._train[0], self._validation[0]):
             _check_columns(spec, split.column_names, field)
-        self.columns = {*spec.columns, *(set(self._train[0].column_names) - set(spec.columns.values()))}
+        self.columns = {
+            *spec.columns,
+            *(set(self._train[0].column_names) - set(spec.columns.values())),
+        }
         """Names that every item has."""
         self._order = lru_cache(maxsize=4)(self._draw_order)
 
@@ -70,7 +73,11 @@ class Dataset:
         """Item number `number` of the stream's endless sequence of epochs. Validation goes through the items in file order."""
         epoch, place = divmod(number, self.size(stream))
         rows = self._rows(stream)
-        row = rows[self._order(stream, epoch)[place]] if self._shuffle and stream is not Stream.VALIDATION else rows[place]
+        row = (
+            rows[self._order(stream, epoch)[place]]
+            if self._shuffle and stream is not Stream.VALIDATION
+            else rows[place]
+        )
         split = (self._validation if stream is Stream.VALIDATION else self._train)[0]
         values: dict[str, Any] = split[int(row)]
         kept = {name: value for name, value in values.items() if name not in self._renamed.values()}
@@ -80,7 +87,9 @@ class Dataset:
         return (self._validation if stream is Stream.VALIDATION else self._train)[1]
 
     def _draw_order(self, stream: Stream, epoch: int) -> Rows:
-        return np.random.default_rng(derive(self._seed, "items", stream.value, epoch)).permutation(self.size(stream))
+        return np.random.default_rng(derive(self._seed, "items", stream.value, epoch)).permutation(
+            self.size(stream)
+        )
 
 
 class EpisodeItems:
@@ -99,7 +108,9 @@ class EpisodeItems:
     def of(self, tag: str, stream: Stream, group: int) -> Item | None:
         """The item of this group, the same for all its members; None if the environment has no data set."""
         dataset = self._datasets.get(tag)
-        return dataset.item(stream, place_among_tag(self._cycles[stream], group)) if dataset else None
+        return (
+            dataset.item(stream, place_among_tag(self._cycles[stream], group)) if dataset else None
+        )
 
 
 def place_among_tag(cycle: tuple[str, ...], group: int) -> int:
@@ -113,7 +124,9 @@ def _choose_rows(spec: DatasetSpec, rows: Mapping[str, Rows], field: str) -> tup
     """Rows to train on and rows to validate on, each in file order."""
     for name, key in ((spec.split, "split"), (spec.val_split, "valSplit")):
         if name is not None and name not in rows:
-            raise InvalidConfig(f"{field}.{key}", f"{spec.path} has no split {name!r}; it has {', '.join(rows)}")
+            raise InvalidConfig(
+                f"{field}.{key}", f"{spec.path} has no split {name!r}; it has {', '.join(rows)}"
+            )
         if name is not None and not len(rows[name]):
             raise InvalidConfig(f"{field}.{key}", f"split {name!r} of {spec.path} has no items")
     if spec.val_split is not None:
@@ -124,16 +137,26 @@ def _choose_rows(spec: DatasetSpec, rows: Mapping[str, Rows], field: str) -> tup
 def hold_out(rows: Rows, share: float, field: str) -> tuple[Rows, Rows]:
     """Split rows [n] into those to train on and those held out, at least one of each, each in their order."""
     if len(rows) < 2:
-        raise InvalidConfig(f"{field}.valShare", "one item cannot be both trained on and held out: set valSplit")
+        raise InvalidConfig(
+            f"{field}.valShare", "one item cannot be both trained on and held out: set valSplit"
+        )
     count = min(max(1, round(share * len(rows))), len(rows) - 1)
     held = np.zeros(len(rows), np.bool_)
-    held[np.random.default_rng(derive(HOLDOUT_SEED, "hold-out")).permutation(len(rows))[:count]] = True
+    held[np.random.default_rng(derive(HOLDOUT_SEED, "hold-out")).permutation(len(rows))[:count]] = (
+        True
+    )
     return rows[~held], rows[held]
 
 
 def _check_columns(spec: DatasetSpec, names: list[str], field: str) -> None:
     for new, old in spec.columns.items():
         if old not in names:
-            raise InvalidConfig(f"{field}.columns.{new}", f"{spec.path} has no column {old!r}; it has {', '.join(names)}")
+            raise InvalidConfig(
+                f"{field}.columns.{new}",
+                f"{spec.path} has no column {old!r}; it has {', '.join(names)}",
+            )
         if new in names and new not in spec.columns.values():
-            raise InvalidConfig(f"{field}.columns.{new}", f"{spec.path} has a column {new!r} of its own: rename that one too")
+            raise InvalidConfig(
+                f"{field}.columns.{new}",
+                f"{spec.path} has a column {new!r} of its own: rename that one too",
+            )

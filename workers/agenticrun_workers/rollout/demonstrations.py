@@ -31,10 +31,15 @@ class Demonstrations:
         self._items = Dataset(spec, seed, FIELD)
         self._spec = spec
         self._sequence_length = sequence_length
-        for field, column in (("promptColumn", spec.prompt_column), ("answerColumn", spec.answer_column)):
+        for field, column in (
+            ("promptColumn", spec.prompt_column),
+            ("answerColumn", spec.answer_column),
+        ):
             if column not in self._items.columns:
                 known = ", ".join(sorted(self._items.columns))
-                raise InvalidConfig(f"{FIELD}.{field}", f"{spec.path} has no column {column!r}; it has {known}")
+                raise InvalidConfig(
+                    f"{FIELD}.{field}", f"{spec.path} has no column {column!r}; it has {known}"
+                )
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Demonstrations | None:
@@ -52,7 +57,9 @@ class Demonstrations:
         try:
             prompt_T = _prompt(item[self._spec.prompt_column], chat)
             answer_T = chat.answer(_text(item[self._spec.answer_column], self._spec.answer_column))
-        except Exception as error:  # tokenizers raise plain Exception, chat templates errors of jinja
+        except (
+            Exception
+        ) as error:  # tokenizers raise plain Exception, chat templates errors of jinja
             message = f"item {key.group} of the warm-up: {type(error).__name__}: {error}"
             return Trajectory(key, tag, (), StopReason.ENV_ERROR, error=message)
         tokens = len(prompt_T) + len(answer_T)
@@ -60,7 +67,9 @@ class Demonstrations:
             message = f"item {key.group} of the warm-up has {tokens} tokens, and sequenceLength is {self._sequence_length}"
             return Trajectory(key, tag, (), StopReason.CONTEXT_OVERFLOW, error=message)
         size = len(answer_T)
-        turn = Turn(prompt_T, answer_T, np.zeros(size, np.float32), np.zeros(size, np.int32), reward=0.0)
+        turn = Turn(
+            prompt_T, answer_T, np.zeros(size, np.float32), np.zeros(size, np.int32), reward=0.0
+        )
         return Trajectory(key, tag, (turn,), StopReason.COMPLETED)
 
 
@@ -68,9 +77,14 @@ def _prompt(value: Any, chat: ChatFormat) -> IntArray:
     """Tokens of a text (one user message) or of chat messages, up to the start of the answer."""
     if not isinstance(value, list):
         return chat.first("", _text(value, "prompt"))
-    messages = [{"role": _text(message["role"], "role"), "content": _text(message["content"], "content")} for message in value]
+    messages = [
+        {"role": _text(message["role"], "role"), "content": _text(message["content"], "content")}
+        for message in value
+    ]
     if not messages or messages[-1]["role"] == "assistant":
-        raise DemonstrationError("the chat messages of a prompt must end with a message to the policy")
+        raise DemonstrationError(
+            "the chat messages of a prompt must end with a message to the policy"
+        )
     return chat.conversation(messages)
 
 

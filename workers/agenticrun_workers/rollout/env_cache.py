@@ -28,7 +28,11 @@ class EnvSupply:
         self._pipeline = pipeline
         self._idle: dict[str, list[Env]] = defaultdict(list)
         timeout = None if pipeline.deterministic else BUILD_TIMEOUT_SECONDS
-        self._isolations = {spec.tag: Isolation(spec.type, spec.config, timeout) for spec in pipeline.envs if spec.isolated}
+        self._isolations = {
+            spec.tag: Isolation(spec.type, spec.config, timeout)
+            for spec in pipeline.envs
+            if spec.isolated
+        }
 
     async def take(self, tag: str) -> Env:
         """One that plays no other episode. Raises what building it raises; `EnvFault` if it is isolated."""

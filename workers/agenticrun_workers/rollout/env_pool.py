@@ -61,7 +61,10 @@ class _Open:
     @property
     def has_enough(self) -> bool:
         """Whether the members that are still missing are not needed."""
-        return self.task.enough is not None and sum(result.trainable for result in self.results.values()) >= self.task.enough
+        return (
+            self.task.enough is not None
+            and sum(result.trainable for result in self.results.values()) >= self.task.enough
+        )
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -76,7 +79,9 @@ class _Open:
         """Its missing members end with env_error."""
         message = f"{self.deaths + 1} env workers died while they played it: set isolated: true ({_first_line(error)})"
         for member in self.missing:
-            trajectory = Trajectory(self.task.key(member), self.task.tag, (), StopReason.ENV_ERROR, error=message)
+            trajectory = Trajectory(
+                self.task.key(member), self.task.tag, (), StopReason.ENV_ERROR, error=message
+            )
             self.results[member] = EpisodeResult.of(trajectory, attempt=self.task.attempt)
         self.finish()
 
@@ -120,7 +125,9 @@ class EnvPool:
         if self._failure is not None:
             raise self._failure
         guilty = (task.stream, task.group) in self._guilty
-        opened = _Open(task, asyncio.get_running_loop().create_future(), deaths=SUSPECT_AFTER if guilty else 0)
+        opened = _Open(
+            task, asyncio.get_running_loop().create_future(), deaths=SUSPECT_AFTER if guilty else 0
+        )
         self._assign(opened)
         try:
             return await opened.done
@@ -134,7 +141,9 @@ class EnvPool:
         """Tell every worker, now and later, the engines to ask and the stores to fill. None plays before the first call."""
         self._peers = Peers(self._peers.number + 1, engines, stores)
         calls = (worker.handle.set_peers.remote(self._peers) for worker in self._workers)
-        await asyncio.gather(*calls, return_exceptions=True)  # a dead worker is the watcher's business
+        await asyncio.gather(
+            *calls, return_exceptions=True
+        )  # a dead worker is the watcher's business
 
     async def stop(self) -> None:
         """Stop watching. The actors end with the Ray session."""
@@ -192,7 +201,9 @@ class EnvPool:
         while True:
             try:
                 collected = await worker.handle.collect.remote()
-            except ray.exceptions.RayTaskError:  # it lives; of an actor's death that it met, this is a RayActorError too
+            except (
+                ray.exceptions.RayTaskError
+            ):  # it lives; of an actor's death that it met, this is a RayActorError too
                 raise
             except ray.exceptions.RayActorError as death:
                 return death
@@ -202,12 +213,20 @@ class EnvPool:
     def _bury(self, worker: _Worker, death: ray.exceptions.RayActorError) -> None:
         """Give its groups to others. Raises `RolloutFailed` if workers do nothing but die."""
         if isinstance(death, ray.exceptions.ActorUnavailableError):
-            ray.kill(worker.handle)  # it may live, and must not fill the stores with what others play now
+            ray.kill(
+                worker.handle
+            )  # it may live, and must not fill the stores with what others play now
         self._deaths += 1
         self._workers.remove(worker)
-        log.warning("an env worker is gone (%s): its %d groups are played again", _first_line(death), len(worker.open))
+        log.warning(
+            "an env worker is gone (%s): its %d groups are played again",
+            _first_line(death),
+            len(worker.open),
+        )
         if self._deaths >= MAX_DEATHS:
-            raise RolloutFailed(f"{self._deaths} env workers died in a row without finishing an episode: {death}")
+            raise RolloutFailed(
+                f"{self._deaths} env workers died in a row without finishing an episode: {death}"
+            )
         self._play_again(worker, death)
 
     def _play_again(self, worker: _Worker, error: BaseException) -> None:
@@ -235,11 +254,17 @@ class EnvPool:
             opened.finish()
         elif opened.has_enough and not opened.aborting:
             opened.aborting = True
-            worker.handle.abort.remote([(opened.task.key(member), opened.task.attempt) for member in opened.missing])
+            worker.handle.abort.remote(
+                [(opened.task.key(member), opened.task.attempt) for member in opened.missing]
+            )
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         self._failure = error
-        for opened in (*worker.open.values(), *self._waiting, *(o for w in self._workers for o in w.open.values())):
+        for opened in (
+            *worker.open.values(),
+            *self._waiting,
+            *(o for w in self._workers for o in w.open.values()),
+        ):
             if not opened.done.done():
                 opened.done.set_exception(error)
 

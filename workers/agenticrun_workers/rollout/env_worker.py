@@ -52,7 +52,9 @@ class EnvWorker:
         self._unstored: list[tuple[list[Trajectory], EpisodeResult]] = []
         self._unstored_event = asyncio.Event()
         self._outbox: Outbox[EpisodeResult] = Outbox()
-        self._client = GenerationClient(name, derive(pipeline.seed, "engine-choice", name), self._keep)
+        self._client = GenerationClient(
+            name, derive(pipeline.seed, "engine-choice", name), self._keep
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._playing: dict[tuple[EpisodeKey, int], asyncio.Task[None]] = {}
         """By episode and attempt, from its beginning until its trajectory is there."""
@@ -74,7 +76,9 @@ class EnvWorker:
         """Load the tokenizer and build the agents. Raises `InvalidConfig`."""
         tokenizer = load_tokenizer(source)
         agents = build_agents(self._pipeline, tokenizer)
-        self._player = EpisodePlayer(self._pipeline, ChatFormat(tokenizer), agents, self._sources, self._client)
+        self._player = EpisodePlayer(
+            self._pipeline, ChatFormat(tokenizer), agents, self._sources, self._client
+        )
         self._keep(asyncio.create_task(self._store_finished(), name="store-finished"))
 
     async def set_peers(self, peers: Peers) -> None:
@@ -128,10 +132,17 @@ class EnvWorker:
         finally:
             del self._playing[played.key, task.attempt]
         keeps = task.stream is not Stream.VALIDATION
-        result = self._player.result(played, store=played.key.group % len(self._peers.stores) if keeps else -1)
+        result = self._player.result(
+            played, store=played.key.group % len(self._peers.stores) if keeps else -1
+        )
         if keeps and result.trainable:
             kept = {each.key for each in result.trajectories if each.trainable}
-            self._unstored.append(([trajectory for trajectory in played.trajectories if trajectory.key in kept], result))
+            self._unstored.append(
+                (
+                    [trajectory for trajectory in played.trajectories if trajectory.key in kept],
+                    result,
+                )
+            )
             self._unstored_event.set()
         else:
             self._outbox.put(result)
@@ -146,7 +157,12 @@ class EnvWorker:
             by_store: dict[int, list[Trajectory]] = defaultdict(list)
             for trajectories, result in finished:
                 by_store[result.store] += trajectories
-            await asyncio.gather(*(self._peers.stores[store].put.remote(pack(kept)) for store, kept in by_store.items()))
+            await asyncio.gather(
+                *(
+                    self._peers.stores[store].put.remote(pack(kept))
+                    for store, kept in by_store.items()
+                )
+            )
             for _, result in finished:
                 self._outbox.put(result)
 
@@ -162,7 +178,9 @@ def describe_envs(pipeline: Pipeline) -> Texts:
         except PluginError as error:
             raise InvalidConfig(f"{path}.{_field_of(error)}", str(error)) from error
         if spec.dataset is not None and not isinstance(env, TakesItem):
-            raise InvalidConfig(f"{path}.dataset", f"{spec.type} takes no items: give it set_item(item)")
+            raise InvalidConfig(
+                f"{path}.dataset", f"{spec.type} takes no items: give it set_item(item)"
+            )
         if isinstance(env, HasVocabulary):
             vocabulary += env.vocabulary()
         try:
@@ -172,16 +190,22 @@ def describe_envs(pipeline: Pipeline) -> Texts:
     return Texts(tuple(vocabulary), tuple(texts))
 
 
-def build_agents(pipeline: Pipeline, tokenizer: PreTrainedTokenizerBase) -> dict[tuple[str, Stream], Agent]:
+def build_agents(
+    pipeline: Pipeline, tokenizer: PreTrainedTokenizerBase
+) -> dict[tuple[str, Stream], Agent]:
     """One agent per tag and stream: validation samples in its own way. Raises `InvalidConfig`."""
     agents: dict[tuple[str, Stream], Agent] = {}
     for index, spec in enumerate(pipeline.envs):
         for stream in Stream:
             limits = agent_limits(pipeline, spec, stream)
             try:
-                agents[spec.tag, stream] = make_agent(spec.agent.type, spec.agent.config, tokenizer=tokenizer, limits=limits)
+                agents[spec.tag, stream] = make_agent(
+                    spec.agent.type, spec.agent.config, tokenizer=tokenizer, limits=limits
+                )
             except PluginError as error:
-                raise InvalidConfig(f"spec.pipeline.envs[{index}].agent.{_field_of(error)}", str(error)) from error
+                raise InvalidConfig(
+                    f"spec.pipeline.envs[{index}].agent.{_field_of(error)}", str(error)
+                ) from error
     return agents
 
 

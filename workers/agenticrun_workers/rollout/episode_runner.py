@@ -23,7 +23,15 @@ from agenticrun_workers.rollout.log_once import Once
 from agenticrun_workers.rollout.rewards import JudgePanel, judged_episode
 from agenticrun_workers.rollout.transcript import transcript
 from agenticrun_workers.seeds import episode
-from agenticrun_workers.types import EpisodeKey, Generation, GenerationRequest, StopReason, Stream, Trajectory, Turn
+from agenticrun_workers.types import (
+    EpisodeKey,
+    Generation,
+    GenerationRequest,
+    StopReason,
+    Stream,
+    Trajectory,
+    Turn,
+)
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +69,16 @@ class Played:
 
     def abandoned(self) -> Trajectory:
         """What is left of an episode that was stopped: its sampled tokens, for the books."""
-        turns = tuple(Turn(a.tokens_T[:0], a.tokens_T, a.logprobs_T, a.versions_T, 0.0) for a in self.answers)
-        return Trajectory(self.key, self.task.tag, turns, StopReason.ABORTED, error="enough other members had finished")
+        turns = tuple(
+            Turn(a.tokens_T[:0], a.tokens_T, a.logprobs_T, a.versions_T, 0.0) for a in self.answers
+        )
+        return Trajectory(
+            self.key,
+            self.task.tag,
+            turns,
+            StopReason.ABORTED,
+            error="enough other members had finished",
+        )
 
 
 class EpisodePlayer:
@@ -94,7 +110,9 @@ class EpisodePlayer:
         task, key = played.task, played.key
         if task.demonstration:
             assert self._sources.demonstrations is not None
-            played.trajectories = [self._sources.demonstrations.trajectory(key, task.tag, self._chat)]
+            played.trajectories = [
+                self._sources.demonstrations.trajectory(key, task.tag, self._chat)
+            ]
             return
         try:
             played.trajectories = await self._collected(played)
@@ -102,7 +120,9 @@ class EpisodePlayer:
             raise
         except EnvFault as fault:
             played.trajectories = [_nothing(played, fault.reason, str(fault))]
-        except BaseException as error:  # an agent is a user's code and may raise anything: it costs this episode
+        except (
+            BaseException
+        ) as error:  # an agent is a user's code and may raise anything: it costs this episode
             message = one_line(error)
             self._report(f"an agent failed in {task.tag}: {message}")
             played.trajectories = [_nothing(played, StopReason.ENV_ERROR, message)]
@@ -114,10 +134,16 @@ class EpisodePlayer:
         env, whole = await self._envs.take(task.tag), False
         try:
             timeout = step_timeout(self._pipeline, self._pipeline.env(task.tag))
-            generate = random_valid_policy(env, self._chat, timeout) if task.random_policy else self._client.generate
+            generate = (
+                random_valid_policy(env, self._chat, timeout)
+                if task.random_policy
+                else self._client.generate
+            )
             asked = episode(self._pipeline.seed, key, task.tag, task.attempt, self._item(task))
             agent = self._agents[task.tag, task.stream]
-            made = await agent.collect_trajectory(asked, self._filmed(env, played), _counted(generate, played))
+            made = await agent.collect_trajectory(
+                asked, self._filmed(env, played), _counted(generate, played)
+            )
             trajectories = _numbered(key, made)
             whole = all(trajectory.stop_reason.trainable for trajectory in trajectories)
             return trajectories
@@ -130,20 +156,30 @@ class EpisodePlayer:
     async def judge(self, played: Played) -> None:
         """Add what the judges say of each trajectory. Random play is not judged: nothing reads it."""
         task = played.task
-        if not task.random_policy and not task.demonstration and self._sources.judges.judges(task.tag):
-            played.trajectories = list(await asyncio.gather(*(self._judged(task, each) for each in played.trajectories)))
+        if (
+            not task.random_policy
+            and not task.demonstration
+            and self._sources.judges.judges(task.tag)
+        ):
+            played.trajectories = list(
+                await asyncio.gather(*(self._judged(task, each) for each in played.trajectories))
+            )
 
     async def _judged(self, task: GroupTask, trajectory: Trajectory) -> Trajectory:
         if not trajectory.stop_reason.trainable:
             return trajectory
-        return await self._sources.judges.apply(trajectory, judged_episode(trajectory, self._chat, self._item(task)))
+        return await self._sources.judges.apply(
+            trajectory, judged_episode(trajectory, self._chat, self._item(task))
+        )
 
     def result(self, played: Played, store: int) -> EpisodeResult:
         """The scalars, with text and pictures if the task asks for them. Trajectories that have none end with env_error."""
         try:
             return self._result(played, store)
         except Exception as error:  # an agent is a user's code and may return anything
-            self._report(f"an agent of {played.task.tag} returned no good trajectory: {one_line(error)}")
+            self._report(
+                f"an agent of {played.task.tag} returned no good trajectory: {one_line(error)}"
+            )
             played.trajectories = [_nothing(played, StopReason.ENV_ERROR, one_line(error))]
             return self._result(played, store)
 
@@ -154,7 +190,9 @@ class EpisodePlayer:
                 trajectory,
                 attempt=task.attempt,
                 store=store,
-                transcript=transcript(trajectory, self._chat) if task.transcript and played.told else "",
+                transcript=transcript(trajectory, self._chat)
+                if task.transcript and played.told
+                else "",
             )
             for trajectory in played.trajectories
         ]
@@ -179,7 +217,10 @@ def _numbered(key: EpisodeKey, made: Trajectory | Sequence[Trajectory]) -> list[
     trajectories = [made] if isinstance(made, Trajectory) else list(made)
     if not trajectories:
         raise ValueError("collect_trajectory returned no trajectory")
-    return [replace(trajectory, key=replace(key, branch=branch)) for branch, trajectory in enumerate(trajectories)]
+    return [
+        replace(trajectory, key=replace(key, branch=branch))
+        for branch, trajectory in enumerate(trajectories)
+    ]
 
 
 def _nothing(played: Played, reason: StopReason, error: str) -> Trajectory:

@@ -28,15 +28,25 @@ class StalenessGate:
     """Groups accepted since the run began, those of earlier batches included."""
 
     @classmethod
-    def resumed(cls, groups_per_batch: int, max_concurrent: int, max_staleness: float, version: int) -> StalenessGate:
+    def resumed(
+        cls, groups_per_batch: int, max_concurrent: int, max_staleness: float, version: int
+    ) -> StalenessGate:
         """The gate of a run that has completed `version` steps and has nothing under way."""
-        return cls(groups_per_batch, max_concurrent, max_staleness, version, accepted=version * groups_per_batch)
+        return cls(
+            groups_per_batch,
+            max_concurrent,
+            max_staleness,
+            version,
+            accepted=version * groups_per_batch,
+        )
 
     @property
     def capacity(self) -> int:
         """Groups that may begin now, never negative."""
         allowed = math.floor((self.max_staleness + self.version + 1) * self.groups_per_batch)
-        return max(0, min(self.max_concurrent - self.running, allowed - self.accepted - self.running))
+        return max(
+            0, min(self.max_concurrent - self.running, allowed - self.accepted - self.running)
+        )
 
     def begin(self) -> None:
         self.running += 1

@@ -28,7 +28,9 @@ class PlayedGroup:
     """Tokens that were sampled for members that came too late."""
 
 
-async def play_group(players: Players, plan: GroupPlan, number: int, *, transcript: bool = False) -> PlayedGroup:
+async def play_group(
+    players: Players, plan: GroupPlan, number: int, *, transcript: bool = False
+) -> PlayedGroup:
     """Play group `number` until `plan.group_size` members can be trained on or the re-rolls are used up."""
     played = PlayedGroup()
     good: list[EpisodeResult] = []
@@ -64,7 +66,12 @@ async def play_group(players: Players, plan: GroupPlan, number: int, *, transcri
         played.surplus = _trainable(good)
     else:
         in_order = tuple(sorted(kept, key=lambda result: result.key))
-        played.group = Group(number, plan.tag(number), in_order, length_bias=_length_bias(kept, [*played.surplus, *late]))
+        played.group = Group(
+            number,
+            plan.tag(number),
+            in_order,
+            length_bias=_length_bias(kept, [*played.surplus, *late]),
+        )
     return played
 
 

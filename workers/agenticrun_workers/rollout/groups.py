@@ -8,7 +8,15 @@ from itertools import chain
 
 import numpy as np
 
-from agenticrun_workers.types import BoolArray, EpisodeKey, FloatArray, IntArray, StopReason, Stream, Trajectory
+from agenticrun_workers.types import (
+    BoolArray,
+    EpisodeKey,
+    FloatArray,
+    IntArray,
+    StopReason,
+    Stream,
+    Trajectory,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +72,20 @@ class EpisodeResult:
     """The other trajectories of the same episode, where its agent made several. This one can be trained on if any can."""
 
     @classmethod
-    def of(cls, trajectory: Trajectory, *, attempt: int = 0, store: int = -1, transcript: str = "", frames: bytes = b"") -> EpisodeResult:
+    def of(
+        cls,
+        trajectory: Trajectory,
+        *,
+        attempt: int = 0,
+        store: int = -1,
+        transcript: str = "",
+        frames: bytes = b"",
+    ) -> EpisodeResult:
         """The scalars of this trajectory. One with numbers that are not finite ends with env_error."""
         turns = trajectory.turns
-        finite = all(np.isfinite(turn.reward) and np.isfinite(turn.logprobs_T).all() for turn in turns)
+        finite = all(
+            np.isfinite(turn.reward) and np.isfinite(turn.logprobs_T).all() for turn in turns
+        )
         return cls(
             key=trajectory.key,
             tag=trajectory.tag,
@@ -147,5 +165,8 @@ def tag_cycle(shares: Mapping[str, int]) -> tuple[str, ...]:
 
     The tag of a group is `cycle[group % len(cycle)]`, so it depends on nothing but the group's number.
     """
-    marks = ([((2 * place + 1) / (2 * share), order, tag) for place in range(share)] for order, (tag, share) in enumerate(shares.items()))
+    marks = (
+        [((2 * place + 1) / (2 * share), order, tag) for place in range(share)]
+        for order, (tag, share) in enumerate(shares.items())
+    )
     return tuple(tag for _, _, tag in sorted(chain.from_iterable(marks)))

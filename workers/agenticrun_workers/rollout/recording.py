@@ -56,7 +56,9 @@ class Recording:
 
     def steps(self) -> list[int]:
         """Steps that are there, in order; none if there is no such folder."""
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, self._folder.sizes()) if match)
+        return sorted(
+            int(match[1]) for match in map(_NAME.fullmatch, self._folder.sizes()) if match
+        )
 
     def begin(self, done: int) -> None:
         """Make ready to write after `done` steps: later ones belong to an attempt that took another way, and are removed.
@@ -81,12 +83,16 @@ class Recording:
         try:
             return decode(content)
         except Exception as error:  # NumPy and zipfile raise a dozen kinds for a damaged archive
-            raise RecordingError(f"{self.uri}/{_name(step)} is damaged: {type(error).__name__}: {error}") from error
+            raise RecordingError(
+                f"{self.uri}/{_name(step)} is damaged: {type(error).__name__}: {error}"
+            ) from error
 
     def describe(self) -> str:
         """Which steps there are, for messages."""
         steps = self.steps()
-        return f"{self.uri} holds " + (f"{len(steps)} steps ({steps[0]} to {steps[-1]})" if steps else "no steps")
+        return f"{self.uri} holds " + (
+            f"{len(steps)} steps ({steps[0]} to {steps[-1]})" if steps else "no steps"
+        )
 
 
 def _name(step: int) -> str:
@@ -97,7 +103,12 @@ def encode(recorded: RecordedStep) -> bytes:
     """The bytes of a step's file."""
     trajectories = recorded.trajectories
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    header = {"format": FORMAT, "trajectories": [_scalars(t, a) for t, a in zip(trajectories, recorded.attempts, strict=True)]}
+    header = {
+        "format": FORMAT,
+        "trajectories": [
+            _scalars(t, a) for t, a in zip(trajectories, recorded.attempts, strict=True)
+        ],
+    }
     buffer = io.BytesIO()
     np.savez_compressed(
         buffer,
@@ -122,12 +133,19 @@ def decode(content: bytes) -> RecordedStep:
         arrays: dict[str, NDArray[Any]] = dict(archive)
     header = json.loads(arrays["header"].tobytes())
     if header["format"] != FORMAT:
-        raise ValueError(f"format {header['format']} is not {FORMAT}, the one that this version reads")
-    said = [list(chain.from_iterable(entry[name] for entry in header["trajectories"])) for name in ("actions", "engines")]
+        raise ValueError(
+            f"format {header['format']} is not {FORMAT}, the one that this version reads"
+        )
+    said = [
+        list(chain.from_iterable(entry[name] for entry in header["trajectories"]))
+        for name in ("actions", "engines")
+    ]
     turns = _turns(arrays, *said)
     trajectories = tuple(
         Trajectory(
-            key=EpisodeKey(Stream(entry["stream"]), entry["group"], entry["member"], entry["branch"]),
+            key=EpisodeKey(
+                Stream(entry["stream"]), entry["group"], entry["member"], entry["branch"]
+            ),
             tag=entry["tag"],
             turns=tuple(next(turns) for _ in range(count)),
             stop_reason=StopReason(entry["stop_reason"]),
@@ -159,10 +177,14 @@ def _scalars(trajectory: Trajectory, attempt: int) -> dict[str, Any]:
     }
 
 
-def _turns(arrays: dict[str, NDArray[Any]], actions_K: list[str | None], engines_K: list[str]) -> Iterator[Turn]:
+def _turns(
+    arrays: dict[str, NDArray[Any]], actions_K: list[str | None], engines_K: list[str]
+) -> Iterator[Turn]:
     prompts = np.split(arrays["prompts_P"], np.cumsum(arrays["prompt_lengths_K"])[:-1])
     ends = np.cumsum(arrays["response_lengths_K"])[:-1]
-    responses, logprobs, versions = (np.split(arrays[name], ends) for name in ("responses_R", "logprobs_R", "versions_R"))
+    responses, logprobs, versions = (
+        np.split(arrays[name], ends) for name in ("responses_R", "logprobs_R", "versions_R")
+    )
     count = len(arrays["rewards_K"])
     states = arrays["states_K"].reshape(count, STATE_BYTES)
     for k in range(count):

@@ -14,8 +14,14 @@ MAX_PART = 4_096
 def transcript(trajectory: Trajectory, chat: ChatFormat) -> str:
     """The whole episode, turn by turn, and how it ended."""
     blocks = [_turn(number, turn, chat) for number, turn in enumerate(trajectory.turns, start=1)]
-    reason = f"{trajectory.stop_reason}: {trajectory.error}" if trajectory.error else trajectory.stop_reason.value
-    return "".join([*_within_bounds(blocks), f"--- end: {reason}, score {trajectory.score:.4g} ---\n"])
+    reason = (
+        f"{trajectory.stop_reason}: {trajectory.error}"
+        if trajectory.error
+        else trajectory.stop_reason.value
+    )
+    return "".join(
+        [*_within_bounds(blocks), f"--- end: {reason}, score {trajectory.score:.4g} ---\n"]
+    )
 
 
 def _turn(number: int, turn: Turn, chat: ChatFormat) -> str:

@@ -30,7 +30,13 @@ from types import ModuleType
 from typing import TypedDict
 
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT, CLOSE_RANGE = 444, 445, 446, 436
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 22, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = (
+    1,
+    4,
+    24,
+    22,
+    38,
+)
 CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 
 CONTROL, REPORT = 0, 3
@@ -38,7 +44,14 @@ CONTROL, REPORT = 0, 3
 HANDED_OVER = 5
 """File descriptors of a request."""
 
-READ_FILE, READ_DIR, WRITE_FILE, REMOVE_FILE, MAKE_REG, TRUNCATE = 1 << 2, 1 << 3, 1 << 1, 1 << 5, 1 << 8, 1 << 14
+READ_FILE, READ_DIR, WRITE_FILE, REMOVE_FILE, MAKE_REG, TRUNCATE = (
+    1 << 2,
+    1 << 3,
+    1 << 1,
+    1 << 5,
+    1 << 8,
+    1 << 14,
+)
 FILE_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """How many of Landlock's rights over files a version of its ABI knows."""
 
@@ -157,7 +170,9 @@ def fork(handed: list[int]) -> int | None:
     if pid == 0:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, fd in enumerate(handed[:-1]):  # all are above REPORT: CONTROL, output, errors and `woken` were there first
+        for number, fd in enumerate(
+            handed[:-1]
+        ):  # all are above REPORT: CONTROL, output, errors and `woken` were there first
             os.dup2(fd, number)
         if libc.syscall(CLOSE_RANGE, REPORT + 1, 2**31 - 1, 0) != 0:
             os.closerange(REPORT + 1, os.sysconf("SC_OPEN_MAX"))
@@ -192,7 +207,12 @@ def run(code: str) -> None:
     module = sys.modules["__main__"] = ModuleType("__main__")
     names = module.__dict__
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # python -S has none
-    linecache.cache["<code>"] = (len(code), None, [line + "\n" for line in code.splitlines()], "<code>")
+    linecache.cache["<code>"] = (
+        len(code),
+        None,
+        [line + "\n" for line in code.splitlines()],
+        "<code>",
+    )
     try:
         tree = ast.parse(code, "<code>")
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -206,8 +226,18 @@ def run(code: str) -> None:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = frames[next((number for number, frame in enumerate(frames) if frame.filename == "<code>"), len(frames)) :]
-        sys.stderr.write("".join(traceback.format_list(own[:1] + own[1:][-2:]) + traceback.format_exception_only(error)))
+        own = frames[
+            next(
+                (number for number, frame in enumerate(frames) if frame.filename == "<code>"),
+                len(frames),
+            ) :
+        ]
+        sys.stderr.write(
+            "".join(
+                traceback.format_list(own[:1] + own[1:][-2:])
+                + traceback.format_exception_only(error)
+            )
+        )
         status = 1
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -262,7 +292,9 @@ def restrict_files(order: Order) -> str:
     check("landlock", abi)
     rights = (1 << FILE_RIGHTS_BY_ABI.get(abi, 16)) - 1
     ruleset = (ctypes.c_uint64 * 3)(rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
-    ruleset_fd = libc.syscall(LANDLOCK_CREATE, ruleset, ctypes.c_size_t(24 if abi >= 6 else 16 if abi >= 4 else 8), 0)
+    ruleset_fd = libc.syscall(
+        LANDLOCK_CREATE, ruleset, ctypes.c_size_t(24 if abi >= 6 else 16 if abi >= 4 else 8), 0
+    )
     check("landlock", ruleset_fd)
     for path in order["readable"]:
         allow_beneath(ruleset_fd, path, READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE)

@@ -71,7 +71,11 @@ class Limits:
     """Of all its files."""
 
     def __post_init__(self) -> None:
-        for key, value in (("seconds", self.seconds), ("memoryMb", self.memory_mb), ("outputBytes", self.output_bytes)):
+        for key, value in (
+            ("seconds", self.seconds),
+            ("memoryMb", self.memory_mb),
+            ("outputBytes", self.output_bytes),
+        ):
             if not value > 0:
                 raise ValueError(f"{key} must be above 0, not {value}")
         if self.scratch_mb < 0:
@@ -101,7 +105,11 @@ def run_python(code: str, limits: Limits | None = None, mode: SandboxMode = "req
     scratch = tempfile.mkdtemp(prefix="sandbox-")
     try:
         with tempfile.TemporaryFile() as source:  # no pipe that could fill up
-            source.write(json.dumps(_order(limits, mode, scratch)).encode() + b"\n" + code.encode(errors="replace"))
+            source.write(
+                json.dumps(_order(limits, mode, scratch)).encode()
+                + b"\n"
+                + code.encode(errors="replace")
+            )
             try:
                 return _run(source, limits, mode, scratch)
             except _NotBegun:
@@ -125,7 +133,9 @@ def _run(source: BinaryIO, limits: Limits, mode: SandboxMode, scratch: str) -> O
             return _watch(process, limits, scratch, layers)
     except zygote.Ended as error:
         if begun:
-            raise SandboxUnavailable(f"the process that forks the sandbox's processes ended during a call: {error}") from error
+            raise SandboxUnavailable(
+                f"the process that forks the sandbox's processes ended during a call: {error}"
+            ) from error
         raise _NotBegun(f"the sandbox's process did not start: {error}") from error
 
 
@@ -155,15 +165,34 @@ def _order(limits: Limits, mode: SandboxMode, scratch: str) -> dict[str, object]
 
 @cache
 def _filter(machine: str) -> str:
-    return base64.b64encode(seccomp.program(machine)).decode() if machine in seccomp.ARCHITECTURES else ""
+    return (
+        base64.b64encode(seccomp.program(machine)).decode()
+        if machine in seccomp.ARCHITECTURES
+        else ""
+    )
 
 
 @cache
 def _readable() -> list[str]:
     """Folders and files of Python, its packages and their libraries."""
     own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-    libraries = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", os.path.join(sys.base_prefix, "lib")]
-    return [*own, *_packages(), *libraries, "/etc/ld.so.cache", "/usr/share/zoneinfo", "/etc/localtime", str(LAUNCHER)]
+    libraries = [
+        "/lib",
+        "/lib64",
+        "/usr/lib",
+        "/usr/lib64",
+        "/usr/local/lib",
+        os.path.join(sys.base_prefix, "lib"),
+    ]
+    return [
+        *own,
+        *_packages(),
+        *libraries,
+        "/etc/ld.so.cache",
+        "/usr/share/zoneinfo",
+        "/etc/localtime",
+        str(LAUNCHER),
+    ]
 
 
 @cache
@@ -179,7 +208,9 @@ def _layers(process: zygote.Child) -> dict[str, str]:
     if not said:
         process.kill()
         errors = os.read(process.errors, 65536)
-        raise SandboxUnavailable(f"the sandbox's process did not start: {errors.decode(errors='replace')[-500:]}")
+        raise SandboxUnavailable(
+            f"the sandbox's process did not start: {errors.decode(errors='replace')[-500:]}"
+        )
     layers: dict[str, str] = json.loads(said)
     return layers
 
@@ -193,7 +224,9 @@ def _check(layers: Mapping[str, str], mode: SandboxMode) -> None:
         )
 
 
-def _watch(process: zygote.Child, limits: Limits, scratch: str, layers: Mapping[str, str]) -> Outcome:
+def _watch(
+    process: zygote.Child, limits: Limits, scratch: str, layers: Mapping[str, str]
+) -> Outcome:
     """Read what the code writes until it ends, or kill it at a limit."""
     start = time.monotonic()
     written = {process.output: bytearray(), process.errors: bytearray()}
@@ -204,17 +237,26 @@ def _watch(process: zygote.Child, limits: Limits, scratch: str, layers: Mapping[
         while end is None:
             _read(selector, written, TICK_SECONDS)
             end = _limit_met(limits, scratch, written)
-            if end is None and not selector.get_map() and (status := process.wait(TICK_SECONDS)) is not None:
+            if (
+                end is None
+                and not selector.get_map()
+                and (status := process.wait(TICK_SECONDS)) is not None
+            ):
                 end = _end(status)
             if end is None and time.monotonic() - start > limits.seconds:
                 late = _end_when_late(process)
                 _read(selector, written, 0)
                 end = _limit_met(limits, scratch, written) or late
-    texts = [written[fd][: limits.output_bytes].decode(errors="replace") for fd in (process.output, process.errors)]
+    texts = [
+        written[fd][: limits.output_bytes].decode(errors="replace")
+        for fd in (process.output, process.errors)
+    ]
     return Outcome(texts[0], texts[1], end, time.monotonic() - start, layers)
 
 
-def _read(selector: selectors.BaseSelector, written: Mapping[int, bytearray], seconds: float) -> None:
+def _read(
+    selector: selectors.BaseSelector, written: Mapping[int, bytearray], seconds: float
+) -> None:
     """Take what is in the pipes, all of it: one read empties a pipe."""
     for key, _ in selector.select(seconds):
         chunk = os.read(key.fd, PIPE_BYTES)

@@ -16,8 +16,14 @@ ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """`platform.machine()`: the kernel's name of the architecture (AUDIT_ARCH_*), and its column in `NUMBERS`."""
 
 ALLOWED_VALUES: dict[str, tuple[int, tuple[int, ...]]] = {
-    "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5451, 0x5450)),  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIOCLEX FIONCLEX
-    "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030)),  # F_DUPFD to F_SETLKW, F_DUPFD_CLOEXEC; not F_SETOWN, which sends signals
+    "ioctl": (
+        1,
+        (0x5401, 0x5413, 0x541B, 0x5421, 0x5451, 0x5450),
+    ),  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIOCLEX FIONCLEX
+    "fcntl": (
+        1,
+        (0, 1, 2, 3, 4, 5, 6, 7, 1030),
+    ),  # F_DUPFD to F_SETLKW, F_DUPFD_CLOEXEC; not F_SETOWN, which sends signals
     "prctl": (0, (15, 16)),  # PR_SET_NAME PR_GET_NAME
     "prlimit64": (0, (0,)),  # of itself
     "socketpair": (0, (1,)),  # AF_UNIX: event loops wake themselves with it
@@ -71,7 +77,11 @@ def _consequence(name: str) -> list[bytes]:
     if name not in ALLOWED_VALUES:
         return [_instruction(_RETURN, _ALLOW)]
     argument, values = ALLOWED_VALUES[name]
-    tests = [step for value in values for step in (_instruction(_EQUAL, value, 0, 1), _instruction(_RETURN, _ALLOW))]
+    tests = [
+        step
+        for value in values
+        for step in (_instruction(_EQUAL, value, 0, 1), _instruction(_RETURN, _ALLOW))
+    ]
     return [_load_argument(argument), *tests, _instruction(_RETURN, _REFUSE)]
 
 

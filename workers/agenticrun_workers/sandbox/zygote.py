@@ -59,7 +59,9 @@ class Child:
     def kill(self) -> int:
         """Its exit status when it is gone, so that it writes no more: not SIGKILL's if it had ended before. Raises `Ended`."""
         with suppress(OSError):  # the other end is closed
-            self._call.shutdown(socket.SHUT_WR)  # a close would tell nothing while a fork of this process has the socket, too
+            self._call.shutdown(
+                socket.SHUT_WR
+            )  # a close would tell nothing while a fork of this process has the socket, too
         status = self.wait(ANSWER_SECONDS)
         if status is None:
             raise Ended("it does not answer")
@@ -95,7 +97,9 @@ class _Zygote:
         self.launcher = launcher
         self._last_words: str | None = None
         with ExitStack() as files:
-            self.control, other_end = map(files.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            self.control, other_end = map(
+                files.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            )
             self.control.settimeout(ANSWER_SECONDS)
             self._errors = os.memfd_create("errors")  # no pipe that could fill up
             files.callback(os.close, self._errors)
@@ -124,7 +128,9 @@ class _Zygote:
     def last_words(self) -> str:
         with _lock:
             if self._last_words is None:
-                return os.pread(self._errors, 500, max(os.fstat(self._errors).st_size - 500, 0)).decode(errors="replace")
+                return os.pread(
+                    self._errors, 500, max(os.fstat(self._errors).st_size - 500, 0)
+                ).decode(errors="replace")
             return self._last_words
 
 

@@ -26,20 +26,33 @@ class ActorLoss:
         metrics: gets the sums of each part.
     """
 
-    def __init__(self, samples: list[Sample], spec: LossSpec, totals: StepTotals, most: Reduce, metrics: ActorMetrics) -> None:
+    def __init__(
+        self,
+        samples: list[Sample],
+        spec: LossSpec,
+        totals: StepTotals,
+        most: Reduce,
+        metrics: ActorMetrics,
+    ) -> None:
         self._samples = samples
         self._spec = spec
         self._totals = totals
         self._metrics = metrics
-        flags = [float(any(getattr(sample, name) is not None for sample in samples)) for name in OPTIONAL]
-        self._given = frozenset(name for name, flag in zip(OPTIONAL, most(flags), strict=True) if flag)
+        flags = [
+            float(any(getattr(sample, name) is not None for sample in samples)) for name in OPTIONAL
+        ]
+        self._given = frozenset(
+            name for name, flag in zip(OPTIONAL, most(flags), strict=True) if flag
+        )
 
     def __call__(self, batch: MicroBatch, logprobs_N: Tensor, entropies_N: Tensor) -> Tensor:
         """One micro-batch's part, a scalar."""
         spec, samples, dtype = self._spec, self._samples, logprobs_N.dtype
         tokens = self._tokens(batch, logprobs_N)
         weight_N = batch.pick(samples, "weight_T", dtype)
-        coefficients_N = token_coefficients(weight_N, batch.sequence_N, self._totals, spec.aggregation, spec.aggregation_norm)
+        coefficients_N = token_coefficients(
+            weight_N, batch.sequence_N, self._totals, spec.aggregation, spec.aggregation_norm
+        )
         policy = policy_loss(spec.variant, spec.ratio, tokens)
         pg = (coefficients_N * policy.loss_N).sum()
         kl = logprobs_N.new_zeros(())
@@ -49,7 +62,14 @@ class ActorLoss:
         total: Tensor = pg + spec.kl_coef * kl
         if spec.entropy_coef:
             total = total - spec.entropy_coef * (coefficients_N * entropies_N).sum()
-        self._metrics.add((pg, kl, total), policy, weight_N, entropies_N, tokens, on_policy="old_logprobs_T" not in self._given)
+        self._metrics.add(
+            (pg, kl, total),
+            policy,
+            weight_N,
+            entropies_N,
+            tokens,
+            on_policy="old_logprobs_T" not in self._given,
+        )
         return total
 
     def _tokens(self, batch: MicroBatch, logprobs_N: Tensor) -> LossTokens:
@@ -60,7 +80,9 @@ class ActorLoss:
             return batch.pick(samples, name, dtype) if name in self._given else None
 
         old_N = optional("old_logprobs_T")
-        scores_S = torch.tensor([samples[i].score for i in batch.samples], dtype=dtype, device=logprobs_N.device)
+        scores_S = torch.tensor(
+            [samples[i].score for i in batch.samples], dtype=dtype, device=logprobs_N.device
+        )
         return LossTokens(
             logprobs_N=logprobs_N,
             old_logprobs_N=logprobs_N.detach() if old_N is None else old_N,
@@ -84,6 +106,8 @@ class SupervisedLoss:
     def __call__(self, batch: MicroBatch, logprobs_N: Tensor, _: Tensor) -> Tensor:
         """One micro-batch's part, a scalar."""
         weight_N = batch.pick(self._samples, "weight_T", logprobs_N.dtype)
-        loss = -(token_coefficients(weight_N, batch.sequence_N, self._totals, "token-mean") * logprobs_N).sum()
+        loss = -(
+            token_coefficients(weight_N, batch.sequence_N, self._totals, "token-mean") * logprobs_N
+        ).sum()
         self.total += loss.item()
         return loss

@@ -9,7 +9,16 @@ from agenticrun_workers.algorithms.aggregation import StepTotals
 from agenticrun_workers.algorithms.losses import LossTokens, PolicyLoss
 from agenticrun_workers.trainer.ranks import Ranks
 
-SUMS = ("pg_loss", "kl_loss", "total_loss", "entropy", "clipfrac", "approxkl", "policykl", "ratio_mean")
+SUMS = (
+    "pg_loss",
+    "kl_loss",
+    "total_loss",
+    "entropy",
+    "clipfrac",
+    "approxkl",
+    "policykl",
+    "ratio_mean",
+)
 HIDDEN = ("ratio_square", "gap", "gap_share")
 
 
@@ -41,20 +50,40 @@ class ActorMetrics:
         share_N = weight_N.double() / self._totals.weight
         ratio_N = policy.ratio_N.double()
         change_N = (tokens.logprobs_N - tokens.old_logprobs_N).double()
-        per_token = [entropy_N, policy.clipped_N, change_N.square() / 2, -change_N, ratio_N, ratio_N.square()]
+        per_token = [
+            entropy_N,
+            policy.clipped_N,
+            change_N.square() / 2,
+            -change_N,
+            ratio_N,
+            ratio_N.square(),
+        ]
         engine_N = tokens.engine_logprobs_N if on_policy else None
-        gap_N = torch.zeros_like(ratio_N) if engine_N is None else (tokens.logprobs_N - engine_N).abs()
+        gap_N = (
+            torch.zeros_like(ratio_N) if engine_N is None else (tokens.logprobs_N - engine_N).abs()
+        )
         per_token += [gap_N, torch.full_like(ratio_N, float(engine_N is not None))]
-        self._sums += torch.stack([*(loss.double() for loss in losses), *((share_N * values_N.double()).sum() for values_N in per_token)])
+        self._sums += torch.stack(
+            [
+                *(loss.double() for loss in losses),
+                *((share_N * values_N.double()).sum() for values_N in per_token),
+            ]
+        )
         if len(ratio_N):
-            self._extremes = torch.maximum(self._extremes, torch.stack([ratio_N.max(), -ratio_N.min()]))
+            self._extremes = torch.maximum(
+                self._extremes, torch.stack([ratio_N.max(), -ratio_N.min()])
+            )
 
     def result(self, ranks: Ranks) -> dict[str, float]:
         """Equal on every rank. Collective."""
         sums = dict(zip((*SUMS, *HIDDEN), ranks.sum(self._sums.tolist()), strict=True))
         square, gap, gap_share = (sums.pop(name) for name in HIDDEN)
         largest, smallest = ranks.max(self._extremes.tolist())
-        extras = {"ratio_max": largest, "ratio_min": -smallest, "ess": sums["ratio_mean"] ** 2 / square if square else 0.0}
+        extras = {
+            "ratio_max": largest,
+            "ratio_min": -smallest,
+            "ess": sums["ratio_mean"] ** 2 / square if square else 0.0,
+        }
         metrics = {f"actor/{name}": value for name, value in (sums | extras).items()}
         return metrics | ({"engine/logprob_gap": gap / gap_share} if gap_share else {})
 
@@ -62,4 +91,6 @@ class ActorMetrics:
 def nothing_learned() -> dict[str, float]:
     """The metrics of a step without a weighted token: no loss, no change."""
     still = {"ratio_mean": 1.0, "ratio_max": 1.0, "ratio_min": 1.0, "ess": 1.0}
-    return {f"actor/{name}": still.get(name, 0.0) for name in (*SUMS, "ratio_max", "ratio_min", "ess")}
+    return {
+        f"actor/{name}": still.get(name, 0.0) for name in (*SUMS, "ratio_max", "ratio_min", "ess")
+    }

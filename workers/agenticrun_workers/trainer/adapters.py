@@ -17,13 +17,17 @@ class Adapters:
         whole: gives a parameter's whole value; collective.
     """
 
-    def __init__(self, model: nn.Module, whole: Callable[[nn.Parameter], Tensor], rank: int) -> None:
+    def __init__(
+        self, model: nn.Module, whole: Callable[[nn.Parameter], Tensor], rank: int
+    ) -> None:
         self._model = model
         self._whole = whole
         self._rank = rank
 
     @classmethod
-    def of(cls, model: nn.Module, whole: Callable[[nn.Parameter], Tensor], rank: int) -> Adapters | None:
+    def of(
+        cls, model: nn.Module, whole: Callable[[nn.Parameter], Tensor], rank: int
+    ) -> Adapters | None:
         """None for a model without adapters."""
         return cls(model, whole, rank) if merge_rules(model) else None
 

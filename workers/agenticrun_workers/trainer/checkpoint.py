@@ -52,14 +52,24 @@ class Record:
     """What low-rank adapters the parameters are (`describe_lora`); None: they are whole weights."""
 
     def to_bytes(self) -> bytes:
-        return json.dumps({**vars(self), "files": {name: entry.to_json() for name, entry in self.files.items()}}, indent=1).encode()
+        return json.dumps(
+            {**vars(self), "files": {name: entry.to_json() for name, entry in self.files.items()}},
+            indent=1,
+        ).encode()
 
     @staticmethod
     def read(folder: Folder) -> Record:
         """Raises `CheckpointMismatch` if there is none, `DamagedFile` if it cannot be understood."""
         try:
             value = json.loads(folder.read(MODULE_RECORD))
-            return Record(**{**value, "files": {name: FileEntry.from_json(entry) for name, entry in value["files"].items()}})
+            return Record(
+                **{
+                    **value,
+                    "files": {
+                        name: FileEntry.from_json(entry) for name, entry in value["files"].items()
+                    },
+                }
+            )
         except FileNotFoundError as error:
             raise CheckpointMismatch(f"{folder} holds no trainer checkpoint") from error
         except (ValueError, KeyError, TypeError) as error:
@@ -80,17 +90,31 @@ class ModuleState:
     """As `get_optimizer_state_dict` gives it; empty for a frozen module."""
 
 
-def save(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer | None, progress: dict[str, int]) -> None:
+def save(
+    location: Location,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    progress: dict[str, int],
+) -> None:
     """Write this rank's shards, without an optimizer the weights alone; they are durable when it returns. Collective."""
     save_state(location, _module_state(module, optimizer), progress)
 
 
-def load(location: Location, module: nn.Module, optimizer: torch.optim.Optimizer | None, progress: dict[str, int]) -> dict[str, int]:
+def load(
+    location: Location,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    progress: dict[str, int],
+) -> dict[str, int]:
     """Restore what `save` or `save_state` wrote into a module. See `load_state`."""
     state = _module_state(module, optimizer)
     progress = load_state(location, state, progress)
     set_state_dict(
-        module, _listed(optimizer), model_state_dict=state.model, optim_state_dict=state.optimizer, options=_options(module, strict=False)
+        module,
+        _listed(optimizer),
+        model_state_dict=state.model,
+        optim_state_dict=state.optimizer,
+        options=_options(module, strict=False),
     )
     return progress
 
@@ -99,7 +123,11 @@ def save_state(location: Location, state: ModuleState, progress: dict[str, int])
     """Write this rank's part of a state; it is durable when it returns. Collective."""
     folder = Folder(location)
     rank, ranks = _rank()
-    whole = {"model": state.model, "optimizer": state.optimizer, "rng": {str(rank): _random_state()}}
+    whole = {
+        "model": state.model,
+        "optimizer": state.optimizer,
+        "rng": {str(rank): _random_state()},
+    }
     writer = ShardWriter(folder)
     _unwrapped(lambda: save_shards(whole, storage_writer=writer, no_dist=ranks == 1))
     written: list[dict[str, FileEntry]] = [{}] * ranks
@@ -146,20 +174,38 @@ def load_state(location: Location, state: ModuleState, progress: dict[str, int])
     record, reader, metadata = _agreed(look)
     rank, ranks = _rank()
     source = rank if rank < record.ranks else 0
-    random = {kind: value for kind, value in _random_state().items() if f"rng.{source}.{kind}" in metadata.state_dict_metadata}
-    whole: dict[str, Any] = {"model": state.model, "optimizer": state.optimizer, "rng": {str(source): random}}
+    random = {
+        kind: value
+        for kind, value in _random_state().items()
+        if f"rng.{source}.{kind}" in metadata.state_dict_metadata
+    }
+    whole: dict[str, Any] = {
+        "model": state.model,
+        "optimizer": state.optimizer,
+        "rng": {str(source): random},
+    }
     _unwrapped(lambda: load_shards(whole, storage_reader=reader, no_dist=ranks == 1))
     _set_random_state(whole["rng"][str(source)], None if source == rank else rank)
     return progress | record.progress
 
 
 def _module_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModuleState:
-    model_state, optimizer_state = get_state_dict(module, _listed(optimizer), options=_options(module))
-    if describe_lora(module) is not None:  # torch leaves frozen ones in under the second names of tied parameters
-        frozen = {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    model_state, optimizer_state = get_state_dict(
+        module, _listed(optimizer), options=_options(module)
+    )
+    if (
+        describe_lora(module) is not None
+    ):  # torch leaves frozen ones in under the second names of tied parameters
+        frozen = {
+            name
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad
+        }
         model_state = {name: value for name, value in model_state.items() if name not in frozen}
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    return ModuleState(architecture_of(module), parameters, describe_lora(module), model_state, optimizer_state)
+    return ModuleState(
+        architecture_of(module), parameters, describe_lora(module), model_state, optimizer_state
+    )
 
 
 def _options(module: nn.Module, *, strict: bool = True) -> StateDictOptions:
@@ -187,11 +233,16 @@ def _check(folder: Folder, metadata: Metadata, model_state: dict[str, Any]) -> N
             )
 
 
-def _check_adapters(folder: Folder, stored: dict[str, Any] | None, wanted: dict[str, Any] | None) -> None:
+def _check_adapters(
+    folder: Folder, stored: dict[str, Any] | None, wanted: dict[str, Any] | None
+) -> None:
     if stored == wanted:
         return
     if stored is None or wanted is None:
-        difference = ["the model has no adapters, the checkpoint has", "the model has adapters, the checkpoint has none"][stored is None]
+        difference = [
+            "the model has no adapters, the checkpoint has",
+            "the model has adapters, the checkpoint has none",
+        ][stored is None]
     else:
         name = next(name for name in wanted if stored.get(name) != wanted[name])
         difference = f"the model has {name} {wanted[name]}, the checkpoint {stored.get(name)}"
@@ -201,7 +252,9 @@ def _check_adapters(folder: Folder, stored: dict[str, Any] | None, wanted: dict[
 
 
 def _shapes(model_state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in model_state.items() if hasattr(value, "shape")}
+    return {
+        name: tuple(value.shape) for name, value in model_state.items() if hasattr(value, "shape")
+    }
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
@@ -210,7 +263,9 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def architecture_of(module: nn.Module) -> str:
     """As Hugging Face calls it; the class, without FSDP's prefix, for what has no config."""
-    types = (getattr(getattr(part, "config", None), "model_type", None) for part in module.modules())
+    types = (
+        getattr(getattr(part, "config", None), "model_type", None) for part in module.modules()
+    )
     return next((str(name) for name in types if name), type(module).__name__.removeprefix("FSDP"))
 
 
@@ -253,7 +308,9 @@ def _unwrapped(work: Callable[[], object]) -> None:
     """Do it; raise the first rank's own error instead of torch's `CheckpointException`, which is no `Exception`."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one rank needs none
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled"
+            )  # one rank needs none
             work()
     except CheckpointException as error:
         cause, _ = error.failures[min(error.failures)]

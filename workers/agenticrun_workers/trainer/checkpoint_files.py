@@ -8,7 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import cast
 
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemBase,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 
 from agenticrun_workers.storage import DamagedFile, FileEntry, Folder

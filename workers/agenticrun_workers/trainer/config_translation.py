@@ -7,7 +7,16 @@ from agenticrun_api import algorithm as api
 from agenticrun_api.algorithm import Algorithm
 from agenticrun_api.training import Training
 from agenticrun_workers.algorithms.correction import CorrectionSpec, FilterSpec, WeightSpec
-from agenticrun_workers.algorithms.losses import Cispo, Decoupled, Kimi15, Ppo, Tis, Topr, Vanilla, Variant
+from agenticrun_workers.algorithms.losses import (
+    Cispo,
+    Decoupled,
+    Kimi15,
+    Ppo,
+    Tis,
+    Topr,
+    Vanilla,
+    Variant,
+)
 from agenticrun_workers.algorithms.token_advantages import TokenSpec
 from agenticrun_workers.driver.batch_plan import optimizer_steps_per_batch
 from agenticrun_workers.trainer import LossSpec, OptimizerSpec, ValueLossSpec
@@ -47,7 +56,11 @@ def loss_spec(pipeline: Pipeline) -> LossSpec:
 def value_loss_spec(pipeline: Pipeline) -> ValueLossSpec:
     algorithm = pipeline.algorithm
     clip = pipeline.critic.value_clip if pipeline.critic else None
-    return ValueLossSpec(clip=clip, aggregation=algorithm.loss_agg_mode, aggregation_norm=algorithm.loss_agg_norm or 1.0)
+    return ValueLossSpec(
+        clip=clip,
+        aggregation=algorithm.loss_agg_mode,
+        aggregation_norm=algorithm.loss_agg_norm or 1.0,
+    )
 
 
 def token_spec(pipeline: Pipeline) -> TokenSpec:
@@ -90,7 +103,9 @@ def _variant(algorithm: Algorithm) -> Variant:
             return Ppo(algorithm.pg_clip_low, algorithm.pg_clip_high, algorithm.dual_clip)
         case "decoupled":
             cap = (algorithm.decoupled or api.Decoupled()).cap
-            return Decoupled(algorithm.pg_clip_low, algorithm.pg_clip_high, algorithm.dual_clip, cap)
+            return Decoupled(
+                algorithm.pg_clip_low, algorithm.pg_clip_high, algorithm.dual_clip, cap
+            )
         case "tis":
             tis = algorithm.tis or api.Tis()
             return Tis(tis.lower_bound, tis.upper_bound)
@@ -109,5 +124,8 @@ def _correction(pipeline: Pipeline) -> CorrectionSpec | None:
     if correction is None:
         return None
     weight = correction.is_weight
-    filters = tuple(FilterSpec(f.level, f.ratio_low, f.ratio_high, f.diff_low, f.diff_high) for f in correction.filters)
+    filters = tuple(
+        FilterSpec(f.level, f.ratio_low, f.ratio_high, f.diff_low, f.diff_high)
+        for f in correction.filters
+    )
     return CorrectionSpec(WeightSpec(weight.level, weight.upper_bound) if weight else None, filters)

@@ -17,8 +17,12 @@ from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.optimizer import OptimizerSpec, StepCounts
 
 if compute_device().type == "cpu":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at the import; else DeepSpeed guesses, and warns
-    os.environ.setdefault("LOCAL_SIZE", "1")  # else DeepSpeed asks a program for the NUMA nodes whenever it reduces gradients
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # read at the import; else DeepSpeed guesses, and warns
+    os.environ.setdefault(
+        "LOCAL_SIZE", "1"
+    )  # else DeepSpeed asks a program for the NUMA nodes whenever it reduces gradients
 
 import deepspeed
 from deepspeed.utils import (
@@ -53,12 +57,16 @@ class ZeroEngine(StepCounts):
         config: DeepSpeed's.
     """
 
-    def __init__(self, module: PolicyModule, spec: OptimizerSpec, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, module: PolicyModule, spec: OptimizerSpec, config: Mapping[str, Any]
+    ) -> None:
         super().__init__(spec)
         self.module = module
         self.stage: int = config["zero_optimization"]["stage"]
         device = next(module.parameters()).device
-        os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed's name for the number of the device
+        os.environ["LOCAL_RANK"] = str(
+            device.index or 0
+        )  # DeepSpeed's name for the number of the device
         self.adam = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=spec.learning_rate,
@@ -66,11 +74,19 @@ class ZeroEngine(StepCounts):
             eps=spec.epsilon,
             weight_decay=spec.weight_decay,
         )
-        rounded = {id(p): p.detach().to("cpu", copy=True) for _, p in self.trained()} if config["bf16"]["enabled"] else {}
-        self._engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=self.adam, config=dict(config))
+        rounded = (
+            {id(p): p.detach().to("cpu", copy=True) for _, p in self.trained()}
+            if config["bf16"]["enabled"]
+            else {}
+        )
+        self._engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=module, optimizer=self.adam, config=dict(config)
+        )
         self._engine.eval()
         if self.stage == 3:  # read by the scoring, not by the forward pass of its own layer
-            deepspeed.zero.register_external_parameter(module, module.model.get_output_embeddings().weight)
+            deepspeed.zero.register_external_parameter(
+                module, module.model.get_output_embeddings().weight
+            )
         self._start_adam()
         if rounded:  # DeepSpeed makes masters from what it computes with
             for _, parameter in self.trained():
@@ -99,18 +115,31 @@ class ZeroEngine(StepCounts):
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that the optimizer has, each once."""
-        return ((name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
+        return (
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad
+        )
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients so far, whole, by parameter name; they are cleared."""
         found = {name: safe_get_full_grad(parameter).clone() for name, parameter in self.trained()}
-        for _, parameter in self.trained():  # DeepSpeed has no other way to drop them than a step that it must skip
+        for (
+            _,
+            parameter,
+        ) in (
+            self.trained()
+        ):  # DeepSpeed has no other way to drop them than a step that it must skip
             if self.stage == 3:
                 safe_set_local_grad(parameter, torch.full_like(parameter.ds_tensor, torch.nan))  # type: ignore[attr-defined]  # DeepSpeed's
             else:
-                safe_set_full_grad(parameter, torch.full_like(parameter, torch.nan, dtype=torch.float32))
+                safe_set_full_grad(
+                    parameter, torch.full_like(parameter, torch.nan, dtype=torch.float32)
+                )
         self._engine.step()
-        assert not self._engine.was_step_applied(), "DeepSpeed took a step with gradients that are not finite"
+        assert not self._engine.was_step_applied(), (
+            "DeepSpeed took a step with gradients that are not finite"
+        )
         return found
 
     @property
@@ -166,8 +195,12 @@ class ZeroEngine(StepCounts):
 
         DeepSpeed's own `offload_states` wants its fused AdamW, and leaves nothing to export from. Here the weights stay.
         """
-        for flat in self._flat_masters():  # copied also from CPU to CPU, where tests see then what a GPU would
-            if self.stage < 3 or all(flat is not computed for computed in self.optimizer.fp16_partitioned_groups_flat):
+        for flat in (
+            self._flat_masters()
+        ):  # copied also from CPU to CPU, where tests see then what a GPU would
+            if self.stage < 3 or all(
+                flat is not computed for computed in self.optimizer.fp16_partitioned_groups_flat
+            ):
                 flat.data = flat.data.to(device, copy=True)
             state = self.adam.state[flat]
             state.update({name: state[name].to(device, copy=True) for name in MOMENTS})
@@ -178,7 +211,11 @@ class ZeroEngine(StepCounts):
 
     def _first_broken(self) -> str:
         """The first parameter with a gradient that is not finite on any rank."""
-        broken = [name for name, parameter in self.trained() if not safe_get_full_grad(parameter).isfinite().all()]
+        broken = [
+            name
+            for name, parameter in self.trained()
+            if not safe_get_full_grad(parameter).isfinite().all()
+        ]
         return broken[0] if broken else "their joint norm"
 
     def _flat_masters(self) -> list[Tensor]:
@@ -200,5 +237,7 @@ class ZeroEngine(StepCounts):
 def _part(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """This rank's part of a whole value, as ZeRO-3 cuts it: flat, the last rank's filled up with zeros."""
     size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-    padded = torch.nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
+    padded = torch.nn.functional.pad(
+        value.flatten(), (0, size * dist.get_world_size() - value.numel())
+    )
     return padded[size * dist.get_rank() :][:size]

@@ -13,7 +13,9 @@ from agenticrun_workers.trainer.optimizer import OptimizerSpec
 
 _TRAINING = "spec.pipeline.actorTrain.training"
 _MICRO_BATCHES = f"{_TRAINING}.maxTokensPerMicroBatch"
-_GLOBAL_SUM = "spec.pipeline.algorithm.lossAggMode (gradients are sums under denominators of the whole step)"
+_GLOBAL_SUM = (
+    "spec.pipeline.algorithm.lossAggMode (gradients are sums under denominators of the whole step)"
+)
 _TRACKERS = "spec.trackers"
 
 DECIDED_ELSEWHERE = {
@@ -41,7 +43,15 @@ DECIDED_ELSEWHERE = {
 
 OWN = frozenset({"gradient_checkpointing", "logits_chunk_elements"})
 """Options that are not DeepSpeed's; see `FsdpOptions`."""
-PASSED = frozenset({"comms_logger", "communication_data_type", "flops_profiler", "memory_breakdown", "wall_clock_breakdown"})
+PASSED = frozenset(
+    {
+        "comms_logger",
+        "communication_data_type",
+        "flops_profiler",
+        "memory_breakdown",
+        "wall_clock_breakdown",
+    }
+)
 """Options that go to DeepSpeed as they are, beside `zero_optimization` and `bf16`."""
 ZERO_DECIDED_ELSEWHERE = {
     "compute_grad_norm": f"{_TRAINING}.maxGradNorm",
@@ -97,7 +107,9 @@ class DeepSpeedOptions:
             dtype: that is computed in.
         """
         if dtype not in DTYPES:
-            raise ValueError(f"deepspeed computes in float32 or bfloat16: set spec.model.dtype, or train in {dtype} with fsdp2")
+            raise ValueError(
+                f"deepspeed computes in float32 or bfloat16: set spec.model.dtype, or train in {dtype} with fsdp2"
+            )
         _check_names("", config, {"zero_optimization", "bf16", *PASSED, *OWN}, DECIDED_ELSEWHERE)
         _check_bf16(config.get("bf16", {}), dtype)
         zero = {"stage": 3, **_section("zero_optimization", config.get("zero_optimization", {}))}
@@ -110,7 +122,9 @@ class DeepSpeedOptions:
     @property
     def offloads_optimizer(self) -> bool:
         """Whether masters and moments are in host memory in any case."""
-        return bool(self.passed["zero_optimization"].get("offload_optimizer", {}).get("device") == "cpu")
+        return bool(
+            self.passed["zero_optimization"].get("offload_optimizer", {}).get("device") == "cpu"
+        )
 
     def config(self, optimizer: OptimizerSpec, dtype: torch.dtype) -> dict[str, Any]:
         """DeepSpeed's whole configuration.
@@ -129,12 +143,18 @@ class DeepSpeedOptions:
         }
 
 
-def _check_names(section: str, given: Mapping[str, Any], known: set[str], elsewhere: Mapping[str, str]) -> None:
+def _check_names(
+    section: str, given: Mapping[str, Any], known: set[str], elsewhere: Mapping[str, str]
+) -> None:
     for name in given:
         if name in elsewhere:
-            raise ValueError(f"the option {section}{name} of deepspeed is decided by {elsewhere[name]}: leave it out")
+            raise ValueError(
+                f"the option {section}{name} of deepspeed is decided by {elsewhere[name]}: leave it out"
+            )
         if name not in known:
-            raise ValueError(f"the option {section}{name} of deepspeed is unknown or not offered; offered are {', '.join(sorted(known))}")
+            raise ValueError(
+                f"the option {section}{name} of deepspeed is unknown or not offered; offered are {', '.join(sorted(known))}"
+            )
 
 
 def _section(name: str, value: Any) -> Mapping[str, Any]:
@@ -156,12 +176,16 @@ def _check_bf16(value: Any, dtype: torch.dtype) -> None:
 def _check_zero(zero: Mapping[str, Any]) -> None:
     _check_names("zero_optimization.", zero, {*ZERO_PASSED, *OFFLOADED}, ZERO_DECIDED_ELSEWHERE)
     if type(zero["stage"]) is not int or zero["stage"] not in (1, 2, 3):
-        raise ValueError(f"zero_optimization.stage must be 1, 2 or 3, not {zero['stage']!r}; without ZeRO use the strategy fsdp2")
+        raise ValueError(
+            f"zero_optimization.stage must be 1, 2 or 3, not {zero['stage']!r}; without ZeRO use the strategy fsdp2"
+        )
     for name in OFFLOADED:
         section = _section(f"zero_optimization.{name}", zero.get(name, {}))
         _check_names(f"zero_optimization.{name}.", section, set(OFFLOAD_PASSED), {})
         if section and section.get("device") not in ("cpu", "none"):
-            raise ValueError(f"zero_optimization.{name}.device must be cpu or none, not {section.get('device')!r}")
+            raise ValueError(
+                f"zero_optimization.{name}.device must be cpu or none, not {section.get('device')!r}"
+            )
     if zero["stage"] < 3:
         for option, given in {
             "offload_param": zero.get("offload_param", {}).get("device") == "cpu",
@@ -173,7 +197,11 @@ def _check_zero(zero: Mapping[str, Any]) -> None:
 
 def _check_own(own: Mapping[str, Any]) -> None:
     if type(own.get("gradient_checkpointing", False)) is not bool:
-        raise ValueError(f"the option gradient_checkpointing must be true or false, not {own['gradient_checkpointing']!r}")
+        raise ValueError(
+            f"the option gradient_checkpointing must be true or false, not {own['gradient_checkpointing']!r}"
+        )
     elements = own.get("logits_chunk_elements", 1)
     if type(elements) is not int or elements < 1:
-        raise ValueError(f"the option logits_chunk_elements must be a whole number of at least 1, not {elements!r}")
+        raise ValueError(
+            f"the option logits_chunk_elements must be a whole number of at least 1, not {elements!r}"
+        )

@@ -70,7 +70,9 @@ class DeepSpeedPolicy:
         if not dist.is_initialized():
             join_alone(next(module.parameters()).device)
         layers = FsdpOptions(gradient_checkpointing=options.gradient_checkpointing)
-        self._backend = TorchBackend(module, max_tokens=max_tokens, packing=packing, dtype=dtype, options=layers, shard=False)
+        self._backend = TorchBackend(
+            module, max_tokens=max_tokens, packing=packing, dtype=dtype, options=layers, shard=False
+        )
         self._engine = ZeroEngine(module, optimizer, options.config(optimizer, dtype))
         ranks = self._backend.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
@@ -89,9 +91,15 @@ class DeepSpeedPolicy:
         if totals.weight == 0:
             self._engine.skip()
         else:
-            self._add_gradients(self._backend.micro_batches(samples, weighted), loss, self._temperature)
+            self._add_gradients(
+                self._backend.micro_batches(samples, weighted), loss, self._temperature
+            )
             norm = self._engine.step(rate, scheduled=False)
-        return {"warmup/loss": self._backend.ranks.sum([loss.total])[0], "warmup/grad_norm": norm, "warmup/lr": rate}
+        return {
+            "warmup/loss": self._backend.ranks.sum([loss.total])[0],
+            "warmup/grad_norm": norm,
+            "warmup/lr": rate,
+        }
 
     def train_step(self, samples: list[Sample], loss: LossSpec) -> Mapping[str, float]:
         """See `TrainStrategy`."""
@@ -113,7 +121,10 @@ class DeepSpeedPolicy:
     def gradients(self, samples: list[Sample], loss: LossSpec) -> dict[str, Tensor]:
         """The gradient that `train_step` would use, whole and unclipped, by parameter name; nothing changes. Collective."""
         self._backward(samples, loss, self._backend.totals(samples))
-        return {name.removeprefix("model."): gradient for name, gradient in self._engine.gradients().items()}
+        return {
+            name.removeprefix("model."): gradient
+            for name, gradient in self._engine.gradients().items()
+        }
 
     def sum_over_data(self, values: Floats) -> Floats:
         """See `TrainStrategy`."""
@@ -161,7 +172,9 @@ class DeepSpeedPolicy:
     def _progress(self) -> dict[str, int]:
         return {**self._engine.counts(), "policy_version": self.policy_version}
 
-    def _backward(self, samples: list[Sample], spec: LossSpec, totals: StepTotals) -> dict[str, float]:
+    def _backward(
+        self, samples: list[Sample], spec: LossSpec, totals: StepTotals
+    ) -> dict[str, float]:
         """Sum the gradient over all micro-batches; returns metrics."""
         metrics = ActorMetrics(totals, self._backend.device)
         part = ActorLoss(samples, spec, totals, self._backend.ranks.max, metrics)
@@ -169,7 +182,12 @@ class DeepSpeedPolicy:
         self._add_gradients(batches, part, spec.temperature)
         return {**metrics.result(self._backend.ranks), **self._backend.balance(batches)}
 
-    def _add_gradients(self, batches: list[MicroBatch], part: Callable[[MicroBatch, Tensor, Tensor], Tensor], temperature: float) -> None:
+    def _add_gradients(
+        self,
+        batches: list[MicroBatch],
+        part: Callable[[MicroBatch, Tensor, Tensor], Tensor],
+        temperature: float,
+    ) -> None:
         for number, batch in enumerate(batches, 1):
             loss = part(batch, *self._engine.forward(batch, temperature))
             self._engine.backward(loss, last=number == len(batches))

@@ -29,15 +29,22 @@ def state_of(engine: ZeroEngine) -> ModuleState:
         moments[name] = {kind: _rows(engine.moment(parameter, kind), mesh) for kind in MOMENTS}
         moments[name]["step"] = torch.tensor(engine.adam_steps)
     model: dict[str, Any] = {}
-    for name, value in engine.module.state_dict(keep_vars=True).items():  # tied ones under each of their names, and buffers
+    for name, value in engine.module.state_dict(
+        keep_vars=True
+    ).items():  # tied ones under each of their names, and buffers
         if not isinstance(value, nn.Parameter):
             model[name] = value.cpu()
         elif id(value) in names:
             model[name] = masters[names[id(value)]]
     group = {name: value for name, value in engine.adam.param_groups[0].items() if name != "params"}
     optimizer = {"state": moments, "param_groups": [{**group, "params": list(masters)}]}
-    parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
-    return ModuleState(architecture_of(engine.module), parameters, describe_lora(engine.module), model, optimizer)
+    parameters = sum(
+        getattr(parameter, "ds_numel", parameter.numel())
+        for parameter in engine.module.parameters()
+    )
+    return ModuleState(
+        architecture_of(engine.module), parameters, describe_lora(engine.module), model, optimizer
+    )
 
 
 def restore(engine: ZeroEngine, state: ModuleState) -> None:
@@ -47,11 +54,15 @@ def restore(engine: ZeroEngine, state: ModuleState) -> None:
         for kind in MOMENTS:
             engine.set_moment(parameter, kind, state.optimizer["state"][name][kind].full_tensor())
     engine.masters_set()
-    engine.set_adam_steps(max(float(moments["step"]) for moments in state.optimizer["state"].values()))
+    engine.set_adam_steps(
+        max(float(moments["step"]) for moments in state.optimizer["state"].values())
+    )
 
 
 def _rows(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's rows of a whole tensor, as `torch.chunk` cuts it."""
     size = -(-len(whole) // mesh.size())
     rows = whole[size * mesh.get_local_rank() :][:size].to("cpu", copy=True)
-    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )

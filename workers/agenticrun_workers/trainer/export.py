@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from agenticrun_workers.models.saving import write_model
 
 
-def write_folder(folder: Path, model: PreTrainedModel, weights: dict[str, Tensor], files: Mapping[str, bytes]) -> None:
+def write_folder(
+    folder: Path, model: PreTrainedModel, weights: dict[str, Tensor], files: Mapping[str, bytes]
+) -> None:
     """Weights (safetensors, in the dtype they were trained in), config and generation config, and these files, into `folder`.
 
     `weights` are whole, by the names of the model's parameters; tied ones are listed once.

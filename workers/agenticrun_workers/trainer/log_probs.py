@@ -17,7 +17,12 @@ CHUNK_ELEMENTS = 2**27
 
 
 def score(
-    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_N: Tensor, temperature: float, chunk_elements: int = CHUNK_ELEMENTS
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    temperature: float,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the targets and entropies of their distributions, both under softmax(logits / temperature).
 
@@ -26,7 +31,9 @@ def score(
     Returns:
         log-probs [N] and entropies [N], in float32 or the wider dtype of the logits.
     """
-    logprobs_N, entropies_N = _Score.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature, chunk_elements)
+    logprobs_N, entropies_N = _Score.apply(
+        hidden_NH, weight_VH, bias_V, targets_N, temperature, chunk_elements
+    )
     return logprobs_N, entropies_N
 
 
@@ -50,7 +57,9 @@ class _Score(torch.autograd.Function):
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
-        logprobs_N, entropies_N, normalizers_N = (hidden_NH.new_empty(len(hidden_NH), dtype=wide) for _ in range(3))
+        logprobs_N, entropies_N, normalizers_N = (
+            hidden_NH.new_empty(len(hidden_NH), dtype=wide) for _ in range(3)
+        )
         for start in range(0, len(hidden_NH), ctx.chunk):
             chunk = slice(start, start + ctx.chunk)
             logits_CV = _scaled_logits(hidden_NH[chunk], weight_VH, bias_V, temperature)
@@ -63,12 +72,22 @@ class _Score(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_logprobs_N: Tensor | None, d_entropies_N: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_logprobs_N: Tensor | None, d_entropies_N: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, normalizers_N, entropies_N = ctx.saved_tensors
         d_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         # Over the chunks the weight's gradient is summed in float32: bfloat16 would lose the small terms.
-        d_weight_VH = torch.zeros_like(weight_VH, dtype=normalizers_N.dtype) if ctx.needs_input_grad[1] else None
-        d_bias_V = torch.zeros_like(bias_V, dtype=normalizers_N.dtype) if bias_V is not None and ctx.needs_input_grad[2] else None
+        d_weight_VH = (
+            torch.zeros_like(weight_VH, dtype=normalizers_N.dtype)
+            if ctx.needs_input_grad[1]
+            else None
+        )
+        d_bias_V = (
+            torch.zeros_like(bias_V, dtype=normalizers_N.dtype)
+            if bias_V is not None and ctx.needs_input_grad[2]
+            else None
+        )
         for start in range(0, len(hidden_NH), ctx.chunk):
             chunk = slice(start, start + ctx.chunk)
             logits_CV = _scaled_logits(hidden_NH[chunk], weight_VH, bias_V, ctx.temperature)
@@ -77,7 +96,11 @@ class _Score(torch.autograd.Function):
             if d_entropies_N is None:
                 d_logits_CV = logprobs_CV.zero_()
             else:
-                d_logits_CV = logprobs_CV.add_(entropies_N[chunk, None]).mul_(p_CV).mul_(-d_entropies_N[chunk, None])
+                d_logits_CV = (
+                    logprobs_CV.add_(entropies_N[chunk, None])
+                    .mul_(p_CV)
+                    .mul_(-d_entropies_N[chunk, None])
+                )
             if d_logprobs_N is not None:
                 d_logits_CV.sub_(p_CV.mul_(d_logprobs_N[chunk, None]))
                 d_logits_CV.scatter_add_(-1, targets_N[chunk, None], d_logprobs_N[chunk, None])
@@ -93,7 +116,9 @@ class _Score(torch.autograd.Function):
         return d_hidden_NH, *narrow, None, None, None
 
 
-def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+def _scaled_logits(
+    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float
+) -> Tensor:
     """A new tensor [C, V] in float32 at least."""
     logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).div_(temperature)

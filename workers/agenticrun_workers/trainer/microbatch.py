@@ -56,12 +56,16 @@ class MicroBatch:
             if values_T is None:
                 raise ValueError(f"sample {number} lacks {name}, which the loss reads")
             parts.append(values_T[chosen])
-        return torch.from_numpy(np.concatenate(parts, dtype=np.float64)).to(self.ids_BT.device, dtype)
+        return torch.from_numpy(np.concatenate(parts, dtype=np.float64)).to(
+            self.ids_BT.device, dtype
+        )
 
     def put(self, values_N: Tensor, into: Sequence[NDArray[np.float32]]) -> None:
         """Write one value per selected token into the arrays of all samples, in their original order."""
         sizes = [len(chosen) for chosen in self.positions]
-        for sample, chosen, part in zip(self.samples, self.positions, torch.split(values_N.float().cpu(), sizes), strict=True):
+        for sample, chosen, part in zip(
+            self.samples, self.positions, torch.split(values_N.float().cpu(), sizes), strict=True
+        ):
             into[sample][chosen] = part.numpy()
 
 
@@ -81,7 +85,12 @@ def responses_and_end(sample: Sample) -> Positions:
 
 
 def split(
-    samples: list[Sample], select: Callable[[Sample], Positions], max_tokens: int, device: torch.device, *, packed: bool = False
+    samples: list[Sample],
+    select: Callable[[Sample], Positions],
+    max_tokens: int,
+    device: torch.device,
+    *,
+    packed: bool = False,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` tokens, padding included; a longer sample is one of its own. Each sample is in one.
 
@@ -96,7 +105,17 @@ def split(
 def filler(device: torch.device) -> MicroBatch:
     """A micro-batch without selected tokens, so that every rank can run the same number of them."""
     nothing = torch.zeros(0, dtype=torch.long, device=device)
-    return MicroBatch([], [], torch.zeros(1, 1, dtype=torch.long, device=device), None, nothing, nothing, nothing, nothing, 0)
+    return MicroBatch(
+        [],
+        [],
+        torch.zeros(1, 1, dtype=torch.long, device=device),
+        None,
+        nothing,
+        nothing,
+        nothing,
+        nothing,
+        0,
+    )
 
 
 def _pad(lengths: dict[int, int], max_tokens: int) -> list[dict[int, Place]]:
@@ -118,7 +137,9 @@ def _pack(lengths: dict[int, int], max_tokens: int) -> list[dict[int, Place]]:
         places: dict[int, Place] = {}
         ends: list[int] = []
         for i in waiting:
-            row = next((row for row, end in enumerate(ends) if end + lengths[i] <= width), len(ends))
+            row = next(
+                (row for row, end in enumerate(ends) if end + lengths[i] <= width), len(ends)
+            )
             if row == len(ends):
                 if row == most_rows:
                     continue
@@ -131,7 +152,11 @@ def _pack(lengths: dict[int, int], max_tokens: int) -> list[dict[int, Place]]:
 
 
 def _lay_out(
-    samples: list[Sample], chosen: dict[int, Positions], places: dict[int, Place], device: torch.device, packed: bool
+    samples: list[Sample],
+    chosen: dict[int, Positions],
+    places: dict[int, Place],
+    device: torch.device,
+    packed: bool,
 ) -> MicroBatch:
     order = sorted(places)
     lengths = [int(chosen[i][-1]) for i in order]

@@ -26,7 +26,9 @@ class PolicyModule(nn.Module):
         super().__init__()
         _, head = split_model(model)
         if type(head) is not nn.Linear:
-            raise UnsupportedModel(f"the output layer of {type(model).__name__} is a {type(head).__name__}, not a plain linear layer")
+            raise UnsupportedModel(
+                f"the output layer of {type(model).__name__} is a {type(head).__name__}, not a plain linear layer"
+            )
         self.model = model
         self.sequences: Sequences = WholeSequences()
         self._chunk_elements = chunk_elements
@@ -44,7 +46,9 @@ class PolicyModule(nn.Module):
         hidden_NH = self.sequences.hidden(self.decoder, batch)
         targets_N = self.sequences.mine(batch, batch.targets_N)
         head = self.model.get_output_embeddings()
-        logprobs_N, entropies_N = score(hidden_NH, head.weight, head.bias, targets_N, temperature, self._chunk_elements)
+        logprobs_N, entropies_N = score(
+            hidden_NH, head.weight, head.bias, targets_N, temperature, self._chunk_elements
+        )
         return self.sequences.all(batch, logprobs_N), self.sequences.all(batch, entropies_N)
 
 
@@ -63,5 +67,9 @@ class ValueModule(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Value of the text before each selected token, [N], in float32 or the model's wider dtype."""
-        values_N: Tensor = self.head(self.sequences.hidden(self.decoder, batch))[:, 0].clone()  # FSDP2 puts hooks on it: no view
-        return self.sequences.all(batch, values_N.to(torch.promote_types(values_N.dtype, torch.float32)))
+        values_N: Tensor = self.head(self.sequences.hidden(self.decoder, batch))[
+            :, 0
+        ].clone()  # FSDP2 puts hooks on it: no view
+        return self.sequences.all(
+            batch, values_N.to(torch.promote_types(values_N.dtype, torch.float32))
+        )

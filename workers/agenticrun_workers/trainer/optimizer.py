@@ -43,7 +43,9 @@ class OptimizerSpec:
         if self.schedule == "constant" or self.total_steps is None:
             return self.learning_rate
         left = max(0.0, (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps))
-        return self.learning_rate * (left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
+        return self.learning_rate * (
+            left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+        )
 
 
 class StepCounts:
@@ -88,14 +90,20 @@ class StepCounts:
         self.skip()
         self._broken += 1
         if first_broken is not None:
-            raise NonFiniteGradient(f"{self._broken} gradients in a row were not finite; in the last, that of {first_broken} is the first")
+            raise NonFiniteGradient(
+                f"{self._broken} gradients in a row were not finite; in the last, that of {first_broken} is the first"
+            )
 
     def counts(self) -> dict[str, int]:
         """What a checkpoint keeps beside the optimizer's state."""
         return {"steps": self.steps, "skipped": self.skipped, "broken": self._broken}
 
     def restore(self, counts: dict[str, int]) -> None:
-        self.steps, self.skipped, self._broken = counts["steps"], counts["skipped"], counts["broken"]
+        self.steps, self.skipped, self._broken = (
+            counts["steps"],
+            counts["skipped"],
+            counts["broken"],
+        )
 
 
 class Updater(StepCounts):
@@ -105,7 +113,11 @@ class Updater(StepCounts):
         super().__init__(spec)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            trained, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=spec.epsilon, weight_decay=spec.weight_decay
+            trained,
+            lr=spec.learning_rate,
+            betas=(spec.beta1, spec.beta2),
+            eps=spec.epsilon,
+            weight_decay=spec.weight_decay,
         )
         self._module = module
         self._ranks = ranks
@@ -119,7 +131,9 @@ class Updater(StepCounts):
             NonFiniteGradient: more than `max_skipped_steps` times in a row.
         """
         first_broken = self._first_broken() if self.hopeless else None
-        norm = float(whole(nn.utils.clip_grad_norm_(self._module.parameters(), self.spec.max_grad_norm)))
+        norm = float(
+            whole(nn.utils.clip_grad_norm_(self._module.parameters(), self.spec.max_grad_norm))
+        )
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -137,12 +151,25 @@ class Updater(StepCounts):
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients so far, whole, by parameter name; they are cleared. Collective."""
-        found = {name: whole(p.grad).clone() for name, p in self._module.named_parameters() if p.grad is not None}
+        found = {
+            name: whole(p.grad).clone()
+            for name, p in self._module.named_parameters()
+            if p.grad is not None
+        }
         self.optimizer.zero_grad()
         return found
 
     def _first_broken(self) -> str:
         """The first parameter with a gradient that is not finite on any rank."""
-        named = [(name, parameter.grad) for name, parameter in self._module.named_parameters() if parameter.grad is not None]
-        broken = self._ranks.max([float(not local(gradient).isfinite().all()) for _, gradient in named])
-        return next((name for (name, _), flag in zip(named, broken, strict=True) if flag), "their joint norm")
+        named = [
+            (name, parameter.grad)
+            for name, parameter in self._module.named_parameters()
+            if parameter.grad is not None
+        ]
+        broken = self._ranks.max(
+            [float(not local(gradient).isfinite().all()) for _, gradient in named]
+        )
+        return next(
+            (name for (name, _), flag in zip(named, broken, strict=True) if flag),
+            "their joint norm",
+        )

@@ -43,7 +43,9 @@ class FsdpOptions:
         types = get_type_hints(FsdpOptions)
         for name, value in config.items():
             if name in DECIDED_ELSEWHERE:
-                raise ValueError(f"the option {name} of fsdp2 is decided by {DECIDED_ELSEWHERE[name]}: leave it out")
+                raise ValueError(
+                    f"the option {name} of fsdp2 is decided by {DECIDED_ELSEWHERE[name]}: leave it out"
+                )
             if name not in types:
                 raise ValueError(f"fsdp2 has no option {name}; it has {', '.join(types)}")
             if type(value) is not types[name] or (types[name] is int and value < 1):

@@ -21,7 +21,9 @@ def step_totals(samples: list[Sample], add: Reduce) -> StepTotals:
     return StepTotals(weight, sequences)
 
 
-def balance(batches: list[MicroBatch], data_size: int, add: Reduce, most: Reduce) -> dict[str, float]:
+def balance(
+    batches: list[MicroBatch], data_size: int, add: Reduce, most: Reduce
+) -> dict[str, float]:
     """How evenly the tokens lie: the share of computed ones that was padding, and the fullest rank's over the mean. Collective."""
     mine = float(sum(batch.used for batch in batches))
     used, computed = add([mine, float(sum(batch.ids_BT.numel() for batch in batches))])

@@ -14,8 +14,12 @@ def can_pack(decoder: PreTrainedModel) -> bool:
     """True if sequences packed into one row, with restarting position ids, give the hidden states that each gives alone."""
     ids_1T, position_ids_1T = packed_probe(decoder)
     rows = torch.split(ids_1T, list(LENGTHS), dim=1)
-    alone_TH = torch.cat([decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])
-    packed_TH: Tensor = decoder(input_ids=ids_1T, position_ids=position_ids_1T, use_cache=False).last_hidden_state[0]
+    alone_TH = torch.cat(
+        [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
+    )
+    packed_TH: Tensor = decoder(
+        input_ids=ids_1T, position_ids=position_ids_1T, use_cache=False
+    ).last_hidden_state[0]
     return bool((packed_TH - alone_TH).abs().max() <= probe_tolerance(alone_TH))
 
 
@@ -24,7 +28,13 @@ def packed_probe(decoder: PreTrainedModel) -> tuple[Tensor, Tensor]:
     embeddings: nn.Embedding = decoder.get_input_embeddings()
     device = embeddings.weight.device
     generator = torch.Generator().manual_seed(0)
-    ids_1T = torch.cat([torch.randint(embeddings.num_embeddings, (1, length), generator=generator) for length in LENGTHS], 1)
+    ids_1T = torch.cat(
+        [
+            torch.randint(embeddings.num_embeddings, (1, length), generator=generator)
+            for length in LENGTHS
+        ],
+        1,
+    )
     position_ids_1T = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     return ids_1T.to(device), position_ids_1T.to(device)
 

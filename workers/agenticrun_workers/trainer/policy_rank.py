@@ -40,11 +40,16 @@ class Prepared:
     """By engine: |trainer's - engine's log-prob| on the same weights, summed, and the number of tokens."""
 
 
-def summed_gaps(gaps: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+def summed_gaps(
+    gaps: Sequence[Mapping[str, tuple[float, float]]],
+) -> dict[str, tuple[float, float]]:
     """`Prepared.gaps` over all ranks."""
     engines = sorted({engine for part in gaps for engine in part})
     parts = {engine: [part[engine] for part in gaps if engine in part] for engine in engines}
-    return {engine: (sum(total for total, _ in found), sum(tokens for _, tokens in found)) for engine, found in parts.items()}
+    return {
+        engine: (sum(total for total, _ in found), sum(tokens for _, tokens in found))
+        for engine, found in parts.items()
+    }
 
 
 class TrainerActor(TakesReference):
@@ -52,7 +57,9 @@ class TrainerActor(TakesReference):
 
     role = Role.TRAINER
 
-    def __init__(self, rank: int, world_size: int, pipeline: Pipeline, hosted: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, rank: int, world_size: int, pipeline: Pipeline, hosted: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__(rank, world_size, pipeline)
         self._hosted = hosted
         self._batch: RankBatch | None = None
@@ -76,8 +83,16 @@ class TrainerActor(TakesReference):
         pipeline = self._pipeline
         self._source = sources.policy
         self._strategy = strategies.build_strategy(pipeline, sources.policy)
-        self._reference = strategies.build_reference(pipeline, sources.reference, shared=True) if REFERENCE in self._hosted else None
-        self._critic = strategies.build_critic(pipeline, sources.critic, shared=True) if CRITIC in self._hosted else None
+        self._reference = (
+            strategies.build_reference(pipeline, sources.reference, shared=True)
+            if REFERENCE in self._hosted
+            else None
+        )
+        self._critic = (
+            strategies.build_critic(pipeline, sources.critic, shared=True)
+            if CRITIC in self._hosted
+            else None
+        )
         self._loss = specs.loss_spec(pipeline)
         self._value_loss = specs.value_loss_spec(pipeline)
         self._token_spec = specs.token_spec(pipeline)
@@ -89,7 +104,11 @@ class TrainerActor(TakesReference):
         from agenticrun_workers.trainer.samples import supervised_samples
 
         weight = self._pipeline.warmup.observation_weight if self._pipeline.warmup else 0.0
-        samples = [sample for trajectory in self._fetch(keys) for sample in supervised_samples(trajectory, weight)]
+        samples = [
+            sample
+            for trajectory in self._fetch(keys)
+            for sample in supervised_samples(trajectory, weight)
+        ]
         return dict(self._strategy.supervised_step(samples))
 
     def prepare(self, packed: bytes, *said: bytes) -> bytes:
@@ -101,7 +120,9 @@ class TrainerActor(TakesReference):
         from agenticrun_workers.trainer.rank_batch import RankBatch
 
         self._plan: RankPlan = unpack(packed)
-        batch = self._batch = RankBatch(self._fetch(self._plan.items), self._pipeline.algorithm.bootstrap_truncated)
+        batch = self._batch = RankBatch(
+            self._fetch(self._plan.items), self._pipeline.algorithm.bootstrap_truncated
+        )
         if self._needs_old:
             batch.old_logprobs = self._strategy.compute_log_probs(batch.samples)
         if self._reference is not None:
@@ -110,7 +131,15 @@ class TrainerActor(TakesReference):
             batch.ask_critic(self._critic.compute_values)
         batch.hear([unpack(part) for part in said])
         reward_kl = self._pipeline.algorithm.reward_kl
-        kl = None if reward_kl is None else dict(zip([key for key, _ in self._plan.items], batch.turn_kl(reward_kl.kind), strict=True))
+        kl = (
+            None
+            if reward_kl is None
+            else dict(
+                zip(
+                    [key for key, _ in self._plan.items], batch.turn_kl(reward_kl.kind), strict=True
+                )
+            )
+        )
         return pack(Prepared(kl, batch.logprob_gaps(self._strategy.policy_version)))
 
     def credit(self, packed: bytes) -> tuple[Metrics, bytes]:
@@ -130,7 +159,9 @@ class TrainerActor(TakesReference):
             credits.kl_coef,
             self._strategy.sum_over_data,
         )
-        targets = self._batch.targets() if self._pipeline.uses_critic and self._critic is None else {}
+        targets = (
+            self._batch.targets() if self._pipeline.uses_critic and self._critic is None else {}
+        )
         return dict(metrics), pack(targets)
 
     def train(self, version: int, train_actor: bool) -> Metrics:
@@ -143,9 +174,16 @@ class TrainerActor(TakesReference):
         mini_batches = [batch.chosen(indices) for indices in self._plan.mini_batches]
         metrics: Metrics = {}
         if self._critic is not None:
-            metrics |= combine([dict(self._critic.train_step(samples, self._value_loss)) for samples in mini_batches])
+            metrics |= combine(
+                [
+                    dict(self._critic.train_step(samples, self._value_loss))
+                    for samples in mini_batches
+                ]
+            )
         if train_actor:
-            metrics |= combine([dict(self._strategy.train_step(samples, self._loss)) for samples in mini_batches])
+            metrics |= combine(
+                [dict(self._strategy.train_step(samples, self._loss)) for samples in mini_batches]
+            )
         self._strategy.policy_version = version
         return metrics
 
@@ -173,7 +211,9 @@ class TrainerActor(TakesReference):
 
         return shapes_of(self._exported(adapters))
 
-    def open_buckets(self, buckets: tuple[Bucket, ...], folder: str, deltas: bool, adapters: bool = False) -> None:
+    def open_buckets(
+        self, buckets: tuple[Bucket, ...], folder: str, deltas: bool, adapters: bool = False
+    ) -> None:
         """On rank 0: where `export_weights` writes; see `Sender`. Whole weights and adapters have buckets of their own."""
         from agenticrun_workers.weights.sender import Sender
 
@@ -199,7 +239,9 @@ class TrainerActor(TakesReference):
 
         self._group: WeightGroup | None = None
         try:
-            self._group = WeightGroup(host, port, 0, world, compute_device(), self._taken_listener())
+            self._group = WeightGroup(
+                host, port, 0, world, compute_device(), self._taken_listener()
+            )
         except RuntimeError as error:
             raise BroadcastFailed(str(error)) from error
 
@@ -208,7 +250,12 @@ class TrainerActor(TakesReference):
         group = self._group
         broken: RuntimeError | None = None
         assert group is not None, "host_broadcast comes first"
-        for _, tensor in self._strategy.export_weights():  # to its end, whatever happens: the other ranks take part in it
+        for (
+            _,
+            tensor,
+        ) in (
+            self._strategy.export_weights()
+        ):  # to its end, whatever happens: the other ranks take part in it
             if broken is None:
                 try:
                     group.send(tensor)
@@ -241,7 +288,11 @@ class TrainerActor(TakesReference):
         return self._strategy.adapters
 
     def _strategies(self) -> list[Any]:
-        return [strategy for strategy in (self._strategy, self._reference, self._critic) if strategy is not None]
+        return [
+            strategy
+            for strategy in (self._strategy, self._reference, self._critic)
+            if strategy is not None
+        ]
 
     def _part(self, name: str) -> Any:
         return {ACTOR: self._strategy, CRITIC: self._critic, REFERENCE: self._reference}[name]

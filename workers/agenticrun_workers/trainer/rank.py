@@ -87,7 +87,9 @@ class RankActor:
         by_store: dict[int, list[EpisodeKey]] = defaultdict(list)
         for key, store in keys:
             by_store[store].append(key)
-        found = ray.get([self._stores[store].get.remote(wanted) for store, wanted in by_store.items()])
+        found = ray.get(
+            [self._stores[store].get.remote(wanted) for store, wanted in by_store.items()]
+        )
         trajectories = {trajectory.key: trajectory for part in found for trajectory in unpack(part)}
         return [trajectories[key] for key, _ in keys]
 

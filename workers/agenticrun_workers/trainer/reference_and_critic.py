@@ -60,7 +60,9 @@ class CriticActor(RankActor):
         from agenticrun_workers.trainer.rank_batch import RankBatch
 
         self._plan: RankPlan = unpack(packed)
-        batch = self._batch = RankBatch(self._fetch(self._plan.items), self._pipeline.algorithm.bootstrap_truncated)
+        batch = self._batch = RankBatch(
+            self._fetch(self._plan.items), self._pipeline.algorithm.bootstrap_truncated
+        )
         batch.ask_critic(self._critic.compute_values)
         return pack(batch.said())
 
@@ -70,7 +72,9 @@ class CriticActor(RankActor):
         assert batch is not None, "score comes first"
         batch.aim([unpack(part) for part in targets])
         mini_batches = [batch.chosen(indices) for indices in self._plan.mini_batches]
-        return combine([dict(self._critic.train_step(samples, self._value_loss)) for samples in mini_batches])
+        return combine(
+            [dict(self._critic.train_step(samples, self._value_loss)) for samples in mini_batches]
+        )
 
     def _part(self, name: str) -> Any:
         return {CRITIC: self._critic}[name]

@@ -35,7 +35,9 @@ class WholeSequences:
         Without a cache and without a two-dimensional mask, transformers reads the bounds of packed sequences from their
         position ids; with either, sequences of one row silently see each other.
         """
-        output = decoder(input_ids=batch.ids_BT, position_ids=batch.position_ids_BT, use_cache=False)
+        output = decoder(
+            input_ids=batch.ids_BT, position_ids=batch.position_ids_BT, use_cache=False
+        )
         hidden_BTH: Tensor = output.last_hidden_state
         return hidden_BTH[batch.rows_N, batch.columns_N]
 

@@ -19,7 +19,14 @@ from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.lora import LoraSpec, UnknownTarget, add_lora
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.seeds import derive
-from agenticrun_workers.trainer import CriticStrategy, ReferenceStrategy, TorchCritic, TorchPolicy, TorchReference, TrainStrategy
+from agenticrun_workers.trainer import (
+    CriticStrategy,
+    ReferenceStrategy,
+    TorchCritic,
+    TorchPolicy,
+    TorchReference,
+    TrainStrategy,
+)
 from agenticrun_workers.trainer.config_translation import loss_temperature, optimizer_spec
 from agenticrun_workers.trainer.options import FsdpOptions
 
@@ -37,27 +44,42 @@ def build_strategy(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
             from agenticrun_workers.trainer.megatron import MegatronPolicy
 
             with source.folder() as path:
-                return MegatronPolicy(path, dtype, optimizer, config=spec.config, trust_remote_code=source.trust_remote_code, **arguments)
+                return MegatronPolicy(
+                    path,
+                    dtype,
+                    optimizer,
+                    config=spec.config,
+                    trust_remote_code=source.trust_remote_code,
+                    **arguments,
+                )
         load_policy = _policy_loader(pipeline, source)
         if spec.name == "deepspeed":
             from agenticrun_workers.trainer.deepspeed_policy import DeepSpeedPolicy
 
-            return DeepSpeedPolicy(load_policy, optimizer, config=spec.config, dtype=dtype, **arguments)
-        return TorchPolicy(load_policy, optimizer, dtype=dtype, options=FsdpOptions.parse(spec.config), **arguments)
+            return DeepSpeedPolicy(
+                load_policy, optimizer, config=spec.config, dtype=dtype, **arguments
+            )
+        return TorchPolicy(
+            load_policy, optimizer, dtype=dtype, options=FsdpOptions.parse(spec.config), **arguments
+        )
 
 
 def build_policy_to_export(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
     """The policy on this one process, whatever trained it: all strategies write checkpoints of one kind. Raises `InvalidConfig`."""
     optimizer = optimizer_spec(pipeline, pipeline.actor_train.training)
     with _refusing("spec.model.path", OPTIONS):
-        return TorchPolicy(_policy_loader(pipeline, source), optimizer, dtype=getattr(torch, source.dtype))
+        return TorchPolicy(
+            _policy_loader(pipeline, source), optimizer, dtype=getattr(torch, source.dtype)
+        )
 
 
 def build_reference(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> ReferenceStrategy:
     """The frozen policy of this rank. `shared`: it lives on the policy's ranks. Raises `InvalidConfig`."""
     arguments = {"temperature": loss_temperature(pipeline), **_batches(pipeline.actor_train)}
     with _refusing("spec.pipeline.reference.path", OPTIONS):
-        return TorchReference(partial(load, source), options=_options(pipeline, shared), **arguments)
+        return TorchReference(
+            partial(load, source), options=_options(pipeline, shared), **arguments
+        )
 
 
 def build_critic(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> CriticStrategy:
@@ -113,4 +135,7 @@ def _refusing(model: str, options: str) -> Iterator[None]:
 
 
 def _batches(trained: ActorTrain | Critic) -> dict[str, Any]:
-    return {"max_tokens": trained.training.max_tokens_per_micro_batch, "packing": trained.training.sequence_packing}
+    return {
+        "max_tokens": trained.training.max_tokens_per_micro_batch,
+        "packing": trained.training.sequence_packing,
+    }

@@ -71,7 +71,9 @@ class LossSpec:
 
     def __post_init__(self) -> None:
         if self.ratio != "token" and isinstance(self.variant, Vanilla | Kimi15):
-            raise ValueError(f"the loss {type(self.variant).__name__} has no ratio that could be of level {self.ratio}")
+            raise ValueError(
+                f"the loss {type(self.variant).__name__} has no ratio that could be of level {self.ratio}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

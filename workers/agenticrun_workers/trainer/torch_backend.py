@@ -61,7 +61,10 @@ class TorchBackend(Generic[Module]):
         self.ranks = Ranks(self.device, options.ulysses_sequence_parallel_size)
         self.packing = packing and can_pack(module.decoder)
         if packing and not self.packing:
-            log.warning("%s mixes packed sequences: training goes on with padding", type(module.decoder).__name__)
+            log.warning(
+                "%s mixes packed sequences: training goes on with padding",
+                type(module.decoder).__name__,
+            )
         self._max_tokens = max_tokens
         self.home = torch.device("cpu") if options.offload_policy else self.device
         if options.ulysses_sequence_parallel_size > 1:
@@ -70,11 +73,15 @@ class TorchBackend(Generic[Module]):
         layers = [part for part in module.modules() if type(part).__name__ in names]
         if options.gradient_checkpointing:
             for layer in layers:  # transformers' own checkpoints nothing in evaluation mode
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                layer.forward = partial(
+                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+                )
         if shard:
             self.ranks.shard(module, layers, self.dtype, options)
 
-    def micro_batches(self, samples: list[Sample], select: Callable[[Sample], Positions]) -> list[MicroBatch]:
+    def micro_batches(
+        self, samples: list[Sample], select: Callable[[Sample], Positions]
+    ) -> list[MicroBatch]:
         """This rank's micro-batches, filled up to the number of the rank that has most. Collective."""
         batches = split(samples, select, self._max_tokens, self.device, packed=self.packing)
         most = int(self.ranks.max([float(len(batches))])[0])

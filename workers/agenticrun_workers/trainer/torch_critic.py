@@ -42,7 +42,13 @@ class TorchCritic:
         dtype: torch.dtype | None = None,
         options: FsdpOptions = DEFAULTS,
     ) -> None:
-        self._backend = TorchBackend(ValueModule(load()), max_tokens=max_tokens, packing=packing, dtype=dtype, options=options)
+        self._backend = TorchBackend(
+            ValueModule(load()),
+            max_tokens=max_tokens,
+            packing=packing,
+            dtype=dtype,
+            options=options,
+        )
         self._updater = Updater(self._backend.module, optimizer, self._backend.ranks)
         ranks = self._backend.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
@@ -93,13 +99,21 @@ class TorchCritic:
 
     def save(self, folder: str) -> None:
         """See `Checkpointed`."""
-        checkpoint.save(folder, self._backend.module, self._updater.optimizer, self._updater.counts())
+        checkpoint.save(
+            folder, self._backend.module, self._updater.optimizer, self._updater.counts()
+        )
 
     def load(self, folder: str) -> None:
         """See `Checkpointed`."""
-        self._updater.restore(checkpoint.load(folder, self._backend.module, self._updater.optimizer, self._updater.counts()))
+        self._updater.restore(
+            checkpoint.load(
+                folder, self._backend.module, self._updater.optimizer, self._updater.counts()
+            )
+        )
 
-    def _backward(self, samples: list[Sample], spec: ValueLossSpec, totals: StepTotals) -> list[float]:
+    def _backward(
+        self, samples: list[Sample], spec: ValueLossSpec, totals: StepTotals
+    ) -> list[float]:
         """Sum the gradient over all micro-batches; returns the metrics in the order of `SUMS`, over all ranks."""
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self._backend.device)
         for batch in self._backend.micro_batches(samples, weighted):
@@ -108,15 +122,21 @@ class TorchCritic:
             sums += metrics
         return self._backend.ranks.sum(sums.tolist())
 
-    def _loss(self, batch: MicroBatch, samples: list[Sample], spec: ValueLossSpec, totals: StepTotals) -> tuple[Tensor, Tensor]:
+    def _loss(
+        self, batch: MicroBatch, samples: list[Sample], spec: ValueLossSpec, totals: StepTotals
+    ) -> tuple[Tensor, Tensor]:
         values_N = self._backend.module(batch)
         dtype = values_N.dtype
         weight_N = batch.pick(samples, "weight_T", dtype)
         returns_N = batch.pick(samples, "returns_T", dtype)
         old_N = None if spec.clip is None else batch.pick(samples, "old_values_T", dtype)
         token = value_loss(values_N, returns_N, old_N, spec.clip)
-        coefficients_N = token_coefficients(weight_N, batch.sequence_N, totals, spec.aggregation, spec.aggregation_norm)
+        coefficients_N = token_coefficients(
+            weight_N, batch.sequence_N, totals, spec.aggregation, spec.aggregation_norm
+        )
         loss = (coefficients_N * token.loss_N).sum()
         fixed_N, share_N = values_N.detach(), weight_N / totals.weight
         per_token = (returns_N, fixed_N, token.clipped_N, (fixed_N - returns_N).square())
-        return loss, torch.stack([loss.detach().double(), *((share_N * values).sum().double() for values in per_token)])
+        return loss, torch.stack(
+            [loss.detach().double(), *((share_N * values).sum().double() for values in per_token)]
+        )

@@ -52,7 +52,9 @@ class TorchPolicy:
         self.policy_version = 0
         self._temperature = temperature
         module = PolicyModule(load(), options.logits_chunk_elements)
-        self._backend = TorchBackend(module, max_tokens=max_tokens, packing=packing, dtype=dtype, options=options)
+        self._backend = TorchBackend(
+            module, max_tokens=max_tokens, packing=packing, dtype=dtype, options=options
+        )
         self._updater = Updater(self._backend.module, optimizer, self._backend.ranks)
         ranks = self._backend.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
@@ -74,7 +76,11 @@ class TorchPolicy:
             for batch in self._backend.micro_batches(samples, weighted):
                 loss(batch, *self._backend.module(batch, self._temperature)).backward()  # type: ignore[no-untyped-call]
             norm = self._updater.step(rate, scheduled=False)
-        return {"warmup/loss": self._backend.ranks.sum([loss.total])[0], "warmup/grad_norm": norm, "warmup/lr": rate}
+        return {
+            "warmup/loss": self._backend.ranks.sum([loss.total])[0],
+            "warmup/grad_norm": norm,
+            "warmup/lr": rate,
+        }
 
     def train_step(self, samples: list[Sample], loss: LossSpec) -> Mapping[str, float]:
         """See `TrainStrategy`."""
@@ -96,7 +102,10 @@ class TorchPolicy:
     def gradients(self, samples: list[Sample], loss: LossSpec) -> dict[str, Tensor]:
         """The gradient that `train_step` would use, whole and unclipped, by parameter name; nothing changes. Collective."""
         self._backward(samples, loss, self._backend.totals(samples))
-        return {name.removeprefix("model."): gradient for name, gradient in self._updater.gradients().items()}
+        return {
+            name.removeprefix("model."): gradient
+            for name, gradient in self._updater.gradients().items()
+        }
 
     def sum_over_data(self, values: Floats) -> Floats:
         """See `TrainStrategy`."""
@@ -110,7 +119,11 @@ class TorchPolicy:
 
     def export_folder(self, folder: Path, files: Mapping[str, bytes]) -> None:
         """See `TrainStrategy`."""
-        weights = {name: full.to("cpu", copy=True) for name, full in self._whole_parameters() if self.rank == 0}
+        weights = {
+            name: full.to("cpu", copy=True)
+            for name, full in self._whole_parameters()
+            if self.rank == 0
+        }
         if self.rank == 0:
             write_folder(folder, self._backend.module.model, weights, files)
 
@@ -120,7 +133,9 @@ class TorchPolicy:
 
     def load(self, folder: str) -> None:
         """See `Checkpointed`."""
-        progress = checkpoint.load(folder, self._backend.module, self._updater.optimizer, self._progress())
+        progress = checkpoint.load(
+            folder, self._backend.module, self._updater.optimizer, self._progress()
+        )
         self._updater.restore(progress)
         self.policy_version = progress["policy_version"]
 
@@ -141,7 +156,9 @@ class TorchPolicy:
         for name, weight in whole_weights(self._backend.module.model, _whole):
             yield name, weight.to(self._backend.dtype)
 
-    def _backward(self, samples: list[Sample], spec: LossSpec, totals: StepTotals) -> dict[str, float]:
+    def _backward(
+        self, samples: list[Sample], spec: LossSpec, totals: StepTotals
+    ) -> dict[str, float]:
         """Sum the gradient over all micro-batches; returns the metrics of the loss and of the ranks' balance."""
         metrics = ActorMetrics(totals, self._backend.device)
         part = ActorLoss(samples, spec, totals, self._backend.ranks.max, metrics)
@@ -156,7 +173,9 @@ def _whole(parameter: nn.Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def log_probs(backend: TorchBackend[PolicyModule], samples: list[Sample], temperature: float) -> list[FloatArray]:
+def log_probs(
+    backend: TorchBackend[PolicyModule], samples: list[Sample], temperature: float
+) -> list[FloatArray]:
     """Log-probs of the response tokens of each sample, 0 elsewhere. Collective."""
     result = [np.zeros(len(sample.tokens_T), np.float32) for sample in samples]
     for batch in backend.micro_batches(samples, responses):

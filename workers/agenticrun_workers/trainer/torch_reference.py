@@ -37,7 +37,9 @@ class TorchReference:
     ) -> None:
         self._temperature = temperature
         module = PolicyModule(load(), options.logits_chunk_elements).requires_grad_(False)
-        self._backend = TorchBackend(module, max_tokens=max_tokens, packing=packing, options=options)
+        self._backend = TorchBackend(
+            module, max_tokens=max_tokens, packing=packing, options=options
+        )
         ranks = self._backend.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
         self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
@@ -54,12 +56,20 @@ class TorchReference:
             parameter = parameters.pop(name, None)
             if parameter is None or parameter.shape != value.shape:
                 shape = None if parameter is None else list(parameter.shape)
-                raise CheckpointMismatch(f"{name}: the reference needs shape {shape}, the policy has {list(value.shape)}")
+                raise CheckpointMismatch(
+                    f"{name}: the reference needs shape {shape}, the policy has {list(value.shape)}"
+                )
             whole = value.to(parameter.device, parameter.dtype)
             sharded = isinstance(parameter, DTensor)
-            parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements) if sharded else whole)
+            parameter.copy_(
+                distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                if sharded
+                else whole
+            )
         if parameters:
-            raise CheckpointMismatch(f"{next(iter(parameters))}: the reference needs it, the policy has none")
+            raise CheckpointMismatch(
+                f"{next(iter(parameters))}: the reference needs it, the policy has none"
+            )
 
     def offload(self) -> None:
         """See `TorchPolicy.offload`."""

@@ -61,14 +61,20 @@ class UlyssesSequences:
         self._size = ranks.size // ranks.data_size
         self._place = ranks.group_rank
         device = decoder.get_input_embeddings().weight.device
-        mesh = init_device_mesh(device.type, (ranks.data_size, self._size), mesh_dim_names=("data", "sequence"))
+        mesh = init_device_mesh(
+            device.type, (ranks.data_size, self._size), mesh_dim_names=("data", "sequence")
+        )
         self._group = mesh["sequence"].get_group()
         self._config: PretrainedConfig = copy.deepcopy(decoder.config)
         kernel, heads = str(self._config._attn_implementation), self._config.num_attention_heads
         if kernel not in KERNELS:
-            raise UnsupportedModel(f"ulysses_sequence_parallel_size needs the attention {' or '.join(KERNELS)}, not {kernel}")
+            raise UnsupportedModel(
+                f"ulysses_sequence_parallel_size needs the attention {' or '.join(KERNELS)}, not {kernel}"
+            )
         if heads % self._size:
-            raise UnsupportedModel(f"ulysses_sequence_parallel_size {self._size} does not divide the {heads} attention heads")
+            raise UnsupportedModel(
+                f"ulysses_sequence_parallel_size {self._size} does not divide the {heads} attention heads"
+            )
         self._attend = ALL_ATTENTION_FUNCTIONS[kernel]
         self._slides = "sliding_attention" in (getattr(self._config, "layer_types", None) or ())
         self._check(decoder, ranks, packed)
@@ -77,7 +83,9 @@ class UlyssesSequences:
         """See `Sequences`."""
         pieces_BtH = self._pieces(decoder, batch.ids_BT, batch.position_ids_BT)
         mine_n = self._mine(batch)
-        return pieces_BtH[batch.rows_N[mine_n], batch.columns_N[mine_n] - self._place * pieces_BtH.shape[1]]
+        return pieces_BtH[
+            batch.rows_N[mine_n], batch.columns_N[mine_n] - self._place * pieces_BtH.shape[1]
+        ]
 
     def mine(self, batch: MicroBatch, values_N: Tensor) -> Tensor:
         """See `Sequences`."""
@@ -85,7 +93,9 @@ class UlyssesSequences:
 
     def all(self, batch: MicroBatch, values_n: Tensor) -> Tensor:
         """See `Sequences`."""
-        placed_N = values_n.new_zeros(len(batch.columns_N)).index_copy(0, self._mine(batch), values_n)
+        placed_N = values_n.new_zeros(len(batch.columns_N)).index_copy(
+            0, self._mine(batch), values_n
+        )
         total_N: Tensor = _Sum.apply(placed_N, self._group)
         return total_N
 
@@ -94,13 +104,19 @@ class UlyssesSequences:
 
     def _mine(self, batch: MicroBatch) -> Tensor:
         """Indices [n] of the selected tokens whose prediction is read in this rank's piece."""
-        return (batch.columns_N // self._piece(batch.ids_BT.shape[1]) == self._place).nonzero()[:, 0]
+        return (batch.columns_N // self._piece(batch.ids_BT.shape[1]) == self._place).nonzero()[
+            :, 0
+        ]
 
-    def _pieces(self, decoder: PreTrainedModel, ids_BT: Tensor, position_ids_BT: Tensor | None) -> Tensor:
+    def _pieces(
+        self, decoder: PreTrainedModel, ids_BT: Tensor, position_ids_BT: Tensor | None
+    ) -> Tensor:
         """Last hidden states [B, t, H] of this rank's piece of each row. The last piece is filled up with padding."""
         width = self._piece(ids_BT.shape[1])
         padding = width * self._size - ids_BT.shape[1]
-        positions_BT = torch.arange(width * self._size, device=ids_BT.device).expand(len(ids_BT), -1)
+        positions_BT = torch.arange(width * self._size, device=ids_BT.device).expand(
+            len(ids_BT), -1
+        )
         if position_ids_BT is not None:
             positions_BT = torch.cat([position_ids_BT, positions_BT[:, ids_BT.shape[1] :]], 1)
         ids_BT = nn.functional.pad(ids_BT, (0, padding))
@@ -130,7 +146,9 @@ class UlyssesSequences:
         """Replace the attention, and see that pieces give what whole rows give: models may attend in ways of their own."""
         ids, packed_positions = packed_probe(decoder)
         positions = packed_positions if packed else None
-        whole_TH: Tensor = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
+        whole_TH: Tensor = decoder(
+            input_ids=ids, position_ids=positions, use_cache=False
+        ).last_hidden_state[0]
         ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
         decoder.set_attn_implementation(NAME)
         width = self._piece(ids.shape[1])
@@ -138,7 +156,9 @@ class UlyssesSequences:
         found_tH = self._pieces(decoder, ids, positions)[0, : len(mine_tH)]
         off = float((found_tH - mine_tH).abs().max()) if len(mine_tH) else 0.0
         if ranks.max([off])[0] > probe_tolerance(whole_TH):
-            raise UnsupportedModel(f"{type(decoder).__name__} does not give the same in pieces: leave ulysses_sequence_parallel_size out")
+            raise UnsupportedModel(
+                f"{type(decoder).__name__} does not give the same in pieces: leave ulysses_sequence_parallel_size out"
+            )
 
 
 def attention(
@@ -154,10 +174,14 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention in transformers' interface: [B, heads, t, D] of the pieces in, [B, t, heads, D] out."""
     if rows is None:
-        raise UnsupportedModel(f"{type(module).__name__} is not told by its model how sequences are cut")
+        raise UnsupportedModel(
+            f"{type(module).__name__} is not told by its model how sequences are cut"
+        )
     size = dist.get_world_size(rows.group)
     heads, few = query.shape[1], key.shape[1]
-    repeats = size // math.gcd(few, size)  # so often each key-value head is sent, until every rank can get as many
+    repeats = size // math.gcd(
+        few, size
+    )  # so often each key-value head is sent, until every rank can get as many
     if repeats > 1:
         repeats = repeats if heads % (few * repeats) == 0 else heads // few
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -168,7 +192,9 @@ def attention(
     rows_BhTD = _exchange(sent_SBhtD, rows.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
     mask = rows.mask if sliding_window is None else rows.sliding_mask
     kwargs["position_ids"] = rows.position_ids_BT
-    out_BThD, _ = rows.attend(seen, *torch.split(rows_BhTD, sizes, dim=1), mask, sliding_window=sliding_window, **kwargs)
+    out_BThD, _ = rows.attend(
+        seen, *torch.split(rows_BhTD, sizes, dim=1), mask, sliding_window=sliding_window, **kwargs
+    )
     pieces_SBthD = _exchange(_cut(out_BThD, size).transpose(0, 1), rows.group)
     return pieces_SBthD.permute(1, 2, 0, 3, 4).flatten(2, 3), None
 

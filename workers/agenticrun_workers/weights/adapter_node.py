@@ -32,7 +32,13 @@ class AdapterNode(NodeWeights):
     """
 
     def __init__(
-        self, run: str, buckets: tuple[Bucket, ...], expansion: Expansion, source: ModelSource, bucket_bytes: int, threads: int
+        self,
+        run: str,
+        buckets: tuple[Bucket, ...],
+        expansion: Expansion,
+        source: ModelSource,
+        bucket_bytes: int,
+        threads: int,
     ) -> None:
         super().__init__(run, buckets)
         self._expansion = expansion
@@ -66,7 +72,11 @@ class AdapterNode(NodeWeights):
         from agenticrun_workers.weights.reading import PartReader
 
         reader = PartReader()
-        return {name: value for bucket in self._buckets for name, value in reader.parameters(self._shared.path / bucket.file)}
+        return {
+            name: value
+            for bucket in self._buckets
+            for name, value in reader.parameters(self._shared.path / bucket.file)
+        }
 
     @property
     def _whole(self) -> Path:
@@ -77,7 +87,9 @@ class AdapterNode(NodeWeights):
         from agenticrun_workers.weights.sender import Sender
 
         self._whole.mkdir(exist_ok=True)
-        return Sender(self._whole, buckets_of(self._expansion.shapes, self._bucket_bytes), deltas=False)
+        return Sender(
+            self._whole, buckets_of(self._expansion.shapes, self._bucket_bytes), deltas=False
+        )
 
     @cached_property
     def _expander(self) -> Expander:

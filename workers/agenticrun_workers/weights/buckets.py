@@ -11,7 +11,18 @@ from itertools import pairwise
 HEADER_ALIGNMENT = 64
 """Data begin at a multiple of it, so that every element is aligned in memory."""
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 """Bytes of an element by its dtype, as safetensors names it."""
 
 TORCH_NAMES = {
@@ -65,10 +76,16 @@ class Bucket:
         for shape in self.shapes:
             offsets.append(offsets[-1] + shape.nbytes)
         entries = {
-            shape.name: {"dtype": shape.dtype, "shape": list(shape.shape), "data_offsets": list(span)}
+            shape.name: {
+                "dtype": shape.dtype,
+                "shape": list(shape.shape),
+                "data_offsets": list(span),
+            }
             for shape, span in zip(self.shapes, pairwise(offsets), strict=True)
         }
-        text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+        text = json.dumps(
+            {"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")
+        ).encode()
         text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 

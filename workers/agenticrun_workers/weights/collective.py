@@ -29,7 +29,15 @@ class WeightGroup:
         listener: of rank 0, which listens at that port before the others are told of it.
     """
 
-    def __init__(self, host: str, port: int, rank: int, world: int, device: torch.device, listener: socket.socket | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world: int,
+        device: torch.device,
+        listener: socket.socket | None = None,
+    ) -> None:
         self._device = device
         descriptor = None if listener is None else listener.detach()
         store = dist.TCPStore(host, port, world, rank == 0, TIMEOUT, master_listen_fd=descriptor)

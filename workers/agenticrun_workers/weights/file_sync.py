@@ -61,7 +61,15 @@ class FileSync:
     """
 
     def __init__(
-        self, run: str, trainers: Sequence[Any], home: str, spawn: Spawn, *, bucket_bytes: int, delta: bool, adapters: bool = False
+        self,
+        run: str,
+        trainers: Sequence[Any],
+        home: str,
+        spawn: Spawn,
+        *,
+        bucket_bytes: int,
+        delta: bool,
+        adapters: bool = False,
     ) -> None:
         self._run = run
         self._trainers = trainers
@@ -83,7 +91,9 @@ class FileSync:
     async def shapes(self) -> list[Shape]:
         """What the trainers export. They are asked once."""
         if self._shapes is None:
-            self._shapes, *_ = await asyncio.gather(*(trainer.weight_shapes.remote(**self._which) for trainer in self._trainers))
+            self._shapes, *_ = await asyncio.gather(
+                *(trainer.weight_shapes.remote(**self._which) for trainer in self._trainers)
+            )
         assert self._shapes is not None
         return self._shapes
 
@@ -105,26 +115,42 @@ class FileSync:
         work = [asyncio.create_task(self._export(home, arrived[self._home]))]
         if away:
             work.append(asyncio.create_task(self._move(mover, arrived, home, away)))
-        making = [asyncio.create_task(self._make_ready(nodes[place], arrived[place], ready[place])) for place in places]
+        making = [
+            asyncio.create_task(self._make_ready(nodes[place], arrived[place], ready[place]))
+            for place in places
+        ]
         try:
             if handover is not None:
                 await work[0]
                 await handover()
-            takes += [asyncio.create_task(give(receiver, ready[receiver.node_id], version)) for receiver in receivers.values()]
+            takes += [
+                asyncio.create_task(give(receiver, ready[receiver.node_id], version))
+                for receiver in receivers.values()
+            ]
             outcomes = await asyncio.gather(*takes, return_exceptions=True)
             moved = [await task for task in work]
             await asyncio.gather(*making)
         finally:
             for task in (*takes, *work, *making):
                 task.cancel()
-        failed = {name: error for name, error in zip(receivers, outcomes, strict=True) if isinstance(error, BaseException)}
-        changed = sum(written.changed for written in self._written) / sum(written.elements for written in self._written)
+        failed = {
+            name: error
+            for name, error in zip(receivers, outcomes, strict=True)
+            if isinstance(error, BaseException)
+        }
+        changed = sum(written.changed for written in self._written) / sum(
+            written.elements for written in self._written
+        )
         return Sent(sum(moved[1:]) + (moved[0] if self._home in places else 0), changed, failed)
 
     async def send_again(self, mover: Mover, receiver: Receiver, version: int) -> None:
         """Give one receiver what was exported last, from its node's memory, or the first trainer's. The trainers may be busy."""
         home, node = await self._node(self._home), await self._node(receiver.node_id)
-        missing = [written for written in self._written if node.held.get(written.bucket.index) != written.checksum]
+        missing = [
+            written
+            for written in self._written
+            if node.held.get(written.bucket.index) != written.checksum
+        ]
         if node is not home and missing:
             await mover.move(filled(missing), home, [node], {node.node_id: Feed()})
         ready: Feed[Part] = Feed()
@@ -151,7 +177,9 @@ class FileSync:
         """Free the memory of all nodes, and the trainer's view of it: whole weights are not sent for long. Another export begins anew."""
         nodes, self._nodes, self._opened = list(self._nodes.values()), {}, None
         await self._trainers[0].close_whole_buckets.remote()
-        await asyncio.gather(*(node.handle.release.remote() for node in nodes), return_exceptions=True)
+        await asyncio.gather(
+            *(node.handle.release.remote() for node in nodes), return_exceptions=True
+        )
         for node in nodes:
             ray.kill(node.handle)
 
@@ -162,10 +190,14 @@ class FileSync:
         changed = 0
         try:
             if self._opened != home.folder:
-                await first.open_buckets.remote(self._buckets, str(home.folder), self._delta, **self._which)
+                await first.open_buckets.remote(
+                    self._buckets, str(home.folder), self._delta, **self._which
+                )
                 self._opened = home.folder
             assisting = [other.assist_export.remote(**self._which) for other in others]
-            async for item in first.export_weights.options(num_returns="streaming").remote(**self._which):
+            async for item in first.export_weights.options(num_returns="streaming").remote(
+                **self._which
+            ):
                 written: Written = await item
                 changed += written.nbytes if written.delta_bytes is None else written.delta_bytes
                 home.held[written.bucket.index] = written.checksum
@@ -178,7 +210,9 @@ class FileSync:
         feed.close()
         return changed
 
-    async def _move(self, mover: Mover, feeds: Mapping[str, Feed[Written]], home: NodeCopy, away: list[NodeCopy]) -> int:
+    async def _move(
+        self, mover: Mover, feeds: Mapping[str, Feed[Written]], home: NodeCopy, away: list[NodeCopy]
+    ) -> int:
         """From `home` to the other nodes, as the buckets are written."""
         try:
             moved = await mover.move(feeds[home.node_id], home, away, feeds)

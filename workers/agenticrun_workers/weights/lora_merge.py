@@ -31,10 +31,16 @@ def expansion_of(adapters: Adapters, source: ModelSource) -> Expansion | str:
     """
     with source.folder() as path:
         comparison = _Comparison(path, DTYPES[getattr(torch, source.dtype)])
-        for name, value in adapters.base():  # to its end, whatever is found: the other ranks take part in it
+        for (
+            name,
+            value,
+        ) in adapters.base():  # to its end, whatever is found: the other ranks take part in it
             comparison.look(name, value)
     return comparison.refusal or Expansion(
-        tuple(comparison.shapes), str(comparison.dtype).removeprefix("torch."), adapters.rules(), comparison.checksums
+        tuple(comparison.shapes),
+        str(comparison.dtype).removeprefix("torch."),
+        adapters.rules(),
+        comparison.checksums,
     )
 
 
@@ -72,7 +78,10 @@ class Expander:
         stored = self._stored.get(shape.name)
         if shape.name not in self._compared:
             if stored is None or _checksum(stored) != self._expansion.checksums[shape.name]:
-                raise InvalidConfig("spec.model.path", f"{self._folder} holds another {shape.name} here than where the trainers run")
+                raise InvalidConfig(
+                    "spec.model.path",
+                    f"{self._folder} holds another {shape.name} here than where the trainers run",
+                )
             self._compared.add(shape.name)
         assert stored is not None, "it was compared"
         return stored.to(self._dtype)

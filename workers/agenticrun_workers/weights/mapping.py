@@ -51,7 +51,10 @@ class Verifier:
         known = self._maps.get(path)
         if known is None or known[0] != identity:
             with path.open("rb") as file:
-                known = self._maps[path] = identity, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                known = self._maps[path] = (
+                    identity,
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
+                )
         if xxhash.xxh3_64_intdigest(known[1]) != checksum:
             raise CorruptBucket(f"{path} is not what the trainer wrote")
 

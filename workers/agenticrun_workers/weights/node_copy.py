@@ -26,7 +26,9 @@ class NodeCopy:
 
     def can_patch(self, written: Written) -> bool:
         """Whether what changed is enough for it."""
-        return written.delta_bytes is not None and self.held.get(written.bucket.index) == written.base
+        return (
+            written.delta_bytes is not None and self.held.get(written.bucket.index) == written.base
+        )
 
     async def lives(self) -> bool:
         try:

@@ -121,7 +121,9 @@ class _Pass:
             self._indices.append(changed_K + self._at // self.mapped.bucket.item_bytes)
 
     def _too_large(self) -> bool:
-        return encoded_bytes(self.changed, self._elements, self.mapped.bucket.item_bytes) >= self._most
+        return (
+            encoded_bytes(self.changed, self._elements, self.mapped.bucket.item_bytes) >= self._most
+        )
 
 
 def _bytes_of(shape: Shape, exported: tuple[str, Tensor] | None) -> NDArray[np.uint8]:
@@ -132,5 +134,7 @@ def _bytes_of(shape: Shape, exported: tuple[str, Tensor] | None) -> NDArray[np.u
     found = Shape(name, DTYPES[tensor.dtype], tuple(tensor.shape))
     if found != shape:
         raise ValueError(f"the trainer exports {found}, at first it was {shape}")
-    flat: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat: NDArray[np.uint8] = (
+        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    )
     return flat

@@ -24,7 +24,9 @@ class SharedFolder:
     """
 
     def __init__(self, name: str) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name[:LONGEST_NAME]}-", dir=SHARED_MEMORY))
+        self.path = Path(
+            tempfile.mkdtemp(prefix=f"{PREFIX}{name[:LONGEST_NAME]}-", dir=SHARED_MEMORY)
+        )
         command = ["/bin/sh", "-c", _WATCH, "agenticrun-weights", str(self.path)]
         shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert shell.stdin is not None

@@ -24,10 +24,16 @@ class StoredWeights:
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+            names = (
+                sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                if index.exists()
+                else ["model.safetensors"]
+            )
             files: list[Any] = [safe_open(folder / name, "pt") for name in names]
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            raise UnreadableFiles(f"{folder} holds no safetensors files that can be read: {error}") from error
+            raise UnreadableFiles(
+                f"{folder} holds no safetensors files that can be read: {error}"
+            ) from error
         self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - the file is no mapping
 
     def get(self, name: str) -> Tensor | None:

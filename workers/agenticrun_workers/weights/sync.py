@@ -61,14 +61,22 @@ class WeightSync:
     """
 
     def __init__(
-        self, spec: Spec, run: str, trainers: Sequence[Any], home: str, spawn: Spawn, spawn_expanding: SpawnExpanding | None = None
+        self,
+        spec: Spec,
+        run: str,
+        trainers: Sequence[Any],
+        home: str,
+        spawn: Spawn,
+        spawn_expanding: SpawnExpanding | None = None,
     ) -> None:
         self._spec = spec
         self._run = run
         self._trainers = trainers
         self._home = home
         self._spawn_expanding = spawn_expanding
-        self._whole = FileSync(run, trainers, home, spawn, bucket_bytes=spec.bucket_bytes, delta=spec.delta)
+        self._whole = FileSync(
+            run, trainers, home, spawn, bucket_bytes=spec.bucket_bytes, delta=spec.delta
+        )
         self._of_engines: FileSync | None = None
         self._broadcasting: Broadcasting | None = None
         self._object_store = ObjectStoreMover()
@@ -77,7 +85,10 @@ class WeightSync:
         """The version of the last sync."""
 
     async def update(
-        self, receivers: Mapping[str, Receiver], version: int, handover: Callable[[], Awaitable[None]] | None = None
+        self,
+        receivers: Mapping[str, Receiver],
+        version: int,
+        handover: Callable[[], Awaitable[None]] | None = None,
     ) -> SyncReport:
         """Give all engines the trainers' weights as they are now. A sync in which a bucket was damaged is done again, once, as a whole.
 
@@ -94,7 +105,9 @@ class WeightSync:
             return await self._broadcast(receivers, version)
         mover = self._mover(transport)
         sent = await files.send(mover, receivers, version, handover)
-        if handover is None and any(isinstance(error, CorruptBucket) for error in sent.failed.values()):
+        if handover is None and any(
+            isinstance(error, CorruptBucket) for error in sent.failed.values()
+        ):
             files.forget()
             sent = await files.send(mover, receivers, version)
         _raise_any(sent, InvalidConfig)
@@ -119,10 +132,14 @@ class WeightSync:
         assert self.version is not None, "there was no sync yet"
         if self._spec.transport == "Broadcast":
             version = await self._trainers[0].policy_version.remote()
-            _raise_any(await self._whole.send(self._object_store, {"": receiver}, version), BaseException)
+            _raise_any(
+                await self._whole.send(self._object_store, {"": receiver}, version), BaseException
+            )
             return
         files = await self._files_of_engines()
-        await files.send_again(self._mover(self._transport([receiver.node_id])), receiver, self.version)
+        await files.send_again(
+            self._mover(self._transport([receiver.node_id])), receiver, self.version
+        )
 
     async def stop(self) -> None:
         """Free the memory of all nodes, and the folder on disk."""
@@ -148,11 +165,18 @@ class WeightSync:
         spawn = self._spawn_expanding
         if spawn is None:
             return None
-        found: Expansion | str = "a broadcast goes into the engines themselves, which know of no adapters"
+        found: Expansion | str = (
+            "a broadcast goes into the engines themselves, which know of no adapters"
+        )
         if self._spec.transport != "Broadcast":
-            found, *_ = await asyncio.gather(*(trainer.expansion.remote() for trainer in self._trainers))
+            found, *_ = await asyncio.gather(
+                *(trainer.expansion.remote() for trainer in self._trainers)
+            )
         if isinstance(found, str):
-            log.warning("engines get whole weights with the adapters merged, not the adapters alone: %s", found)
+            log.warning(
+                "engines get whole weights with the adapters merged, not the adapters alone: %s",
+                found,
+            )
             return None
         expansion = found
         return FileSync(

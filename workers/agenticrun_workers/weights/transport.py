@@ -25,5 +25,7 @@ def choose(asked: str, home: str, nodes: Collection[str]) -> Transport:
     if asked == "Auto":
         return Transport.OBJECT_STORE if away else Transport.SHARED_MEMORY
     if asked == Transport.SHARED_MEMORY and away:
-        raise UnusableTransport(f"{away} engines are on other nodes than the first trainer: choose Auto, ObjectStore or Disk")
+        raise UnusableTransport(
+            f"{away} engines are on other nodes than the first trainer: choose Auto, ObjectStore or Disk"
+        )
     return Transport(asked)

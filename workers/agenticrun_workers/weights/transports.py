@@ -21,7 +21,9 @@ Feeds = Mapping[str, Feed[Written]]
 class Mover(Protocol):
     """Brings buckets to nodes."""
 
-    async def move(self, written: AsyncIterable[Written], home: NodeCopy, nodes: list[NodeCopy], feeds: Feeds) -> int:
+    async def move(
+        self, written: AsyncIterable[Written], home: NodeCopy, nodes: list[NodeCopy], feeds: Feeds
+    ) -> int:
         """Bring what `home` holds to `nodes`, and put each bucket into a node's feed when it is there.
 
         A node that dies ends its own feed with the error. Returns the bytes that went to all nodes.
@@ -32,7 +34,9 @@ class Mover(Protocol):
 class ObjectStoreMover:
     """Through Ray objects, bucket by bucket."""
 
-    async def move(self, written: AsyncIterable[Written], home: NodeCopy, nodes: list[NodeCopy], feeds: Feeds) -> int:
+    async def move(
+        self, written: AsyncIterable[Written], home: NodeCopy, nodes: list[NodeCopy], feeds: Feeds
+    ) -> int:
         """See `Mover`."""
         moved = 0
         in_flight: deque[tuple[Written, asyncio.Task[int]]] = deque()
@@ -53,13 +57,21 @@ class ObjectStoreMover:
             moved += await land()
         return moved
 
-    async def _carry(self, written: Written, home: NodeCopy, alive: list[NodeCopy], feeds: Feeds) -> int:
+    async def _carry(
+        self, written: Written, home: NodeCopy, alive: list[NodeCopy], feeds: Feeds
+    ) -> int:
         """One bucket to all nodes that live; those found dead leave `alive`."""
         index, nodes = written.bucket.index, list(alive)
         delta = all(node.can_patch(written) for node in nodes)
         payload = home.handle.read.remote(index, delta)
-        answers = await asyncio.gather(*(node.handle.receive.remote(index, payload, delta) for node in nodes), return_exceptions=True)
-        return sum(arrived(node, written, answer, alive, feeds, delta=delta) for node, answer in zip(nodes, answers, strict=True))
+        answers = await asyncio.gather(
+            *(node.handle.receive.remote(index, payload, delta) for node in nodes),
+            return_exceptions=True,
+        )
+        return sum(
+            arrived(node, written, answer, alive, feeds, delta=delta)
+            for node, answer in zip(nodes, answers, strict=True)
+        )
 
 
 class DiskMover:
@@ -73,7 +85,9 @@ class DiskMover:
         self.uri = uri
         self._made = 0
 
-    async def move(self, written: AsyncIterable[Written], home: NodeCopy, nodes: list[NodeCopy], feeds: Feeds) -> int:
+    async def move(
+        self, written: AsyncIterable[Written], home: NodeCopy, nodes: list[NodeCopy], feeds: Feeds
+    ) -> int:
         """See `Mover`."""
         if not self._made:
             await home.handle.delete.remote(self.uri)  # what an attempt left that was killed
@@ -87,7 +101,9 @@ class DiskMover:
             files.append(home.handle.publish.remote(folder, bucket.bucket.index, delta))
         await home.handle.seal.remote(folder, await asyncio.gather(*files))
         alive = list(nodes)
-        answers = await asyncio.gather(*(node.handle.fetch.remote(folder) for node in nodes), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(node.handle.fetch.remote(folder) for node in nodes), return_exceptions=True
+        )
         moved = 0
         for node, answer in zip(nodes, answers, strict=True):
             for bucket, delta in buckets:
@@ -99,7 +115,15 @@ class DiskMover:
         return moved
 
 
-def arrived(node: NodeCopy, written: Written, answer: BaseException | None, alive: list[NodeCopy], feeds: Feeds, *, delta: bool) -> int:
+def arrived(
+    node: NodeCopy,
+    written: Written,
+    answer: BaseException | None,
+    alive: list[NodeCopy],
+    feeds: Feeds,
+    *,
+    delta: bool,
+) -> int:
     """Note what a node says about a bucket that was sent to it. Returns the bytes that it took."""
     if isinstance(answer, BaseException):
         if node in alive:

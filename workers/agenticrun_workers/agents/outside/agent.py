@@ -15,7 +15,13 @@ from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate
 from agenticrun_workers.agents.chat import ChatFormat
 from agenticrun_workers.agents.episode_metrics import EpisodeMetrics
 from agenticrun_workers.agents.outside.endpoint import serving
-from agenticrun_workers.agents.outside.program import Task, called, command_program, function_at, function_program
+from agenticrun_workers.agents.outside.program import (
+    Task,
+    called,
+    command_program,
+    function_at,
+    function_program,
+)
 from agenticrun_workers.agents.outside.recorded import Answer
 from agenticrun_workers.agents.outside.session import Policy, Session
 from agenticrun_workers.agents.outside.tool_calls import HERMES
@@ -55,18 +61,36 @@ class OutsideAgent:
     ) -> None:
         if (run is None) == (command is None):
             raise ValueError("one of run and command must be given")
-        if command is not None and (isinstance(command, str) or not command or not all(isinstance(word, str) for word in command)):
+        if command is not None and (
+            isinstance(command, str)
+            or not command
+            or not all(isinstance(word, str) for word in command)
+        ):
             raise ValueError(f"command must be a list of words, not {command!r}")
         if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
             raise ValueError(f"timeoutSeconds must be more than 0, not {timeout_seconds!r}")
-        self._program = function_program(function_at("run", run)) if run is not None else command_program(command or ())
+        self._program = (
+            function_program(function_at("run", run))
+            if run is not None
+            else command_program(command or ())
+        )
         self._reward = reward
-        self._reward_function = None if reward in (POSTED, ENVIRONMENT) else function_at("reward", reward)
+        self._reward_function = (
+            None if reward in (POSTED, ENVIRONMENT) else function_at("reward", reward)
+        )
         self._timeout = timeout_seconds
         self._envs = EnvCalls(limits.step_timeout)
-        self._policy = Policy(tokenizer, ChatFormat(tokenizer), limits, model, compile_pattern("toolCallPattern", tool_call_pattern))
+        self._policy = Policy(
+            tokenizer,
+            ChatFormat(tokenizer),
+            limits,
+            model,
+            compile_pattern("toolCallPattern", tool_call_pattern),
+        )
 
-    async def collect_trajectory(self, episode: Episode, env: Env, generate: Generate) -> list[Trajectory]:
+    async def collect_trajectory(
+        self, episode: Episode, env: Env, generate: Generate
+    ) -> list[Trajectory]:
         """See `Agent`."""
         metrics = EpisodeMetrics()
         session = Session(self._policy, episode, generate)
@@ -74,15 +98,31 @@ class OutsideAgent:
             start = await self._envs.reset(env, episode.env_seed, episode.key.stream, episode.item)
             async with serving(session) as url:
                 split, model = episode.key.stream.value, self._policy.model
-                task = Task(start.instruction, start.observation, dict(episode.item or {}), split, episode.env_seed, model, f"{url}/reward")
+                task = Task(
+                    start.instruction,
+                    start.observation,
+                    dict(episode.item or {}),
+                    split,
+                    episode.env_seed,
+                    model,
+                    f"{url}/reward",
+                )
                 returned = await self._play(session, f"{url}/v1", task)
             branches = self._branches(session)
             rewards = await self._rewards(session, branches, returned, env, task, metrics)
         except EnvFault as fault:
-            return [Trajectory(episode.key, episode.tag, (), fault.reason, metrics.totals(), str(fault))]
+            return [
+                Trajectory(episode.key, episode.tag, (), fault.reason, metrics.totals(), str(fault))
+            ]
         reason = session.ended or StopReason.COMPLETED
         return [
-            Trajectory(episode.key, episode.tag, self._turns(session, branch, reward), reason, metrics.totals())
+            Trajectory(
+                episode.key,
+                episode.tag,
+                self._turns(session, branch, reward),
+                reason,
+                metrics.totals(),
+            )
             for branch, reward in zip(branches, rewards, strict=True)
         ]
 
@@ -90,11 +130,17 @@ class OutsideAgent:
         """What the program returned. Raises `EnvFault` for what it does wrong, and whatever the engines raise."""
         program = asyncio.ensure_future(self._program(base_url, task))
         try:
-            await asyncio.wait({program, session.failed}, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {program, session.failed},
+                timeout=self._timeout,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if session.failed.done():
                 session.failed.result()
             if not program.done():
-                raise EnvFault(StopReason.TIMEOUT, f"the agent took more than timeoutSeconds: {self._timeout}")
+                raise EnvFault(
+                    StopReason.TIMEOUT, f"the agent took more than timeoutSeconds: {self._timeout}"
+                )
             return _returned(program, session)
         finally:
             program.cancel()
@@ -110,20 +156,36 @@ class OutsideAgent:
         return branches
 
     async def _rewards(
-        self, session: Session, branches: list[list[Answer]], returned: Any, env: Env, task: Task, metrics: EpisodeMetrics
+        self,
+        session: Session,
+        branches: list[list[Answer]],
+        returned: Any,
+        env: Env,
+        task: Task,
+        metrics: EpisodeMetrics,
     ) -> list[float]:
         """Of each branch, for its last answer."""
         if self._reward != POSTED and (returned is not None or session.reward is not None):
-            raise EnvFault(StopReason.ENV_ERROR, f"the agent gave a reward, and its config says reward: {self._reward}")
+            raise EnvFault(
+                StopReason.ENV_ERROR,
+                f"the agent gave a reward, and its config says reward: {self._reward}",
+            )
         if self._reward_function is not None:
             function = self._reward_function
             return [
-                _number(await self._in_time(called(function, [m.body for m in branch[-1].conversation], task)), "the reward function")
+                _number(
+                    await self._in_time(
+                        called(function, [m.body for m in branch[-1].conversation], task)
+                    ),
+                    "the reward function",
+                )
                 for branch in branches
             ]
         reward = session.reward if returned is None else _number(returned, "the agent")
         if self._reward == ENVIRONMENT:
-            result = await self._envs.step(env, session.recorded.answers[-1].conversation[-1].content)
+            result = await self._envs.step(
+                env, session.recorded.answers[-1].conversation[-1].content
+            )
             reward = float(result.reward)
             metrics.add_step(result)
         if reward is None and session.ended:
@@ -134,7 +196,10 @@ class OutsideAgent:
         try:
             return await asyncio.wait_for(call, self._policy.limits.step_timeout)
         except TimeoutError:
-            raise EnvFault(StopReason.TIMEOUT, f"the reward function took more than {self._policy.limits.step_timeout} s") from None
+            raise EnvFault(
+                StopReason.TIMEOUT,
+                f"the reward function took more than {self._policy.limits.step_timeout} s",
+            ) from None
 
     def _turns(self, session: Session, branch: list[Answer], reward: float) -> tuple[Turn, ...]:
         """The first prompt is whole: what other branches train is part of it."""
@@ -142,7 +207,9 @@ class OutsideAgent:
         rewards = [*(session.rewards.get(answer, 0.0) for answer in branch[:-1]), reward]
         return tuple(
             sampled.turn(self._policy.chat, given, valid=answer.valid)
-            for sampled, given, answer in zip([replace(first, parent=None), *others], rewards, branch, strict=True)
+            for sampled, given, answer in zip(
+                [replace(first, parent=None), *others], rewards, branch, strict=True
+            )
         )
 
 
@@ -158,11 +225,17 @@ def _returned(program: asyncio.Future[Any], session: Session) -> Any:
 
 def _number(value: Any, who: str) -> float:
     if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
-        raise EnvFault(StopReason.ENV_ERROR, f"{who} returned {str(value)[:80]!r} where a reward is expected, a finite number")
+        raise EnvFault(
+            StopReason.ENV_ERROR,
+            f"{who} returned {str(value)[:80]!r} where a reward is expected, a finite number",
+        )
     return float(value)
 
 
 def _posted(reward: float | None) -> float:
     if reward is None:
-        raise EnvFault(StopReason.ENV_ERROR, "the agent ended without a reward: return one from run, or post it (docs/outside-agents.md)")
+        raise EnvFault(
+            StopReason.ENV_ERROR,
+            "the agent ended without a reward: return one from run, or post it (docs/outside-agents.md)",
+        )
     return reward

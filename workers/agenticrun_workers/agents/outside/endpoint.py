@@ -79,7 +79,9 @@ class Endpoint:
             ]
         )
         # A client that is gone needs no answer: its request is given up in the engine, too.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, 0)
         await site.start()
@@ -91,7 +93,11 @@ class Endpoint:
         try:
             secret = request.path.removeprefix("/s/").partition("/")[0]
             if secret not in self._sessions:
-                raise ApiError(404, "no episode is played at this base_url: it is over, or the URL is wrong", code="unknown_session")
+                raise ApiError(
+                    404,
+                    "no episode is played at this base_url: it is over, or the URL is wrong",
+                    code="unknown_session",
+                )
             task = asyncio.current_task()
             assert task is not None
             self._requests[secret].add(task)
@@ -106,7 +112,9 @@ class Endpoint:
             return web.json_response(ApiError(error.status, message).body, status=error.status)
         except Exception:
             log.exception("a request of an outside agent failed")
-            return web.json_response(ApiError(500, "internal error; see the env worker's log").body, status=500)
+            return web.json_response(
+                ApiError(500, "internal error; see the env worker's log").body, status=500
+            )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         response = await self._session(request).chat(await _json(request))
@@ -126,7 +134,12 @@ class Endpoint:
     async def _model(self, request: web.Request) -> web.StreamResponse:
         body, name = _model_body(self._session(request)), request.match_info["model"]
         if body["id"] != name:
-            raise ApiError(404, f"model: {name!r} is not served; {body['id']!r} is", param="model", code="model_not_found")
+            raise ApiError(
+                404,
+                f"model: {name!r} is not served; {body['id']!r} is",
+                param="model",
+                code="model_not_found",
+            )
         return web.json_response(body)
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
@@ -153,7 +166,9 @@ async def _json(request: web.Request) -> Any:
 
 async def _stream(request: web.Request, chunks: Iterable[dict[str, Any]]) -> web.StreamResponse:
     """Server-sent events."""
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    stream = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
     await stream.prepare(request)
     for chunk in chunks:
         await stream.write(f"data: {json.dumps(chunk)}\n\n".encode())

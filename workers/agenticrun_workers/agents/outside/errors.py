@@ -8,7 +8,9 @@ from typing import Any
 class ApiError(Exception):
     """A refusal. `param` names what is wrong in the request, `code` is one of OpenAI's words where there is one."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
@@ -17,7 +19,9 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 def refused(param: str, message: str, code: str | None = None) -> ApiError:

@@ -40,12 +40,20 @@ class ToolCall:
     @property
     def body(self) -> dict[str, Any]:
         """As the API says it."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
 
     @property
     def for_template(self) -> dict[str, Any]:
         """As chat templates take it: the arguments are values, which the template writes as JSON itself."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.values}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.values},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +68,19 @@ class ChatMessage:
     @property
     def identity(self) -> tuple[Any, ...]:
         """Equal for messages that say the same: spaces around the text and the layout of JSON arguments do not count."""
-        calls = tuple((call.id, call.name, json.dumps(call.values, sort_keys=True)) for call in self.tool_calls)
+        calls = tuple(
+            (call.id, call.name, json.dumps(call.values, sort_keys=True))
+            for call in self.tool_calls
+        )
         return self.role, self.content.strip(), calls, self.tool_call_id
 
     @property
     def body(self) -> dict[str, Any]:
         """As the API says it."""
-        said: dict[str, Any] = {"role": self.role, "content": self.content if self.content or not self.tool_calls else None}
+        said: dict[str, Any] = {
+            "role": self.role,
+            "content": self.content if self.content or not self.tool_calls else None,
+        }
         if self.tool_calls:
             said["tool_calls"] = [call.body for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -116,13 +130,25 @@ def _text(content: Any, path: str, *, optional: bool) -> str:
     if not isinstance(content, list):
         raise refused(path, "text is expected")
     for place, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise refused(f"{path}[{place}]", "the policy reads text only: a part must be {type: text, text: ...}")
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise refused(
+                f"{path}[{place}]",
+                "the policy reads text only: a part must be {type: text, text: ...}",
+            )
     return "".join(part["text"] for part in content)
 
 
 def _calls(values: Sequence[Any], path: str) -> tuple[ToolCall, ...]:
     try:
-        return tuple(ToolCall(str(v["id"]), str(v["function"]["name"]), str(v["function"]["arguments"])) for v in values)
+        return tuple(
+            ToolCall(str(v["id"]), str(v["function"]["name"]), str(v["function"]["arguments"]))
+            for v in values
+        )
     except (TypeError, KeyError) as error:
-        raise refused(path, "each call must be {id, type: function, function: {name, arguments}}") from error
+        raise refused(
+            path, "each call must be {id, type: function, function: {name, arguments}}"
+        ) from error

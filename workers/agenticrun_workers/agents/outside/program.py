@@ -51,7 +51,16 @@ class Task:
 
     @property
     def body(self) -> dict[str, Any]:
-        names = ("instruction", "observation", "item", "split", "seed", "model", "reward_url", "messages")
+        names = (
+            "instruction",
+            "observation",
+            "item",
+            "split",
+            "seed",
+            "model",
+            "reward_url",
+            "messages",
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -84,11 +93,18 @@ def command_program(command: Sequence[str]) -> Program:
     return run
 
 
-async def _run_command(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> None:
+async def _run_command(
+    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
+) -> None:
     """Run it to its end, with all processes of its session. Output goes to a file: a pipe would wait for processes left behind."""
     starting = asyncio.create_task(
         asyncio.create_subprocess_exec(
-            *command, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            *command,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     )
     try:
@@ -100,14 +116,19 @@ async def _run_command(command: Sequence[str], environment: Mapping[str, str], o
         if starting.exception() is None:
             await _kill_session(starting.result())
     if status:
-        raise EnvFault(StopReason.ENV_ERROR, f"the agent's command ended with status {status}: {_last_line(output)}")
+        raise EnvFault(
+            StopReason.ENV_ERROR,
+            f"the agent's command ended with status {status}: {_last_line(output)}",
+        )
 
 
 def _started(starting: asyncio.Task[asyncio.subprocess.Process]) -> asyncio.subprocess.Process:
     try:
         return starting.result()
     except OSError as error:
-        raise EnvFault(StopReason.ENV_ERROR, f"the agent's command cannot be started: {error}") from error
+        raise EnvFault(
+            StopReason.ENV_ERROR, f"the agent's command cannot be started: {error}"
+        ) from error
 
 
 async def _kill_session(leader: asyncio.subprocess.Process) -> None:
@@ -128,7 +149,9 @@ def function_at(key: str, place: str) -> Callable[..., Any]:
     try:
         found = imported(module_name, name)
     except PluginImportError as error:
-        raise ValueError(f"{key}: {place!r} cannot be imported as module:function: {error}") from error
+        raise ValueError(
+            f"{key}: {place!r} cannot be imported as module:function: {error}"
+        ) from error
     if not callable(found):
         raise ValueError(f"{key}: {place!r} is no function")
     function: Callable[..., Any] = found

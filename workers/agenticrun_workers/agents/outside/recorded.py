@@ -52,16 +52,24 @@ class Recorded:
         self._of_chats: dict[tuple[Any, ...], Answer] = {}
         self._of_texts: list[tuple[str, Answer]] = []
 
-    def chat_prompt(self, messages: Sequence[ChatMessage], tools: Tools) -> tuple[IntArray, Answer | None]:
+    def chat_prompt(
+        self, messages: Sequence[ChatMessage], tools: Tools
+    ) -> tuple[IntArray, Answer | None]:
         """Tokens of a conversation up to the start of the answer, int32 [T], and the recorded answer that they go on from."""
         templates = [message.for_template for message in messages]
         key = _key(messages, tools)
         for size in range(len(messages), 0, -1):
-            before = self._of_chats.get(key[: size + 1]) if messages[size - 1].role == "assistant" else None
+            before = (
+                self._of_chats.get(key[: size + 1])
+                if messages[size - 1].role == "assistant"
+                else None
+            )
             if before is not None:
                 tokens_T = before.sampled.generation.tokens_T
                 ended = int(tokens_T[-1]) == self._chat.end_of_turn
-                added_T = self._chat.going_on(templates[: size - 1], templates[size:], ended=ended, tools=tools)
+                added_T = self._chat.going_on(
+                    templates[: size - 1], templates[size:], ended=ended, tools=tools
+                )
                 return np.concatenate([before.sampled.prompt_T, tokens_T, added_T]), before
         return self._chat.conversation(templates, tools), None
 
@@ -73,7 +81,10 @@ class Recorded:
                 tokens_T = answer.sampled.generation.tokens_T
                 size, said = self._said_of(text[len(prompt) :], tokens_T)
                 if size and len(prompt) + said > known:
-                    best_T, known = np.concatenate([answer.sampled.prompt_T, tokens_T[:size]]), len(prompt) + said
+                    best_T, known = (
+                        np.concatenate([answer.sampled.prompt_T, tokens_T[:size]]),
+                        len(prompt) + said,
+                    )
         rest = self._tokenizer.encode(text[known:], add_special_tokens=not known)
         return np.concatenate([best_T, np.asarray(rest, np.int32)])
 
@@ -91,7 +102,9 @@ class Recorded:
     def parent_of(self, prompt_T: IntArray, matched: Answer | None = None) -> Answer | None:
         """The longest sampled sequence that a prompt begins with; of equal ones the one whose conversation it repeats, else the latest."""
         fitting = [answer for answer in reversed(self.answers) if answer.sampled.begins(prompt_T)]
-        return max(fitting, key=lambda answer: (answer.sampled.length, answer is matched), default=None)
+        return max(
+            fitting, key=lambda answer: (answer.sampled.length, answer is matched), default=None
+        )
 
     def add(self, answer: Answer, tools: Tools = (), text: str | None = None) -> None:
         """Remember an answer: to a conversation with these tools, or to the prompt `text`."""
@@ -103,7 +116,14 @@ class Recorded:
 
     def find(self, completion: str, choice: int) -> Answer | None:
         """The answer with this id and place."""
-        return next((answer for answer in self.answers if (answer.completion, answer.choice) == (completion, choice)), None)
+        return next(
+            (
+                answer
+                for answer in self.answers
+                if (answer.completion, answer.choice) == (completion, choice)
+            ),
+            None,
+        )
 
     def branches(self) -> list[list[Answer]]:
         """What each trajectory trains: for every answer that nothing went on from, the answers up to it.

@@ -71,15 +71,21 @@ def chat_request(body: Any, limits: AgentLimits, model: str) -> ChatRequest:
     fields = _Fields(body, model)
     messages = chat_messages(fields.take("messages"))
     tools = fields.take("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) and tool.get("type") == "function" for tool in tools):
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, Mapping) and tool.get("type") == "function" for tool in tools
+    ):
         raise refused("tools", "a list of {type: function, function: {...}} is expected")
     choice = fields.take("tool_choice") or "auto"
     if choice not in ("auto", "none"):
-        raise refused("tool_choice", "must be auto or none: the policy cannot be made to call a tool")
+        raise refused(
+            "tool_choice", "must be auto or none: the policy cannot be made to call a tool"
+        )
     logprobs = fields.flag("logprobs")
     max_tokens, older = fields.number("max_completion_tokens", 1), fields.number("max_tokens", 1)
     if None not in (max_tokens, older) and max_tokens != older:
-        raise refused("max_tokens", "differs from max_completion_tokens, which means the same: leave it out")
+        raise refused(
+            "max_tokens", "differs from max_completion_tokens, which means the same: leave it out"
+        )
     asked = fields.asked(limits, max_tokens or older, logprobs)
     fields.end((*NEUTRAL.keys() - set(COMPLETION_ONLY),))
     return ChatRequest(asked, messages, tuple(tools), bool(tools) and choice == "auto")
@@ -89,13 +95,20 @@ def completion_request(body: Any, limits: AgentLimits, model: str) -> Completion
     """Raises `ApiError`."""
     fields = _Fields(body, model)
     prompt = fields.take("prompt")
-    if isinstance(prompt, list) and prompt and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+    if (
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+    ):
         prompt = tuple(prompt)
     elif not isinstance(prompt, str) or not prompt:
         raise refused("prompt", "one text or one list of tokens is expected, not empty")
     logprobs = fields.number("logprobs", 0)
     if logprobs:
-        raise refused("logprobs", "must be 0, for those of the sampled tokens: the engines do not tell of others")
+        raise refused(
+            "logprobs",
+            "must be 0, for those of the sampled tokens: the engines do not tell of others",
+        )
     asked = fields.asked(limits, fields.number("max_tokens", 1), logprobs == 0)
     best_of = fields.number("best_of", 1)
     if best_of not in (None, asked.n):
@@ -113,14 +126,21 @@ class _Fields:
         self._left = {name: value for name, value in body.items() if value is not None}
         asked = self.take("model")
         if asked != model:
-            raise ApiError(404, f"model: {asked!r} is not served; {model!r} is", param="model", code="model_not_found")
+            raise ApiError(
+                404,
+                f"model: {asked!r} is not served; {model!r} is",
+                param="model",
+                code="model_not_found",
+            )
 
     def take(self, name: str) -> Any:
         return self._left.pop(name, None)
 
     def number(self, name: str, least: int) -> int | None:
         value = self.take(name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or value < least
+        ):
             raise refused(name, f"must be a whole number of at least {least}, not {value!r}")
         return value
 
@@ -135,20 +155,39 @@ class _Fields:
         for name, place in OWNED.items():
             value, owned = self.take(name), getattr(limits, name)
             if value is not None and value != owned:
-                raise refused(name, f"is {value!r}, and the run samples with {owned}: leave it out, and set {place}")
+                raise refused(
+                    name,
+                    f"is {value!r}, and the run samples with {owned}: leave it out, and set {place}",
+                )
         n = self.number("n", 1) or 1
         if n > MAX_SAMPLES:
             raise refused("n", f"must be at most {MAX_SAMPLES}, not {n}")
         stream = self.flag("stream")
         options = self.take("stream_options") or {}
-        if not isinstance(options, Mapping) or options.keys() - {"include_usage"} or (options and not stream):
+        if (
+            not isinstance(options, Mapping)
+            or options.keys() - {"include_usage"}
+            or (options and not stream)
+        ):
             raise refused("stream_options", "include_usage is known, for requests with stream")
-        return Asked(n, max_tokens, self._stop(), self.number("seed", 0), logprobs, stream, bool(options.get("include_usage")))
+        return Asked(
+            n,
+            max_tokens,
+            self._stop(),
+            self.number("seed", 0),
+            logprobs,
+            stream,
+            bool(options.get("include_usage")),
+        )
 
     def _stop(self) -> tuple[str, ...]:
         value = self.take("stop")
         stops = [value] if isinstance(value, str) else value or []
-        if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
+        if (
+            not isinstance(stops, list)
+            or len(stops) > MAX_STOPS
+            or not all(isinstance(stop, str) and stop for stop in stops)
+        ):
             raise refused("stop", f"one text or up to {MAX_STOPS} are expected, none of them empty")
         return tuple(stops)
 
@@ -157,6 +196,10 @@ class _Fields:
         for name, value in self._left.items():
             if name in neutral:
                 if value not in NEUTRAL[name]:
-                    raise refused(name, f"{value!r} is not supported by the run's engines", "unsupported_value")
+                    raise refused(
+                        name,
+                        f"{value!r} is not supported by the run's engines",
+                        "unsupported_value",
+                    )
             elif name not in LABELS:
                 raise refused(name, "this parameter is not supported", "unsupported_parameter")

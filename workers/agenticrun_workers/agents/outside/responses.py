@@ -34,14 +34,22 @@ class Choice:
     @property
     def chat_logprobs(self) -> dict[str, Any]:
         pairs = zip(self.tokens, self.generation.logprobs_T.tolist(), strict=True)
-        tokens = [{"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []} for text, value in pairs]
+        tokens = [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in pairs
+        ]
         return {"content": tokens, "refusal": None}
 
     @property
     def text_logprobs(self) -> dict[str, Any]:
         offsets = [0, *accumulate(map(len, self.tokens))][:-1]
         values = self.generation.logprobs_T.tolist()
-        return {"tokens": self.tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        return {
+            "tokens": self.tokens,
+            "token_logprobs": values,
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,11 @@ class Response:
     @property
     def usage(self) -> dict[str, int]:
         sampled = sum(len(choice.generation.tokens_T) for choice in self.choices)
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": sampled, "total_tokens": self.prompt_tokens + sampled}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": self.prompt_tokens + sampled,
+        }
 
     def chat_body(self) -> dict[str, Any]:
         """A `chat.completion`."""
@@ -78,17 +90,32 @@ class Response:
         for choice in self.choices:
             delta = choice.message.body
             if choice.message.tool_calls:
-                delta["tool_calls"] = [call.body | {"index": place} for place, call in enumerate(choice.message.tool_calls)]
+                delta["tool_calls"] = [
+                    call.body | {"index": place}
+                    for place, call in enumerate(choice.message.tool_calls)
+                ]
             logprobs = choice.chat_logprobs if self.asked.logprobs else None
-            said = {"index": choice.index, "delta": delta, "finish_reason": None, "logprobs": logprobs}
+            said = {
+                "index": choice.index,
+                "delta": delta,
+                "finish_reason": None,
+                "logprobs": logprobs,
+            }
             yield self._chunk("chat.completion.chunk", [said])
-            over = {"index": choice.index, "delta": {}, "finish_reason": choice.finish_reason, "logprobs": None}
+            over = {
+                "index": choice.index,
+                "delta": {},
+                "finish_reason": choice.finish_reason,
+                "logprobs": None,
+            }
             yield self._chunk("chat.completion.chunk", [over])
         yield from self._usage_chunk("chat.completion.chunk")
 
     def text_body(self) -> dict[str, Any]:
         """A `text_completion`."""
-        return self._body("text_completion", [self._text(choice) for choice in self.choices]) | {"usage": self.usage}
+        return self._body("text_completion", [self._text(choice) for choice in self.choices]) | {
+            "usage": self.usage
+        }
 
     def text_chunks(self) -> Iterator[dict[str, Any]]:
         """The same, one chunk per choice."""
@@ -113,4 +140,10 @@ class Response:
         return self._body(kind, choices) | ({"usage": None} if self.asked.include_usage else {})
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }

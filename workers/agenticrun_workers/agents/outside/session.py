@@ -67,16 +67,26 @@ class Session:
         policy = self.policy
         request = chat_request(body, policy.limits, policy.model)
         if request.tools and not policy.chat.shows_tools(request.tools):
-            raise refused("tools", "the chat template of the policy's tokenizer does not show tools")
-        prompt_T, matched = _tokenised("messages", lambda: self.recorded.chat_prompt(request.messages, request.tools))
+            raise refused(
+                "tools", "the chat template of the policy's tokenizer does not show tools"
+            )
+        prompt_T, matched = _tokenised(
+            "messages", lambda: self.recorded.chat_prompt(request.messages, request.tools)
+        )
 
         def message_of(text: str) -> tuple[ChatMessage, bool]:
-            return answer_message(text, policy.calls) if request.calls else (ChatMessage("assistant", text), True)
+            return (
+                answer_message(text, policy.calls)
+                if request.calls
+                else (ChatMessage("assistant", text), True)
+            )
 
         def record(answer: Answer) -> None:
             self.recorded.add(answer, request.tools)
 
-        return await self._respond(request.asked, prompt_T, matched, request.messages, "messages", message_of, record)
+        return await self._respond(
+            request.asked, prompt_T, matched, request.messages, "messages", message_of, record
+        )
 
     async def complete(self, body: Any) -> Response:
         """`/v1/completions`. Raises `ApiError`."""
@@ -87,7 +97,9 @@ class Session:
             prompt_T = _tokenised("prompt", lambda: self.recorded.text_prompt(prompt))
         else:
             if not 0 <= min(prompt) <= max(prompt) < len(policy.tokenizer):
-                raise refused("prompt", f"a token is outside of the vocabulary of {len(policy.tokenizer)}")
+                raise refused(
+                    "prompt", f"a token is outside of the vocabulary of {len(policy.tokenizer)}"
+                )
             prompt_T = np.array(prompt, np.int32)
         shown = (ChatMessage("user", policy.chat.shown(prompt_T) if text is None else text),)
 
@@ -97,12 +109,17 @@ class Session:
         def record(answer: Answer) -> None:
             self.recorded.add(answer, text=text or shown[0].content)
 
-        return await self._respond(request.asked, prompt_T, None, shown, "prompt", message_of, record)
+        return await self._respond(
+            request.asked, prompt_T, None, shown, "prompt", message_of, record
+        )
 
     def post_reward(self, body: Any) -> None:
         """`/reward`: of the episode, or of the trajectory that ends with the answer `trajectory` (and `choice`). Raises `ApiError`."""
         if not isinstance(body, Mapping) or body.keys() - {"reward", "trajectory", "choice"}:
-            raise refused("reward", "{reward: number, trajectory: id of a response, choice: its place} is expected")
+            raise refused(
+                "reward",
+                "{reward: number, trajectory: id of a response, choice: its place} is expected",
+            )
         reward = body.get("reward")
         if not isinstance(reward, (int, float)) or not math.isfinite(reward):
             raise refused("reward", f"must be a finite number, not {reward!r}")
@@ -111,7 +128,12 @@ class Session:
             return
         answer = self.recorded.find(body["trajectory"], body.get("choice", 0))
         if answer is None:
-            raise ApiError(404, f"no answer of this episode has the id {body['trajectory']!r}", param="trajectory", code="not_found")
+            raise ApiError(
+                404,
+                f"no answer of this episode has the id {body['trajectory']!r}",
+                param="trajectory",
+                code="not_found",
+            )
         self.rewards[answer] = float(reward)
 
     async def _respond(
@@ -130,13 +152,26 @@ class Session:
         self._numbers += 1
         number = self._numbers
         generations = await self._sample(prompt_T, asked, number)
-        response = Response(f"{self._episode.key}-{number}", int(time.time()), self.policy.model, asked, len(prompt_T))
+        response = Response(
+            f"{self._episode.key}-{number}",
+            int(time.time()),
+            self.policy.model,
+            asked,
+            len(prompt_T),
+        )
         for place, whole in enumerate(generations):
             generation, text = self._stopped(whole, asked.stop)
             message, valid = message_of(text)
             sampled = Sampled(prompt_T, generation, parent.sampled if parent else None)
             record(Answer(response.id, place, sampled, parent, (*messages, message), valid))
-            response.choices.append(Choice(place, message, generation, [self._token(token) for token in generation.tokens_T]))
+            response.choices.append(
+                Choice(
+                    place,
+                    message,
+                    generation,
+                    [self._token(token) for token in generation.tokens_T],
+                )
+            )
         return response
 
     def _check_room(self, prompt_T: IntArray, param: str) -> None:
@@ -147,14 +182,21 @@ class Session:
             raise refused(param, message, "context_length_exceeded")
         if self._turns >= limits.max_turns:
             self.ended = StopReason.MAX_TURNS
-            raise ApiError(400, f"the episode has had its {limits.max_turns} answers (envs[].maxSteps)", code="max_turns")
+            raise ApiError(
+                400,
+                f"the episode has had its {limits.max_turns} answers (envs[].maxSteps)",
+                code="max_turns",
+            )
 
     async def _sample(self, prompt_T: IntArray, asked: Asked, number: int) -> list[Generation]:
         """n generations. A request that fails or is given up by its client is no turn."""
         self._turns += 1
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._sample_one(prompt_T, asked, number, choice)) for choice in range(asked.n)]
+                tasks = [
+                    group.create_task(self._sample_one(prompt_T, asked, number, choice))
+                    for choice in range(asked.n)
+                ]
         except BaseException as failed:
             self._turns -= 1
             error = failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed
@@ -162,16 +204,28 @@ class Session:
                 raise
             if not self.failed.done():
                 self.failed.set_exception(error)
-            raise ApiError(503, f"the engines gave no answer: {error}", code="engine_error") from error
+            raise ApiError(
+                503, f"the engines gave no answer: {error}", code="engine_error"
+            ) from error
         return [task.result() for task in tasks]
 
-    async def _sample_one(self, prompt_T: IntArray, asked: Asked, number: int, choice: int) -> Generation:
+    async def _sample_one(
+        self, prompt_T: IntArray, asked: Asked, number: int, choice: int
+    ) -> Generation:
         limits = self.policy.limits
-        longest = min(asked.max_tokens or limits.max_tokens_per_step, limits.max_tokens_per_step, limits.sequence_length - len(prompt_T))
+        longest = min(
+            asked.max_tokens or limits.max_tokens_per_step,
+            limits.max_tokens_per_step,
+            limits.sequence_length - len(prompt_T),
+        )
         sampling = limits.sampling(longest, self.policy.chat.stop_tokens)
         # The client's seed stands beside the episode's, so that the members of a group differ whatever their agent asks.
         path = [0, number] if asked.seed is None else [1, asked.seed]
-        return answered(await self._generate(self._episode.request(f"{number}-{choice}", prompt_T, sampling, [*path, choice])))
+        return answered(
+            await self._generate(
+                self._episode.request(f"{number}-{choice}", prompt_T, sampling, [*path, choice])
+            )
+        )
 
     def _stopped(self, whole: Generation, stops: tuple[str, ...]) -> tuple[Generation, str]:
         """A generation up to the token that completes a stop text, and what it says before that.
@@ -206,4 +260,6 @@ def _tokenised(param: str, make: Callable[[], T]) -> T:
     try:
         return make()
     except Exception as error:  # jinja, tokenizers and templates raise anything
-        raise refused(param, f"cannot be put into the policy's chat template and tokens: {one_line(error)}") from error
+        raise refused(
+            param, f"cannot be put into the policy's chat template and tokens: {one_line(error)}"
+        ) from error

@@ -50,7 +50,9 @@ class CallParser:
     """
 
     def __init__(self, call_pattern: str | None, answer_pattern: str) -> None:
-        self._own_call = None if call_pattern is None else compile_pattern("callPattern", call_pattern)
+        self._own_call = (
+            None if call_pattern is None else compile_pattern("callPattern", call_pattern)
+        )
         self._answer = compile_pattern("answerPattern", answer_pattern)
 
     def parse(self, text: str) -> Call | BadCall | Answer | None:

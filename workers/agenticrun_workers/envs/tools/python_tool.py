@@ -15,9 +15,23 @@ from typing import Any
 
 from agenticrun_workers.envs.env import StepResult
 from agenticrun_workers.envs.registry import register_env
-from agenticrun_workers.envs.tools.calls import Answer, BadCall, Call, CallParser, same_answer, shortened
+from agenticrun_workers.envs.tools.calls import (
+    Answer,
+    BadCall,
+    Call,
+    CallParser,
+    same_answer,
+    shortened,
+)
 from agenticrun_workers.envs.tools.sums import OPERATIONS, problem
-from agenticrun_workers.sandbox import Limits, Outcome, SandboxMode, SandboxUnavailable, describe, run_python
+from agenticrun_workers.sandbox import (
+    Limits,
+    Outcome,
+    SandboxMode,
+    SandboxUnavailable,
+    describe,
+    run_python,
+)
 from agenticrun_workers.types import Stream
 
 INSTRUCTION = (
@@ -30,7 +44,12 @@ NEITHER = "Write a ```python block to run code, or <answer>...</answer> to answe
 LARGEST_WORD = 999
 """Numbers above are several words for a tiny model."""
 
-ENDS = {"time": "it took more than {seconds} s", "output": "it wrote too much", "files": "it wrote too many files", "killed": "it crashed"}
+ENDS = {
+    "time": "it took more than {seconds} s",
+    "output": "it wrote too much",
+    "files": "it wrote too many files",
+    "killed": "it crashed",
+}
 """What is said of code that did not end by itself."""
 
 
@@ -88,7 +107,9 @@ class PythonTool:
         """The problem of the next episode."""
         missing = [column for column in self._columns if column not in item]
         if missing:
-            raise ValueError(f"the data set has no column {' and no '.join(missing)} (it has: {', '.join(item)})")
+            raise ValueError(
+                f"the data set has no column {' and no '.join(missing)} (it has: {', '.join(item)})"
+            )
         self._item = str(item[self._columns[0]]), str(item[self._columns[1]])
 
     def reset(self, seed: int, split: Stream) -> str:
@@ -119,19 +140,43 @@ class PythonTool:
         """
         numbers = list(dict.fromkeys(re.findall(r"\d+", self._question)))
         results = re.findall(r"-?\d+", self._result)
-        pairs = itertools.combinations(numbers, 2) if len(numbers) > 1 else [(numbers[0],) * 2] if numbers else []
-        calls = [f"```python\n{left} {sign} {right}\n```" for left, right in pairs for sign in OPERATIONS]
-        return [*calls, *(f"<answer>{number}</answer>" for number in dict.fromkeys(results or numbers or ["0"]))]
+        pairs = (
+            itertools.combinations(numbers, 2)
+            if len(numbers) > 1
+            else [(numbers[0],) * 2]
+            if numbers
+            else []
+        )
+        calls = [
+            f"```python\n{left} {sign} {right}\n```" for left, right in pairs for sign in OPERATIONS
+        ]
+        return [
+            *calls,
+            *(
+                f"<answer>{number}</answer>"
+                for number in dict.fromkeys(results or numbers or ["0"])
+            ),
+        ]
 
     def vocabulary(self) -> list[str]:
         """Printable characters, the pieces of calls and answers, and the numbers of the environment's own sums."""
         numbers = map(str, range(min(self._highest**2, LARGEST_WORD) + 1))
-        return [*string.printable, "```python\n", "\n```", "<answer>", "</answer>", *(f" {sign} " for sign in OPERATIONS), *numbers]
+        return [
+            *string.printable,
+            "```python\n",
+            "\n```",
+            "<answer>",
+            "</answer>",
+            *(f" {sign} " for sign in OPERATIONS),
+            *numbers,
+        ]
 
     def _told(self, outcome: Outcome) -> str:
         texts = [outcome.stdout.rstrip(), outcome.stderr.rstrip()]
         if outcome.end in ENDS:
-            texts.append(f"The code was stopped: {ENDS[outcome.end].format(seconds=self._limits.seconds)}.")
+            texts.append(
+                f"The code was stopped: {ENDS[outcome.end].format(seconds=self._limits.seconds)}."
+            )
         return "\n".join(filter(None, texts)) or "(no output)"
 
 
@@ -144,7 +189,9 @@ def _check_sandbox() -> None:
         raise ValueError(f"sandbox: {error}; here are: {dict(describe())}") from error
 
 
-def _metrics(valid: bool = True, success: bool = False, calls: int = 0, errors: bool = False) -> dict[str, float]:
+def _metrics(
+    valid: bool = True, success: bool = False, calls: int = 0, errors: bool = False
+) -> dict[str, float]:
     return {
         "action_is_valid": float(valid),
         "num_actions": 1.0,

@@ -75,11 +75,19 @@ class WebShop:
             raise ValueError(f"goals must be human or synthetic, not {goals!r}")
         if observation_mode not in ("text", "text_rich"):
             raise ValueError(f"observationMode must be text or text_rich, not {observation_mode!r}")
-        for key, number in (("numProducts", num_products), ("resultsPerPage", results_per_page), ("searchResults", search_results)):
+        for key, number in (
+            ("numProducts", num_products),
+            ("resultsPerPage", results_per_page),
+            ("searchResults", search_results),
+        ):
             if number is not None and number < 1:
                 raise ValueError(f"{key} must be at least 1, not {number}")
         self.instruction = instruction
-        self._shop = shared_shop(Files(items, attributes, human_instructions, reviews, num_products), goals, search_results)
+        self._shop = shared_shop(
+            Files(items, attributes, human_instructions, reviews, num_products),
+            goals,
+            search_results,
+        )
         self._split = Split.of(len(self._shop.goals), train_goals, validation_goals)
         self._mode = observation_mode
         self._show_attributes = show_attributes
@@ -122,15 +130,23 @@ class WebShop:
             return [f"click[{target}]" for target in self._page.clickables()]
         wish = self._visit.goal.instruction.lower().partition(PRICE_LIMIT)[0]
         words = [word for word in re.findall(r"\w+", wish) if word not in FUNCTION_WORDS]
-        return [f"search[{query}]" for query in dict.fromkeys([*words, *map(" ".join, pairwise(words))])]
+        return [
+            f"search[{query}]" for query in dict.fromkeys([*words, *map(" ".join, pairwise(words))])
+        ]
 
     def vocabulary(self) -> list[str]:
         """The words of the shop, if it is small enough for a tiny model."""
-        return shop_words(self._shop, self._mode) if len(self._shop.products) <= LARGEST_VOCABULARY else []
+        return (
+            shop_words(self._shop, self._mode)
+            if len(self._shop.products) <= LARGEST_VOCABULARY
+            else []
+        )
 
     def _visit_for(self, goal: int) -> Visit:
         shop = self._shop
-        return Visit(shop.goals[goal], shop.products, shop.engine, self._per_page, self._show_attributes)
+        return Visit(
+            shop.goals[goal], shop.products, shop.engine, self._per_page, self._show_attributes
+        )
 
     def _act(self, action: str) -> bool:
         """Whether the page has this action."""
@@ -150,5 +166,9 @@ class WebShop:
         text = self._page.write(self._mode)
         if not self._list_actions or self._visit.bought is not None:
             return text
-        actions = ["search[words]"] if self._page.has_search_bar else [f"click[{target}]" for target in self._page.clickables()]
+        actions = (
+            ["search[words]"]
+            if self._page.has_search_bar
+            else [f"click[{target}]" for target in self._page.clickables()]
+        )
         return f"{text}\nAvailable actions: {', '.join(actions)}"

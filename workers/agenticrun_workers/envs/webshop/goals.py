@@ -54,7 +54,9 @@ class Split:
     validation: range
 
     @classmethod
-    def of(cls, goals: int, train: Sequence[int] | None = None, validation: Sequence[int] | None = None) -> Split:
+    def of(
+        cls, goals: int, train: Sequence[int] | None = None, validation: Sequence[int] | None = None
+    ) -> Split:
         """The ranges asked for, or WebShop's, or of fewer goals the first fifth for validation. Raises `ValueError`."""
         first = TEST_GOALS[1] if goals > TRAIN_GOALS_FROM else max(1, goals // PARTS_OF_FEW)
         default_train = (TRAIN_GOALS_FROM if goals > TRAIN_GOALS_FROM else first, goals)
@@ -62,13 +64,20 @@ class Split:
             _range("trainGoals", train or default_train, goals),
             _range("validationGoals", validation or (TEST_GOALS[0], first), goals),
         )
-        shared = range(max(split.train.start, split.validation.start), min(split.train.stop, split.validation.stop))
+        shared = range(
+            max(split.train.start, split.validation.start),
+            min(split.train.stop, split.validation.stop),
+        )
         if shared:
-            raise ValueError(f"trainGoals and validationGoals share goals {shared.start} to {shared.stop - 1}: they must not overlap")
+            raise ValueError(
+                f"trainGoals and validationGoals share goals {shared.start} to {shared.stop - 1}: they must not overlap"
+            )
         return split
 
 
-def human_goals(products: Iterable[Product], instructions: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
+def human_goals(
+    products: Iterable[Product], instructions: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> list[Goal]:
     """Goals of `items_human_ins.json`; the ones without attributes are left out, as in WebShop."""
     goals = []
     for product in products:
@@ -76,11 +85,21 @@ def human_goals(products: Iterable[Product], instructions: Mapping[str, Sequence
             if entry["instruction_attributes"]:
                 upper, limit = _price_limit(product, number)
                 options = tuple(("", value) for value in entry["instruction_options"])
-                goals.append(_goal(product, entry["instruction"].strip(".") + limit, entry["instruction_attributes"], options, upper))
+                goals.append(
+                    _goal(
+                        product,
+                        entry["instruction"].strip(".") + limit,
+                        entry["instruction_attributes"],
+                        options,
+                        upper,
+                    )
+                )
     return _shuffled(goals)
 
 
-def synthetic_goals(products: Iterable[Product], attributes: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
+def synthetic_goals(
+    products: Iterable[Product], attributes: Mapping[str, Mapping[str, Any]]
+) -> list[Goal]:
     """One goal per combination of options of every product that `items_ins_v2*.json` has an instruction for."""
     goals = []
     for product in products:
@@ -97,8 +116,23 @@ def synthetic_goals(products: Iterable[Product], attributes: Mapping[str, Mappin
     return _shuffled(goals)
 
 
-def _goal(product: Product, text: str, attributes: Sequence[str], options: tuple[tuple[str, str], ...], upper: float) -> Goal:
-    return Goal(product.asin, text, tuple(attributes), options, upper, product.title, product.query, product.product_category)
+def _goal(
+    product: Product,
+    text: str,
+    attributes: Sequence[str],
+    options: tuple[tuple[str, str], ...],
+    upper: float,
+) -> Goal:
+    return Goal(
+        product.asin,
+        text,
+        tuple(attributes),
+        options,
+        upper,
+        product.title,
+        product.query,
+        product.product_category,
+    )
 
 
 def _price_limit(product: Product, number: int) -> tuple[float, str]:
@@ -119,5 +153,7 @@ def _shuffled(goals: list[Goal]) -> list[Goal]:
 def _range(key: str, bounds: Sequence[int], goals: int) -> range:
     first, end = bounds if len(bounds) == 2 else (0, 0)
     if not 0 <= first < end <= goals:
-        raise ValueError(f"{key} must be [first, end] with 0 <= first < end <= {goals}, the number of goals, not {list(bounds)}")
+        raise ValueError(
+            f"{key} must be [first, end] with 0 <= first < end <= {goals}, the number of goals, not {list(bounds)}"
+        )
     return range(first, end)

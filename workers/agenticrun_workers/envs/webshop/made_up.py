@@ -28,7 +28,11 @@ class Kind(NamedTuple):
 SIZES = {"size": "small, medium, large"}
 KINDS = (
     Kind(
-        "wool socks", "fashion", "Clothing > Men > Socks", "machine washable, cushioned sole, quick drying", SIZES | {"color": "grey, navy"}
+        "wool socks",
+        "fashion",
+        "Clothing > Men > Socks",
+        "machine washable, cushioned sole, quick drying",
+        SIZES | {"color": "grey, navy"},
     ),
     Kind(
         "running shoes",
@@ -44,7 +48,13 @@ KINDS = (
         "water resistant, drawstring hood, light weight",
         SIZES | {"color": "teal, olive"},
     ),
-    Kind("linen shirt", "fashion", "Clothing > Men > Shirts", "button closure, long sleeve, hand wash", SIZES | {"color": "white, blue"}),
+    Kind(
+        "linen shirt",
+        "fashion",
+        "Clothing > Men > Shirts",
+        "button closure, long sleeve, hand wash",
+        SIZES | {"color": "white, blue"},
+    ),
     Kind(
         "green tea",
         "grocery",
@@ -59,8 +69,20 @@ KINDS = (
         "gluten free, low sodium, non gmo",
         {"flavor name": "chocolate, raisin, ginger"},
     ),
-    Kind("olive oil", "grocery", "Food > Pantry > Oils", "cold pressed, dairy free, fat free", {"size": "250 ml, 500 ml, 1 l"}),
-    Kind("trail mix", "grocery", "Food > Snacks > Nuts", "high protein, artificial free, ready to eat", {"size": "pack of 1, pack of 6"}),
+    Kind(
+        "olive oil",
+        "grocery",
+        "Food > Pantry > Oils",
+        "cold pressed, dairy free, fat free",
+        {"size": "250 ml, 500 ml, 1 l"},
+    ),
+    Kind(
+        "trail mix",
+        "grocery",
+        "Food > Snacks > Nuts",
+        "high protein, artificial free, ready to eat",
+        {"size": "pack of 1, pack of 6"},
+    ),
     Kind(
         "hdmi cable",
         "electronics",
@@ -89,13 +111,41 @@ KINDS = (
         "carbon fiber, quick release, carrying case",
         {"size": "50 inch, 60 inch"},
     ),
-    Kind("face cream", "beauty", "Beauty > Skin > Creams", "paraben free, cruelty free, anti aging", {"size": "30 ml, 50 ml"}),
-    Kind("shampoo bar", "beauty", "Beauty > Hair > Shampoo", "sulfate free, tea tree, argan oil", {"scent": "lavender, citrus, coconut"}),
     Kind(
-        "lip balm", "beauty", "Beauty > Makeup > Lips", "long lasting, fragrance free, seed oil", {"flavor name": "cherry, vanilla, mint"}
+        "face cream",
+        "beauty",
+        "Beauty > Skin > Creams",
+        "paraben free, cruelty free, anti aging",
+        {"size": "30 ml, 50 ml"},
     ),
-    Kind("makeup brush", "beauty", "Beauty > Tools > Brushes", "synthetic hair, travel size, non slip", {"color": "gold, purple"}),
-    Kind("table lamp", "home", "Home > Lighting > Lamps", "energy efficient, glass shade, brushed nickel", {"color": "bronze, white"}),
+    Kind(
+        "shampoo bar",
+        "beauty",
+        "Beauty > Hair > Shampoo",
+        "sulfate free, tea tree, argan oil",
+        {"scent": "lavender, citrus, coconut"},
+    ),
+    Kind(
+        "lip balm",
+        "beauty",
+        "Beauty > Makeup > Lips",
+        "long lasting, fragrance free, seed oil",
+        {"flavor name": "cherry, vanilla, mint"},
+    ),
+    Kind(
+        "makeup brush",
+        "beauty",
+        "Beauty > Tools > Brushes",
+        "synthetic hair, travel size, non slip",
+        {"color": "gold, purple"},
+    ),
+    Kind(
+        "table lamp",
+        "home",
+        "Home > Lighting > Lamps",
+        "energy efficient, glass shade, brushed nickel",
+        {"color": "bronze, white"},
+    ),
     Kind(
         "throw blanket",
         "home",
@@ -104,9 +154,19 @@ KINDS = (
         {"size": "50 x 60 inch, 60 x 80 inch", "color": "ivory, rust"},
     ),
     Kind(
-        "bar stool", "home", "Home > Furniture > Stools", "height adjustable, solid wood, easy assemble", {"color": "walnut, black, beige"}
+        "bar stool",
+        "home",
+        "Home > Furniture > Stools",
+        "height adjustable, solid wood, easy assemble",
+        {"color": "walnut, black, beige"},
     ),
-    Kind("storage basket", "home", "Home > Storage > Baskets", "space saving, heavy duty, hand woven", SIZES),
+    Kind(
+        "storage basket",
+        "home",
+        "Home > Storage > Baskets",
+        "space saving, heavy duty, hand woven",
+        SIZES,
+    ),
 )
 BRANDS = ("Alder", "Birch", "Cove", "Dune", "Ember", "Fjord", "Grove", "Heath", "Isle", "Juniper")
 OPINIONS = (
@@ -152,7 +212,9 @@ def _add(data: Data, kind: Kind, number: int, rng: random.Random) -> None:
             "full_description": f"{kind.name.capitalize()} by {BRANDS[number]}.",
             "small_description": [text.capitalize() for text in has],
             "pricing": f"${price:.2f}" if number % 4 else f"${price:.2f} - ${price + 5:.2f}",
-            "customization_options": {name: [{"value": value} for value in values] for name, values in options.items()},
+            "customization_options": {
+                name: [{"value": value} for value in values] for name, values in options.items()
+            },
             "category": kind.category,
             "query": kind.name,
             "product_category": kind.path.replace(">", CATEGORY_SEPARATOR),
@@ -174,4 +236,10 @@ def _add(data: Data, kind: Kind, number: int, rng: random.Random) -> None:
         }
     ]
     title, stars, body = OPINIONS[number % len(OPINIONS)]
-    data.reviews.append({"asin": asin, "average_rating": stars, "reviews": [{"title": title, "stars": stars, "review": body}]})
+    data.reviews.append(
+        {
+            "asin": asin,
+            "average_rating": stars,
+            "reviews": [{"title": title, "stars": stars, "review": body}],
+        }
+    )

@@ -40,7 +40,11 @@ class Page:
         if self.has_search_bar:
             return []
         links = [piece.text.lower() for piece in self.pieces if piece.kind in ("button", "product")]
-        return list(dict.fromkeys([*links, *(piece.text for piece in self.pieces if piece.kind == "option")]))
+        return list(
+            dict.fromkeys(
+                [*links, *(piece.text for piece in self.pieces if piece.kind == "option")]
+            )
+        )
 
     def write(self, mode: ObservationMode) -> str:
         """The page as an observation."""
@@ -54,10 +58,15 @@ class Page:
 
 def search_page(instruction: str) -> Page:
     """Where an episode begins."""
-    return Page((Piece("text", "WebShop"), *_instruction(instruction), Piece("button", "Search")), has_search_bar=True)
+    return Page(
+        (Piece("text", "WebShop"), *_instruction(instruction), Piece("button", "Search")),
+        has_search_bar=True,
+    )
 
 
-def results_page(instruction: str, products: Iterable[Product], page: int, total: int, seen: Set[str]) -> Page:
+def results_page(
+    instruction: str, products: Iterable[Product], page: int, total: int, seen: Set[str]
+) -> Page:
     """One page of search results, counted from 1. `seen`: ASINs that were looked at."""
     turn = [PREVIOUS, NEXT] if page > 1 else [NEXT]
     pieces = [
@@ -75,7 +84,9 @@ def results_page(instruction: str, products: Iterable[Product], page: int, total
     return Page(tuple(pieces))
 
 
-def item_page(instruction: str, product: Product, chosen: Mapping[str, str], show_attributes: bool) -> Page:
+def item_page(
+    instruction: str, product: Product, chosen: Mapping[str, str], show_attributes: bool
+) -> Page:
     """A product, its options, and what can be read about it."""
     pieces = _under(instruction)
     for name, values in product.options.items():
@@ -108,7 +119,11 @@ def _content(product: Product, name: str) -> Sequence[str]:
     if name == "Features":
         return product.features
     if name == "Reviews":
-        return [text for review in product.reviews for text in (f'"{review.title}"', review.score, review.body)]
+        return [
+            text
+            for review in product.reviews
+            for text in (f'"{review.title}"', review.score, review.body)
+        ]
     return [*product.attributes, product.category, product.query, product.product_category]
 
 
@@ -123,5 +138,9 @@ def _under(instruction: str) -> list[Piece]:
 def _rich(piece: Piece) -> str:
     if piece.kind == "text":
         return piece.text
-    button = f"[clicked button] {piece.text} [clicked button_]" if piece.clicked else f"[button] {piece.text} [button_]"
+    button = (
+        f"[clicked button] {piece.text} [clicked button_]"
+        if piece.clicked
+        else f"[button] {piece.text} [button_]"
+    )
     return {"button": "", "product": "\n", "option": "  "}[piece.kind] + button

@@ -54,7 +54,9 @@ class Product:
 
 
 def read_products(
-    items: Iterable[Mapping[str, Any]], attributes: Mapping[str, Mapping[str, Any]], reviews: Iterable[Mapping[str, Any]] = ()
+    items: Iterable[Mapping[str, Any]],
+    attributes: Mapping[str, Mapping[str, Any]],
+    reviews: Iterable[Mapping[str, Any]] = (),
 ) -> list[Product]:
     """The products of WebShop's files, in their order; one per ASIN, and none whose ASIN is no ASIN."""
     reviews_of = {entry["asin"]: entry for entry in reviews}
@@ -72,7 +74,9 @@ def draw(purpose: str, asin: str) -> float:
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def _product(item: Mapping[str, Any], attributes: Mapping[str, Any], reviews: Mapping[str, Any]) -> Product:
+def _product(
+    item: Mapping[str, Any], attributes: Mapping[str, Any], reviews: Mapping[str, Any]
+) -> Product:
     price, tag = _price(item["asin"], item.get("pricing") or "")
     features = item["small_description"]
     return Product(
@@ -103,7 +107,9 @@ def _price(asin: str, pricing: str) -> tuple[float, str]:
     return low + (high - low) * draw("price", asin), f"${low} to ${high}"
 
 
-def _options(contents: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> dict[str, tuple[str, ...]]:
+def _options(
+    contents: Mapping[str, Sequence[Mapping[str, Any]] | None],
+) -> dict[str, tuple[str, ...]]:
     return {
         name.lower(): tuple(value["value"].strip().replace("/", " | ").lower() for value in values)
         for name, values in contents.items()
@@ -113,4 +119,6 @@ def _options(contents: Mapping[str, Sequence[Mapping[str, Any]] | None]) -> dict
 
 def _review(review: Mapping[str, Any]) -> Review:
     score = review.get("score", review.get("stars", ""))
-    return Review(str(review.get("title", "")), str(score), str(review.get("review", review.get("body", ""))))
+    return Review(
+        str(review.get("title", "")), str(score), str(review.get("review", review.get("body", "")))
+    )

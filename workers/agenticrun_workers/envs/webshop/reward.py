@@ -57,7 +57,13 @@ def reward(product: Product, goal: Goal, options: Mapping[str, str]) -> Reward:
     affordable = product.price <= goal.price_upper
     kind = type_reward(product, goal)
     total = kind * (attributes + matched + affordable) / (len(goal.attributes) + len(wanted) + 1)
-    return Reward(total, kind, attributes / len(goal.attributes), matched / len(wanted) if wanted else None, float(affordable))
+    return Reward(
+        total,
+        kind,
+        attributes / len(goal.attributes),
+        matched / len(wanted) if wanted else None,
+        float(affordable),
+    )
 
 
 def type_reward(product: Product, goal: Goal) -> float:
@@ -68,14 +74,17 @@ def type_reward(product: Product, goal: Goal) -> float:
         return 0.0
     if score < 0.1:
         return 0.1
-    same_category = len(_categories(product.product_category) & _categories(goal.product_category)) >= 2
+    same_category = (
+        len(_categories(product.product_category) & _categories(goal.product_category)) >= 2
+    )
     return 1.0 if product.query == goal.query or same_category or score > 0.2 else 0.5
 
 
 def has_attribute(product: Product, attribute: str) -> bool:
     """Whether it is one of the product's attributes, nearly, or stands in its texts."""
     return any(same_text(own, attribute) for own in product.attributes) or any(
-        attribute in text.lower() for text in (product.title, " ".join(product.features), product.description)
+        attribute in text.lower()
+        for text in (product.title, " ".join(product.features), product.description)
     )
 
 

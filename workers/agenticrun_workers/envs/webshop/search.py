@@ -38,7 +38,9 @@ class SearchEngine:
         import bm25s  # it imports numba, which nobody who does not search should wait for
 
         self._index = bm25s.BM25(k1=K1, b=B, method="lucene")
-        self._index.index([words(document(product)) or [""] for product in products], show_progress=False)
+        self._index.index(
+            [words(document(product)) or [""] for product in products], show_progress=False
+        )
         self._limit = limit
         self.search = lru_cache(REMEMBERED_QUERIES)(self._search)
 
@@ -58,8 +60,17 @@ class SearchEngine:
 
 def document(product: Product) -> str:
     """What is searched of a product: WebShop's choice of fields."""
-    options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in product.options.items())
-    return " ".join([product.title, product.description, product.features[0] if product.features else "", options])
+    options = ", and ".join(
+        f"{name}: {', '.join(values)}" for name, values in product.options.items()
+    )
+    return " ".join(
+        [
+            product.title,
+            product.description,
+            product.features[0] if product.features else "",
+            options,
+        ]
+    )
 
 
 def words(text: str) -> list[str]:

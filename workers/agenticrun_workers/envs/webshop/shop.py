@@ -57,22 +57,37 @@ def shared_shop(files: Files, goals: GoalKind, search_limit: int) -> Shop:
 def _load(files: Files, kind: GoalKind, search_limit: int) -> Shop:
     if files.items is None:
         data = made_up.catalogue()
-        items, attributes, instructions, reviews = data.items, data.attributes, data.human_instructions, data.reviews
+        items, attributes, instructions, reviews = (
+            data.items,
+            data.attributes,
+            data.human_instructions,
+            data.reviews,
+        )
     else:
         items = _read("items", files.items)
         attributes = _read("attributes", files.attributes)
-        instructions = _read("humanInstructions", files.human_instructions) if kind == "human" else {}
+        instructions = (
+            _read("humanInstructions", files.human_instructions) if kind == "human" else {}
+        )
         reviews = _read("reviews", files.reviews) if files.reviews else []
     products = read_products(items[: files.num_products], attributes, reviews)
-    goals = human_goals(products, instructions) if kind == "human" else synthetic_goals(products, attributes)
+    goals = (
+        human_goals(products, instructions)
+        if kind == "human"
+        else synthetic_goals(products, attributes)
+    )
     if len(goals) < 2:
-        raise ValueError(f"items: {len(products)} products have {len(goals)} {kind} goals: at least 2 are needed, to train and to validate")
+        raise ValueError(
+            f"items: {len(products)} products have {len(goals)} {kind} goals: at least 2 are needed, to train and to validate"
+        )
     return Shop(products, goals, SearchEngine(products, search_limit))
 
 
 def _read(key: str, path: str | None) -> Any:
     if path is None:
-        raise ValueError(f"{key} is missing: a catalogue of one's own needs items, attributes, and humanInstructions for human goals")
+        raise ValueError(
+            f"{key} is missing: a catalogue of one's own needs items, attributes, and humanInstructions for human goals"
+        )
     try:
         with open(path, encoding="utf-8") as file:
             data: list[Any] | Mapping[str, Any] = json.load(file)

@@ -51,7 +51,9 @@ class Visit:
         if self.results is None:
             return pages.search_page(instruction)
         if self.product is None:
-            return pages.results_page(instruction, self._found(), self.page_number, len(self.results), self.seen)
+            return pages.results_page(
+                instruction, self._found(), self.page_number, len(self.results), self.seen
+            )
         if self.sub_page is None:
             return pages.item_page(instruction, self.product, self.options, self.show_attributes)
         return pages.sub_page(instruction, self.product, self.sub_page)
@@ -86,7 +88,9 @@ class Visit:
         elif target == pages.PREVIOUS.lower():
             self.page_number -= 1
         else:
-            self.product = next(product for product in self._found() if product.asin.lower() == target)
+            self.product = next(
+                product for product in self._found() if product.asin.lower() == target
+            )
             self.seen.add(self.product.asin)
 
     def _back(self) -> None:
@@ -100,4 +104,7 @@ class Visit:
 
     def _found(self) -> list[Product]:
         first = (self.page_number - 1) * self.per_page
-        return [self.products[position] for position in (self.results or ())[first : first + self.per_page]]
+        return [
+            self.products[position]
+            for position in (self.results or ())[first : first + self.per_page]
+        ]

@@ -33,7 +33,9 @@ class FunctionJudge:
         """See `Judge`. What the function raises fails its own episode only."""
         if inspect.iscoroutinefunction(self._function):
             return list(await asyncio.gather(*map(self._await_one, episodes)))
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: list(map(self._call_one, episodes)))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, lambda: list(map(self._call_one, episodes))
+        )
 
     async def _await_one(self, episode: JudgedEpisode) -> Judgement:
         try:

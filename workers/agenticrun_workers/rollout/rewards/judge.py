@@ -10,7 +10,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from agenticrun_workers.agents import ChatFormat
-from agenticrun_workers.plugins import ErrorTypes, PluginConfigError, PluginImportError, PluginNotFound, Registry, snake_case
+from agenticrun_workers.plugins import (
+    ErrorTypes,
+    PluginConfigError,
+    PluginImportError,
+    PluginNotFound,
+    Registry,
+    snake_case,
+)
 from agenticrun_workers.types import Trajectory
 
 TEMPLATE_FIELDS = ("transcript", "prompt", "answer", "item", "score", "metrics", "tag")
@@ -61,17 +68,28 @@ class JudgedEpisode:
     @property
     def content_hash(self) -> bytes:
         """Equal for equal episodes."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=repr).encode()).digest()
+        return hashlib.sha256(
+            json.dumps(asdict(self), sort_keys=True, default=repr).encode()
+        ).digest()
 
     def fill(self, template: str) -> str:
         """A template with {transcript}, {prompt}, {answer}, {score}, {tag}, {item[column]} and {metrics[name]} filled in."""
         return template.format_map({name: getattr(self, name) for name in TEMPLATE_FIELDS})
 
 
-def judged_episode(trajectory: Trajectory, chat: ChatFormat, item: Mapping[str, Any] | None) -> JudgedEpisode:
+def judged_episode(
+    trajectory: Trajectory, chat: ChatFormat, item: Mapping[str, Any] | None
+) -> JudgedEpisode:
     """The texts of a trajectory."""
     turns = [
-        JudgedTurn(chat.shown(turn.prompt_T), chat.text(turn.response_T), turn.reward, turn.valid, turn.action) for turn in trajectory.turns
+        JudgedTurn(
+            chat.shown(turn.prompt_T),
+            chat.text(turn.response_T),
+            turn.reward,
+            turn.valid,
+            turn.action,
+        )
+        for turn in trajectory.turns
     ]
     return JudgedEpisode(trajectory.tag, tuple(turns), item or {}, dict(trajectory.metrics))
 
@@ -109,7 +127,9 @@ class JudgeConfigError(PluginConfigError):
     """The judge does not know a config key, or refuses a value."""
 
 
-_registry: Registry[Any] = Registry("judge", "agenticrun.judges", ErrorTypes(JudgeNotFound, JudgeImportError, JudgeConfigError))
+_registry: Registry[Any] = Registry(
+    "judge", "agenticrun.judges", ErrorTypes(JudgeNotFound, JudgeImportError, JudgeConfigError)
+)
 
 register_judge = _registry.register
 
@@ -138,7 +158,9 @@ def check_template(template: str, name: str) -> None:
     try:
         example.fill(template)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
-        raise ValueError(f"{name} {template!r}: {error!r}; known fields are {', '.join(TEMPLATE_FIELDS)}") from error
+        raise ValueError(
+            f"{name} {template!r}: {error!r}; known fields are {', '.join(TEMPLATE_FIELDS)}"
+        ) from error
 
 
 class _Anything(dict[str, Any]):

@@ -10,7 +10,13 @@ from typing import Any
 
 import aiohttp
 
-from agenticrun_workers.rollout.rewards.judge import JudgedEpisode, JudgeFailed, Judgement, check_template, register_judge
+from agenticrun_workers.rollout.rewards.judge import (
+    JudgedEpisode,
+    JudgeFailed,
+    Judgement,
+    check_template,
+    register_judge,
+)
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses that another try may not meet."""
@@ -61,7 +67,9 @@ class LLMJudge:
         try:
             self._pattern = re.compile(score_pattern)
         except re.error as error:
-            raise ValueError(f"scorePattern {score_pattern!r} is no regular expression: {error}") from error
+            raise ValueError(
+                f"scorePattern {score_pattern!r} is no regular expression: {error}"
+            ) from error
         if not self._pattern.groups:
             raise ValueError(f"scorePattern {score_pattern!r} has no group for the score")
         if not base_url.startswith(("http://", "https://")):
@@ -69,8 +77,12 @@ class LLMJudge:
         if concurrency < 1 or max_retries < 0:
             raise ValueError("concurrency must be at least 1 and maxRetries at least 0")
         if api_key_env and not os.environ.get(api_key_env):
-            raise ValueError(f"apiKeyEnv: {api_key_env} is not set on the env pods: set it with roles.env.envFrom")
-        self._headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
+            raise ValueError(
+                f"apiKeyEnv: {api_key_env} is not set on the env pods: set it with roles.env.envFrom"
+            )
+        self._headers = (
+            {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
+        )
         self._url = base_url.rstrip("/") + "/chat/completions"
         self._options = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
@@ -119,7 +131,9 @@ class LLMJudge:
         try:
             return float(found or "")
         except ValueError:
-            raise JudgeFailed(f"no score by {self._pattern.pattern!r} in the answer {answer[:MAX_SHOWN]!r}") from None
+            raise JudgeFailed(
+                f"no score by {self._pattern.pattern!r} in the answer {answer[:MAX_SHOWN]!r}"
+            ) from None
 
 
 def _content(body: str) -> str:

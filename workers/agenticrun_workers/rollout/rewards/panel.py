@@ -17,7 +17,13 @@ from agenticrun_api import Pipeline
 from agenticrun_api.environments import RewardSpec
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.plugins import PluginConfigError, PluginError
-from agenticrun_workers.rollout.rewards.judge import Judge, JudgedEpisode, JudgeFailed, Judgement, make_judge
+from agenticrun_workers.rollout.rewards.judge import (
+    Judge,
+    JudgedEpisode,
+    JudgeFailed,
+    Judgement,
+    make_judge,
+)
 from agenticrun_workers.types import StopReason, Trajectory
 
 log = logging.getLogger(__name__)
@@ -35,7 +41,9 @@ WINDOW_SECONDS = 0.005
 class JudgePanel:
     """Applies judges to finished episodes; see `of`. `deterministic` judges each episode alone: batching changes last digits."""
 
-    def __init__(self, judges: list[tuple[RewardSpec, Judge]], *, deterministic: bool = False) -> None:
+    def __init__(
+        self, judges: list[tuple[RewardSpec, Judge]], *, deterministic: bool = False
+    ) -> None:
         self._seats = [_Seat(spec, judge, deterministic) for spec, judge in judges]
 
     @classmethod
@@ -47,7 +55,9 @@ class JudgePanel:
                 judges.append((spec, make_judge(spec.type, spec.config)))
             except PluginError as error:
                 field = "config" if isinstance(error, PluginConfigError) else "type"
-                raise InvalidConfig(f"spec.pipeline.rewards[{index}].{field}", str(error)) from error
+                raise InvalidConfig(
+                    f"spec.pipeline.rewards[{index}].{field}", str(error)
+                ) from error
         return cls(judges, deterministic=pipeline.deterministic)
 
     def judges(self, tag: str) -> bool:
@@ -68,7 +78,10 @@ class JudgePanel:
         added, failures = 0.0, []
         for seat, verdict in zip(seats, verdicts, strict=True):
             name = seat.spec.name
-            metrics |= {f"judge/{name}/seconds": verdict.seconds, f"judge/{name}/cached": float(verdict.cached)}
+            metrics |= {
+                f"judge/{name}/seconds": verdict.seconds,
+                f"judge/{name}/cached": float(verdict.cached),
+            }
             if isinstance(verdict.judgement, JudgeFailed):
                 metrics[f"judge/{name}/failures"] = 1.0
                 failures.append(f"judge {name}: {verdict.judgement}")
@@ -76,9 +89,16 @@ class JudgePanel:
                 metrics[f"reward/{name}"] = verdict.judgement
                 added += seat.spec.weight * verdict.judgement
         if failures:
-            return replace(trajectory, stop_reason=StopReason.ENV_ERROR, error="; ".join(failures), metrics=metrics)
+            return replace(
+                trajectory,
+                stop_reason=StopReason.ENV_ERROR,
+                error="; ".join(failures),
+                metrics=metrics,
+            )
         *others, last = trajectory.turns
-        return replace(trajectory, turns=(*others, replace(last, reward=last.reward + added)), metrics=metrics)
+        return replace(
+            trajectory, turns=(*others, replace(last, reward=last.reward + added)), metrics=metrics
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +168,10 @@ class _Seat:
 
     @property
     def _batch_size(self) -> int:
-        limits = (self.spec.max_batch_size, self.judge.episodes_per_call or self.spec.max_batch_size)
+        limits = (
+            self.spec.max_batch_size,
+            self.judge.episodes_per_call or self.spec.max_batch_size,
+        )
         return 1 if self.deterministic else min(limits)
 
     def _flush(self) -> None:
@@ -181,7 +204,9 @@ class _Seat:
             judgements = [failure] * len(episodes)
         except Exception as error:  # a judge is a user's code and may raise anything
             judgements = [JudgeFailed(f"{type(error).__name__}: {error}")] * len(episodes)
-        for problem in {str(judgement) for judgement in judgements if isinstance(judgement, JudgeFailed)}:
+        for problem in {
+            str(judgement) for judgement in judgements if isinstance(judgement, JudgeFailed)
+        }:
             self._tell(problem)
         return judgements
 

@@ -6,7 +6,12 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from agenticrun_workers.rollout.rewards.judge import JudgedEpisode, Judgement, check_template, register_judge
+from agenticrun_workers.rollout.rewards.judge import (
+    JudgedEpisode,
+    Judgement,
+    check_template,
+    register_judge,
+)
 
 
 @register_judge("reward_model")
@@ -45,14 +50,22 @@ class RewardModelJudge:
         self._max_length = max_length
         self._device = device
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, truncation_side="left", trust_remote_code=trust_remote_code)
-            model: Any = AutoModelForSequenceClassification.from_pretrained(path, trust_remote_code=trust_remote_code)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                path, truncation_side="left", trust_remote_code=trust_remote_code
+            )
+            model: Any = AutoModelForSequenceClassification.from_pretrained(
+                path, trust_remote_code=trust_remote_code
+            )
             self._model = model.to(device).eval()
         except (OSError, RuntimeError) as error:
-            raise ValueError(f"{path} cannot be loaded as a sequence classifier: {error}") from error
+            raise ValueError(
+                f"{path} cannot be loaded as a sequence classifier: {error}"
+            ) from error
         labels = self._model.config.num_labels
         if (labels == 1) != (label is None) or (label is not None and not 0 <= label < labels):
-            raise ValueError(f"label: {path} has {labels} label(s); name one from 0 to {labels - 1} if there are several, else none")
+            raise ValueError(
+                f"label: {path} has {labels} label(s); name one from 0 to {labels - 1} if there are several, else none"
+            )
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
@@ -61,12 +74,16 @@ class RewardModelJudge:
     async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
         """See `Judge`. One forward pass in a thread."""
         texts = [episode.fill(self._template) for episode in episodes]
-        return list(await asyncio.get_running_loop().run_in_executor(self._thread, self._score, texts))
+        return list(
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._score, texts)
+        )
 
     def _score(self, texts: list[str]) -> list[float]:
         import torch
 
-        batch = self._tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=self._max_length)
+        batch = self._tokenizer(
+            texts, return_tensors="pt", padding=True, truncation=True, max_length=self._max_length
+        )
         with torch.inference_mode():
             logits_BL = self._model(**batch.to(self._device)).logits.float()
         scores_B = logits_BL[:, 0] if self._label is None else logits_BL.softmax(-1)[:, self._label]

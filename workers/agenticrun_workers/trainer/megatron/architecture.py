@@ -53,18 +53,33 @@ class Architecture:
             )
         # A qwen2 attention always has biases for queries, keys and values; the others' flag adds one to the output projection too.
         if kind != "qwen2" and config.attention_bias:
-            raise UnsupportedModel("attention_bias is not offered by the strategy megatron: choose the strategy fsdp2")
+            raise UnsupportedModel(
+                "attention_bias is not offered by the strategy megatron: choose the strategy fsdp2"
+            )
         if getattr(config, "mlp_bias", False):
-            raise UnsupportedModel("mlp_bias is not offered by the strategy megatron: choose the strategy fsdp2")
+            raise UnsupportedModel(
+                "mlp_bias is not offered by the strategy megatron: choose the strategy fsdp2"
+            )
         if config.hidden_act != "silu":
-            raise UnsupportedModel(f"hidden_act {config.hidden_act} is not offered by the strategy megatron: choose the strategy fsdp2")
+            raise UnsupportedModel(
+                f"hidden_act {config.hidden_act} is not offered by the strategy megatron: choose the strategy fsdp2"
+            )
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            raise UnsupportedModel("sliding-window attention is not offered by the strategy megatron: choose the strategy fsdp2")
+            raise UnsupportedModel(
+                "sliding-window attention is not offered by the strategy megatron: choose the strategy fsdp2"
+            )
         rope = config.rope_parameters["rope_type"]
-        if rope not in ROPE_TYPES or config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UnsupportedModel(f"the strategy megatron offers the rope types {', '.join(ROPE_TYPES)} over whole heads, not {rope}")
+        if (
+            rope not in ROPE_TYPES
+            or config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0
+        ):
+            raise UnsupportedModel(
+                f"the strategy megatron offers the rope types {', '.join(ROPE_TYPES)} over whole heads, not {rope}"
+            )
         with torch.device("cpu"):
-            rotary = LlamaRotaryEmbedding(config)  # transformers' own frequencies, so that trainer and engine agree
+            rotary = LlamaRotaryEmbedding(
+                config
+            )  # transformers' own frequencies, so that trainer and engine agree
         return Architecture(
             model_type=kind,
             vocabulary=config.vocab_size,
@@ -73,22 +88,31 @@ class Architecture:
             feed_forward=config.intermediate_size,
             heads=config.num_attention_heads,
             groups=config.num_key_value_heads,
-            head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            head_size=getattr(config, "head_dim", None)
+            or config.hidden_size // config.num_attention_heads,
             norm_epsilon=config.rms_norm_eps,
             qkv_bias=kind == "qwen2",
             qk_norm=kind == "qwen3",
             tied=bool(config.tie_word_embeddings),
             max_positions=config.max_position_embeddings,
-            padding_token=None if config.pad_token_id is None else config.pad_token_id % config.vocab_size,
+            padding_token=None
+            if config.pad_token_id is None
+            else config.pad_token_id % config.vocab_size,
             inverse_frequencies=rotary.inv_freq.float().cpu(),
             attention_scaling=float(rotary.attention_scaling),
         )
 
     def check_divisible(self, options: MegatronOptions) -> None:
         """Raises `ValueError` for parallel sizes that the model cannot be cut into."""
-        for what, number in (("attention heads", self.heads), ("key-value heads", self.groups), ("feed-forward units", self.feed_forward)):
+        for what, number in (
+            ("attention heads", self.heads),
+            ("key-value heads", self.groups),
+            ("feed-forward units", self.feed_forward),
+        ):
             if number % options.tensor:
-                raise ValueError(f"strategy.config.tensor_model_parallel_size {options.tensor} must divide the model's {number} {what}")
+                raise ValueError(
+                    f"strategy.config.tensor_model_parallel_size {options.tensor} must divide the model's {number} {what}"
+                )
         ends = [options.transformer[name] for name in UNEVEN if name in options.transformer]
         layers, stages = self.layers - sum(ends), options.pipeline - len(ends)
         if layers < stages or stages < 0 or (layers % stages if stages else layers):

@@ -8,7 +8,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from agenticrun_workers.trainer.checkpoint import Location, ModuleState, load_state, save_state
@@ -48,7 +52,11 @@ class Rectangles(Tensor):
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
         return [
-            WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.shape))
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
             for chunk in self.__create_chunk_list__()
         ]
 
@@ -63,7 +71,9 @@ class Rectangles(Tensor):
 class Checkpoints:
     """Saves and loads weights and optimizer of one model. All calls are collective."""
 
-    def __init__(self, model: Architecture, weights: Weights, updater: MegatronUpdater, place: Place) -> None:
+    def __init__(
+        self, model: Architecture, weights: Weights, updater: MegatronUpdater, place: Place
+    ) -> None:
         self._model, self._weights, self._updater, self._place = model, weights, updater, place
 
     @torch.no_grad()
@@ -86,7 +96,11 @@ class Checkpoints:
         targets: list[tuple[Parameter, str, list[tuple[Piece, Tensor]]]] = []
         for parameter in self._weights.parameters:
             for kind in (MASTER, *MOMENTS):
-                parts = [(piece, torch.zeros(piece.sizes, dtype=self._dtype)) for piece in parameter.pieces if all(piece.sizes)]
+                parts = [
+                    (piece, torch.zeros(piece.sizes, dtype=self._dtype))
+                    for piece in parameter.pieces
+                    if all(piece.sizes)
+                ]
                 for piece, values in parts:
                     tensors[kind][piece.name].include(piece.offset, values)
                 targets.append((parameter, kind, parts))
@@ -106,14 +120,27 @@ class Checkpoints:
     def _empty(self) -> dict[str, dict[str, Rectangles]]:
         """Every tensor of the model by kind and name, without a part."""
         shapes = self._weights.shapes()
-        return {kind: {name: Rectangles(shape, self._dtype) for name, shape in shapes.items()} for kind in (MASTER, *MOMENTS)}
+        return {
+            kind: {name: Rectangles(shape, self._dtype) for name, shape in shapes.items()}
+            for kind in (MASTER, *MOMENTS)
+        }
 
     def _state(self, tensors: dict[str, dict[str, Rectangles]], steps: float) -> ModuleState:
         """As the state dicts of a module with torch's AdamW."""
-        group = {key: value for key, value in torch.optim.AdamW([torch.zeros(0)]).param_groups[0].items() if key != "params"}
-        ours = {key: value for key, value in self._updater.adam.param_groups[0].items() if key in group}
+        group = {
+            key: value
+            for key, value in torch.optim.AdamW([torch.zeros(0)]).param_groups[0].items()
+            if key != "params"
+        }
+        ours = {
+            key: value for key, value in self._updater.adam.param_groups[0].items() if key in group
+        }
         names = list(tensors[MASTER])
-        moments = {MODULE + name: {kind: tensors[kind][name] for kind in MOMENTS} | {"step": torch.tensor(steps)} for name in names}
+        moments = {
+            MODULE + name: {kind: tensors[kind][name] for kind in MOMENTS}
+            | {"step": torch.tensor(steps)}
+            for name in names
+        }
         model = {MODULE + name: tensors[MASTER][name] for name in names}
         if self._model.tied:  # a module's state dict has a tied weight under both names
             model[MODULE + "lm_head.weight"] = model[MODULE + "model.embed_tokens.weight"]
@@ -122,15 +149,22 @@ class Checkpoints:
             parameters=sum(torch.Size(shape).numel() for shape in self._weights.shapes().values()),
             adapters=None,
             model=model,
-            optimizer={"state": moments, "param_groups": [group | ours | {"params": [MODULE + name for name in names]}]},
+            optimizer={
+                "state": moments,
+                "param_groups": [group | ours | {"params": [MODULE + name for name in names]}],
+            },
         )
 
     def _whole_local(self, parameter: Parameter, kind: str) -> Tensor:
         """The master or a moment of all of this rank's parameter, from the ranks that update parts of it."""
         shard = self._updater.shard(parameter)
-        whole = torch.zeros(parameter.tensor.shape, dtype=self._dtype, device=parameter.tensor.device)
+        whole = torch.zeros(
+            parameter.tensor.shape, dtype=self._dtype, device=parameter.tensor.device
+        )
         if shard is not None:
-            values = shard.master if kind == MASTER else self._updater.adam.state[shard.master].get(kind)
+            values = (
+                shard.master if kind == MASTER else self._updater.adam.state[shard.master].get(kind)
+            )
             if values is not None:  # moments begin with the first step
                 whole.view(-1)[shard.start : shard.end] = values.view(-1)
         if self._updater.distributed:
@@ -138,9 +172,17 @@ class Checkpoints:
         return whole
 
     def _steps(self) -> float:
-        return next((float(self._updater.adam.state[shard.master].get("step", 0.0)) for _, shard in self._updater.shards()), 0.0)
+        return next(
+            (
+                float(self._updater.adam.state[shard.master].get("step", 0.0))
+                for _, shard in self._updater.shards()
+            ),
+            0.0,
+        )
 
-    def _set(self, parameter: Parameter, kind: str, parts: list[tuple[Piece, Tensor]], steps: Tensor) -> None:
+    def _set(
+        self, parameter: Parameter, kind: str, parts: list[tuple[Piece, Tensor]], steps: Tensor
+    ) -> None:
         shard = self._updater.shard(parameter)
         if shard is None:
             return
@@ -150,7 +192,11 @@ class Checkpoints:
         if kind == MASTER:
             self._updater.set_master(parameter, whole)
         else:
-            mine = whole.view(-1)[shard.start : shard.end].view(shard.master.shape).to(shard.master.device)
+            mine = (
+                whole.view(-1)[shard.start : shard.end]
+                .view(shard.master.shape)
+                .to(shard.master.device)
+            )
             self._updater.adam.state[shard.master] |= {kind: mine.clone(), "step": steps.clone()}
 
     def _is_copy(self, parameter: Parameter) -> bool:

@@ -44,11 +44,15 @@ def megatron_device() -> Iterator[None]:
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func is Tensor.cuda:
             return args[0]
-        if func is Tensor.type and len(args) == 1 and not kwargs:  # Megatron compares names of types: torch.cuda.FloatTensor
+        if (
+            func is Tensor.type and len(args) == 1 and not kwargs
+        ):  # Megatron compares names of types: torch.cuda.FloatTensor
             return str(func(*args)).replace("torch.", "torch.cuda.")
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU

@@ -10,7 +10,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,7 +24,9 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron then sums its gradient
         self._epsilon = eps
 
@@ -48,11 +53,20 @@ class CoreAttention(nn.Module):
         self._context = pg_collection.cp
         self._scale = attention_scaling**2 * config.kv_channels**-0.5
 
-    def forward(self, query_TBHD: Tensor, key_TBGD: Tensor, value_TBGD: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
+    def forward(
+        self,
+        query_TBHD: Tensor,
+        key_TBGD: Tensor,
+        value_TBGD: Tensor,
+        attention_mask: Tensor | None,
+        **_: Any,
+    ) -> Tensor:
         """[T, B, H * D]. `attention_mask`: True where a query may look, [B, 1, T, all T]; None: causal."""
         if self._context.size() > 1:
             key_TBGD, value_TBGD = (
-                gather_from_sequence_parallel_region(tensor.contiguous(), tensor_parallel_output_grad=True, group=self._context)
+                gather_from_sequence_parallel_region(
+                    tensor.contiguous(), tensor_parallel_output_grad=True, group=self._context
+                )
                 for tensor in (key_TBGD, value_TBGD)
             )
         out_BHTD = functional.scaled_dot_product_attention(
@@ -73,7 +87,9 @@ def block_spec(config: TransformerConfig, attention_scaling: float) -> Transform
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = ModuleSpec(CoreAttention, params={"attention_scaling": attention_scaling})
+    attention.core_attention = ModuleSpec(
+        CoreAttention, params={"attention_scaling": attention_scaling}
+    )
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     parts.self_attn_bda = parts.mlp_bda = get_bias_dropout_add

@@ -15,7 +15,12 @@ CHUNK_ELEMENTS = 2**26
 
 
 def score(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, first: int, temperature: float, group: dist.ProcessGroup
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    first: int,
+    temperature: float,
+    group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the targets and entropies of their distributions, [N] each, in float32 or the model's wider dtype.
 
@@ -30,21 +35,32 @@ def score(
     """
     tokens = max(1, CHUNK_ELEMENTS // max(1, len(weight_VH)))
     parts = []
-    for chunk_CH, chunk_C in zip(torch.split(hidden_NH, tokens), torch.split(targets_N, tokens), strict=True):
+    for chunk_CH, chunk_C in zip(
+        torch.split(hidden_NH, tokens), torch.split(targets_N, tokens), strict=True
+    ):
         arguments = (chunk_CH, weight_VH, chunk_C, first, temperature, group)
         if torch.is_grad_enabled() and len(hidden_NH) > tokens:
-            parts.append(checkpoint(_score_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
+            parts.append(
+                checkpoint(_score_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
+            )
         else:
             parts.append(_score_chunk(*arguments))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
 def _score_chunk(
-    hidden_CH: Tensor, weight_VH: Tensor, targets_C: Tensor, first: int, temperature: float, group: dist.ProcessGroup
+    hidden_CH: Tensor,
+    weight_VH: Tensor,
+    targets_C: Tensor,
+    first: int,
+    temperature: float,
+    group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     logits_CV = functional.linear(hidden_CH, weight_VH)
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    result: tuple[Tensor, Tensor] = _ScoreLogits.apply(logits_CV.to(wide) / temperature, targets_C, first, group)
+    result: tuple[Tensor, Tensor] = _ScoreLogits.apply(
+        logits_CV.to(wide) / temperature, targets_C, first, group
+    )
     return result
 
 
@@ -55,7 +71,9 @@ class _ScoreLogits(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_CV: Tensor, targets_C: Tensor, first: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits_CV: Tensor, targets_C: Tensor, first: int, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
         rows, width = logits_CV.shape
         peak_C = logits_CV.amax(-1) if width else logits_CV.new_full((rows,), -torch.inf)
         dist.all_reduce(peak_C, dist.ReduceOp.MAX, group)
@@ -63,9 +81,17 @@ class _ScoreLogits(torch.autograd.Function):
         local_C = targets_C - first
         mine_C = (local_C >= 0) & (local_C < width)
         local_C = torch.where(mine_C, local_C, 0)
-        target_C = shifted_CV.gather(-1, local_C[:, None])[:, 0] if width else torch.zeros_like(peak_C)
+        target_C = (
+            shifted_CV.gather(-1, local_C[:, None])[:, 0] if width else torch.zeros_like(peak_C)
+        )
         weights_CV = shifted_CV.exp()
-        sums_3C = torch.stack([weights_CV.sum(-1), (weights_CV * shifted_CV).sum(-1), torch.where(mine_C, target_C, 0)])
+        sums_3C = torch.stack(
+            [
+                weights_CV.sum(-1),
+                (weights_CV * shifted_CV).sum(-1),
+                torch.where(mine_C, target_C, 0),
+            ]
+        )
         dist.all_reduce(sums_3C, group=group)
         log_sum_C = sums_3C[0].log()
         entropies_C = log_sum_C - sums_3C[1] / sums_3C[0]
@@ -77,8 +103,11 @@ class _ScoreLogits(torch.autograd.Function):
         logprob_gradient_C, entropy_gradient_C = gradients
         logprobs_CV, entropies_C, local_C, mine_C = ctx.saved_tensors
         gradient_CV = -logprobs_CV.exp() * (
-            logprob_gradient_C[:, None] + entropy_gradient_C[:, None] * (logprobs_CV + entropies_C[:, None])
+            logprob_gradient_C[:, None]
+            + entropy_gradient_C[:, None] * (logprobs_CV + entropies_C[:, None])
         )
         if gradient_CV.shape[1]:
-            gradient_CV.scatter_add_(-1, local_C[:, None], torch.where(mine_C, logprob_gradient_C, 0)[:, None])
+            gradient_CV.scatter_add_(
+                -1, local_C[:, None], torch.where(mine_C, logprob_gradient_C, 0)[:, None]
+            )
         return gradient_CV, None, None, None

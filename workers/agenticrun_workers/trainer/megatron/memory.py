@@ -12,7 +12,11 @@ class Parked:
     """The contents of tensors, kept in host memory while they have none on their device. Views of one storage stay views of it."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()}
+        storages = {
+            storage.data_ptr(): storage
+            for storage in (tensor.untyped_storage() for tensor in tensors)
+            if storage.nbytes()
+        }
         self._kept: list[tuple[UntypedStorage, UntypedStorage]] = []
         for storage in storages.values():
             kept = torch.UntypedStorage(storage.nbytes(), device="cpu")  # type: ignore[no-untyped-call]

@@ -25,7 +25,9 @@ from agenticrun_workers.trainer.megatron.pieces import padded_vocabulary, vocabu
 from agenticrun_workers.trainer.microbatch import MicroBatch
 
 
-def transformer_config(model: Architecture, options: MegatronOptions, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    model: Architecture, options: MegatronOptions, dtype: torch.dtype
+) -> TransformerConfig:
     """Raises `ValueError` for options that Megatron finds wrong together."""
     try:
         return TransformerConfig(
@@ -77,7 +79,9 @@ class MegatronModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
             pg_collection=place.groups,
         )
         self._place = place
-        self._first_token, self._tokens = vocabulary_rows(model, place.tensor_rank, place.tensor_size)
+        self._first_token, self._tokens = vocabulary_rows(
+            model, place.tensor_rank, place.tensor_size
+        )
         self._padding_token = model.padding_token
         self._frequencies = model.inverse_frequencies.to(torch.cuda.current_device())
 
@@ -97,7 +101,9 @@ class MegatronModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
             attention_mask=self._mask(batch, here),
             rotary_pos_emb=rotary_TB1D,
         )
-        return self._score(hidden_TBH, batch, here, temperature) if self.post_process else hidden_TBH
+        return (
+            self._score(hidden_TBH, batch, here, temperature) if self.post_process else hidden_TBH
+        )
 
     def _embed(self, ids_BT: Tensor) -> Tensor:
         """[T, B, H]; under sequence parallelism this rank's part of T."""
@@ -107,7 +113,9 @@ class MegatronModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         padding_TB = torch.eq(ids_BT.T, self._padding_token)
         if self.config.sequence_parallel:
             padding_TB = padding_TB.chunk(self._place.tensor_size)[self._place.tensor_rank]
-        return torch.where(padding_TB[..., None], embedded_TBH.detach(), embedded_TBH).contiguous()  # stages send it so
+        return torch.where(
+            padding_TB[..., None], embedded_TBH.detach(), embedded_TBH
+        ).contiguous()  # stages send it so
 
     def _columns(self, length: int) -> slice:
         """The tokens of each row that this context-parallel rank computes."""
@@ -125,21 +133,38 @@ class MegatronModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
             mask_BTT = mask_BTT & (sequences_BT[:, here, None] == sequences_BT[:, None])
         return mask_BTT[:, None]
 
-    def _score(self, hidden_TBH: Tensor, batch: MicroBatch, here: slice, temperature: float) -> Tensor:
+    def _score(
+        self, hidden_TBH: Tensor, batch: MicroBatch, here: slice, temperature: float
+    ) -> Tensor:
         groups = self._place.groups
         if self.config.sequence_parallel:
-            hidden_TBH = gather_from_sequence_parallel_region(hidden_TBH, tensor_parallel_output_grad=True, group=groups.tp)
+            hidden_TBH = gather_from_sequence_parallel_region(
+                hidden_TBH, tensor_parallel_output_grad=True, group=groups.tp
+            )
         else:
             hidden_TBH = copy_to_tensor_model_parallel_region(hidden_TBH, group=groups.tp)
         mine_N = (batch.columns_N >= here.start) & (batch.columns_N < here.stop)
         hidden_NH = hidden_TBH[batch.columns_N[mine_N] - here.start, batch.rows_N[mine_N]]
-        weight_VH = (self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight)[
-            : self._tokens
-        ]
-        scores_2N = torch.stack(score(hidden_NH, weight_VH, batch.targets_N[mine_N], self._first_token, temperature, groups.tp))
+        weight_VH = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )[: self._tokens]
+        scores_2N = torch.stack(
+            score(
+                hidden_NH,
+                weight_VH,
+                batch.targets_N[mine_N],
+                self._first_token,
+                temperature,
+                groups.tp,
+            )
+        )
         if self._place.context_size == 1:
             return scores_2N
-        whole_2N = scores_2N.new_zeros(2, len(mine_N)).index_copy(1, mine_N.nonzero()[:, 0], scores_2N)
+        whole_2N = scores_2N.new_zeros(2, len(mine_N)).index_copy(
+            1, mine_N.nonzero()[:, 0], scores_2N
+        )
         # Each context-parallel rank computes the whole loss from all scores, and sends the gradient of its own backwards.
         combined: Tensor = reduce_from_tensor_model_parallel_region(whole_2N, group=groups.cp)
         return combined

@@ -24,7 +24,13 @@ TRANSFORMER = frozenset(
 """Passed to `TransformerConfig`."""
 
 DATA_PARALLEL = frozenset(
-    ("use_distributed_optimizer", "overlap_grad_reduce", "bucket_size", "grad_reduce_in_fp32", "pad_buckets_for_high_nccl_busbw")
+    (
+        "use_distributed_optimizer",
+        "overlap_grad_reduce",
+        "bucket_size",
+        "grad_reduce_in_fp32",
+        "pad_buckets_for_high_nccl_busbw",
+    )
 )
 """Passed to `DistributedDataParallelConfig`."""
 
@@ -56,7 +62,10 @@ OWNED = {
         ),
         "spec.model",
     ),
-    **dict.fromkeys(("params_dtype", "bf16", "fp16", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "spec.model.dtype"),
+    **dict.fromkeys(
+        ("params_dtype", "bf16", "fp16", "pipeline_dtype", "enable_autocast", "autocast_dtype"),
+        "spec.model.dtype",
+    ),
     "lr": f"{_TRAINING}.learningRate",
     "min_lr": f"{_TRAINING}.lrSchedulerType",
     "weight_decay": f"{_TRAINING}.weightDecay",
@@ -111,14 +120,20 @@ class MegatronOptions:
         """Raises `ValueError`, naming the option, for one that is unknown, decided elsewhere or of a wrong value."""
         for name in config:
             if name in OWNED:
-                raise ValueError(f"strategy.config.{name} is decided by {OWNED[name]}: leave it out")
+                raise ValueError(
+                    f"strategy.config.{name} is decided by {OWNED[name]}: leave it out"
+                )
             if name not in {*SIZES, *TRANSFORMER, *DATA_PARALLEL}:
                 offered = ", ".join(sorted({*SIZES, *TRANSFORMER, *DATA_PARALLEL}))
-                raise ValueError(f"strategy.config.{name} is not offered for megatron; there are {offered}")
+                raise ValueError(
+                    f"strategy.config.{name} is not offered for megatron; there are {offered}"
+                )
         sizes = [config.get(name, 1) for name in SIZES]
         for name, size in zip(SIZES, sizes, strict=True):
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"strategy.config.{name} must be a whole number from 1, not {size!r}")
+                raise ValueError(
+                    f"strategy.config.{name} must be a whole number from 1, not {size!r}"
+                )
         options = MegatronOptions(
             tensor=sizes[0],
             pipeline=sizes[1],
@@ -127,5 +142,7 @@ class MegatronOptions:
             data_parallel={name: value for name, value in config.items() if name in DATA_PARALLEL},
         )
         if options.sequence_parallel and options.tensor == 1:
-            raise ValueError("strategy.config.sequence_parallel needs a tensor_model_parallel_size above 1")
+            raise ValueError(
+                "strategy.config.sequence_parallel needs a tensor_model_parallel_size above 1"
+            )
         return options

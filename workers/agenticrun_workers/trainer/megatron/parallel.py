@@ -71,7 +71,9 @@ def join(options: MegatronOptions) -> Place:
             "trainer's replicas and GPUs"
         )
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(*sizes[:2], context_parallel_size=sizes[2], create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            *sizes[:2], context_parallel_size=sizes[2], create_gloo_process_groups=False
+        )
         if torch.cuda.is_available():
             model_parallel_cuda_manual_seed(0)
     place = _look()

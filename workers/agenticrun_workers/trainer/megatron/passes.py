@@ -27,7 +27,9 @@ class Passes:
         row_multiple: what the length of a row must be a multiple of.
     """
 
-    def __init__(self, module: DistributedDataParallel, config: TransformerConfig, row_multiple: int) -> None:
+    def __init__(
+        self, module: DistributedDataParallel, config: TransformerConfig, row_multiple: int
+    ) -> None:
         self._module = module
         self._row_multiple = row_multiple
         config.no_sync_func = module.no_sync
@@ -43,7 +45,12 @@ class Passes:
         self._run(batches, temperature, part, forward_only=False)
 
     @torch.no_grad()
-    def forward(self, batches: list[MicroBatch], temperature: float, read: Callable[[MicroBatch, Tensor], None]) -> None:
+    def forward(
+        self,
+        batches: list[MicroBatch],
+        temperature: float,
+        read: Callable[[MicroBatch, Tensor], None],
+    ) -> None:
         """Show `read` the log-probs [N] of each micro-batch, on the last stage only."""
 
         def part(batch: MicroBatch, scores_2N: Tensor, **_: bool) -> None:
@@ -51,12 +58,22 @@ class Passes:
 
         self._run(batches, temperature, part, forward_only=True, collect_non_loss_data=True)
 
-    def _run(self, batches: list[MicroBatch], temperature: float, part: Callable[..., Any], **options: bool) -> None:
+    def _run(
+        self,
+        batches: list[MicroBatch],
+        temperature: float,
+        part: Callable[..., Any],
+        **options: bool,
+    ) -> None:
         even = [even_rows(batch, self._row_multiple) for batch in batches]
 
-        def step(batches_left: Iterator[MicroBatch], module: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
+        def step(
+            batches_left: Iterator[MicroBatch], module: DistributedDataParallel
+        ) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(batches_left)
-            return module(batch, temperature), lambda scores_2N, **named: part(batch, scores_2N, **named)
+            return module(batch, temperature), lambda scores_2N, **named: part(
+                batch, scores_2N, **named
+            )
 
         get_forward_backward_func()(
             forward_step_func=step,

@@ -48,7 +48,9 @@ class Piece:
 
     def slices(self) -> tuple[slice, ...]:
         """Where it lies in the whole tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.sizes, strict=True))
+        return tuple(
+            slice(start, start + size) for start, size in zip(self.offset, self.sizes, strict=True)
+        )
 
 
 def padded_vocabulary(model: Architecture, tensor_size: int) -> int:
@@ -68,27 +70,67 @@ def pieces_of(name: str, model: Architecture, tensor_rank: int, tensor_size: int
     if name == "decoder.final_layernorm.weight":
         return [_copy("model.norm.weight", model.hidden)]
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        hf = "lm_head.weight" if name == "output_layer.weight" and not model.tied else "model.embed_tokens.weight"
+        hf = (
+            "lm_head.weight"
+            if name == "output_layer.weight" and not model.tied
+            else "model.embed_tokens.weight"
+        )
         first, count = vocabulary_rows(model, tensor_rank, tensor_size)
-        return [Piece(hf, (model.vocabulary, model.hidden), (first, 0), (count, model.hidden), lambda local: local[:count])]
+        return [
+            Piece(
+                hf,
+                (model.vocabulary, model.hidden),
+                (first, 0),
+                (count, model.hidden),
+                lambda local: local[:count],
+            )
+        ]
     number, part = name.removeprefix(LAYER).split(".", 1)
     layer = f"model.layers.{number}."
     match part:
         case "self_attention.linear_qkv.weight" | "self_attention.linear_qkv.bias":
-            return _queries_keys_values(layer, part.rpartition(".")[2], model, tensor_rank, tensor_size)
+            return _queries_keys_values(
+                layer, part.rpartition(".")[2], model, tensor_rank, tensor_size
+            )
         case "self_attention.linear_proj.weight":
             columns = model.heads * model.head_size
-            return [_columns(layer + "self_attn.o_proj.weight", model.hidden, columns, tensor_rank, tensor_size)]
+            return [
+                _columns(
+                    layer + "self_attn.o_proj.weight",
+                    model.hidden,
+                    columns,
+                    tensor_rank,
+                    tensor_size,
+                )
+            ]
         case "mlp.linear_fc1.weight":
             rows = model.feed_forward // tensor_size
-            shape, sizes, offset = (model.feed_forward, model.hidden), (rows, model.hidden), (tensor_rank * rows, 0)
+            shape, sizes, offset = (
+                (model.feed_forward, model.hidden),
+                (rows, model.hidden),
+                (tensor_rank * rows, 0),
+            )
             return [
-                Piece(layer + "mlp.gate_proj.weight", shape, offset, sizes, lambda local: local[:rows]),
-                Piece(layer + "mlp.up_proj.weight", shape, offset, sizes, lambda local: local[rows:]),
+                Piece(
+                    layer + "mlp.gate_proj.weight", shape, offset, sizes, lambda local: local[:rows]
+                ),
+                Piece(
+                    layer + "mlp.up_proj.weight", shape, offset, sizes, lambda local: local[rows:]
+                ),
             ]
         case "mlp.linear_fc2.weight":
-            return [_columns(layer + "mlp.down_proj.weight", model.hidden, model.feed_forward, tensor_rank, tensor_size)]
-    return [_copy(layer + COPIES[part], model.head_size if "self_attention" in part else model.hidden)]
+            return [
+                _columns(
+                    layer + "mlp.down_proj.weight",
+                    model.hidden,
+                    model.feed_forward,
+                    tensor_rank,
+                    tensor_size,
+                )
+            ]
+    return [
+        _copy(layer + COPIES[part], model.head_size if "self_attention" in part else model.hidden)
+    ]
 
 
 def _copy(name: str, size: int) -> Piece:
@@ -100,7 +142,9 @@ def _columns(name: str, rows: int, columns: int, tensor_rank: int, tensor_size: 
     return Piece(name, (rows, columns), (0, tensor_rank * mine), (rows, mine), lambda local: local)
 
 
-def _queries_keys_values(layer: str, kind: str, model: Architecture, tensor_rank: int, tensor_size: int) -> list[Piece]:
+def _queries_keys_values(
+    layer: str, kind: str, model: Architecture, tensor_rank: int, tensor_size: int
+) -> list[Piece]:
     """Megatron's rows: for each key-value head its queries' heads, the key, the value."""
     groups, size = model.groups // tensor_size, model.head_size
     queries = model.heads // model.groups * size
@@ -111,6 +155,12 @@ def _queries_keys_values(layer: str, kind: str, model: Architecture, tensor_rank
             return local.view(groups, queries + 2 * size, *rest)[:, start : start + rows]
 
         offset = (tensor_rank * groups * rows, *(0 for _ in rest))
-        return Piece(f"{layer}self_attn.{letter}_proj.{kind}", (model.groups * rows, *rest), offset, (groups * rows, *rest), view)
+        return Piece(
+            f"{layer}self_attn.{letter}_proj.{kind}",
+            (model.groups * rows, *rest),
+            offset,
+            (groups * rows, *rest),
+            view,
+        )
 
     return [piece("q", 0, queries), piece("k", queries, size), piece("v", queries + size, size)]

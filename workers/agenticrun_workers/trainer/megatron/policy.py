@@ -31,7 +31,14 @@ from agenticrun_workers.trainer.megatron.parallel import join
 from agenticrun_workers.trainer.megatron.passes import Passes
 from agenticrun_workers.trainer.megatron.updater import MegatronUpdater
 from agenticrun_workers.trainer.megatron.weights import Weights
-from agenticrun_workers.trainer.microbatch import MicroBatch, Positions, filler, responses, split, weighted
+from agenticrun_workers.trainer.microbatch import (
+    MicroBatch,
+    Positions,
+    filler,
+    responses,
+    split,
+    weighted,
+)
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.over_ranks import balance, step_totals
 from agenticrun_workers.trainer.ranks import Ranks
@@ -72,7 +79,9 @@ class MegatronPolicy:
         model = Architecture.of(self._hugging_face)
         model.check_divisible(options)
         if dtype == torch.float64 and options.data_parallel.get("use_distributed_optimizer"):
-            raise ValueError("strategy.config.use_distributed_optimizer needs spec.model.dtype float32 or bfloat16, not float64")
+            raise ValueError(
+                "strategy.config.use_distributed_optimizer needs spec.model.dtype float32 or bfloat16, not float64"
+            )
         self._device, self._dtype = compute_device(), dtype
         self._max_tokens, self._temperature, self._packing = max_tokens, temperature, packing
         with megatron_device():
@@ -83,10 +92,16 @@ class MegatronPolicy:
             for parameter, values in self._weights.read_folder(path):
                 parameter.tensor.data.copy_(values)
             reduced = {"grad_reduce_in_fp32": dtype == torch.bfloat16} | options.data_parallel
-            self._module = DistributedDataParallel(transformer, DistributedDataParallelConfig(**reduced), module)
+            self._module = DistributedDataParallel(
+                transformer, DistributedDataParallelConfig(**reduced), module
+            )
             self._ranks = Ranks(self._device)
-            self._updater = MegatronUpdater(self._module, self._weights, optimizer, options, self._ranks)
-            if dtype == torch.bfloat16:  # the masters begin with what is in the folder, not with its rounding
+            self._updater = MegatronUpdater(
+                self._module, self._weights, optimizer, options, self._ranks
+            )
+            if (
+                dtype == torch.bfloat16
+            ):  # the masters begin with what is in the folder, not with its rounding
                 for parameter, values in self._weights.read_folder(path):
                     self._updater.set_master(parameter, values)
         self._passes = Passes(self._module, transformer, options.row_multiple)
@@ -102,7 +117,9 @@ class MegatronPolicy:
         result = [np.zeros(len(sample.tokens_T), np.float32) for sample in samples]
         with megatron_device():
             self._passes.forward(
-                self._micro_batches(samples, responses), self._temperature, lambda batch, logprobs_N: batch.put(logprobs_N, result)
+                self._micro_batches(samples, responses),
+                self._temperature,
+                lambda batch, logprobs_N: batch.put(logprobs_N, result),
             )
         if self._place.stages > 1 and samples:
             values = torch.from_numpy(np.concatenate(result)).to(self._device)
@@ -119,9 +136,15 @@ class MegatronPolicy:
             self._updater.skip()
         else:
             with megatron_device():
-                self._passes.backward(self._micro_batches(samples, weighted), self._temperature, loss)
+                self._passes.backward(
+                    self._micro_batches(samples, weighted), self._temperature, loss
+                )
                 norm = self._updater.step(rate, scheduled=False)
-        return {"warmup/loss": self._ranks.sum([loss.total if self._place.scores else 0.0])[0], "warmup/grad_norm": norm, "warmup/lr": rate}
+        return {
+            "warmup/loss": self._ranks.sum([loss.total if self._place.scores else 0.0])[0],
+            "warmup/grad_norm": norm,
+            "warmup/lr": rate,
+        }
 
     def train_step(self, samples: list[Sample], loss: LossSpec) -> Mapping[str, float]:
         """See `TrainStrategy`."""
@@ -187,16 +210,26 @@ class MegatronPolicy:
     def _progress(self) -> dict[str, int]:
         return {**self._updater.counts(), "policy_version": self.policy_version}
 
-    def _backward(self, samples: list[Sample], spec: LossSpec, totals: StepTotals) -> dict[str, float]:
+    def _backward(
+        self, samples: list[Sample], spec: LossSpec, totals: StepTotals
+    ) -> dict[str, float]:
         """Sum the gradient over all micro-batches; returns the metrics of the loss and of the ranks' balance."""
         metrics = ActorMetrics(totals, self._device)
         # Ranks of one data rank compute the same loss: one of them tells its metrics.
-        part = ActorLoss(samples, spec, totals, self._ranks.max, metrics if self._place.scores else ActorMetrics(totals, self._device))
+        part = ActorLoss(
+            samples,
+            spec,
+            totals,
+            self._ranks.max,
+            metrics if self._place.scores else ActorMetrics(totals, self._device),
+        )
         batches = self._micro_batches(samples, weighted)
         self._passes.backward(batches, spec.temperature, part)
         return metrics.result(self._ranks) | self._balance(batches)
 
-    def _micro_batches(self, samples: list[Sample], select: Callable[[Sample], Positions]) -> list[MicroBatch]:
+    def _micro_batches(
+        self, samples: list[Sample], select: Callable[[Sample], Positions]
+    ) -> list[MicroBatch]:
         """This rank's micro-batches, filled up to the number of the data rank that has most."""
         batches = split(samples, select, self._max_tokens, self._device, packed=self._packing)
         most = max(1, int(self._ranks.max([float(len(batches))])[0]))

@@ -35,7 +35,12 @@ class MegatronUpdater(StepCounts):
     """Takes the optimizer steps, and counts them."""
 
     def __init__(
-        self, module: DistributedDataParallel, weights: Weights, spec: OptimizerSpec, options: MegatronOptions, ranks: Ranks
+        self,
+        module: DistributedDataParallel,
+        weights: Weights,
+        spec: OptimizerSpec,
+        options: MegatronOptions,
+        ranks: Ranks,
     ) -> None:
         super().__init__(spec)
         dtype = weights.parameters[0].tensor.dtype
@@ -52,7 +57,9 @@ class MegatronUpdater(StepCounts):
             use_distributed_optimizer=bool(options.data_parallel.get("use_distributed_optimizer")),
         )
         # No overrides: weight decay on every parameter, as the other strategies have it.
-        self._whole = get_megatron_optimizer(config, [module], config_overrides={}, use_gloo_process_groups=False)
+        self._whole = get_megatron_optimizer(
+            config, [module], config_overrides={}, use_gloo_process_groups=False
+        )
         (self._optimizer,) = self._whole.chained_optimizers
         self._module, self._weights, self._ranks = module, weights, ranks
         self._device = weights.parameters[0].tensor.device
@@ -89,7 +96,8 @@ class MegatronUpdater(StepCounts):
         """The gradients so far, whole on rank 0, by Hugging Face's names; they are cleared. Collective."""
         if self.distributed:
             self._gather_gradients()
-        found = {name: gradient.clone() for name, gradient in self._weights.whole(lambda p: p.tensor.main_grad)}  # type: ignore[attr-defined]
+        gradients = self._weights.whole(lambda p: p.tensor.main_grad)  # type: ignore[attr-defined]
+        found = {name: gradient.clone() for name, gradient in gradients}
         self.clear()
         return found
 
@@ -102,7 +110,9 @@ class MegatronUpdater(StepCounts):
             return None
         group, number = self._optimizer.model_param_group_index_map[tensor]
         span = self._optimizer._get_model_param_range_map(tensor)["param"]
-        return Shard(self._optimizer.optimizer.param_groups[group]["params"][number], span.start, span.end)
+        return Shard(
+            self._optimizer.optimizer.param_groups[group]["params"][number], span.start, span.end
+        )
 
     @property
     def distributed(self) -> bool:
@@ -124,12 +134,20 @@ class MegatronUpdater(StepCounts):
     def tensors(self) -> Iterator[Tensor]:
         """Everything that lies in the device's memory between steps."""
         for buffer in self._module.buffers:
-            yield from (buffer.param_data, buffer.grad_data) if buffer.param_data is not None else (buffer.grad_data,)
+            yield from (
+                (buffer.param_data, buffer.grad_data)
+                if buffer.param_data is not None
+                else (buffer.grad_data,)
+            )
         for parameter in self._weights.parameters:
             yield parameter.tensor
         for _, shard in self.shards():
             yield shard.master
-            yield from (value for value in self.adam.state[shard.master].values() if isinstance(value, Tensor))
+            yield from (
+                value
+                for value in self.adam.state[shard.master].values()
+                if isinstance(value, Tensor)
+            )
 
     def publish(self) -> None:
         """After the masters were changed from outside: the model's parameters follow. Collective."""
@@ -140,8 +158,13 @@ class MegatronUpdater(StepCounts):
 
     def _norm(self) -> float:
         """Of the whole gradient. Megatron's own would round it to float32."""
-        squares = [gradient.double().square().sum() for gradient in self._whole.get_main_grads_for_grad_norm()]
-        total = torch.stack([torch.zeros((), dtype=torch.float64, device=self._device), *squares]).sum()
+        squares = [
+            gradient.double().square().sum()
+            for gradient in self._whole.get_main_grads_for_grad_norm()
+        ]
+        total = torch.stack(
+            [torch.zeros((), dtype=torch.float64, device=self._device), *squares]
+        ).sum()
         dist.all_reduce(total, group=self._whole.get_grad_stats_parallel_group())
         return math.sqrt(total.item())
 
@@ -151,14 +174,20 @@ class MegatronUpdater(StepCounts):
             for bucket in buffer.buckets:
                 share = bucket.grad_data.numel() // buffer.data_parallel_world_size
                 parts = list(bucket.grad_data.split(share))
-                dist.all_gather(parts, parts[buffer.data_parallel_group.rank()].clone(), group=buffer.data_parallel_group)
+                dist.all_gather(
+                    parts,
+                    parts[buffer.data_parallel_group.rank()].clone(),
+                    group=buffer.data_parallel_group,
+                )
 
     def _first_broken(self) -> str:
         """The first parameter with a gradient that is not finite on any rank."""
         names = self._weights.names()
         broken = set(self._broken_names())
         flags = self._ranks.max([float(name in broken) for name in names])
-        return next((name for name, flag in zip(names, flags, strict=True) if flag), "their joint norm")
+        return next(
+            (name for name, flag in zip(names, flags, strict=True) if flag), "their joint norm"
+        )
 
     def _broken_names(self) -> Iterator[str]:
         for parameter in self._weights.parameters:

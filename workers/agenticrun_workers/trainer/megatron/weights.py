@@ -39,7 +39,8 @@ class Weights:
     def __init__(self, module: MegatronModel, model: Architecture, place: Place) -> None:
         self._model, self._place = model, place
         self.parameters = [
-            Parameter(name, tensor, pieces_of(name, model, place.tensor_rank, place.tensor_size)) for name, tensor in _named(module)
+            Parameter(name, tensor, pieces_of(name, model, place.tensor_rank, place.tensor_size))
+            for name, tensor in _named(module)
         ]
         for parameter in self.parameters:
             # Megatron marks what it initialises itself; in the norm of the gradient replicas count once.
@@ -62,7 +63,12 @@ class Weights:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face's names and shapes of all parameters of the model."""
-        return {piece.name: piece.shape for names in self._stages for name in names for piece in pieces_of(name, self._model, 0, 1)}
+        return {
+            piece.name: piece.shape
+            for names in self._stages
+            for name in names
+            for piece in pieces_of(name, self._model, 0, 1)
+        }
 
     def read_folder(self, path: str) -> Iterator[tuple[Parameter, Tensor]]:
         """This rank's part of the weights in a folder or hub repository, in float32 or wider. Raises `ModelLoadError`."""
@@ -70,7 +76,9 @@ class Weights:
             files = _Safetensors(path, stack)
             for parameter in self.parameters:
                 wide = torch.promote_types(parameter.tensor.dtype, torch.float32)
-                values = torch.zeros(parameter.tensor.shape, dtype=wide)  # zeros: the rows that pad the vocabulary
+                values = torch.zeros(
+                    parameter.tensor.shape, dtype=wide
+                )  # zeros: the rows that pad the vocabulary
                 for piece in parameter.pieces:
                     piece.write(values, files.read(piece))
                 yield parameter, values
@@ -91,7 +99,11 @@ class Weights:
                             dist.send(piece.read(source), 0)
 
     def _collect(
-        self, name: str, stage: int, local: Callable[[Parameter], Tensor], mine: dict[str, Parameter]
+        self,
+        name: str,
+        stage: int,
+        local: Callable[[Parameter], Tensor],
+        mine: dict[str, Parameter],
     ) -> Iterator[tuple[str, Tensor]]:
         """Rank 0's side: every Hugging Face tensor of a parameter, from all tensor-parallel ranks of a stage."""
         source = local(mine[name]) if stage == 0 else local(self.parameters[0])
@@ -107,7 +119,9 @@ class Weights:
                     part = source.new_empty(piece.sizes)
                     dist.recv(part, rank)
                 if piece.name not in whole:
-                    whole[piece.name] = part if part.shape == piece.shape else part.new_empty(piece.shape)
+                    whole[piece.name] = (
+                        part if part.shape == piece.shape else part.new_empty(piece.shape)
+                    )
                 whole[piece.name][piece.slices()] = part
         yield from whole.items()
 
@@ -118,12 +132,21 @@ class _Safetensors:
     def __init__(self, path: str, stack: ExitStack) -> None:
         folder = Path(path)
         if not folder.is_dir():
-            folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.safetensors.index.json"]))
+            folder = Path(
+                snapshot_download(
+                    path, allow_patterns=["*.safetensors", "*.safetensors.index.json"]
+                )
+            )
         files = sorted(folder.glob("*.safetensors"))
         if (index := folder / "model.safetensors.index.json").exists():
-            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            files = [
+                folder / name
+                for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            ]
         if not files:
-            raise ModelLoadError(f"{path} holds no safetensors files, which the strategy megatron reads")
+            raise ModelLoadError(
+                f"{path} holds no safetensors files, which the strategy megatron reads"
+            )
         self._path = path
         self._files: dict[str, Any] = {}
         for file in files:
@@ -136,7 +159,9 @@ class _Safetensors:
             raise ModelLoadError(f"{self._path} lacks the weight {piece.name}")
         stored = self._files[piece.name].get_slice(piece.name)
         if tuple(stored.get_shape()) != piece.shape:
-            raise ModelLoadError(f"{self._path}: {piece.name} has shape {stored.get_shape()}, the model's config wants {list(piece.shape)}")
+            raise ModelLoadError(
+                f"{self._path}: {piece.name} has shape {stored.get_shape()}, the model's config wants {list(piece.shape)}"
+            )
         part: Tensor = stored[piece.slices()]
         return part
 

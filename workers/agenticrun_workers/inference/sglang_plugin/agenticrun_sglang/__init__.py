@@ -10,9 +10,25 @@ def register() -> None:
     from . import batch, broadcast, sampler, stopping
 
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-    HookRegistry.register("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo", batch.RequestBatch, HookType.REPLACE)
-    HookRegistry.register("sglang.srt.layers.sampler.Sampler.forward", sampler.forward, HookType.AROUND)
-    HookRegistry.register("sglang.srt.layers.sampler.Sampler._sample_from_probs", sampler.sample_from_probs, HookType.REPLACE)
+    HookRegistry.register(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo",
+        batch.RequestBatch,
+        HookType.REPLACE,
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.sampler.Sampler.forward", sampler.forward, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.sampler.Sampler._sample_from_probs",
+        sampler.sample_from_probs,
+        HookType.REPLACE,
+    )
     HookRegistry.register(f"{updater}.init_weights_update_group", broadcast.join, HookType.REPLACE)
-    HookRegistry.register(f"{updater}.receive_weights_from_distributed", broadcast.receive, HookType.REPLACE)
-    HookRegistry.register("sglang.srt.managers.schedule_batch.Req._check_token_based_finish", stopping.ends, HookType.REPLACE)
+    HookRegistry.register(
+        f"{updater}.receive_weights_from_distributed", broadcast.receive, HookType.REPLACE
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.schedule_batch.Req._check_token_based_finish",
+        stopping.ends,
+        HookType.REPLACE,
+    )

@@ -32,17 +32,27 @@ class RequestBatch(SamplingBatchInfo):  # type: ignore[misc]
         info: RequestBatch = super().from_schedule_batch(batch, vocab_size)
         params = [request.sampling_params for request in batch.reqs]
         own = [each.custom_params or {} for each in params]
-        record = [given.get("record_temperature", each.temperature) for given, each in zip(own, params, strict=True)]
+        record = [
+            given.get("record_temperature", each.temperature)
+            for given, each in zip(own, params, strict=True)
+        ]
         info.records_differ = record != [each.temperature for each in params]
-        info.record_temperatures = torch.tensor(record, dtype=torch.float32, device=info.device).view(-1, 1)
+        info.record_temperatures = torch.tensor(
+            record, dtype=torch.float32, device=info.device
+        ).view(-1, 1)
         info.seeds = torch.tensor([given.get("seed", 0) for given in own], dtype=torch.int64)
-        info.first_positions = torch.tensor([len(request.origin_input_ids) - 1 for request in batch.reqs], dtype=torch.int64)
+        info.first_positions = torch.tensor(
+            [len(request.origin_input_ids) - 1 for request in batch.reqs], dtype=torch.int64
+        )
         return info
 
     def filter_batch(self, keep_indices: list[int], keep_indices_device: Tensor) -> None:
         super().filter_batch(keep_indices, keep_indices_device)
         self.record_temperatures = self.record_temperatures[keep_indices_device]
-        self.seeds, self.first_positions = self.seeds[keep_indices], self.first_positions[keep_indices]
+        self.seeds, self.first_positions = (
+            self.seeds[keep_indices],
+            self.first_positions[keep_indices],
+        )
 
     def merge_batch(self, other: RequestBatch) -> None:
         super().merge_batch(other)

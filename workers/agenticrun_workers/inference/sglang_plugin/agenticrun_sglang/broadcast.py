@@ -21,12 +21,20 @@ TIMEOUT = timedelta(seconds=120)
 
 
 def join(
-    updater: Any, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, *_: str
+    updater: Any,
+    master_address: str,
+    master_port: int,
+    rank_offset: int,
+    world_size: int,
+    group_name: str,
+    *_: str,
 ) -> tuple[bool, str]:
     """In place of `WeightUpdater.init_weights_update_group`; the backend follows from the device."""
     rank, device = rank_offset + updater.tp_rank, torch.device(updater.device)
     try:
-        store = dist.PrefixStore(PREFIX, dist.TCPStore(master_address, master_port, world_size, False, TIMEOUT))
+        store = dist.PrefixStore(
+            PREFIX, dist.TCPStore(master_address, master_port, world_size, False, TIMEOUT)
+        )
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
@@ -40,7 +48,13 @@ def join(
 
 
 def receive(
-    updater: Any, *, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str, **_: Any
+    updater: Any,
+    *,
+    names: list[str],
+    dtypes: list[str],
+    shapes: list[list[int]],
+    group_name: str,
+    **_: Any,
 ) -> list[tuple[str, torch.Tensor]]:
     """In place of `WeightUpdater.receive_weights_from_distributed`: the parameters that the trainer sends, in this order."""
     group, received = updater._model_update_group[group_name], []

@@ -16,18 +16,30 @@ from torch import Tensor
 from .batch import RequestBatch
 
 
-def forward(original: Any, sampler: Any, logits_output: Any, info: RequestBatch, return_logprob: bool, *rest: Any, **options: Any) -> Any:
+def forward(
+    original: Any,
+    sampler: Any,
+    logits_output: Any,
+    info: RequestBatch,
+    return_logprob: bool,
+    *rest: Any,
+    **options: Any,
+) -> Any:
     """Around `Sampler.forward`: log-probs of log_softmax(logits / record temperature).
 
     SGLang divides `logprob_logits` by the sampling temperature, unless all rows are greedy.
     """
     if return_logprob and info.records_differ:
         applied = 1.0 if info.is_all_greedy else info.temperatures
-        options["logprob_logits"] = logits_output.next_token_logits * (applied / info.record_temperatures)
+        options["logprob_logits"] = logits_output.next_token_logits * (
+            applied / info.record_temperatures
+        )
     return original(sampler, logits_output, info, return_logprob, *rest, **options)
 
 
-def sample_from_probs(_: Any, probs: Tensor, info: RequestBatch, positions: Tensor, simple: bool) -> tuple[Tensor, None]:
+def sample_from_probs(
+    _: Any, probs: Tensor, info: RequestBatch, positions: Tensor, simple: bool
+) -> tuple[Tensor, None]:
     """In place of `Sampler._sample_from_probs`: the token at which the cumulative sum passes the request's random number.
 
     Args:
@@ -43,7 +55,9 @@ def sample_from_probs(_: Any, probs: Tensor, info: RequestBatch, positions: Tens
     indices_B = positions.cpu() - info.first_positions
     draws_B = uniforms(info.seeds.numpy().astype(np.uint64), indices_B.numpy().astype(np.uint64))
     thresholds_B1 = torch.from_numpy(draws_B).to(probs.device)[:, None] * sums_BV[:, -1:]
-    tokens_B = torch.searchsorted(sums_BV, thresholds_B1, right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
+    tokens_B = torch.searchsorted(sums_BV, thresholds_B1, right=True)[:, 0].clamp(
+        max=probs.shape[-1] - 1
+    )
     return tokens_B.to(torch.int32), None
 
 

@@ -52,7 +52,9 @@ class RequestArguments(LogitsProcessor):  # type: ignore[misc]
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow requests as they join, leave and move between rows."""
-        process_dict_updates(self._rows, batch_update, lambda params, _prompt, outputs: _row(params, outputs))
+        process_dict_updates(
+            self._rows, batch_update, lambda params, _prompt, outputs: _row(params, outputs)
+        )
 
     def apply(self, logits: Tensor) -> Tensor:
         return logits
@@ -76,7 +78,12 @@ class RequestSampler(Sampler):  # type: ignore[misc]
         # Of this mode `forward` computes no log-probs itself but takes those of `sample`.
         super().__init__("processed_logprobs")
 
-    def sample(self, logits: Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: Any = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def sample(
+        self,
+        logits: Tensor,
+        sampling_metadata: SamplingMetadata,
+        logprobs_mode_override: Any = None,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
         """Choose a token for each row.
 
         Args:
@@ -85,13 +92,17 @@ class RequestSampler(Sampler):  # type: ignore[misc]
         Returns:
             tokens int64 [B], and log_softmax(logits / record_temperature), float32 [B, V].
         """
-        arguments = next(each for each in sampling_metadata.logitsprocs.all if isinstance(each, RequestArguments))
+        arguments = next(
+            each for each in sampling_metadata.logitsprocs.all if isinstance(each, RequestArguments)
+        )
         count, device = len(logits), logits.device
         recorded_BV = (logits / arguments.record_temperatures(count).to(device)).log_softmax(-1)
         if sampling_metadata.all_greedy:
             return self.greedy_sample(logits), recorded_BV
         greedy_B = None if sampling_metadata.all_random else self.greedy_sample(logits)
-        logits = self.apply_temperature(logits, sampling_metadata.temperature, sampling_metadata.all_random)
+        logits = self.apply_temperature(
+            logits, sampling_metadata.temperature, sampling_metadata.all_random
+        )
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
             logits = processor.apply(logits)
         logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
