@@ -46,10 +46,11 @@ lock: setup ## Compile locks/*.txt from pyproject.toml
 	  $(BIN)/uv pip compile --quiet $(ENGINE_LOCKING) --override locks/$$name-cpu.overrides locks/$$name-cpu.in -o locks/$$name-cpu.txt || exit 1; done
 
 .PHONY: generate
-generate: setup ## Generate the CRD, the chart's copy of it, and docs/reference.md from the models
+generate: setup ## Generate the CRD, the chart's copy of it, docs/reference.md from the models; write the version into the chart
 	@$(BIN)/python -m agenticrun_api.crd > crds/agenticruns.yaml
 	@cp crds/agenticruns.yaml charts/agenticrun/crds/agenticruns.yaml
 	@$(BIN)/python tools/docs/reference.py > docs/reference.md
+	@$(BIN)/python tools/release.py chart
 
 .PHONY: check-generated
 check-generated: setup

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from agenticrun_api.version import __version__
 from testcluster import ROOT, Cluster, CommandFailed
 from waiting import eventually
 
@@ -108,7 +109,7 @@ def test_with_namespaces_there_is_a_role_in_each_and_nothing_of_the_cluster(
 @pytest.mark.parametrize(
     ("image", "reference"),
     [
-        ({}, "agenticrun/operator:0.1.0"),
+        ({}, f"agenticrun/operator:{__version__}"),
         ({"repository": "registry:5000/op", "tag": "dev-1"}, "registry:5000/op:dev-1"),
         (
             {"tag": "dev-1", "digest": f"sha256:{'a' * 64}"},
