@@ -1,0 +1,85 @@
+"""One version everywhere, and what the release workflow takes from the repository."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import release
+from agenticrun_api.version import __version__
+
+ROOT = Path(__file__).resolve().parents[3]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_build_reads_the_version_of_the_api() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "crds/agenticrun_api/version.py"
+    assert release.version() == __version__
+
+
+def test_the_chart_has_the_version() -> None:
+    text = (ROOT / "charts/agenticrun/Chart.yaml").read_text()
+    chart = yaml.safe_load(text)
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__), "make generate"
+    assert release.with_version(text, __version__) == text
+
+
+def test_a_new_version_changes_two_lines_of_the_chart() -> None:
+    text = (ROOT / "charts/agenticrun/Chart.yaml").read_text()
+    old, new = text.splitlines(), release.with_version(text, "9.8.7").splitlines()
+    assert [(a, b) for a, b in zip(old, new, strict=True) if a != b] == [
+        (f"version: {__version__}", "version: 9.8.7"),
+        (f"appVersion: {__version__}", "appVersion: 9.8.7"),
+    ]
+
+
+def test_the_newest_section_of_the_changelog_is_the_version() -> None:
+    headings = re.findall(r"^## (.+)$", CHANGELOG, re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(__version__)} - \d{{4}}-\d\d-\d\d", headings[1])
+
+
+def test_release_notes_are_one_section() -> None:
+    text = "# Changelog\n\n## Unreleased\n\n- c\n\n## 0.2.0 - 2027-01-02\n\n### Added\n\n- b\n\n## 0.1.0 - 2026-11-22\n\n- a\n"
+    assert release.notes(text, "0.2.0") == "### Added\n\n- b\n"
+    assert release.notes(text, "0.1.0") == "- a\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "## Unreleased\n\n- c\n",
+        "## 0.2.0\n\n- b\n",
+        "## 0.2.0 - 2027-01-02\n\n## 0.1.0 - 2026-11-22\n- a\n",
+    ],
+)
+def test_a_release_without_notes_is_refused(text: str) -> None:
+    with pytest.raises(release.NotReady, match=r"0\.2\.0"):
+        release.notes(text, "0.2.0")
+
+
+def test_a_published_chart_names_the_images_of_its_registry() -> None:
+    values = yaml.safe_load(
+        release.with_registry(
+            (ROOT / "charts/agenticrun/values.yaml").read_text(), "ghcr.io/o/r", "9.8.7"
+        )
+    )
+    assert values["image"] == {
+        "repository": "ghcr.io/o/r/operator",
+        "tag": "",
+        "digest": "",
+        "pullPolicy": "IfNotPresent",
+    }
+    assert values["images"] == {
+        "worker": "ghcr.io/o/r/worker:9.8.7",
+        "workers": {
+            "sglang": "ghcr.io/o/r/worker-sglang:9.8.7",
+            "vllm": "ghcr.io/o/r/worker-vllm:9.8.7",
+        },
+    }
