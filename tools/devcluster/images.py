@@ -1,4 +1,4 @@
-"""From the source tree to images that pods can use: build what changed, hand it to the cluster."""
+"""From the source tree to images that pods can use: build what changed and hand it to the cluster."""
 
 import json
 import urllib.error
@@ -9,11 +9,9 @@ from email.message import Message
 from devcluster.buildah import Buildah
 from devcluster.console import progress, say
 from devcluster.containerd import Containerd
-from devcluster.errors import DevclusterError
-from devcluster.locking import exclusive
 from devcluster.recipes import Recipe
 from devcluster.settings import Settings
-from devcluster.shell import write_if_changed
+from devcluster.shell import DevclusterError, exclusive, run, succeeds, write_if_changed
 
 _KEPT_VERSIONS = 4
 _REGISTRY_SECONDS = 120
@@ -158,3 +156,42 @@ def kept_and_old(
     ordered = [*(reference for reference in known if reference != newest), newest]
     old = [reference for reference in ordered[:-_KEPT_VERSIONS] if reference not in in_use]
     return [reference for reference in ordered if reference not in old], old
+
+
+_BASE = "python:3.11-slim-bookworm"  # the default of the Dockerfiles
+
+
+class DockerImages:
+    """Images in Docker's own store, named for the registry of IMAGE_REGISTRY if there is one."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Starts nothing."""
+        self._settings = settings
+
+    def build(self, recipes: Sequence[Recipe]) -> dict[str, str]:
+        """Builds what is not there yet; returns references by image name."""
+        return {recipe.name: self._build(recipe) for recipe in recipes}
+
+    def _build(self, recipe: Recipe) -> str:
+        root = self._settings.repository
+        name = f"{recipe.repository}:{recipe.tag(root, _BASE)}"
+        reference = (
+            f"{self._settings.image_registry}/{name}" if self._settings.image_registry else name
+        )
+        if not succeeds(["docker", "image", "inspect", reference]):
+            with progress(f"building the {recipe.name} image"):
+                run(
+                    [
+                        "docker",
+                        "build",
+                        "--file",
+                        recipe.dockerfile,
+                        *recipe.build_arguments(),
+                        "--tag",
+                        reference,
+                        ".",
+                    ],
+                    cwd=root,
+                    env={"DOCKER_BUILDKIT": "1"},
+                )
+        return reference

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from devcluster.errors import CommandFailed
-from devcluster.shell import run, succeeds
+from devcluster.shell import CommandFailed, run, succeeds
 
 
 class Kubectl:

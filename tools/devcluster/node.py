@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from devcluster import archive, cgroups, configs, network, pki
+from devcluster import cgroups, configs, network, pki
 from devcluster.binaries import Binaries
 from devcluster.components import Components
 from devcluster.console import say
-from devcluster.containerd import Containerd
-from devcluster.errors import DevclusterError
+from devcluster.containerd import Containerd, write_image
 from devcluster.kubectl import Kubectl, is_ready
 from devcluster.processes import ProcessTable, start_ticks
 from devcluster.settings import KUBERAY_VERSION, Settings
-from devcluster.shell import run, succeeds, wait_until, write_if_changed
+from devcluster.shell import DevclusterError, run, succeeds, wait_until, write_if_changed
 
 KUBERAY_IMAGE = f"localhost/kuberay/operator:{KUBERAY_VERSION}"
 _MANIFESTS = Path(__file__).parent / "manifests"
@@ -202,7 +201,7 @@ class Node:
                 continue
             image = self._settings.cache / "images" / f"{program.parent.name}.tar"
             if not image.exists():
-                archive.write(image, reference, {name: program}, [name])
+                write_image(image, reference, {name: program}, [name])
             self.containerd.load(image)
             self.containerd.tag(reference, mark)
         say("containerd is ready")

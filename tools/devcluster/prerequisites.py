@@ -8,9 +8,8 @@ from pathlib import Path
 
 from devcluster.configs import cni_plugin_folder
 from devcluster.console import progress
-from devcluster.errors import DevclusterError, NoClusterPossible
 from devcluster.settings import Settings
-from devcluster.shell import run
+from devcluster.shell import DevclusterError, NoClusterPossible, run
 
 # A command that each package brings, and the package.
 PACKAGES: Mapping[str, str] = {

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from devcluster.errors import DevclusterError
-from devcluster.shell import write_if_changed
+from devcluster.shell import DevclusterError, write_if_changed
 
 _TERM_THEN_KILL_SECONDS = 5.0
 _KILLED_SECONDS = 60.0

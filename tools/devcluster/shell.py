@@ -1,16 +1,30 @@
-"""Running commands: captured, checked, with the end of their output in the error."""
+"""Errors, commands, files and locks: what every other module of this folder uses."""
 
+import fcntl
 import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from devcluster.errors import CommandFailed, DevclusterError
+from devcluster.console import say
 
 _POLL_SECONDS = 0.2
 _ERROR_CHARACTERS = 3000
+
+
+class DevclusterError(Exception):
+    """A step failed; the message says which and where its log is. Exit code 1."""
+
+
+class NoClusterPossible(DevclusterError):
+    """This machine can have none of the kinds of cluster; the message is one line that says why. Exit code 3."""
+
+
+class CommandFailed(DevclusterError):
+    """A command ended with a non-zero status; the message carries the end of its output."""
 
 
 def run(
@@ -106,3 +120,16 @@ def write_if_changed(path: Path, content: str, mode: int = 0o644) -> bool:
         os.fchmod(number, mode)
     Path(partial).replace(path)
     return True
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Holds a lock on `path`, which stays as an empty file, waiting for whoever has it; a killed holder frees it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another devcluster command ({path})")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 import devcluster
-from devcluster.binaries import PROGRAMS, Binaries, GoProgram, module_key
+from devcluster.binaries import MINIMUM_GO, PROGRAMS, Binaries, GoProgram, module_key, recent_enough
 from devcluster.settings import HELM_VERSION, KUBERAY_VERSION, KUBERNETES_VERSION, Settings
-from devcluster.toolchain import MINIMUM_GO, recent_enough
 
 _GO = Path(devcluster.__file__).parent / "go"
 _PROGRAM = GoProgram("tool", 1)

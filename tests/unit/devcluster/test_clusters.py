@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from devcluster import archive, clusters, prerequisites
+from devcluster import clusters, prerequisites
 from devcluster.clusters import ContextCluster, HostCluster, KindCluster, choose
-from devcluster.errors import DevclusterError, NoClusterPossible
+from devcluster.containerd import write_image
 from devcluster.node import mounts_below
 from devcluster.settings import Settings
-from devcluster.shell import wait_until, write_if_changed
+from devcluster.shell import DevclusterError, NoClusterPossible, wait_until, write_if_changed
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_static_image_holds_its_program_as_an_executable(tmp_path: Path) -> None
     program = tmp_path / "program"
     program.write_bytes(b"ELF")
     target = tmp_path / "image.tar"
-    archive.write(target, "localhost/x:1", {"/manager": program}, ["/manager"])
+    write_image(target, "localhost/x:1", {"/manager": program}, ["/manager"])
     with tarfile.open(target) as image:
         manifest = json.load(image.extractfile("manifest.json") or pytest.fail("no manifest"))
         assert manifest[0]["RepoTags"] == ["localhost/x:1"]

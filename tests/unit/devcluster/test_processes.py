@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from devcluster.errors import DevclusterError
 from devcluster.processes import ProcessSpec, ProcessTable, start_ticks
+from devcluster.shell import DevclusterError
 
 _SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 _STUBBORN = (
