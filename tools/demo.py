@@ -1,7 +1,8 @@
 """`make demo`: from nothing to a trained policy on a real cluster, with live progress.
 
-Brings up the cluster (tools/devcluster), makes the images available, installs the chart, applies examples/frozen-lake.yaml and shows
-the run's own status until it ends. Safe to repeat: what exists is reused. Where no cluster can be had, the same YAML runs in local mode.
+Brings up the cluster (tools/devcluster), makes the images available, installs the chart, applies
+examples/frozen-lake.yaml and shows the status of the run until it ends. Safe to repeat: it reuses
+what exists. On a machine that cannot have a cluster, the same YAML runs in local mode.
 """
 
 from __future__ import annotations
@@ -10,49 +11,35 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from devcluster.kubectl import Kubectl
+from devcluster.shell import DevclusterError
+from devcluster.waiting import CANNOT_PASS, Wait, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVCLUSTER = [sys.executable, str(ROOT / "tools/devcluster")]
 NO_CLUSTER = 3
 """Exit code of `devcluster up` where no cluster can be had."""
 SYSTEM = "agenticrun-system"
+RELEASE = "agenticrun"
+FINAL = ("Succeeded", "Failed")
 SPARKS = "▁▂▃▄▅▆▇█"
 
 console = Console(highlight=False)
-
-
-@dataclass
-class Kubectl:
-    """kubectl and helm with the cluster's own kubeconfig and binaries."""
-
-    env: dict[str, str]
-
-    def __call__(self, *arguments: str, check: bool = True) -> str:
-        done = subprocess.run(
-            ["kubectl", *arguments], env=self.env, capture_output=True, text=True, check=False
-        )
-        if check and done.returncode:
-            sys.exit(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
-        return done.stdout
-
-    def run_object(self, name: str) -> dict[str, Any]:
-        """The AgenticRun, or {} if there is none."""
-        out = self("get", "agenticrun", name, "-o", "json", "--ignore-not-found")
-        found: dict[str, Any] = json.loads(out) if out.strip() else {}
-        return found
 
 
 class Steps:
@@ -62,7 +49,7 @@ class Steps:
         self.start = time.monotonic()
 
     def say(self, text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - self.start:6.0f} s[/]  [bold]{text}[/]")
+        console.print(f"[dim]{time.monotonic() - self.start:6.0f} s[/]  [bold]{escape(text)}[/]")
 
 
 def main() -> int:
@@ -75,34 +62,49 @@ def main() -> int:
         default=ROOT / "examples/frozen-lake.yaml",
         help="the AgenticRun to apply",
     )
-    arguments = parser.parse_args()
+    file: Path = parser.parse_args().file
     steps = Steps()
     steps.say("cluster")
     up = subprocess.run([*DEVCLUSTER, "up"], cwd=ROOT, check=False).returncode
     if up == NO_CLUSTER:
-        return subprocess.run(
-            [str(ROOT / ".venv/bin/agenticrun"), "run", "-f", str(arguments.file)],
-            cwd=ROOT,
-            check=False,
-        ).returncode
+        local = [str(ROOT / ".venv/bin/agenticrun"), "run", "-f", str(file)]
+        return subprocess.run(local, cwd=ROOT, check=False).returncode
     if up:
         return up
-    kubectl = Kubectl(_environment())
+    try:
+        return train(file, steps)
+    except DevclusterError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+
+
+def train(file: Path, steps: Steps) -> int:
+    """Install the operator on the cluster that is up, apply the run and follow it to its end."""
+    environment = _environment()
+    program = shutil.which("kubectl", path=environment["PATH"])
+    if program is None:
+        raise DevclusterError("kubectl is not on the PATH that `python3 tools/devcluster env` sets")
+    kubectl = Kubectl(program, Path(environment["KUBECONFIG"]))
     steps.say("images")
-    build = [*DEVCLUSTER, "images", *engine_options(arguments.file)]
-    images = json.loads(
-        subprocess.run(build, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-    )
+    build = [*DEVCLUSTER, "images", *engine_options(file)]
+    built = subprocess.run(build, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
+    if built.returncode:
+        return built.returncode
     steps.say("operator")
-    install_chart(kubectl, images)
-    steps.say(f"apply {arguments.file.name}")
-    name = apply(kubectl, arguments.file)
-    outcome = watch(kubectl, name, steps)
-    print(
-        f"\n{_result(kubectl.run_object(name))}\n{kubectl('get', 'agenticruns', name)}", flush=True
+    install_chart(environment, json.loads(built.stdout))
+    wait_for(
+        "the operator to be available",
+        lambda: kubectl.deployment_available(SYSTEM, RELEASE),
+        lambda: kubectl.reports(SYSTEM),
+        tell=steps.say,
     )
+    steps.say(f"apply {file.name}")
+    name = apply(kubectl, file)
+    phase = watch(kubectl, name, steps)
+    result = _result(find_run(kubectl, name))
+    print(f"\n{result}\n{kubectl('get', 'agenticruns', name)}", flush=True)
     _next_lines(name)
-    return 0 if outcome == "Succeeded" else 1
+    return 0 if phase == "Succeeded" else 1
 
 
 def _environment() -> dict[str, str]:
@@ -129,59 +131,64 @@ def engine_options(file: Path) -> list[str]:
     return [] if engine == "transformers" else ["--engines", engine]
 
 
-def install_chart(kubectl: Kubectl, images: dict[str, str]) -> None:
-    """Install or upgrade the operator with the images of this tree."""
-    kubectl(
-        "apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "crds/agenticruns.yaml")
-    )
+def install_chart(environment: dict[str, str], images: dict[str, str]) -> None:
+    """Install the operator with the images of this tree, or upgrade it to them.
+
+    Raises:
+        DevclusterError: kubectl or helm failed; the message is what it printed.
+    """
+    crds = str(ROOT / "crds/agenticruns.yaml")
+    apply_crds = ["kubectl", "apply", "--server-side", "--force-conflicts", "-f", crds]
+    install = ["helm", "upgrade", "--install", RELEASE, str(ROOT / "charts/agenticrun")]
+    install += ["--namespace", SYSTEM, "--create-namespace"]
     repository, tag = images["operator"].rsplit(":", 1)
-    command = [
-        "helm",
-        "upgrade",
-        "--install",
-        "agenticrun",
-        str(ROOT / "charts/agenticrun"),
-        "--namespace",
-        SYSTEM,
-        "--create-namespace",
-    ]
-    command += [
-        "--set",
-        f"image.repository={repository}",
-        "--set",
-        f"image.tag={tag}",
-        "--set",
-        f"images.worker={images['worker']}",
-    ]
+    install += ["--set", f"image.repository={repository}", "--set", f"image.tag={tag}"]
+    install += ["--set", f"images.worker={images['worker']}"]
     for engine in (name.removeprefix("worker-") for name in images if name.startswith("worker-")):
-        command += ["--set", f"images.workers.{engine}={images[f'worker-{engine}']}"]
-    command += ["--wait", "--timeout", "5m"]
-    done = subprocess.run(command, env=kubectl.env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pods = kubectl("-n", SYSTEM, "get", "pods", "-o", "wide", check=False)
-        sys.exit(f"helm: {done.stderr.strip()}\n{pods}")
+        install += ["--set", f"images.workers.{engine}={images[f'worker-{engine}']}"]
+    for command in (apply_crds, install):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise DevclusterError(f"{' '.join(command[:3])}: {done.stderr.strip()}")
 
 
 def apply(kubectl: Kubectl, file: Path) -> str:
-    """Apply the run; one that finished earlier is deleted first, so that a second demo trains again."""
-    name: str = next(
-        doc["metadata"]["name"]
-        for doc in yaml.safe_load_all(file.read_text())
-        if doc["kind"] == "AgenticRun"
-    )
-    if kubectl.run_object(name).get("status", {}).get("phase") in ("Succeeded", "Failed"):
+    """Apply the run. One that finished earlier is deleted, so that a second demo trains again."""
+    documents = yaml.safe_load_all(file.read_text())
+    name = str(next(doc["metadata"]["name"] for doc in documents if doc["kind"] == "AgenticRun"))
+    if find_run(kubectl, name).get("status", {}).get("phase") in FINAL:
         kubectl("delete", "agenticrun", name)
     kubectl("apply", "-f", str(file))
     return name
 
 
+def find_run(kubectl: Kubectl, name: str) -> dict[str, Any]:
+    """Return the AgenticRun, or {} if there is none."""
+    out = kubectl("get", "agenticrun", name, "--output=json", "--ignore-not-found")
+    found: dict[str, Any] = json.loads(out) if out.strip() else {}
+    return found
+
+
 def watch(kubectl: Kubectl, name: str, steps: Steps) -> str:
-    """Show the run's status until it finished; returns its phase."""
+    """Show the status of the run until it finishes; return its phase.
+
+    Raises:
+        CannotPass: an object of the run reports, before it trains, what does not go away by itself.
+    """
     curve: dict[int, float] = {}
-    shown = ""
+    shown, note, stage = "", "", ""
+    trained = False
+    wait: Wait | None = None
+
+    def tell(line: str) -> None:
+        nonlocal note
+        note = line
+        if not console.is_terminal:
+            steps.say(line)
+
     with Live(console=console, refresh_per_second=4, transient=False, auto_refresh=False) as live:
         while True:
-            run = kubectl.run_object(name)
+            run = find_run(kubectl, name)
             status = run.get("status", {})
             metrics = {
                 metric["name"]: float(metric["value"]) for metric in status.get("metrics", [])
@@ -197,15 +204,26 @@ def watch(kubectl: Kubectl, name: str, steps: Steps) -> str:
             if success is not None:
                 every = run["spec"]["pipeline"]["evalSteps"]
                 curve[status["step"] // every] = success
+            phase = str(status.get("phase", "Pending"))
+            line = _line(status, success)
+            if line != shown and not console.is_terminal:
+                steps.say(line)
+            shown = line
+            trained = trained or phase == "Running"
+            if wait is None or stage != (line if trained else phase):
+                stage, note = line if trained else phase, ""
+                wait = Wait(
+                    f"{name} ({stage})",
+                    lambda: kubectl.reports("default", "pods,rayclusters", prefix=name),
+                    # Once it has trained, the operator decides whether it restarts or fails.
+                    rules=() if trained else CANNOT_PASS,
+                    tell=tell,
+                )
             if console.is_terminal:
-                live.update(_view(name, status, metrics, curve), refresh=True)
-            else:
-                line = _line(status, success)
-                if line != shown:
-                    steps.say(line)
-                    shown = line
-            if status.get("phase") in ("Succeeded", "Failed"):
-                return str(status["phase"])
+                live.update(_view(name, status, metrics, curve, note), refresh=True)
+            if phase in FINAL:
+                return phase
+            wait.look()
             time.sleep(1)
 
 
@@ -238,7 +256,11 @@ def _waiting(status: dict[str, Any]) -> str:
 
 
 def _view(
-    name: str, status: dict[str, Any], metrics: dict[str, float], curve: dict[int, float]
+    name: str,
+    status: dict[str, Any],
+    metrics: dict[str, float],
+    curve: dict[int, float],
+    note: str,
 ) -> Group:
     """The run as a few lines for a terminal."""
     step, steps = status.get("step") or 0, status.get("maxSteps") or 1
@@ -267,6 +289,8 @@ def _view(
         lines.append(Text(f"success on unseen maps  {spark}  {curve[max(curve)]:.2f}{beside}"))
     if status.get("phase") not in ("Running", "Succeeded"):
         lines.append(Text(status.get("message") or _waiting(status), style="dim"))
+    if note:
+        lines.append(Text(note, style="dim"))
     return Group(*lines)
 
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from devcluster.shell import wait_until
+from devcluster.waiting import wait_for
 
 _GONE_SECONDS = 60
 _ROOT = Path("/sys/fs/cgroup")
@@ -70,4 +70,4 @@ def remove(name: str, root: Path = _ROOT) -> None:
                     os.rmdir(folder)
         return not any(parent.exists() for parent in parents)
 
-    wait_until(gone, _GONE_SECONDS, f"the cgroups {name} to be empty")
+    wait_for(f"the cgroups {name} to be empty", gone, seconds=_GONE_SECONDS)

@@ -18,7 +18,8 @@ from devcluster.kubectl import Kubectl
 from devcluster.node import Node
 from devcluster.recipes import Recipe
 from devcluster.settings import KUBERAY_VERSION, Settings
-from devcluster.shell import DevclusterError, exclusive, run, succeeds, wait_until, write_if_changed
+from devcluster.shell import DevclusterError, exclusive, run, succeeds, write_if_changed
+from devcluster.waiting import wait_for
 
 _KUBERAY_MANIFESTS = (
     f"github.com/ray-project/kuberay/ray-operator/config/default?ref={KUBERAY_VERSION}"
@@ -264,7 +265,11 @@ def user_program(settings: Settings, name: str) -> str:
 def install_kuberay(kubectl: Kubectl) -> None:
     """KubeRay as upstream publishes it, in the namespace `default` that its manifests name; waits until it is available."""
     kubectl.apply(_KUBERAY_MANIFESTS, kustomization=True)
-    wait_until(lambda: not kuberay_problems(kubectl), 300, "KubeRay's operator to be available")
+    wait_for(
+        "KubeRay's operator to be available",
+        lambda: not kuberay_problems(kubectl),
+        lambda: kubectl.reports("default", prefix="kuberay-operator"),
+    )
 
 
 def kuberay_problems(kubectl: Kubectl) -> list[str]:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from devcluster.settings import Settings
-from devcluster.shell import run, succeeds, wait_until
+from devcluster.shell import run, succeeds
+from devcluster.waiting import wait_for
 
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -67,8 +68,10 @@ class Containerd:
         A request of the kubelet that is still under way may start or remove some meanwhile: so until none is left.
         """
         there_were = bool(self._containers())
-        wait_until(
-            self._try_to_remove_containers, _REMOVE_SECONDS, "containerd to remove its containers"
+        wait_for(
+            "containerd to remove its containers",
+            self._try_to_remove_containers,
+            seconds=_REMOVE_SECONDS,
         )
         return there_were
 

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from devcluster.shell import CommandFailed, run, succeeds
+from devcluster.waiting import Report, last_line, reports_of
 
 
 class Kubectl:
@@ -39,6 +41,41 @@ class Kubectl:
         except CommandFailed:
             return None
 
+    def reports(
+        self, namespace: str, kinds: str = "pods,replicasets", prefix: str = ""
+    ) -> list[Report]:
+        """Return what the objects of a namespace report, the newest last; see `waiting.reports_of`.
+
+        Args:
+            kinds: which objects.
+            prefix: only objects with names that begin with this.
+        """
+        found = self.find(f"{kinds},events", f"--namespace={namespace}") or {"items": ()}
+        items = [
+            item
+            for item in found["items"]
+            if item["kind"] == "Event" or item["metadata"]["name"].startswith(prefix)
+        ]
+        return [self._with_last_words(report, namespace) for report in reports_of(items)]
+
+    def _with_last_words(self, report: Report, namespace: str) -> Report:
+        """Put the last log line of a container that keeps crashing into its report."""
+        if report.reason != "CrashLoopBackOff":
+            return report
+        pod, _, container = report.source.removeprefix("pod ").partition(", container ")
+        try:
+            log = self(
+                "logs",
+                pod,
+                f"--container={container}",
+                f"--namespace={namespace}",
+                "--previous",
+                "--tail=20",
+            )
+        except CommandFailed:
+            return report
+        return replace(report, message=last_line(log) or report.message)
+
     def apply(self, source: Path | str, *, kustomization: bool = False) -> None:
         """Server-side apply: the KubeRay CRDs are larger than the annotation of client-side apply may be."""
         self("apply", "--server-side", "--force-conflicts", "-k" if kustomization else "-f", source)
@@ -59,8 +96,25 @@ def rolled_out(deployment: Mapping[str, Any]) -> bool:
 
 
 def is_ready(node: Mapping[str, Any]) -> bool:
-    """Whether the node's condition Ready is true."""
-    return any(
-        item["type"] == "Ready" and item["status"] == "True"
-        for item in node.get("status", {}).get("conditions", ())
-    )
+    """Return True when the node's condition Ready is true."""
+    return any(item["status"] == "True" for item in _ready_conditions(node))
+
+
+def node_reports(node: Mapping[str, Any] | None) -> list[Report]:
+    """Return why a node is not Ready, in the kubelet's words."""
+    if node is None:
+        return [
+            Report("node", "NotRegistered", "the kubelet has not registered it with the apiserver")
+        ]
+    name = f"node {node['metadata']['name']}"
+    return [
+        Report(name, item["reason"], item["message"])
+        for item in _ready_conditions(node)
+        if item["status"] != "True"
+    ]
+
+
+def _ready_conditions(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [
+        item for item in node.get("status", {}).get("conditions", ()) if item["type"] == "Ready"
+    ]

@@ -20,10 +20,11 @@ from devcluster.binaries import Binaries
 from devcluster.components import Components
 from devcluster.console import say
 from devcluster.containerd import Containerd, write_image
-from devcluster.kubectl import Kubectl, is_ready
+from devcluster.kubectl import Kubectl, is_ready, node_reports
 from devcluster.processes import ProcessTable, start_ticks
 from devcluster.settings import KUBERAY_VERSION, Settings
-from devcluster.shell import DevclusterError, run, succeeds, wait_until, write_if_changed
+from devcluster.shell import DevclusterError, run, succeeds, write_if_changed
+from devcluster.waiting import Observe, Report, last_line, wait_for
 
 KUBERAY_IMAGE = f"localhost/kuberay/operator:{KUBERAY_VERSION}"
 _MANIFESTS = Path(__file__).parent / "manifests"
@@ -45,6 +46,8 @@ _BEFORE = "before.json"
 _START_SECONDS = 600
 """For any one component. Seconds are usual, but nothing is lost by patience: one that dies is noticed at once."""
 _GONE_SECONDS = 60
+_CONNECT_SECONDS = 10
+_LOG_CHARACTERS = 2000
 _NEEDS_CONTAINERS_GONE = ("containerd", "etcd", "kube-apiserver", "registry")
 
 
@@ -79,7 +82,11 @@ class Node:
         with ThreadPoolExecutor() as pool:
             self._start_control_plane()
             runtime = pool.submit(self._start_runtime, first_start)
-            self._wait("kube-apiserver", lambda: self._kubectl.ok("get", "--raw", "/readyz"))
+            self._wait(
+                "the apiserver to be ready",
+                "kube-apiserver",
+                lambda: self._kubectl.ok("get", "--raw", "/readyz"),
+            )
             say("apiserver is ready")
             for component in (self._components.controller_manager(), self._components.scheduler()):
                 self._processes.start(component)
@@ -93,22 +100,32 @@ class Node:
                 self._components.volumes(),
             ):
                 self._processes.start(component)
-            self._wait("kubelet", self._node_ready)
+            self._wait(
+                f"node {self._settings.node_name} to be Ready",
+                "kubelet",
+                self._node_ready,
+                self._node_reports,
+            )
             say(
                 f"node {self._settings.node_name} is Ready with {self._settings.fake_gpus} nvidia.com/gpu"
             )
             self._wait(
+                "the default service account",
                 "kube-controller-manager",
                 lambda: self._kubectl.ok("get", "serviceaccount", "default"),
             )
-            self._wait("coredns", lambda: _accepts(self._settings.dns_ip, 53))
+            self._wait("CoreDNS to answer", "coredns", lambda: _accepts(self._settings.dns_ip, 53))
             self._wait(
-                "registry", lambda: _accepts(self._settings.host_ip, self._settings.registry_port)
+                "the image registry to answer",
+                "registry",
+                lambda: _accepts(self._settings.host_ip, self._settings.registry_port),
             )
             kuberay.result()
         self._wait(
+            "KubeRay's operator to be available",
             "kubelet",
             lambda: self._kubectl.deployment_available("kuberay-system", "kuberay-operator"),
+            lambda: self._kubectl.reports("kuberay-system"),
         )
         say(f"KubeRay {KUBERAY_VERSION} is available")
 
@@ -182,12 +199,12 @@ class Node:
         """containerd, without containers of an earlier life, with the images that pods need from the first second."""
         spec = self._components.containerd()
         self._processes.start(spec)
-        self._wait(spec.name, self.containerd.answers)
+        self._wait("containerd to answer", spec.name, self.containerd.answers)
         if first_start and self.containerd.remove_containers():
             # Its CRI part has read them already; it forgets them only by a restart.
             self._processes.stop([spec.name])
             self._processes.start(spec)
-            self._wait(spec.name, self.containerd.answers)
+            self._wait("containerd to answer", spec.name, self.containerd.answers)
         present = self.containerd.images()
         paths = self._binaries.paths()
         static = {
@@ -234,20 +251,45 @@ class Node:
         gpus: str | None = node["status"]["allocatable"].get("nvidia.com/gpu")
         return gpus == str(self._settings.fake_gpus)
 
-    def _wait(self, component: str, condition: Callable[[], bool]) -> None:
-        """Waits, and gives up at once when the component is dead."""
+    def _node_reports(self) -> list[Report]:
+        """Return why the node is not Ready; a Ready one may still lack its GPUs."""
+        node = self._kubectl.find("node", self._settings.node_name)
+        if node is None or not is_ready(node):
+            return node_reports(node)
+        gpus = node["status"]["allocatable"].get("nvidia.com/gpu", "0")
+        message = f"{gpus} of {self._settings.fake_gpus} nvidia.com/gpu are advertised"
+        return [Report(f"node {self._settings.node_name}", "Ready", message)]
+
+    def _wait(
+        self,
+        what: str,
+        component: str,
+        condition: Callable[[], bool],
+        observe: Observe | None = None,
+    ) -> None:
+        """Wait for what a component does, and give up at once when it has ended.
+
+        Args:
+            observe: what the objects report; without it, the last line of the component's log.
+        """
+        log = self._processes.log(component)
 
         def met() -> bool:
             if not self._processes.alive(component):
-                log = self._processes.log(component)
                 raise DevclusterError(
-                    f"{component} ended; the end of {log}:\n{log.read_text(errors='replace')[-2000:]}"
+                    f"{component} ended; the end of {log}:\n{log.read_text(errors='replace')[-_LOG_CHARACTERS:]}"
                 )
             return condition()
 
-        wait_until(
-            met, _START_SECONDS, f"{component} to be ready (log: {self._processes.log(component)})"
-        )
+        def log_line() -> list[Report]:
+            line = (
+                last_line(log.read_text(errors="replace")[-_LOG_CHARACTERS:])
+                if log.exists()
+                else ""
+            )
+            return [Report(component, f"the last line of {log}", line or "(the log is empty)")]
+
+        wait_for(what, met, observe or log_line, seconds=_START_SECONDS)
 
     # --- down -------------------------------------------------------------------------------------------------------
 
@@ -275,10 +317,10 @@ class Node:
                 succeeds(["umount", "--lazy", path])  # unless it went by itself
             return not mounted
 
-        wait_until(
-            unmounted,
-            _GONE_SECONDS,
+        wait_for(
             f"everything below {self._settings.state} and {self._settings.cache} to be unmounted",
+            unmounted,
+            seconds=_GONE_SECONDS,
         )
 
     def _restore_machine(self) -> None:
@@ -298,9 +340,9 @@ class Node:
 
 
 def _accepts(address: str, port: int) -> bool:
-    """Whether someone listens there."""
+    """Return True when a server listens there."""
     try:
-        socket.create_connection((address, port), timeout=_GONE_SECONDS).close()
+        socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
     except OSError:
         return False
     return True
@@ -313,8 +355,10 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         return not folder.exists()
 
-    wait_until(
-        removed, _GONE_SECONDS, f"{folder} to be removed; is something mounted or open there?"
+    wait_for(
+        f"{folder} to be removed (is something mounted or open there?)",
+        removed,
+        seconds=_GONE_SECONDS,
     )
 
 
@@ -324,10 +368,10 @@ def _kill(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    wait_until(
-        lambda: all(start_ticks(pid) is None for pid in pids),
-        _GONE_SECONDS,
+    wait_for(
         "killed containers to end",
+        lambda: all(start_ticks(pid) is None for pid in pids),
+        seconds=_GONE_SECONDS,
     )
 
 

@@ -3,15 +3,14 @@
 import fcntl
 import os
 import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from devcluster.console import say
+from devcluster.console import progress
 
-_POLL_SECONDS = 0.2
 _ERROR_CHARACTERS = 3000
 
 
@@ -94,19 +93,6 @@ def succeeds(argv: Sequence[str | Path]) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Polls `condition` until it holds.
-
-    Raises:
-        DevclusterError: it did not hold within `seconds`; `what` names it.
-    """
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() >= end:
-            raise DevclusterError(f"timed out after {seconds:.0f} s: {what}")
-        time.sleep(_POLL_SECONDS)
-
-
 def write_if_changed(path: Path, content: str, mode: int = 0o644) -> bool:
     """Writes a file only when its content differs (kube-proxy exits when its file is touched); says whether it wrote."""
     if path.is_file() and path.read_text() == content:
@@ -124,12 +110,19 @@ def write_if_changed(path: Path, content: str, mode: int = 0o644) -> bool:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Holds a lock on `path`, which stays as an empty file, waiting for whoever has it; a killed holder frees it."""
+    """Hold a lock for the block, after waiting for the process that has it.
+
+    The file at `path` stays and names its last holder. The kernel frees the lock of a process that was killed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waiting for another devcluster command ({path})")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            with progress(f"waiting for another devcluster command ({file.read() or path})"):
+                fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(f"process {os.getpid()}: {' '.join(sys.argv)}")
+        file.flush()
         yield

@@ -13,7 +13,7 @@ from devcluster.clusters import ContextCluster, HostCluster, KindCluster, choose
 from devcluster.containerd import write_image
 from devcluster.node import mounts_below
 from devcluster.settings import Settings
-from devcluster.shell import DevclusterError, NoClusterPossible, wait_until, write_if_changed
+from devcluster.shell import DevclusterError, NoClusterPossible, write_if_changed
 
 
 @pytest.fixture
@@ -176,11 +176,6 @@ def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         list(pool.map(write, range(4)))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_waiting_ends_with_what_was_waited_for() -> None:
-    with pytest.raises(DevclusterError, match="the moon"):
-        wait_until(lambda: False, 0, "the moon")
 
 
 def test_static_image_holds_its_program_as_an_executable(tmp_path: Path) -> None:

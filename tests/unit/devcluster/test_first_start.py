@@ -1,4 +1,4 @@
-"""On a new machine: nothing about it is read before the prerequisites are installed."""
+"""The first start: nothing is read before the prerequisites are there, and waits say what they see."""
 
 import os
 import subprocess
@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
+from devcluster import node as node_module
+from devcluster.binaries import Binaries
 from devcluster.clusters import HostCluster
+from devcluster.node import Node
 from devcluster.settings import Settings
+from devcluster.shell import DevclusterError
+from devcluster.waiting import Observe
 
 _TOOLS = Path(__file__).resolve().parents[3] / "tools"
 # Imports every module with the functions that look at a machine replaced by ones that refuse.
@@ -73,3 +78,33 @@ def test_a_cluster_that_is_constructed_looks_at_nothing_but_our_own_files(
         HostCluster(settings)
     assert looked == []
     assert list(tmp_path.iterdir()) == [], "nothing is written either"
+
+
+def test_a_wait_for_a_component_ends_at_once_with_the_log_of_one_that_has_ended(
+    settings: Settings,
+) -> None:
+    node = Node(settings, Binaries(settings))
+    settings.logs.mkdir(parents=True)
+    (settings.logs / "coredns.log").write_text("listen udp 10.96.0.10:53: bind: cannot assign\n")
+    with pytest.raises(DevclusterError, match=r"(?s)coredns ended.*cannot assign"):
+        node._wait("CoreDNS to answer", "coredns", lambda: True)
+
+
+def test_a_wait_for_a_component_shows_the_last_line_of_its_log(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def look(what: str, condition: object, observe: Observe, *, seconds: float) -> None:
+        seen.extend(map(str, observe()))
+
+    monkeypatch.setattr(node_module, "wait_for", look)
+    node = Node(settings, Binaries(settings))
+    node._wait("CoreDNS to answer", "coredns", lambda: True)
+    settings.logs.mkdir(parents=True)
+    (settings.logs / "coredns.log").write_text("starting\nplugin/kubernetes: waiting\n\n")
+    node._wait("CoreDNS to answer", "coredns", lambda: True)
+    assert [line.partition(".log: ")[2] for line in seen] == [
+        "(the log is empty)",
+        "plugin/kubernetes: waiting",
+    ]
