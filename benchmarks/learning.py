@@ -23,7 +23,7 @@ from record import write_record
 
 from agenticrun_api import AgenticRun
 from agenticrun_api.overrides import load_run_with
-from agenticrun_workers.agents import ChatFormat, Generate, random_valid_policy
+from agenticrun_workers.agents import ChatFormat, Episode, Generate, random_valid_policy
 from agenticrun_workers.driver.batch_plan import plan_batch
 from agenticrun_workers.driver.credit import assign, kl_controller, most_uncertain, updated
 from agenticrun_workers.envs import Env, make_env
@@ -33,7 +33,6 @@ from agenticrun_workers.models.files import make_model_files
 from agenticrun_workers.models.source import ModelSource, ModelSources
 from agenticrun_workers.rollout.env_worker import build_agents, describe_envs
 from agenticrun_workers.rollout.groups import EpisodeResult, Group, tag_cycle
-from agenticrun_workers.seeds import episode
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.trainer.policy_rank import Prepared, TrainerActor
 from agenticrun_workers.trainer.rank import CRITIC, REFERENCE
@@ -217,7 +216,7 @@ class Learner:
         )
         agent = self._agents[tag, key.stream]
         trajectory = await agent.collect_trajectory(
-            episode(self._pipeline.seed, key, tag), env, generate
+            Episode.seeded(self._pipeline.seed, key, tag), env, generate
         )
         assert isinstance(trajectory, Trajectory)
         assert trajectory.stop_reason.trainable, trajectory.error

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_api import Pipeline
+from agenticrun_workers.agents import Episode
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.group_plan import GroupPlan
 from agenticrun_workers.rollout.groups import EpisodeResult, tag_cycle
-from agenticrun_workers.seeds import derive, env_seed, episode, sampling_seed
+from agenticrun_workers.seeds import derive, env_seed, sampling_seed
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from rollout_fakes import result
@@ -39,7 +40,7 @@ def test_tags_are_spread_evenly_over_the_cycle() -> None:
 
 def test_members_of_a_group_play_one_level_and_sample_differently() -> None:
     keys = [EpisodeKey(Stream.TRAIN, 3, member) for member in range(50)]
-    played = [episode(7, key, "A") for key in keys]
+    played = [Episode.seeded(7, key, "A") for key in keys]
     assert len({e.env_seed for e in played}) == 1
     assert len({e.sampling_seed for e in played}) == 50
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from agenticrun_workers.envs.env import Env
 from agenticrun_workers.envs.faults import EnvFault
+from agenticrun_workers.seeds import env_seed, sampling_seed
 from agenticrun_workers.types import (
     EpisodeKey,
     FinishReason,
@@ -27,16 +28,30 @@ Generate = Callable[[GenerationRequest], Awaitable[Generation]]
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What an agent is asked to play."""
+    """One episode for an agent to run: its identity, its seeds and its data set item."""
 
     key: EpisodeKey
     tag: str
     env_seed: int
-    """Equal for all members of a group: they play the same level."""
+    """Selects the level. Equal for all members of a group."""
     sampling_seed: int
     """Different for every member."""
     item: Mapping[str, Any] | None = None
-    """What the episode is about, of `envs[].dataset`."""
+    """The item of `envs[].dataset` that the episode is about."""
+
+    @classmethod
+    def seeded(
+        cls,
+        seed: int,
+        key: EpisodeKey,
+        tag: str,
+        attempt: int = 0,
+        item: Mapping[str, Any] | None = None,
+    ) -> Episode:
+        """Return the episode `key` with its seeds derived from `pipeline.seed`."""
+        return cls(
+            key, tag, env_seed(seed, key.stream, key.group), sampling_seed(seed, key, attempt), item
+        )
 
     def request(
         self, name: str, prompt_T: IntArray, sampling: SamplingParams, seed_path: Sequence[int]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.agents import Agent, ChatFormat, Generate, random_valid_policy
+from agenticrun_workers.agents import Agent, ChatFormat, Episode, Generate, random_valid_policy
 from agenticrun_workers.envs import Env, EnvFault, Renders
 from agenticrun_workers.envs.faults import one_line
 from agenticrun_workers.envs.isolated import IsolatedEnv
@@ -22,7 +22,6 @@ from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, as_episo
 from agenticrun_workers.rollout.log_once import Once
 from agenticrun_workers.rollout.rewards import JudgePanel, judged_episode
 from agenticrun_workers.rollout.transcript import transcript
-from agenticrun_workers.seeds import episode
 from agenticrun_workers.types import (
     EpisodeKey,
     Generation,
@@ -139,10 +138,12 @@ class EpisodePlayer:
                 if task.random_policy
                 else self._client.generate
             )
-            asked = episode(self._pipeline.seed, key, task.tag, task.attempt, self._item(task))
+            episode = Episode.seeded(
+                self._pipeline.seed, key, task.tag, task.attempt, self._item(task)
+            )
             agent = self._agents[task.tag, task.stream]
             made = await agent.collect_trajectory(
-                asked, self._filmed(env, played), _counted(generate, played)
+                episode, self._filmed(env, played), _counted(generate, played)
             )
             trajectories = _numbered(key, made)
             whole = all(trajectory.stop_reason.trainable for trajectory in trajectories)
