@@ -36,14 +36,14 @@ engines: $(ENGINE_NAMES:%=.engines/%/.done) ## Make the environments of SGLang a
 	@touch $@
 
 .PHONY: lock
-lock: setup ## Compile locks/*.txt from pyproject.toml
+lock: setup ## Compile locks/*.txt from pyproject.toml (UPGRADE=1: to the newest versions that it allows)
 	@for name in $(LOCKS); do \
-	  $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
+	  $(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
 	    --extra $$name $$([ $$name != workers ] || echo --extra megatron --extra deepspeed) \
 	    $$([ $$name = dev ] || echo --constraint locks/dev.txt) pyproject.toml -o locks/$$name.txt; done
 	@for name in $(ENGINE_NAMES); do \
-	  $(BIN)/uv pip compile --quiet $(ENGINE_LOCKING) --extra $$name pyproject.toml -o locks/$$name.txt && \
-	  $(BIN)/uv pip compile --quiet $(ENGINE_LOCKING) --override locks/$$name-cpu.overrides locks/$$name-cpu.in -o locks/$$name-cpu.txt || exit 1; done
+	  $(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) $(ENGINE_LOCKING) --extra $$name pyproject.toml -o locks/$$name.txt && \
+	  $(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) $(ENGINE_LOCKING) --override locks/$$name-cpu.overrides locks/$$name-cpu.in -o locks/$$name-cpu.txt || exit 1; done
 
 .PHONY: generate
 generate: setup ## Generate the CRD, the chart's copy of it, docs/reference.md from the models; write the version into the chart
