@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 from agenticrun_workers.inference import EngineError, InferenceEngine, TransformersEngine
 from agenticrun_workers.inference.engine import TakesBroadcast
-from agenticrun_workers.inference.engine_process import EngineProcess
 from agenticrun_workers.inference.ports import listeners_of
+from agenticrun_workers.inference.server_process import EngineProcess
 from agenticrun_workers.models import load_model
 from agenticrun_workers.processes import family
 from agenticrun_workers.types import FinishReason

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from agenticrun_workers.inference import EngineStartError
-from agenticrun_workers.inference.sglang_engine import SglangEngine
+from agenticrun_workers.inference.sglang.engine import SglangEngine
 from engine_conformance import Models, ServerConformance
 from tiny_model import CONTEXT
 

@@ -19,7 +19,7 @@ import yaml
 from openai import AsyncOpenAI
 
 from agenticrun_workers.agents import AgentLimits, OutsideAgent
-from agenticrun_workers.inference.transformers_engine import TransformersEngine
+from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models import load_model
 from agenticrun_workers.models.tokenizer import TokenizerSource, load_tokenizer
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from agenticrun_workers.inference import EngineError, InvalidRequest
 from agenticrun_workers.inference.engine_http import EngineHttp
-from agenticrun_workers.inference.engine_process import EngineProcess, Server
+from agenticrun_workers.inference.server_process import EngineProcess, Server
 
 SERVER = """
 import http.server, json, os, sys, time

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from agenticrun_workers.inference import engine_process, ports
+from agenticrun_workers.inference import ports, server_process
 from agenticrun_workers.inference.engine import EngineStartError
-from agenticrun_workers.inference.engine_process import EngineProcess, Server
 from agenticrun_workers.inference.ports import free_port, listeners_of
+from agenticrun_workers.inference.server_process import EngineProcess, Server
 from agenticrun_workers.processes import family
 from processes import lives
 from waiting import eventually
@@ -110,7 +110,7 @@ async def test_a_port_that_is_taken_in_between_leads_to_another(
         other.listen()
         given = iter([other.getsockname()[1]])
         monkeypatch.setattr(
-            engine_process, "free_port", lambda host: next(given, None) or free_port(host)
+            server_process, "free_port", lambda host: next(given, None) or free_port(host)
         )
         process = EngineProcess(a_server(tmp_path))
         await process.start()
@@ -125,7 +125,7 @@ async def test_a_program_that_answers_on_the_port_instead_of_the_server_is_not_t
     await first.start()
     given = iter([int(first.url.rpartition(":")[2])])
     monkeypatch.setattr(
-        engine_process, "free_port", lambda host: next(given, None) or free_port(host)
+        server_process, "free_port", lambda host: next(given, None) or free_port(host)
     )
     second = EngineProcess(a_server(tmp_path))
     await second.start()
@@ -140,7 +140,7 @@ async def test_four_taken_ports_are_an_error(
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        monkeypatch.setattr(engine_process, "free_port", lambda host: other.getsockname()[1])
+        monkeypatch.setattr(server_process, "free_port", lambda host: other.getsockname()[1])
         with pytest.raises(EngineStartError, match="port taken 4 times"):
             await EngineProcess(a_server(tmp_path)).start()
 
@@ -196,7 +196,7 @@ def test_a_server_that_is_stopped_as_it_starts_leaves_nothing(tmp_path: Path) ->
         "-c",
         SLOW_KEEPER,
         str(folder),
-        str(Path(engine_process.__file__).parent),
+        str(Path(server_process.__file__).parent),
     ]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -214,7 +214,7 @@ PARENT = """
 import asyncio, sys, tempfile
 from pathlib import Path
 tempfile.tempdir = sys.argv[2]
-from agenticrun_workers.inference.engine_process import EngineProcess, Server
+from agenticrun_workers.inference.server_process import EngineProcess, Server
 async def main():
     process = EngineProcess(Server("toy", lambda port: [sys.executable, "-c", sys.argv[1], str(port), "child"], Path(sys.argv[2], "logs")))
     await process.start()

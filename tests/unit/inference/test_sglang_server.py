@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agenticrun_workers.inference.sglang_server import OWNED, SglangOptions
+from agenticrun_workers.inference.sglang.server import OWNED, SglangOptions
 
 
 def options(gpus: int = 0, **config: Any) -> SglangOptions:

@@ -9,7 +9,7 @@ from agenticrun_workers.inference.engine import (
     TakesBroadcast,
     UnusableModel,
 )
-from agenticrun_workers.inference.transformers_engine import TransformersEngine
+from agenticrun_workers.inference.transformers.engine import TransformersEngine
 
 __all__ = [
     "EngineError",

@@ -52,10 +52,10 @@ def build_engine(
     }
     try:
         if spec.name == "sglang":
-            from agenticrun_workers.inference.sglang_engine import SglangEngine
+            from agenticrun_workers.inference.sglang.engine import SglangEngine
 
             return SglangEngine(**arguments)
-        from agenticrun_workers.inference.vllm_engine import VllmEngine
+        from agenticrun_workers.inference.vllm.engine import VllmEngine
 
         return VllmEngine(**arguments)
     except ValueError as error:

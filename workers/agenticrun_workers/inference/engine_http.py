@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from agenticrun_workers.inference.engine import EngineError, InvalidRequest
-from agenticrun_workers.inference.engine_process import EngineProcess
+from agenticrun_workers.inference.server_process import EngineProcess
 
 HEADERS = {"Content-Type": "application/json"}
 KEEP_ALIVE_SECONDS = 2.0

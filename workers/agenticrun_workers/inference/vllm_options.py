@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agenticrun_workers.inference.engine_options import FIELD, command_line
+from agenticrun_workers.inference.server_command import FIELD, command_line
 
 HERE = Path(__file__).parent
-SERVER_PATH = f"{HERE / 'vllm_plugin'}:{HERE / 'server_path'}"
+SERVER_PATH = f"{HERE / 'vllm' / 'plugin'}:{HERE / 'server_path'}"
 ENGINE = "the engine's client"
 REPLICAS = "spec.roles.inference.replicas"
 SAMPLING = "spec.pipeline.actorInfer.generating"

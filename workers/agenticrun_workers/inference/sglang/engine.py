@@ -26,17 +26,17 @@ import numpy as np
 from agenticrun_workers.inference.busy_clock import BusyClock
 from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats
 from agenticrun_workers.inference.engine_http import EngineHttp
-from agenticrun_workers.inference.engine_process import EngineProcess
 from agenticrun_workers.inference.model_files import Incoming, is_tied, shapes_of_model
 from agenticrun_workers.inference.request_limits import RequestLimits
-from agenticrun_workers.inference.sglang_control import SglangControl
+from agenticrun_workers.inference.server_process import EngineProcess
+from agenticrun_workers.inference.sglang.api import SglangControl
+from agenticrun_workers.inference.sglang.server import SglangOptions
 from agenticrun_workers.inference.sglang_requests import (
     NOTHING,
     computed_prompt_tokens,
     generate_body,
     read_generation,
 )
-from agenticrun_workers.inference.sglang_server import SglangOptions
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 BOUNDLESS_TEMPERATURE = 1e6

@@ -22,12 +22,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from agenticrun_workers.inference.batching import in_batches
-from agenticrun_workers.inference.caches import Caches, PrivateCaches, SessionCaches
 from agenticrun_workers.inference.engine import EngineError, EngineStats, UnusableModel
-from agenticrun_workers.inference.forward import Forward
-from agenticrun_workers.inference.held_weights import HeldWeights
 from agenticrun_workers.inference.in_flight import Running
 from agenticrun_workers.inference.request_limits import RequestLimits
+from agenticrun_workers.inference.transformers.caches import Caches, PrivateCaches, SessionCaches
+from agenticrun_workers.inference.transformers.forward import Forward
+from agenticrun_workers.inference.transformers.held_weights import HeldWeights
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.loading import ModelLoadError
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest

@@ -10,8 +10,8 @@ from typing import Any
 
 from agenticrun_workers.inference.engine import EngineStartError
 from agenticrun_workers.inference.engine_home import find_engine
-from agenticrun_workers.inference.engine_process import HOST, Server
 from agenticrun_workers.inference.request_limits import RequestLimits
+from agenticrun_workers.inference.server_process import HOST, Server
 from agenticrun_workers.inference.vllm_options import (
     max_requests,
     parallel_ranks,

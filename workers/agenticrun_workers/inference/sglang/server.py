@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from agenticrun_workers.inference.engine_home import find_engine
-from agenticrun_workers.inference.engine_options import command_line
-from agenticrun_workers.inference.engine_process import HOST, Server
+from agenticrun_workers.inference.server_command import command_line
+from agenticrun_workers.inference.server_process import HOST, Server
 
 VERSIONS = "==0.5.23"
 """Tested with: the server's requests and its internals that our plug-in hooks into change between versions."""
@@ -132,9 +132,9 @@ class SglangOptions:
 
     def _environment(self) -> dict[str, str]:
         paths = [
-            HERE / "server_path",
-            HERE / "sglang_plugin",
-            *([] if self.gpus else [HERE / "sglang_cpu"]),
+            HERE.parent / "server_path",
+            HERE / "plugin",
+            *([] if self.gpus else [HERE / "cpu_stubs"]),
         ]
         environment = {
             "PYTHONPATH": os.pathsep.join(map(str, paths)),

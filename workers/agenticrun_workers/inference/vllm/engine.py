@@ -18,10 +18,10 @@ import numpy as np
 from agenticrun_workers.inference.busy_clock import BusyClock
 from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats
 from agenticrun_workers.inference.engine_http import EngineHttp
-from agenticrun_workers.inference.engine_process import EngineProcess
 from agenticrun_workers.inference.model_files import Incoming, is_tied, shapes_of_model
+from agenticrun_workers.inference.server_process import EngineProcess
+from agenticrun_workers.inference.vllm.server import STOP_SECONDS, VllmServer
 from agenticrun_workers.inference.vllm_messages import GENERATE, ID_PREFIX, from_vllm, to_vllm
-from agenticrun_workers.inference.vllm_server import STOP_SECONDS, VllmServer
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 ABORT_SECONDS = 0.05
