@@ -3,13 +3,13 @@
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from devcluster.configs import cni_plugin_folder
 from devcluster.console import progress
 from devcluster.settings import Settings
-from devcluster.shell import DevclusterError, NoClusterPossible, run
+from devcluster.shell import DevclusterError, NoClusterPossible, run, write_if_changed
 
 # A command that each package brings, and the package.
 PACKAGES: Mapping[str, str] = {
@@ -26,6 +26,7 @@ PACKAGES: Mapping[str, str] = {
     "debootstrap": "debootstrap",
 }
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # bit numbers of linux/capability.h
+_APT = {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 
@@ -71,23 +72,68 @@ def require_host() -> None:
 
 
 def install_packages(settings: Settings) -> None:
-    """Installs what is missing.
+    """Install what is missing, and record what that brought, so that tools/fresh.sh can purge it.
 
     Raises:
         CommandFailed: apt-get failed.
-        DevclusterError: it succeeded and something is still missing.
+        DevclusterError: apt-get succeeded and something is still missing.
     """
     missing = missing_packages()
     if not missing:
         return
-    environment = {"DEBIAN_FRONTEND": "noninteractive"}
+    before = installed_packages()
     with progress(f"installing Debian packages {' '.join(missing)}"):
         log = settings.cache / "log" / "apt.log"
-        run(["apt-get", "update"], env=environment, log=log)
-        run(
-            ["apt-get", "install", "-y", "--no-install-recommends", *missing],
-            env=environment,
-            log=log,
-        )
+        try:
+            run(["apt-get", "update"], env=_APT, log=log)
+            install = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
+            run(install, env=_APT, log=log)
+        finally:
+            _record(settings.installed_packages, installed_packages() - before)
     if still := missing_packages():
         raise DevclusterError(f"still missing after apt-get install: {', '.join(still)}")
+
+
+def installed_packages() -> set[str]:
+    """Return the names of all installed Debian packages."""
+    return {name for name, status in _query("db:Status-Status") if status == "installed"}
+
+
+def purgeable(recorded: Iterable[str]) -> list[str]:
+    """Return the recorded packages that can be purged without taking any other with them.
+
+    A package stays if the system cannot do without it, or if one that somebody else installed
+    depends on it by now.
+    """
+    required = {name for name, essential in _query("Essential") if essential == "yes"}
+    ours = (set(recorded) & installed_packages()) - required
+    if _removed_with(ours) <= ours:
+        return sorted(ours)
+    ours -= {name for name in sorted(ours) if not _removed_with({name}) <= ours}
+    return sorted(ours) if _removed_with(ours) <= ours else []
+
+
+def purge(packages: Sequence[str]) -> None:
+    """Purge packages that `purgeable` returned."""
+    run(["apt-get", "purge", "-y", *packages], env=_APT)
+    run(["apt-get", "clean"], env=_APT)
+
+
+def _removed_with(packages: Collection[str]) -> set[str]:
+    """Return everything that apt-get would remove with these packages."""
+    if not packages:
+        return set()
+    plan = run(["apt-get", "--simulate", "purge", *sorted(packages)], env=_APT)
+    lines = [line.split() for line in plan.splitlines()]
+    return {words[1].partition(":")[0] for words in lines if words[:1] in (["Purg"], ["Remv"])}
+
+
+def _query(field: str) -> list[tuple[str, str]]:
+    """Return name and one field of every package that dpkg knows."""
+    out = run(["dpkg-query", "--show", f"--showformat=${{Package}} ${{{field}}}\\n"])
+    return [(name, value) for name, _, value in (line.partition(" ") for line in out.splitlines())]
+
+
+def _record(record: Path, packages: Collection[str]) -> None:
+    known = record.read_text().split() if record.exists() else []
+    write_if_changed(record, "".join(f"{name}\n" for name in sorted({*known, *packages})))

@@ -88,6 +88,11 @@ class Settings:
         return self.state / "kubeconfig"
 
     @property
+    def installed_packages(self) -> Path:
+        """Names of the Debian packages that `up` installed: beside the state, because it outlives it."""
+        return self.state.with_name(f"{self.state.name}-packages.txt")
+
+    @property
     def etc(self) -> Path:
         """Rendered configuration files."""
         return self.state / "etc"
