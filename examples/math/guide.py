@@ -5,8 +5,7 @@ import asyncio
 
 from agenticrun_workers.agents import BundledGenerationOutputs, GenerationConfig, Prompt, ScoredSequence, register_agent
 from agenticrun_workers.envs import EnvironmentService, register_env
-from agenticrun_workers.envs.math_answers import reference_answer
-from agenticrun_workers.envs.math_verifier import shared_verifier
+from agenticrun_workers.envs.math import reference_answer, shared_verifier
 
 
 class MathMultiTurnAgent:

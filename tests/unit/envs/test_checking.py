@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agenticrun_workers.envs import StepResult, checking
-from agenticrun_workers.envs.check_list import CHECKS, FIRST
-from agenticrun_workers.envs.checking import Report, Verdict, check_env
+from agenticrun_workers.envs import StepResult
+from agenticrun_workers.envs.checking import Report, Verdict, check_env, run_checks
+from agenticrun_workers.envs.checking.checklist import CHECKS, FIRST
 from agenticrun_workers.types import Stream
 
 SEEDS = 4
@@ -233,8 +233,8 @@ def test_a_broken_promise_fails_its_check(
     cls: type, name: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name != "other process":
-        monkeypatch.setattr(checking, "FIRST", {})  # a process takes half a second
-        monkeypatch.setattr(checking, "CHECKS", {name: CHECKS[name]})
+        monkeypatch.setattr(run_checks, "FIRST", {})  # a process takes half a second
+        monkeypatch.setattr(run_checks, "CHECKS", {name: CHECKS[name]})
     report = check(cls)
     assert found in report.findings[name].found
     assert report.findings[name].verdict is Verdict.FAILED
@@ -257,7 +257,7 @@ def test_a_broken_promise_fails_its_check(
 def test_what_is_not_as_good_as_it_could_be_is_a_warning(
     cls: type, name: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checking, "FIRST", {"types": FIRST["types"]})
+    monkeypatch.setattr(run_checks, "FIRST", {"types": FIRST["types"]})
     report = check(cls)
     assert list(report.of(Verdict.WARNING)) == [name]
     assert found in report.findings[name].found

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.envs.math_answers import Verdict, boxed, plain_verdict, reference_answer
-from agenticrun_workers.envs.math_verifier import MathVerifier
+from agenticrun_workers.envs.math.answers import Verdict, boxed, plain_verdict, reference_answer
+from agenticrun_workers.envs.math.verifier import MathVerifier
 from processes import lives
 from waiting import eventually
 
@@ -126,7 +126,7 @@ def test_a_process_that_is_killed_is_replaced(verifier: MathVerifier) -> None:
 
 PARENT = r"""
 import asyncio, os, sys, time
-from agenticrun_workers.envs.math_verifier import MathVerifier
+from agenticrun_workers.envs.math.verifier import MathVerifier
 
 async def main():
     verifier = MathVerifier(seconds=3.0)

@@ -18,7 +18,7 @@ from agenticrun_workers.envs import (
     StepResult,
     make_env,
 )
-from agenticrun_workers.envs.math_env import RIGHT, WRONG
+from agenticrun_workers.envs.math.math_env import RIGHT, WRONG
 from agenticrun_workers.envs.service import ServiceCalls
 from agenticrun_workers.types import Stream
 

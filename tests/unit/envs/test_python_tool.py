@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvConfigError, TakesItem, make_env
-from agenticrun_workers.envs.tools import PythonTool, python_tool
-from agenticrun_workers.envs.tools.calls import (
+from agenticrun_workers.envs.python_tool import PythonTool, python_tool
+from agenticrun_workers.envs.python_tool.sums import problem
+from agenticrun_workers.envs.python_tool.tool_calls import (
     Answer,
     BadCall,
     Call,
@@ -20,7 +21,6 @@ from agenticrun_workers.envs.tools.calls import (
     same_answer,
     shortened,
 )
-from agenticrun_workers.envs.tools.sums import problem
 from agenticrun_workers.sandbox import SandboxUnavailable
 from agenticrun_workers.types import Stream
 

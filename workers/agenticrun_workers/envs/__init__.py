@@ -10,8 +10,9 @@ from agenticrun_workers.envs.env import (
     TakesItem,
 )
 from agenticrun_workers.envs.frozen_lake import FrozenLake
-from agenticrun_workers.envs.gymnasium_env import GymnasiumEnv
-from agenticrun_workers.envs.math_env import MathEnv, MathSingleStep
+from agenticrun_workers.envs.gym import GymnasiumEnv
+from agenticrun_workers.envs.math import MathEnv, MathSingleStep
+from agenticrun_workers.envs.python_tool import PythonTool
 from agenticrun_workers.envs.registry import (
     EnvConfigError,
     EnvImportError,
@@ -21,7 +22,6 @@ from agenticrun_workers.envs.registry import (
 )
 from agenticrun_workers.envs.service import EnvironmentService
 from agenticrun_workers.envs.sokoban import Sokoban
-from agenticrun_workers.envs.tools import PythonTool
 from agenticrun_workers.envs.webshop import WebShop
 
 __all__ = [

@@ -1,5 +1,5 @@
 """WebShop: find and buy the product that an instruction describes, page by page, as text."""
 
-from agenticrun_workers.envs.webshop.env import WebShop
+from agenticrun_workers.envs.webshop.webshop import WebShop
 
 __all__ = ["WebShop"]

@@ -1,4 +1,4 @@
-"""Rooms of Sokoban as small integers, and random ones with every box on its target, to be pulled off (`sokoban_search`).
+"""Rooms of Sokoban as small integers, and random ones with every box on its target, to be pulled off (`level_search`).
 
 A cell is its place in the board's text (row * (columns + 1) + column), so moves are additions, and a set of cells is one integer
 with a bit per cell. The outermost cells are always walls, so nothing ever moves out of the board.

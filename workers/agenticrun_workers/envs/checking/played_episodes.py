@@ -1,6 +1,6 @@
 """Episodes that `check_env` plays, written down so that two can be compared; also in another process.
 
-python -m agenticrun_workers.envs.check_episodes < subject.json
+python -m agenticrun_workers.envs.checking.played_episodes < subject.json
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def episodes_of_another_process(subject: Subject) -> list[list[Event]]:
     limit = 60.0 + subject.timeout * (2 + len(subject.seeds))
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "agenticrun_workers.envs.check_episodes"],
+            [sys.executable, "-m", "agenticrun_workers.envs.checking.played_episodes"],
             input=json.dumps(asked, default=str),
             capture_output=True,
             text=True,

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agenticrun_workers.envs.env import StepResult
-from agenticrun_workers.envs.gymnasium_presets import Success, no_fields, preset_of
-from agenticrun_workers.envs.gymnasium_texts import ActionWords, parts, plain, template_names, write
+from agenticrun_workers.envs.gym.presets import Success, no_fields, preset_of
+from agenticrun_workers.envs.gym.texts import ActionWords, parts, plain, template_names, write
 from agenticrun_workers.envs.registry import register_env
 from agenticrun_workers.types import Stream
 

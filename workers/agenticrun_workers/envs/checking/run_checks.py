@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agenticrun_workers.envs.check_episodes import Subject
-from agenticrun_workers.envs.check_list import CHECKS, FIRST, Check
-from agenticrun_workers.envs.check_report import Finding, Report, Verdict, failed, not_checked
+from agenticrun_workers.envs.checking.checklist import CHECKS, FIRST, Check
+from agenticrun_workers.envs.checking.played_episodes import Subject
+from agenticrun_workers.envs.checking.report import Finding, Report, Verdict, failed, not_checked
 from agenticrun_workers.envs.env import Env
 from agenticrun_workers.envs.faults import EnvFault
 from agenticrun_workers.envs.registry import EnvConfigError, make_env

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from agenticrun_workers.envs.check_episodes import (
+from agenticrun_workers.envs.checking.played_episodes import (
     Event,
     Subject,
     episode,
@@ -22,7 +22,7 @@ from agenticrun_workers.envs.check_episodes import (
     episodes_of_another_process,
     events,
 )
-from agenticrun_workers.envs.check_report import Finding, failed, not_checked, ok, warning
+from agenticrun_workers.envs.checking.report import Finding, failed, not_checked, ok, warning
 from agenticrun_workers.envs.env import HasVocabulary, Renders, TakesItem
 from agenticrun_workers.envs.faults import EnvFault
 from agenticrun_workers.types import StopReason, Stream

@@ -1,4 +1,4 @@
-"""The search of `sokoban_search` compiled by numba, for large boards: the same states in the same order, in machine integers.
+"""The search of `level_search` compiled by numba, for large boards: the same states in the same order, in machine integers.
 
 Floor cells are numbered from 0, so that a set of up to 64 of them is one machine word. It runs without the interpreter lock and in
 about 20 MB, where the search in Python takes 100 MB and a second for 300,000 states.
@@ -78,7 +78,7 @@ def search(
         columns: of each cell, int64 [cells].
         homes: the cell of each target, int64 [boxes], in order.
         player: the player's cell.
-        depth: as in `sokoban_search.pull_apart`.
+        depth: as in `level_search.pull_apart`.
         max_states: states looked at.
 
     Returns:

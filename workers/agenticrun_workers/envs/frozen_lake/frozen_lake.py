@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_workers.envs.env import StepResult
-from agenticrun_workers.envs.frozen_lake_map import (
+from agenticrun_workers.envs.frozen_lake.lake_picture import draw_lake
+from agenticrun_workers.envs.frozen_lake.maps import (
     from_array,
     is_holdout,
     is_solvable,
     random_holes,
     to_array,
 )
-from agenticrun_workers.envs.frozen_lake_picture import draw_lake
 from agenticrun_workers.envs.grid import (
     MAX_DRAWS,
     NoLevel,

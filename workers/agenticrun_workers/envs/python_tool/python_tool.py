@@ -14,8 +14,8 @@ from functools import cache
 from typing import Any
 
 from agenticrun_workers.envs.env import StepResult
-from agenticrun_workers.envs.registry import register_env
-from agenticrun_workers.envs.tools.calls import (
+from agenticrun_workers.envs.python_tool.sums import OPERATIONS, problem
+from agenticrun_workers.envs.python_tool.tool_calls import (
     Answer,
     BadCall,
     Call,
@@ -23,7 +23,7 @@ from agenticrun_workers.envs.tools.calls import (
     same_answer,
     shortened,
 )
-from agenticrun_workers.envs.tools.sums import OPERATIONS, problem
+from agenticrun_workers.envs.registry import register_env
 from agenticrun_workers.sandbox import (
     Limits,
     Outcome,

@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from agenticrun_workers.envs.math_answers import Verdict, plain_verdict
+from agenticrun_workers.envs.math.answers import Verdict, plain_verdict
 
-CHECKER = Path(__file__).with_name("math_checker.py")
+CHECKER = Path(__file__).with_name("checker.py")
 
 PROCESSES = 2
 """Of one env worker. Most answers need none: equal texts and whole numbers are compared here."""
@@ -84,7 +84,7 @@ class MathVerifier:
 
 
 class _Checker:
-    """One process of `math_checker.py`."""
+    """One process of `checker.py`."""
 
     def __init__(self, seconds: float) -> None:
         self._wall_seconds = seconds * WALL_SECONDS_EACH

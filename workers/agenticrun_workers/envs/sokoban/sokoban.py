@@ -1,6 +1,6 @@
 """Sokoban as text: push every box onto a target.
 
-The rules and rewards are gym-sokoban 0.0.6's, and so is the distribution of levels (`sokoban_room`, `sokoban_search`); symbols and
+The rules and rewards are gym-sokoban 0.0.6's, and so is the distribution of levels (`room`, `level_search`); symbols and
 actions are ROLL's. Levels are made by playing backwards, so every one can be solved. An episode depends on nothing but its seed.
 
 A hash of walls and targets decides whether a room belongs to the validation holdout. Training never sees a room of the holdout,
@@ -28,15 +28,15 @@ from agenticrun_workers.envs.grid import (
     step_metrics,
 )
 from agenticrun_workers.envs.registry import register_env
-from agenticrun_workers.envs.sokoban_picture import draw_room
-from agenticrun_workers.envs.sokoban_room import (
+from agenticrun_workers.envs.sokoban.level_search import pull_apart
+from agenticrun_workers.envs.sokoban.room import (
     STEPS_PER_SIDE,
     Room,
     cells_of,
     is_holdout,
     random_room,
 )
-from agenticrun_workers.envs.sokoban_search import pull_apart
+from agenticrun_workers.envs.sokoban.room_picture import draw_room
 from agenticrun_workers.types import Stream
 
 DEFAULT_ACTIONS = ("Up", "Down", "Left", "Right")

@@ -4,7 +4,7 @@ It reads one JSON line [gold, answer] and writes one JSON line [verdict, readabl
 was found. A comparison that computes for too long ends the process by a signal, whatever it is doing: sympy's loops and C code listen
 to nothing else. Its input ends when its parent does, and so does it.
 
-    python -P math_checker.py SECONDS BYTES
+    python -P checker.py SECONDS BYTES
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from agenticrun_workers.envs.sokoban_room import Room, cells_of
+from agenticrun_workers.envs.sokoban.room import Room, cells_of
 
 MAX_STATES = 300_000
 """States looked at in one room."""
@@ -46,7 +46,7 @@ def pull_apart(room: Room, depth: int) -> Room | None:
 
 def search_compiled(room: Room, depth: int, max_states: int) -> Room | None:
     """As `search`, of a room with at most `MAX_COMPILED_FLOOR` floor cells. The first call of a process may compile for seconds."""
-    from agenticrun_workers.envs import sokoban_kernel
+    from agenticrun_workers.envs.sokoban import compiled_search
 
     cells = cells_of(room.floor)
     number = {cell: index for index, cell in enumerate(cells)}
@@ -56,7 +56,7 @@ def search_compiled(room: Room, depth: int, max_states: int) -> Room | None:
     )
     rows, columns = np.divmod(np.array(cells), width)
     homes = np.array([number[cell] for cell in cells_of(room.targets)])
-    score, boxes, player = sokoban_kernel.search(
+    score, boxes, player = compiled_search.search(
         after, rows, columns, homes, number[room.player], depth, max_states
     )
     if not score:
