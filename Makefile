@@ -60,11 +60,12 @@ check-generated: setup
 
 ##@ Checks
 .PHONY: lint
-lint: setup check-generated ## ruff, mypy --strict, import contracts, generated files
+lint: setup check-generated ## ruff, mypy --strict, import contracts, spelling, generated files
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/codespell
 
 .PHONY: format
 format: setup ## Format and fix what ruff can
