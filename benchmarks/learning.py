@@ -25,7 +25,7 @@ from agenticrun_api import AgenticRun
 from agenticrun_api.overrides import load_run_with
 from agenticrun_workers.agents import ChatFormat, Episode, Generate, random_valid_policy
 from agenticrun_workers.driver.batch_plan import plan_batch
-from agenticrun_workers.driver.credit import assign, kl_controller, most_uncertain, updated
+from agenticrun_workers.driver.step import assign, kl_controller, most_uncertain, updated
 from agenticrun_workers.envs import Env, make_env
 from agenticrun_workers.inference import TransformersEngine
 from agenticrun_workers.models import load_model, load_tokenizer

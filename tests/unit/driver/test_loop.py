@@ -13,7 +13,7 @@ import pytest
 from agenticrun_api import Activity, Commands, Pipeline, Progress
 from agenticrun_api.spec import Tracking
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
-from agenticrun_workers.driver.credit import TurnCredits
+from agenticrun_workers.driver.step import TurnCredits
 from agenticrun_workers.driver.guards import GuardTripped
 from agenticrun_workers.driver.loop import Loop, LoopParts
 from agenticrun_workers.driver.metrics import Metrics

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, Episode, Generate
-from agenticrun_workers.driver.credit import assign
+from agenticrun_workers.driver.step import assign
 from agenticrun_workers.driver.evaluation import summarize
 from agenticrun_workers.driver.metrics import validation_metrics
 from agenticrun_workers.envs import FrozenLake

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from agenticrun_api import Activity, Pipeline
 from agenticrun_api.status import CheckpointStatus
-from agenticrun_workers.driver import credit
+from agenticrun_workers.driver import step as credit
 from agenticrun_workers.driver.checkpoints import (
     Checkpoint,
     CheckpointStore,
     DriverState,
     SaveModule,
 )
-from agenticrun_workers.driver.credit import TurnCredits
+from agenticrun_workers.driver.step import TurnCredits
 from agenticrun_workers.driver.guards import GuardWatch
 from agenticrun_workers.driver.metrics import (
     Metrics,

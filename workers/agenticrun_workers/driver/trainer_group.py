@@ -12,7 +12,7 @@ import ray
 from agenticrun_api import Pipeline
 from agenticrun_workers.driver.batch_plan import plan_batch
 from agenticrun_workers.driver.checkpoints import LoadModule, SaveModule
-from agenticrun_workers.driver.credit import TurnCredits
+from agenticrun_workers.driver.step import TurnCredits
 from agenticrun_workers.rollout.groups import Group
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.trainer.policy_rank import Prepared, summed_gaps

@@ -12,7 +12,7 @@ from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.driver.batch_plan import RankPlan
-from agenticrun_workers.driver.credit import TurnCredits
+from agenticrun_workers.driver.step import TurnCredits
 from agenticrun_workers.models.source import ModelSources
 from agenticrun_workers.rollout.env_worker import Texts
 from agenticrun_workers.serialization import pack, unpack
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agenticrun_workers.trainer.adapters import Adapters
-    from agenticrun_workers.trainer.rank_batch import RankBatch
+    from agenticrun_workers.trainer.batch import RankBatch
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class TrainerActor(TakesReference):
         Args:
             said: packed `Said` of models on other pods, about all trajectories of the batch.
         """
-        from agenticrun_workers.trainer.rank_batch import RankBatch
+        from agenticrun_workers.trainer.batch import RankBatch
 
         self._plan: RankPlan = unpack(packed)
         batch = self._batch = RankBatch(

@@ -12,7 +12,7 @@ from agenticrun_workers.trainer.rank import CRITIC, REFERENCE, Metrics, RankActo
 from agenticrun_workers.trainer.reference_update import TakesReference
 
 if TYPE_CHECKING:
-    from agenticrun_workers.trainer.rank_batch import RankBatch
+    from agenticrun_workers.trainer.batch import RankBatch
 
 
 class ReferenceActor(TakesReference):
@@ -29,7 +29,7 @@ class ReferenceActor(TakesReference):
 
     def score(self, packed: bytes) -> bytes:
         """Log-probs of a batch (a packed `RankPlan`) as packed `Said`. Collective."""
-        from agenticrun_workers.trainer.rank_batch import RankBatch
+        from agenticrun_workers.trainer.batch import RankBatch
 
         plan: RankPlan = unpack(packed)
         batch = RankBatch(self._fetch(plan.items))
@@ -57,7 +57,7 @@ class CriticActor(RankActor):
 
     def score(self, packed: bytes) -> bytes:
         """Values of a batch (a packed `RankPlan`) as packed `Said`. Collective."""
-        from agenticrun_workers.trainer.rank_batch import RankBatch
+        from agenticrun_workers.trainer.batch import RankBatch
 
         self._plan: RankPlan = unpack(packed)
         batch = self._batch = RankBatch(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.driver.credit import assign, kl_controller, most_uncertain, updated
+from agenticrun_workers.driver.step import assign, kl_controller, most_uncertain, updated
 from agenticrun_workers.rollout.groups import EpisodeResult, Group
 from rollout_fakes import result
 

@@ -10,7 +10,7 @@ import pytest
 from agenticrun_workers.algorithms.token_advantages import TokenSpec
 from agenticrun_workers.driver.metrics import gap_metrics
 from agenticrun_workers.trainer.policy_rank import summed_gaps
-from agenticrun_workers.trainer.rank_batch import RankBatch
+from agenticrun_workers.trainer.batch import RankBatch
 from agenticrun_workers.trainer.strategy import Sample, Values
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 
