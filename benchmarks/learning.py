@@ -24,8 +24,8 @@ from record import write_record
 from agenticrun_api import AgenticRun
 from agenticrun_api.overrides import load_run_with
 from agenticrun_workers.agents import ChatFormat, Episode, Generate, random_valid_policy
-from agenticrun_workers.driver.batch_plan import plan_batch
-from agenticrun_workers.driver.step import assign, kl_controller, most_uncertain, updated
+from agenticrun_workers.driver.step import credit_turns, kl_controller, select_groups, update_kl
+from agenticrun_workers.driver.trainer_group import plan_batch
 from agenticrun_workers.envs import Env, make_env
 from agenticrun_workers.inference import TransformersEngine
 from agenticrun_workers.models import load_model, load_tokenizer
@@ -34,7 +34,8 @@ from agenticrun_workers.models.source import ModelSource, ModelSources
 from agenticrun_workers.rollout.env_worker import build_agents, describe_envs
 from agenticrun_workers.rollout.groups import EpisodeResult, Group, tag_cycle
 from agenticrun_workers.serialization import pack, unpack
-from agenticrun_workers.trainer.policy_rank import Prepared, TrainerActor
+from agenticrun_workers.trainer.batch import ScoredBatch
+from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.trainer.rank import CRITIC, REFERENCE
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
 from agenticrun_workers.weights.buckets import buckets_of
@@ -182,17 +183,18 @@ class Learner:
         groups = tuple(
             Group(n, results[0].tag, tuple(r for r in results if r.key.group == n)) for n in numbers
         )
-        if self._pipeline.algorithm.variance_filter is not None:
-            groups = most_uncertain(groups, self._pipeline.algorithm.variance_filter.keep)
+        groups = select_groups(self._pipeline, groups)
         results = [result for group in groups for result in group.results]
         self._trainer.held = {trajectory.key: trajectory for trajectory in played}
         [plan] = plan_batch(self._pipeline, groups, 1, version)
-        prepared: Prepared = unpack(self._trainer.prepare(pack(plan)))
-        credits = assign(self._pipeline, results, prepared.kl, self._kl.coef)
-        self._trainer.credit(pack(credits))
-        self._trainer.train(version, version > self._pipeline.critic_warmup)
-        if prepared.kl is not None:
-            self._kl, _ = updated(self._kl, results, prepared.kl)
+        scored: ScoredBatch = unpack(self._trainer.score(pack(plan)))
+        credits = credit_turns(self._pipeline, results, scored.kl, self._kl.coef)
+        self._trainer.compute_advantages(pack(credits))
+        if self._pipeline.uses_critic:
+            self._trainer.train_critic()
+        self._trainer.train_actor(version, version > self._pipeline.critic_warmup)
+        if scored.kl is not None:
+            self._kl, _ = update_kl(self._kl, results, scored.kl)
 
     async def _publish(self, version: int) -> None:
         async def parts() -> AsyncIterator[Path]:

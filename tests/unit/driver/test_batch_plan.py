@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.driver.batch_plan import RankPlan, balance, plan_batch
+from agenticrun_workers.driver.trainer_group import balance, plan_batch
 from agenticrun_workers.rollout.groups import Group
+from agenticrun_workers.trainer.batch import RankPlan
 from rollout_fakes import result
 
 

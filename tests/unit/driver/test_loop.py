@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ import pytest
 from agenticrun_api import Activity, Commands, Pipeline, Progress
 from agenticrun_api.spec import Tracking
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
-from agenticrun_workers.driver.step import TurnCredits
 from agenticrun_workers.driver.guards import GuardTripped
 from agenticrun_workers.driver.loop import Loop, LoopParts
 from agenticrun_workers.driver.metrics import Metrics
 from agenticrun_workers.driver.progress import Attempt, ProgressBoard
 from agenticrun_workers.driver.requests import Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
+from agenticrun_workers.driver.trainer_group import Advantages
 from agenticrun_workers.driver.validation import Validator
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.inference import EngineStats
@@ -27,7 +27,7 @@ from agenticrun_workers.rollout.controller import RolloutController, RolloutPosi
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.group_plan import GroupPlan
 from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupTask
-from agenticrun_workers.trainer.policy_rank import Prepared
+from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
 from agenticrun_workers.types import Stream
 from agenticrun_workers.weights.sync import SyncReport
 from agenticrun_workers.weights.transport import Transport
@@ -125,17 +125,24 @@ class Run:
     async def freeze_reference(self) -> None:
         self.events.append("freeze the reference")
 
-    async def prepare(self, groups: tuple[Group, ...], version: int) -> Prepared:
-        self.prepared = groups
+    async def score(self, groups: tuple[Group, ...], version: int) -> ScoredBatch:
+        self.scored = groups
         if self.kl is None:
-            return Prepared(None)
-        return Prepared(
+            return ScoredBatch(None)
+        return ScoredBatch(
             {r.key: np.full(r.turns, self.kl) for group in groups for r in group.results}
         )
 
-    async def train(self, credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics:
+    async def compute_advantages(self, credits: TurnCredits) -> Advantages:
         self.credits = credits
-        self.events.append(f"train {'' if train_actor else 'the critic of '}version {version}")
+        return Advantages({}, ["targets"])
+
+    async def train_critic(self, targets: Sequence[Any]) -> Metrics:
+        assert targets == ["targets"]
+        return {}
+
+    async def train_actor(self, version: int, *, update: bool) -> Metrics:
+        self.events.append(f"train {'' if update else 'the critic of '}version {version}")
         return dict(self.measured)
 
     @property
@@ -254,18 +261,16 @@ async def test_a_stop_loses_no_group(staleness: int, tmp_path: Path) -> None:
         tmp_path, maxSteps=6, evalSteps=0, staleness={"max": staleness, "offPolicy": "Ignore"}
     )
     trained: set[int] = set()
-    train = run.train
+    train_actor = run.train_actor
 
-    async def train_while_others_play(
-        credits: TurnCredits, version: int, *, train_actor: bool
-    ) -> Metrics:
-        trained.update(group.group for group in run.prepared)
+    async def train_while_others_play(version: int, *, update: bool) -> Metrics:
+        trained.update(group.group for group in run.scored)
         await asyncio.sleep(0.05)
         if version == 2:
             run.requests.stop.set()
-        return await train(credits, version, train_actor=train_actor)
+        return await train_actor(version, update=update)
 
-    run.train = train_while_others_play  # type: ignore[method-assign]
+    run.train_actor = train_while_others_play  # type: ignore[method-assign]
     with pytest.raises(StopRequested):
         await run.loop.run()
     saved = run.store.newest()
@@ -355,7 +360,7 @@ async def test_the_critic_trains_alone_during_its_warm_up(tmp_path: Path) -> Non
 async def test_a_variance_filter_trains_on_the_most_uncertain_groups(tmp_path: Path) -> None:
     run = Run(tmp_path, maxSteps=1, evalSteps=0, algorithm={"varianceFilter": {"keep": 0.5}})
     await run.loop.run()
-    assert len(run.prepared) == 1
+    assert len(run.scored) == 1
     assert run.logged[-1][1]["group/filtered"] == 1.0
     assert len(run.discarded) == 4
 

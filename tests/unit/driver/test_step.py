@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.driver.step import assign, kl_controller, most_uncertain, updated
+from agenticrun_workers.driver.step import credit_turns, kl_controller, most_uncertain, update_kl
 from agenticrun_workers.rollout.groups import EpisodeResult, Group
 from rollout_fakes import result
 
@@ -29,7 +29,7 @@ def two_groups() -> list[EpisodeResult]:
 
 
 def test_group_estimators_give_each_turn_the_advantage_of_its_trajectory() -> None:
-    credits = assign(pipeline(algorithm={"name": "rloo"}), two_groups(), None, 0.0)
+    credits = credit_turns(pipeline(algorithm={"name": "rloo"}), two_groups(), None, 0.0)
     assert credits.kind == "advantage"
     assert {key: per_turn.tolist() for key, per_turn in credits.per_turn.items()} == {
         r.key: pytest.approx([2.0 * r.key.member - 1.0] * r.turns) for r in two_groups()
@@ -38,7 +38,9 @@ def test_group_estimators_give_each_turn_the_advantage_of_its_trajectory() -> No
 
 
 def test_reinforce_puts_the_score_where_the_trajectory_ends() -> None:
-    credits = assign(pipeline(algorithm={"name": "reinforce"}), [result(0, score=8.0)], None, 0.0)
+    credits = credit_turns(
+        pipeline(algorithm={"name": "reinforce"}), [result(0, score=8.0)], None, 0.0
+    )
     assert credits.kind == "reward"
     (per_turn,) = credits.per_turn.values()
     assert per_turn.tolist() == [0.0] * (len(per_turn) - 1) + [8.0]
@@ -60,7 +62,7 @@ def test_the_controller_sees_the_mean_kl_per_response_token() -> None:
     )
     results = two_groups()
     kl = {r.key: np.full(r.turns, 0.5 * r.response_tokens / r.turns) for r in results}
-    controller, seen = updated(kl_controller(config, None), results, kl)
+    controller, seen = update_kl(kl_controller(config, None), results, kl)
     assert seen == pytest.approx(0.5)
     assert controller.coef == pytest.approx(0.2 * (1 + 0.2 * len(results) / 100))
     assert kl_controller(config, 0.7).coef == 0.7

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, Episode, Generate
-from agenticrun_workers.driver.step import assign
 from agenticrun_workers.driver.evaluation import summarize
 from agenticrun_workers.driver.metrics import validation_metrics
+from agenticrun_workers.driver.step import credit_turns
 from agenticrun_workers.envs import FrozenLake
 from agenticrun_workers.models import build_task_tokenizer
 from agenticrun_workers.models.tokenizer import TokenizerSource
@@ -106,7 +106,7 @@ def test_the_baseline_of_a_group_is_over_all_of_its_trajectories(name: str, scor
     group = played(scores)[0].group
     assert group is not None
     assert group.scores == [score for member in scores for score in member]
-    credits = assign(pipeline(name), list(group.results), None, 0.0)
+    credits = credit_turns(pipeline(name), list(group.results), None, 0.0)
     expected = advantages(name, np.array(group.scores))
     keys = [
         EpisodeKey(Stream.TRAIN, 7, m, b)

@@ -9,8 +9,7 @@ import pytest
 
 from agenticrun_workers.algorithms.token_advantages import TokenSpec
 from agenticrun_workers.driver.metrics import gap_metrics
-from agenticrun_workers.trainer.policy_rank import summed_gaps
-from agenticrun_workers.trainer.batch import RankBatch
+from agenticrun_workers.trainer.batch import RankBatch, TurnCredits, sum_gaps
 from agenticrun_workers.trainer.strategy import Sample, Values
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 
@@ -45,22 +44,17 @@ def sum_of_tokens(samples: list[Sample]) -> list[Values]:
     ]
 
 
-def asked(trajectory: Trajectory, *, bootstrap: bool) -> RankBatch:
+def valued(trajectory: Trajectory, *, bootstrap: bool) -> RankBatch:
     batch = RankBatch([trajectory], bootstrap)
-    batch.ask_critic(sum_of_tokens)
+    batch.compute_values(sum_of_tokens)
     return batch
 
 
 def returns(batch: RankBatch) -> list[float]:
     """With gamma = lambda = 1 every response token's return is the reward plus what comes after the end."""
-    batch.credited(
-        TokenSpec("gae", lambd=1.0),
-        [np.array([0.0, 1.0])],
-        [True],
-        "reward",
-        0.0,
-        lambda values: values,
-    )
+    [key] = (trajectory.key for trajectory in batch.trajectories)
+    credits = TurnCredits("reward", {key: np.array([0.0, 1.0])}, {key: True}, 0.0, {})
+    batch.compute_advantages(TokenSpec("gae", lambd=1.0), credits, lambda values: values)
     found = [s.returns_T[s.turns_T >= 0] for s in batch.samples if s.returns_T is not None]
     return np.concatenate(found).tolist()
 
@@ -69,21 +63,21 @@ def returns(batch: RankBatch) -> list[float]:
 def test_a_cut_trajectory_goes_on_with_the_value_of_what_it_leaves_unanswered(
     stepwise: bool, after: float
 ) -> None:
-    batch = asked(cut_trajectory(stepwise=stepwise), bootstrap=True)
+    batch = valued(cut_trajectory(stepwise=stepwise), bootstrap=True)
     assert returns(batch) == pytest.approx([1.0 + after] * 3)
 
 
 def test_without_bootstrap_or_after_a_terminal_step_nothing_comes_after_the_end() -> None:
-    assert returns(asked(cut_trajectory(stepwise=False), bootstrap=False)) == pytest.approx(
+    assert returns(valued(cut_trajectory(stepwise=False), bootstrap=False)) == pytest.approx(
         [1.0] * 3
     )
     done = cut_trajectory(stepwise=False, stop=StopReason.COMPLETED)
-    assert returns(asked(done, bootstrap=True)) == pytest.approx([1.0] * 3)
+    assert returns(valued(done, bootstrap=True)) == pytest.approx([1.0] * 3)
 
 
 @pytest.mark.parametrize("stepwise", [False, True])
 def test_the_ending_is_in_no_sample(stepwise: bool) -> None:
-    batch = asked(cut_trajectory(stepwise=stepwise), bootstrap=True)
+    batch = valued(cut_trajectory(stepwise=stepwise), bootstrap=True)
     assert np.concatenate([sample.tokens_T for sample in batch.samples]).tolist() == [
         1,
         2,
@@ -98,14 +92,14 @@ def test_the_ending_is_in_no_sample(stepwise: bool) -> None:
     ]
 
 
-def test_what_other_pods_say_about_a_batch_is_what_is_said_here() -> None:
+def test_scores_of_other_pods_arrive_as_they_were_computed_there() -> None:
     trajectories = [cut_trajectory(stepwise=True)]
     there = RankBatch(trajectories)
     there.ref_logprobs = [
         np.full(len(sample.tokens_T), -0.5, np.float32) for sample in there.samples
     ]
     here = RankBatch(trajectories)
-    here.hear([there.said(), asked(trajectories[0], bootstrap=False).said()])
+    here.merge_scores([there.scores(), valued(trajectories[0], bootstrap=False).scores()])
     assert here.ref_logprobs is not None
     assert here.values is not None
     assert [part.tolist() for part in here.ref_logprobs] == [
@@ -126,7 +120,7 @@ def test_the_gap_of_each_engine_counts_tokens_that_it_sampled_with_the_weights_o
         "engine-1": (pytest.approx(0.5), 2.0),
     }
     assert batch.logprob_gaps(version=2) == {"engine-0": (0.0, 0.0), "engine-1": (0.0, 0.0)}
-    summed = summed_gaps([batch.logprob_gaps(version=1), {"engine-1": (1.0, 2.0)}])
+    summed = sum_gaps([batch.logprob_gaps(version=1), {"engine-1": (1.0, 2.0)}])
     assert gap_metrics(summed) == {
         "engine/engine-0/logprob_gap": pytest.approx(0.25),
         "engine/engine-1/logprob_gap": pytest.approx(0.375),

@@ -20,7 +20,7 @@ from agenticrun_workers.driver.metrics import success_of
 from agenticrun_workers.driver.progress import Attempt, ProgressBoard
 from agenticrun_workers.driver.requests import Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
-from agenticrun_workers.driver.shared_devices import SharedDevices
+from agenticrun_workers.driver.trainer_group import SharedDevices
 from agenticrun_workers.driver.validation import Validator
 from agenticrun_workers.driver.warmup import Warmup
 from agenticrun_workers.errors import InvalidConfig

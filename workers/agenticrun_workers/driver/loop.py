@@ -18,27 +18,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from agenticrun_api import Activity, Pipeline
 from agenticrun_api.status import CheckpointStatus
-from agenticrun_workers.driver import step as credit
 from agenticrun_workers.driver.checkpoints import (
     Checkpoint,
     CheckpointStore,
     DriverState,
     SaveModule,
 )
-from agenticrun_workers.driver.step import TurnCredits
 from agenticrun_workers.driver.guards import GuardWatch
 from agenticrun_workers.driver.metrics import (
     Metrics,
+    Stopwatch,
     engine_metrics,
-    gap_metrics,
     restarted_tokens,
     rollout_metrics,
     success_of,
@@ -49,13 +45,12 @@ from agenticrun_workers.driver.metrics import (
 from agenticrun_workers.driver.progress import ProgressBoard
 from agenticrun_workers.driver.requests import Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
-from agenticrun_workers.driver.shared_devices import SharedDevices
+from agenticrun_workers.driver.step import Trainers, TrainingStep, select_groups
+from agenticrun_workers.driver.trainer_group import SharedDevices
 from agenticrun_workers.driver.validation import Validator, warmup_success
 from agenticrun_workers.driver.warmup import Warmup
 from agenticrun_workers.reporting.metrics_log import Tracker
 from agenticrun_workers.rollout.controller import Batch, Discard, RolloutPosition
-from agenticrun_workers.rollout.groups import EpisodeResult, Group
-from agenticrun_workers.trainer.policy_rank import Prepared
 from agenticrun_workers.weights.sync import SyncReport, WeightSync
 
 if TYPE_CHECKING:
@@ -66,20 +61,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Trainer(Protocol):
+class Trainer(Trainers, Protocol):
     """What the loop asks of the trainer ranks."""
 
     @property
     def savers(self) -> Mapping[str, SaveModule]: ...
 
-    async def freeze_reference(self) -> None: ...
-
-    async def prepare(self, groups: tuple[Group, ...], version: int) -> Prepared: ...
-
-    async def train(self, credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics: ...
-
     @property
     def weights(self) -> WeightSync: ...
+
+    async def freeze_reference(self) -> None: ...
 
 
 class Rollout(Protocol):
@@ -143,14 +134,16 @@ class Loop:
         self._best = resume.best_success if resume else None
         self._baselines = dict(resume.baselines) if resume else {}
         kept: Mapping[str, Any] = resume.parts if resume else {}
-        self._kl = credit.kl_controller(self._pipeline, kept.get(KL_PART))
+        self._stopwatch = Stopwatch()
+        self._training_step = TrainingStep(
+            self._pipeline, parts.trainers, kept.get(KL_PART), self._stopwatch
+        )
         self._guards = GuardWatch(self._pipeline.guards, kept.get(GUARDS_PART))
         self._synced: int | None = None
         """The version that the engines have; None before the first sync of this attempt."""
         self._sync: SyncReport | None = None
         """The sync of this step, where there was one."""
         self._engine_stats: Mapping[str, EngineStats] = {}
-        self._seconds: dict[str, float] = {}
         self.last_validation: Metrics = {}
         """The newest val/... metrics."""
 
@@ -166,14 +159,11 @@ class Loop:
                 await self._begin()
             self._parts.board.started()
             while self._step < self._pipeline.max_steps:
-                with self._timed("step"):
+                with self._stopwatch.phase("step"):
                     await self._sync_weights_if_due()
                     await self._validate_if_due()
                     batch = await self._roll_out()
-                    groups = self._chosen(batch)
-                    prepared = await self._prepare(groups)
-                    credits = self._assign_credit(groups, prepared)
-                    metrics = await self._train(batch, groups, credits, prepared)
+                    metrics = await self._train(batch)
                 self._step += 1
                 await self._log(batch, metrics)
                 await self._save_if_due()
@@ -211,7 +201,7 @@ class Loop:
             self._step
         )
         if self._synced is None or (due and self._synced != self._step):
-            with self._timed("sync"):
+            with self._stopwatch.phase("sync"):
                 await self._trainers_compute()
                 handover = self._parts.devices.to_engines if self._parts.devices else None
                 self._sync = await self._parts.engines.update_weights(
@@ -223,7 +213,7 @@ class Loop:
         if not self._parts.validator.due(self._step):
             return
         self._parts.board.activity(Activity.VALIDATION)
-        with self._timed("val"):
+        with self._stopwatch.phase("val"):
             results = await self._guarded(self._parts.validator.run())
         metrics = validation_metrics(results)
         self._parts.samples.write(self._step, results, validation=True)
@@ -242,61 +232,30 @@ class Loop:
     async def _roll_out(self) -> Batch:
         self._parts.board.activity(Activity.ROLLOUT)
         self._parts.rollout.advance(self._step)
-        with self._timed("rollout"):
+        with self._stopwatch.phase("rollout"):
             return await self._guarded(self._parts.rollout.batch())
 
-    async def _prepare(self, groups: tuple[Group, ...]) -> Prepared:
-        """Old and reference log-probs and values of the trajectories that are trained on.
+    async def _train(self, batch: Batch) -> Metrics:
+        """Train on a batch; the policy becomes version step + 1.
 
         From here to the end of the step a stop request waits: a batch that was served is trained on.
         """
         self._parts.board.activity(Activity.TRAINING)
         await self._trainers_compute()
-        with self._timed("old_log_probs_values"):
-            return await self._parts.trainers.prepare(groups, self._step + 1)
-
-    def _assign_credit(self, groups: tuple[Group, ...], prepared: Prepared) -> TurnCredits:
-        """Rewards, KL and baselines as one number per turn."""
-        with self._timed("credit"):
-            return credit.assign(self._pipeline, results_of(groups), prepared.kl, self._kl.coef)
-
-    async def _train(
-        self, batch: Batch, groups: tuple[Group, ...], credits: TurnCredits, prepared: Prepared
-    ) -> Metrics:
-        """Advantages, then all optimizer steps of this batch, and the next KL coefficient."""
-        with self._timed("train"):
-            train_actor = self._step >= self._pipeline.critic_warmup
-            metrics = await self._parts.trainers.train(
-                credits, self._step + 1, train_actor=train_actor
-            )
+        groups = select_groups(self._pipeline, batch.groups)
+        learned = await self._training_step.train(groups, self._step + 1)
+        with self._stopwatch.phase("train"):
             await self._parts.discard(batch.results)
-        metrics = {**rollout_metrics(batch, self._step), **credits.metrics, **metrics}
-        metrics["group/filtered"] = (
-            metrics.get("group/filtered", 0.0) + len(batch.groups) - len(groups)
-        )
+        metrics = {**rollout_metrics(batch, self._step), **learned}
+        metrics["group/filtered"] += len(batch.groups) - len(groups)
         metrics["rollout/truncated_sampling"] = float(
             self._pipeline.actor_infer.generating.allow_truncated_sampling
         )
-        metrics |= gap_metrics(prepared.gaps)
-        if prepared.kl is not None:
-            metrics["critic/kl_coef"] = self._kl.coef
-            self._kl, metrics["critic/kl"] = credit.updated(
-                self._kl, results_of(groups), prepared.kl
-            )
         return metrics
-
-    def _chosen(self, batch: Batch) -> tuple[Group, ...]:
-        """The groups that are trained on: with a variance filter, the most uncertain share."""
-        variance_filter = self._pipeline.algorithm.variance_filter
-        return (
-            batch.groups
-            if variance_filter is None
-            else credit.most_uncertain(batch.groups, variance_filter.keep)
-        )
 
     async def _log(self, batch: Batch, metrics: Metrics) -> None:
         engine_stats = await self._parts.engines.stats()
-        seconds, self._seconds = self._seconds, {}
+        seconds = self._stopwatch.reset()
         metrics |= timing_metrics(seconds, metrics["tokens/prompt"] + metrics["tokens/response"])
         metrics |= sync_metrics(self._sync, lora=self._pipeline.actor_train.lora is not None)
         if self._parts.devices:
@@ -336,36 +295,25 @@ class Loop:
             again=position.again,
             best_success=self._best,
             baselines=self._baselines,
-            parts={KL_PART: self._kl.coef, GUARDS_PART: self._guards.state},
+            parts={KL_PART: self._training_step.kl_coef, GUARDS_PART: self._guards.state},
         )
-        with self._timed("checkpoint"):
+        with self._stopwatch.phase("checkpoint"):
             saved = await self._parts.checkpoints.save(state, self._parts.trainers.savers)
         self._parts.board.checkpoint(checkpoint_status(saved))
 
     async def _trainers_compute(self) -> None:
         """Before anything that computes with the trainers' models: where engines share the devices, they go to sleep."""
         if self._parts.devices:
-            with self._timed("handover"):
+            with self._stopwatch.phase("handover"):
                 await self._parts.devices.to_trainers()
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`, a stop request, or a part of the run that cannot be kept alive."""
         return await self._parts.requests.unless_stopped(work, self._parts.failures)
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
-
 
 KL_PART, GUARDS_PART = "kl_coef", "guards"
 """Names in a checkpoint's driver state."""
-
-
-def results_of(groups: tuple[Group, ...]) -> list[EpisodeResult]:
-    """All trajectories, by group and member."""
-    return [result for group in groups for result in group.results]
 
 
 def checkpoint_status(checkpoint: Checkpoint) -> CheckpointStatus:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,6 +79,25 @@ def success_of(metrics: Mapping[str, float]) -> float | None:
         if name.startswith("val/") and name.endswith("/success")
     ]
     return float(np.mean(values)) if values else None
+
+
+class Stopwatch:
+    """Adds up the seconds that each phase of a step takes."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside to phase `name`; nothing if it raises."""
+        begin = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
+
+    def reset(self) -> dict[str, float]:
+        """Return the seconds by phase, and start from zero."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
 
 def timing_metrics(seconds: Mapping[str, float], tokens: float) -> Metrics:

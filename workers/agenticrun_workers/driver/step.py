@@ -1,44 +1,142 @@
-"""The driver's half of a step's order of operations: from the scalars of a batch to what each turn is worth."""
+"""The learning half of a training step: how the rewards of a batch become a gradient.
+
+    score        old and reference log-probs, values       forward passes on the ranks
+    credit       rewards, KL, baselines -> one number      here, from scalars:
+                 per turn                                  algorithms.credit.assign_credit
+    advantages   credits -> one number per token           algorithms.token_advantages, on the ranks
+    critic       value loss -> optimizer steps             CriticStrategy.train_step
+    actor        policy loss -> optimizer steps            TrainStrategy.train_step
+
+`TrainerGroup` calls the ranks. Each rank runs the method of the same name in trainer/policy_rank.py
+on its `RankBatch` (trainer/batch.py), which holds the tokens of its share of the batch from the
+first stage to the last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.algorithms.credit import Credit, CreditSpec, Kind, assign_credit
+from agenticrun_workers.algorithms.credit import Credit, CreditSpec, assign_credit
 from agenticrun_workers.algorithms.episodes import Episodes
 from agenticrun_workers.algorithms.kl import KlController, mean_kl
 from agenticrun_workers.algorithms.segments import Floats
+from agenticrun_workers.driver.metrics import Metrics, Stopwatch, gap_metrics
+from agenticrun_workers.driver.trainer_group import Advantages
 from agenticrun_workers.rollout.groups import EpisodeResult, Group
+from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey
 
 
-@dataclass(frozen=True)
-class TurnCredits:
-    """What the ranks need to know of each trajectory of a batch."""
+class Trainers(Protocol):
+    """The stages of a step that run on the ranks; `TrainerGroup` explains each."""
 
-    kind: Kind
-    per_turn: Mapping[EpisodeKey, Floats]
-    """float64 [turns of the trajectory]"""
-    trains: Mapping[EpisodeKey, bool]
-    kl_coef: float
-    metrics: Mapping[str, float]
+    async def score(self, groups: tuple[Group, ...], version: int) -> ScoredBatch: ...
+
+    async def compute_advantages(self, credits: TurnCredits) -> Advantages: ...
+
+    async def train_critic(self, targets: Sequence[Any]) -> Metrics: ...
+
+    async def train_actor(self, version: int, *, update: bool) -> Metrics: ...
 
 
-def assign(
+class TrainingStep:
+    """Trains the policy on one batch after the other.
+
+    Args:
+        kl_coef: coefficient of the KL penalty from a checkpoint; None at the start of a run.
+        stopwatch: measures the stages.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        trainers: Trainers,
+        kl_coef: float | None,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._pipeline = pipeline
+        self._trainers = trainers
+        self._kl = kl_controller(pipeline, kl_coef)
+        self._stopwatch = stopwatch
+
+    @property
+    def kl_coef(self) -> float:
+        """The current coefficient of the KL penalty in the reward."""
+        return self._kl.coef
+
+    async def train(self, groups: tuple[Group, ...], version: int) -> Metrics:
+        """Train on these groups.
+
+        Args:
+            version: the policy version that this step makes.
+        """
+        results = [result for group in groups for result in group.results]
+        with self._stopwatch.phase("old_log_probs_values"):
+            scored = await self._trainers.score(groups, version)
+        with self._stopwatch.phase("credit"):
+            credits = credit_turns(self._pipeline, results, scored.kl, self._kl.coef)
+        with self._stopwatch.phase("train"):
+            advantages = await self._trainers.compute_advantages(credits)
+            critic_metrics, actor_metrics = await asyncio.gather(
+                self._trainers.train_critic(advantages.value_targets),
+                self._trainers.train_actor(version, update=version > self._pipeline.critic_warmup),
+            )
+        return {
+            **credits.metrics,
+            **advantages.metrics,
+            **critic_metrics,
+            **actor_metrics,
+            **gap_metrics(scored.gaps),
+            **self._adapt_kl(results, scored.kl),
+        }
+
+    def _adapt_kl(
+        self, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None
+    ) -> Metrics:
+        """Set the KL coefficient of the next step."""
+        if kl is None:
+            return {}
+        used = self._kl.coef
+        self._kl, seen = update_kl(self._kl, results, kl)
+        return {"critic/kl_coef": used, "critic/kl": seen}
+
+
+def select_groups(pipeline: Pipeline, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """Return the groups to train on: all, or with a variance filter the most uncertain ones."""
+    variance_filter = pipeline.algorithm.variance_filter
+    return groups if variance_filter is None else most_uncertain(groups, variance_filter.keep)
+
+
+def most_uncertain(groups: tuple[Group, ...], keep: float) -> tuple[Group, ...]:
+    """Return the groups with the largest spread of scores, in their order.
+
+    StarPO-S (Wang et al. 2025, arXiv 2504.20073).
+
+    Args:
+        keep: share of the groups to return, at least one.
+    """
+    count = max(1, round(keep * len(groups)))
+    spread = [float(np.std([result.score for result in group.results])) for group in groups]
+    chosen = sorted(range(len(groups)), key=lambda index: (-spread[index], index))[:count]
+    return tuple(groups[index] for index in sorted(chosen))
+
+
+def credit_turns(
     pipeline: Pipeline,
     results: list[EpisodeResult],
     kl: Mapping[EpisodeKey, Floats] | None,
     kl_coef: float,
 ) -> TurnCredits:
-    """Credit of each turn of these trajectories.
+    """Return the credit of each turn of these trajectories.
 
     Args:
-        kl: summed token KL of each turn, where the reward has a KL penalty.
-        kl_coef: its coefficient now.
+        kl: summed token KL of each turn; None where the reward has no KL penalty.
+        kl_coef: coefficient of that penalty.
     """
     episodes = episodes_of(pipeline, results, kl)
     credit: Credit = assign_credit(credit_spec(pipeline), episodes, kl_coef)
@@ -55,20 +153,24 @@ def assign(
     )
 
 
-def kl_controller(pipeline: Pipeline, kept: float | None) -> KlController:
-    """Of the KL in the reward, with the coefficient that a checkpoint kept."""
+def kl_controller(pipeline: Pipeline, coef: float | None) -> KlController:
+    """Return the controller of the KL penalty in the reward.
+
+    Args:
+        coef: the coefficient from a checkpoint; None starts with the one of the spec.
+    """
     reward_kl = pipeline.algorithm.reward_kl
     if reward_kl is None:
         return KlController(0.0)
     return KlController(
-        reward_kl.coef if kept is None else kept, reward_kl.target_kl, reward_kl.horizon
+        reward_kl.coef if coef is None else coef, reward_kl.target_kl, reward_kl.horizon
     )
 
 
-def updated(
+def update_kl(
     controller: KlController, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats]
 ) -> tuple[KlController, float]:
-    """The controller after this batch, and the mean KL per response token that it saw."""
+    """Return the controller after this batch, and the batch's mean KL per response token."""
     lengths_K = np.concatenate([result.response_tokens_K for result in results]).astype(np.int64)
     seen = mean_kl(
         np.concatenate([kl[result.key] for result in results]), lengths_K, _offsets(results)
@@ -76,18 +178,10 @@ def updated(
     return controller.updated(seen, len(results)), seen
 
 
-def most_uncertain(groups: tuple[Group, ...], keep: float) -> tuple[Group, ...]:
-    """StarPO-S (Wang et al. 2025, arXiv 2504.20073): the share of groups whose scores differ most, at least one, in their order."""
-    count = max(1, round(keep * len(groups)))
-    spread = [float(np.std([result.score for result in group.results])) for group in groups]
-    chosen = sorted(range(len(groups)), key=lambda index: (-spread[index], index))[:count]
-    return tuple(groups[index] for index in sorted(chosen))
-
-
 def episodes_of(
     pipeline: Pipeline, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None
 ) -> Episodes:
-    """These trajectories as arrays."""
+    """Return these trajectories as arrays."""
     tags = {env.tag: code for code, env in enumerate(pipeline.envs)}
     penalties = {env.tag: env.format_penalty for env in pipeline.envs}
     return Episodes(
@@ -108,6 +202,7 @@ def episodes_of(
 
 
 def credit_spec(pipeline: Pipeline) -> CreditSpec:
+    """Translate the fields of `spec.pipeline` that decide about credit."""
     algorithm, normalization = pipeline.algorithm, pipeline.reward_normalization
     truncated = algorithm.truncated
     return CreditSpec(

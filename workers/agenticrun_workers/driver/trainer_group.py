@@ -1,34 +1,50 @@
-"""TrainerGroup: all ranks of policy, reference and critic, called together. A rank that dies fails the call, and with it the attempt."""
+"""The ranks of policy, reference and critic as one object, and how a batch is split over them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import ray
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.driver.batch_plan import plan_batch
 from agenticrun_workers.driver.checkpoints import LoadModule, SaveModule
-from agenticrun_workers.driver.step import TurnCredits
-from agenticrun_workers.rollout.groups import Group
+from agenticrun_workers.rollout.groups import EpisodeResult, Group
+from agenticrun_workers.seeds import derive
 from agenticrun_workers.serialization import pack, unpack
-from agenticrun_workers.trainer.policy_rank import Prepared, summed_gaps
+from agenticrun_workers.trainer.batch import (
+    RankPlan,
+    ScoredBatch,
+    TurnCredits,
+    optimizer_steps_per_batch,
+)
 from agenticrun_workers.trainer.rank import ACTOR, CRITIC, REFERENCE, Metrics
 from agenticrun_workers.types import EpisodeKey
 from agenticrun_workers.weights.sync import Receiver, WeightSync
 
 
+@dataclass(frozen=True)
+class Advantages:
+    """The driver's view of a batch with advantages."""
+
+    metrics: Metrics
+    value_targets: Sequence[Any]
+    """Per rank of the policy: a reference to its packed `ValueTargets`, which the critic fetches."""
+
+
 class TrainerGroup:
-    """What the driver asks of the models that train and score.
+    """All ranks, called together. A rank that dies fails the call, and with it the attempt.
 
     Args:
         trainers: ranks of the policy.
-        parts: the part of each batch that each of them gets; ranks that share a model get the same.
-        others: ranks of the reference and of the critic by name, where they have pods of their own.
-        weights: brings these trainers' weights to others.
+        parts: the share of each batch that each of them gets; ranks that split one model get the
+            same share.
+        others: ranks of reference and critic by name, where they have pods of their own.
+        weights: copies the policy's weights to others.
     """
 
     def __init__(
@@ -47,21 +63,25 @@ class TrainerGroup:
 
     @property
     def parts(self) -> int:
-        """Parts that a batch is split into."""
+        """Number of shares that a batch is split into."""
         return max(self._part_of) + 1
 
     @property
     def savers(self) -> dict[str, SaveModule]:
-        """How to save each module of a checkpoint."""
-        return {part: partial(self._call, part, "save") for part in self._modules()}
+        """One function per module of a checkpoint that saves it."""
+        return {module: partial(self._call, module, "save") for module in self._modules()}
 
     @property
     def loaders(self) -> dict[str, LoadModule]:
-        """How to load each module. They raise `CheckpointMismatch`."""
-        return {part: partial(self._call, part, "load") for part in self._modules()}
+        """One function per module that loads it. They raise `CheckpointMismatch`."""
+        return {module: partial(self._call, module, "load") for module in self._modules()}
 
     async def warm_up(self, keys: list[list[tuple[EpisodeKey, int]]]) -> Metrics:
-        """A supervised step; one list of (key, store) per part."""
+        """Take a supervised step.
+
+        Args:
+            keys: key and store number of the trajectories of each share.
+        """
         calls = [
             actor.warm_up.remote(keys[part])
             for actor, part in zip(self._trainers, self._part_of, strict=True)
@@ -70,7 +90,7 @@ class TrainerGroup:
         return answers[0]
 
     async def freeze_reference(self) -> None:
-        """The policy as it is now becomes the reference, where the run has one and names no other."""
+        """Make the policy of now the reference, unless the run names another one or has none."""
         if REFERENCE in self._modules():
             ranks = self._ranks_of(REFERENCE)
             places = await asyncio.gather(*(actor.placement.remote() for actor in ranks))
@@ -80,9 +100,13 @@ class TrainerGroup:
             }
             await self.weights.copy_to(receivers)
 
-    async def prepare(self, groups: tuple[Group, ...], version: int) -> Prepared:
-        """Give every rank its part of a batch; old and reference log-probs and values. `version` is the one that this step makes."""
-        said = [
+    async def score(self, groups: tuple[Group, ...], version: int) -> ScoredBatch:
+        """Give every rank its share of a batch and compute old and reference log-probs and values.
+
+        Args:
+            version: the policy version that this step makes.
+        """
+        scores = [
             actor.score.remote(pack(plan))
             for actors in self._others.values()
             for actor, plan in zip(
@@ -91,40 +115,56 @@ class TrainerGroup:
         ]
         plans = plan_batch(self._pipeline, groups, self.parts, version)
         calls = [
-            actor.prepare.remote(pack(plans[part]), *said)
+            actor.score.remote(pack(plans[part]), *scores)
             for actor, part in zip(self._trainers, self._part_of, strict=True)
         ]
         by_part = dict(zip(self._part_of, await asyncio.gather(*calls), strict=True))
-        answers: list[Prepared] = [unpack(answer) for answer in by_part.values()]
-        kls = [answer.kl for answer in answers if answer.kl is not None]
-        return Prepared(
-            {key: values for kl in kls for key, values in kl.items()} if kls else None,
-            summed_gaps([answer.gaps for answer in answers]),
-        )
+        return ScoredBatch.merge([unpack(answer) for answer in by_part.values()])
 
-    async def train(self, credits: TurnCredits, version: int, *, train_actor: bool) -> Metrics:
-        """Advantages and all optimizer steps of the prepared batch. The policy becomes `version`."""
+    async def compute_advantages(self, credits: TurnCredits) -> Advantages:
+        """Turn the credits of the turns into an advantage per token, on the policy's ranks."""
         packed = ray.put(pack(credits))
-        credited = [actor.credit.options(num_returns=2).remote(packed) for actor in self._trainers]
-        targets = [found for _, found in credited]
-        calls = [*(metrics for metrics, _ in credited)]
-        calls += [critic.train.remote(*targets) for critic in self._others.get(CRITIC, [])]
-        calls += [actor.train.remote(version, train_actor) for actor in self._trainers]
-        combined: Metrics = {}
-        for metrics in await asyncio.gather(*calls):
-            combined |= metrics
-        return combined
+        calls = [
+            actor.compute_advantages.options(num_returns=2).remote(packed)
+            for actor in self._trainers
+        ]
+        answers: list[Metrics] = await asyncio.gather(*(metrics for metrics, _ in calls))
+        return Advantages(answers[0], [targets for _, targets in calls])
+
+    async def train_critic(self, targets: Sequence[Any]) -> Metrics:
+        """Take all optimizer steps of the batch with the critic; no metrics without one."""
+        if not self._pipeline.uses_critic:
+            return {}
+        if CRITIC in self._others:
+            calls = [actor.train_critic.remote(*targets) for actor in self._others[CRITIC]]
+        else:
+            calls = [actor.train_critic.remote() for actor in self._trainers]
+        answers: list[Metrics] = await asyncio.gather(*calls)
+        return answers[0]
+
+    async def train_actor(self, version: int, *, update: bool) -> Metrics:
+        """Take all optimizer steps of the batch with the policy, which becomes `version`.
+
+        Args:
+            update: False leaves the weights alone, while the critic warms up.
+        """
+        calls = [actor.train_actor.remote(version, update) for actor in self._trainers]
+        answers: list[Metrics] = await asyncio.gather(*calls)
+        return answers[0]
 
     async def offload(self) -> None:
-        """Leave the devices to engines: the policy, and what shares its pods, go to host memory."""
+        """Free the devices: the policy, and models on its pods, move to host memory."""
         await asyncio.gather(*(actor.offload.remote() for actor in self._trainers))
 
     async def onload(self) -> None:
-        """Come back to the devices."""
+        """Move the models back to the devices."""
         await asyncio.gather(*(actor.onload.remote() for actor in self._trainers))
 
     def _modules(self) -> list[str]:
-        """What a checkpoint must hold: the reference too where it is the run's own policy at step 0, which no path could bring back."""
+        """Return the modules of a checkpoint.
+
+        The reference is one where it is the run's own policy at step 0: no path could restore it.
+        """
         own_reference = self._pipeline.uses_reference and not (
             self._pipeline.reference and self._pipeline.reference.path
         )
@@ -134,10 +174,114 @@ class TrainerGroup:
             *([REFERENCE] if own_reference else []),
         ]
 
-    def _ranks_of(self, part: str) -> list[Any]:
-        return self._others.get(part, self._trainers)
+    def _ranks_of(self, module: str) -> list[Any]:
+        return self._others.get(module, self._trainers)
 
-    async def _call(self, part: str, method: str, folder: str) -> None:
+    async def _call(self, module: str, method: str, folder: str) -> None:
         await asyncio.gather(
-            *(getattr(actor, method).remote(part, folder) for actor in self._ranks_of(part))
+            *(getattr(actor, method).remote(module, folder) for actor in self._ranks_of(module))
         )
+
+
+def plan_batch(
+    pipeline: Pipeline, groups: tuple[Group, ...], ranks: int, version: int
+) -> list[RankPlan]:
+    """Assign each trajectory to a rank and a mini-batch, once per step.
+
+    Ranks get equal shares of tokens. Mini-batches hold whole groups and are drawn once per epoch;
+    the draw depends on (seed, version, epoch) only.
+
+    Args:
+        version: the policy version that this step makes.
+
+    Returns:
+        one plan per rank.
+    """
+    epochs = pipeline.algorithm.ppo_epochs
+    chunks = optimizer_steps_per_batch(pipeline) // epochs
+    items: list[list[tuple[EpisodeKey, int]]] = [[] for _ in range(ranks)]
+    place: dict[EpisodeKey, tuple[int, int]] = {}
+    for rank, share in enumerate(
+        balance([result for group in groups for result in group.results], ranks)
+    ):
+        for result in share:
+            place[result.key] = (rank, len(items[rank]))
+            items[rank].append((result.key, result.store))
+    mini_batches: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    for epoch in range(epochs):
+        order = np.random.default_rng(
+            derive(pipeline.seed, "mini-batches", version, epoch)
+        ).permutation(len(groups))
+        for chunk in np.array_split(order if chunks > 1 else np.arange(len(groups)), chunks):
+            chosen = [
+                place[result.key] for index in sorted(chunk) for result in groups[index].results
+            ]
+            for rank in range(ranks):
+                mini_batches[rank].append(tuple(index for owner, index in chosen if owner == rank))
+    return [RankPlan(tuple(items[rank]), tuple(mini_batches[rank])) for rank in range(ranks)]
+
+
+def balance(results: list[EpisodeResult], ranks: int) -> list[list[EpisodeResult]]:
+    """Split results into `ranks` shares of nearly equal tokens.
+
+    Longest first, each to the lightest share; within a share the order stays.
+    """
+    order = {result.key: index for index, result in enumerate(results)}
+    shares: list[list[EpisodeResult]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for result in sorted(results, key=lambda r: (-r.tokens, r.key)):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(result)
+        loads[lightest] += result.tokens
+    return [sorted(share, key=lambda r: order[r.key]) for share in shares]
+
+
+class SleepingEngines(Protocol):
+    """Engines that can free their devices."""
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+
+class OffloadingTrainers(Protocol):
+    """Trainers that can free their devices."""
+
+    async def offload(self) -> None: ...
+
+    async def onload(self) -> None: ...
+
+
+class SharedDevices:
+    """GPUs that engines and trainers use in turn (`spec.placement: Colocated`).
+
+    One side has all memory of the devices while the other sleeps or is in host memory; the
+    trainers have them first. A weight sync hands the devices over too: trainers write all weights
+    into shared memory and leave, then the engines wake and read them. So the devices never hold
+    both models, nor a model and an engine's cache.
+    """
+
+    def __init__(self, trainers: OffloadingTrainers, engines: SleepingEngines) -> None:
+        self._trainers = trainers
+        self._engines = engines
+        self._engines_have_them = False
+        self.handovers = 0
+        """Number of times that the devices have changed hands."""
+
+    async def to_engines(self) -> None:
+        """Let the engines sample; the trainers cannot compute after this."""
+        if not self._engines_have_them:
+            await self._trainers.offload()
+            await self._engines.wake()
+            self._hand_over(to_engines=True)
+
+    async def to_trainers(self) -> None:
+        """Let the trainers compute; requests that engines still work on are given up."""
+        if self._engines_have_them:
+            await self._engines.sleep()
+            await self._trainers.onload()
+            self._hand_over(to_engines=False)
+
+    def _hand_over(self, *, to_engines: bool) -> None:
+        self._engines_have_them = to_engines
+        self.handovers += 1

@@ -9,8 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.driver.batch_plan import balance
-from agenticrun_workers.driver.trainer_group import TrainerGroup
+from agenticrun_workers.driver.trainer_group import TrainerGroup, balance
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.controller import Discard
 from agenticrun_workers.rollout.env_pool import Players

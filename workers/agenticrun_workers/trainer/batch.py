@@ -1,4 +1,15 @@
-"""RankBatch: one rank's part of a batch, from trajectories to the samples that it trains on."""
+"""The batch of a training step: the values that driver and ranks exchange, and one rank's share.
+
+    RankPlan       driver -> rank    which trajectories the rank gets, and its mini-batches
+    ModelScores    rank -> rank      outputs of a reference or critic on pods of its own
+    ScoredBatch    rank -> driver    KL of each turn, and the gap to the engines' log-probs
+    TurnCredits    driver -> rank    one number per turn
+    ValueTargets   rank -> rank      targets of a critic on pods of its own
+
+What belongs to one trajectory is keyed by its `EpisodeKey`, because a reference or critic on pods
+of its own splits the batch into other shares. `RankBatch` holds the tokens; they never visit the
+driver.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from agenticrun_api import Pipeline
 from agenticrun_workers.algorithms.credit import Kind
 from agenticrun_workers.algorithms.kl import KlKind
 from agenticrun_workers.algorithms.segments import Floats
@@ -22,31 +34,102 @@ from agenticrun_workers.trainer.samples import policy_samples
 from agenticrun_workers.trainer.strategy import Sample, Values
 from agenticrun_workers.types import EpisodeKey, FloatArray, IntArray, Trajectory
 
+LogprobGaps = Mapping[str, tuple[float, float]]
+"""By engine: sum of |trainer's - engine's log-prob| on the same weights, and number of tokens."""
+
 
 @dataclass(frozen=True)
-class Said:
-    """What models on other pods say about each trajectory's sequences."""
+class RankPlan:
+    """The trajectories of one rank, and the order in which it trains on them."""
+
+    items: tuple[tuple[EpisodeKey, int], ...]
+    """Key and store number of each trajectory."""
+    mini_batches: tuple[tuple[int, ...], ...]
+    """Indices into `items`, one tuple per optimizer step.
+
+    Every rank has the same number of tuples; a tuple may be empty.
+    """
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """Outputs of models on other pods, one array per sequence of each trajectory."""
 
     ref_logprobs: Mapping[EpisodeKey, list[FloatArray]] | None
     values: Mapping[EpisodeKey, list[Values]] | None
 
 
-Targets = dict[EpisodeKey, list[tuple[FloatArray | None, FloatArray]]]
+@dataclass(frozen=True)
+class ScoredBatch:
+    """What the driver learns from scoring a batch."""
+
+    kl: Mapping[EpisodeKey, Floats] | None
+    """Summed KL of each turn to the reference; None where the reward has no KL penalty."""
+    gaps: LogprobGaps = field(default_factory=dict)
+
+    @staticmethod
+    def merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
+        """Combine the shares of all ranks."""
+        kls = [part.kl for part in parts if part.kl is not None]
+        return ScoredBatch(
+            {key: values for kl in kls for key, values in kl.items()} if kls else None,
+            sum_gaps([part.gaps for part in parts]),
+        )
+
+
+@dataclass(frozen=True)
+class TurnCredits:
+    """The credit of each turn of a batch."""
+
+    kind: Kind
+    per_turn: Mapping[EpisodeKey, Floats]
+    """float64 [turns of the trajectory]"""
+    trains: Mapping[EpisodeKey, bool]
+    """Whether the trajectory's tokens are in the loss."""
+    kl_coef: float
+    metrics: Mapping[str, float]
+
+
+ValueTargets = dict[EpisodeKey, list[tuple[FloatArray | None, FloatArray]]]
 """Returns and loss mask of each trajectory's sequences."""
+
+
+def optimizer_steps_per_batch(pipeline: Pipeline) -> int:
+    """Return the number of optimizer steps in one training step."""
+    size = pipeline.actor_train.training.mini_batch_size or pipeline.rollout_batch_size
+    return pipeline.rollout_batch_size // size * pipeline.algorithm.ppo_epochs
+
+
+def sum_gaps(parts: Sequence[LogprobGaps]) -> dict[str, tuple[float, float]]:
+    """Add up the gaps that ranks measured, engine by engine."""
+    engines = sorted({engine for part in parts for engine in part})
+    found = {engine: [part[engine] for part in parts if engine in part] for engine in engines}
+    return {
+        engine: (sum(total for total, _ in gaps), sum(tokens for _, tokens in gaps))
+        for engine, gaps in found.items()
+    }
 
 
 @dataclass
 class RankBatch:
-    """Trajectories with what the models say about them. Sequences of all trajectories are adjacent, in turn order."""
+    """One rank's share of a batch, from trajectories to the samples that it trains on.
+
+    The stages of a step fill it in this order: models score it (`old_logprobs`, `ref_logprobs`,
+    `values`), `compute_advantages` turns the driver's credits into advantages and returns, and
+    `mini_batch_samples` hands out what the losses read. Sequences of one trajectory are adjacent
+    and in turn order.
+    """
 
     trajectories: list[Trajectory]
     bootstrap: bool = False
-    """Whether trajectories that were cut go on with the critic's value of their end."""
+    """Whether the critic's value of their end continues the returns of truncated trajectories."""
+    mini_batches: Sequence[Sequence[int]] = ()
+    """As in `RankPlan`."""
     old_logprobs: list[FloatArray] | None = None
     ref_logprobs: list[FloatArray] | None = None
     values: list[Values] | None = None
     samples: list[Sample] = field(init=False)
-    """One per sequence, with weight 1 on every response token and no advantages yet."""
+    """One per sequence; until `compute_advantages` with weight 1 on every response token."""
 
     def __post_init__(self) -> None:
         parts = [policy_samples(trajectory) for trajectory in self.trajectories]
@@ -56,34 +139,40 @@ class RankBatch:
             range(end - len(part), end) for part, end in zip(parts, ends.tolist(), strict=True)
         ]
 
-    def ask_critic(self, compute_values: Callable[[list[Sample]], list[Values]]) -> None:
-        """Take the critic's values; of trajectories that were cut, the final one is read at the end of what was left unanswered."""
+    def compute_values(self, critic: Callable[[list[Sample]], list[Values]]) -> None:
+        """Score the sequences with the critic.
+
+        The final value of a truncated trajectory is read after the observation that the policy
+        did not get to answer. That text is appended to the last sequence, or is a sequence of its
+        own for step-wise agents.
+        """
         endings = [t.ending_T if self.bootstrap else t.ending_T[:0] for t in self.trajectories]
-        asked = list(self.samples)
-        alone: dict[int, int] = {}
+        inputs = list(self.samples)
+        ending_inputs: dict[int, int] = {}
         for trajectory, ending_T, sequences in zip(
             self.trajectories, endings, self._sequences, strict=True
         ):
             if len(ending_T) and len(sequences):
+                last = sequences[-1]
                 if trajectory.stepwise:
-                    alone[sequences[-1]] = len(asked)
-                    asked.append(_unanswered(ending_T))
+                    ending_inputs[last] = len(inputs)
+                    inputs.append(_prompt_sample(ending_T))
                 else:
-                    asked[sequences[-1]] = _with_ending(asked[sequences[-1]], ending_T)
-        found = compute_values(asked)
+                    inputs[last] = _with_ending(inputs[last], ending_T)
+        found = critic(inputs)
         self.values = [
             Values(
                 values.values_T[: len(sample.tokens_T)],
-                found[alone[number]].final if number in alone else values.final,
+                found[ending_inputs[number]].final if number in ending_inputs else values.final,
             )
             for number, (sample, values) in enumerate(zip(self.samples, found, strict=False))
         ]
 
-    def said(self) -> Said:
-        """What the models said here, for ranks elsewhere."""
+    def scores(self) -> ModelScores:
+        """Return what this rank's models computed, for the policy's ranks."""
         pairs = list(zip(self.trajectories, self._sequences, strict=True))
         ref, values = self.ref_logprobs, self.values
-        return Said(
+        return ModelScores(
             None
             if ref is None
             else {t.key: [ref[sequence] for sequence in sequences] for t, sequences in pairs},
@@ -92,10 +181,10 @@ class RankBatch:
             else {t.key: [values[sequence] for sequence in sequences] for t, sequences in pairs},
         )
 
-    def hear(self, said: Sequence[Said]) -> None:
-        """Take what models on other pods said about these trajectories."""
-        refs = {key: found for part in said for key, found in (part.ref_logprobs or {}).items()}
-        values = {key: found for part in said for key, found in (part.values or {}).items()}
+    def merge_scores(self, scores: Sequence[ModelScores]) -> None:
+        """Take what models on other pods computed for these trajectories."""
+        refs = {key: found for part in scores for key, found in (part.ref_logprobs or {}).items()}
+        values = {key: found for part in scores for key, found in (part.values or {}).items()}
         if refs:
             self.ref_logprobs = [
                 logprobs_T
@@ -107,34 +196,17 @@ class RankBatch:
                 found for trajectory in self.trajectories for found in values[trajectory.key]
             ]
 
-    def targets(self) -> Targets:
-        """What a critic elsewhere trains towards."""
-        pairs = zip(self.trajectories, self._sequences, strict=True)
-        return {
-            t.key: [(self.samples[s].returns_T, self.samples[s].weight_T) for s in sequences]
-            for t, sequences in pairs
-        }
-
-    def aim(self, targets: Sequence[Targets]) -> None:
-        """Train towards these targets."""
-        found = {key: pairs for part in targets for key, pairs in part.items()}
-        pairs = [pair for trajectory in self.trajectories for pair in found[trajectory.key]]
-        assert self.values is not None
-        self.samples = [
-            replace(sample, returns_T=returns_T, weight_T=weight_T, old_values_T=values.values_T)
-            for sample, (returns_T, weight_T), values in zip(
-                self.samples, pairs, self.values, strict=True
-            )
-        ]
-
-    def turn_kl(self, kind: KlKind) -> list[Floats]:
-        """Summed token KL of each trajectory's turns."""
+    def turn_kl(self, kind: KlKind) -> dict[EpisodeKey, Floats]:
+        """Return the summed token KL of each trajectory's turns."""
         turns = [len(trajectory.turns) for trajectory in self.trajectories]
+        if not turns:
+            return {}
         kl_K = turn_kl(self._tokens(np.ones(len(turns), np.bool_)), kind, sum(turns))
-        return np.split(kl_K, np.cumsum(turns)[:-1]) if turns else []
+        keys = [trajectory.key for trajectory in self.trajectories]
+        return dict(zip(keys, np.split(kl_K, np.cumsum(turns)[:-1]), strict=True))
 
     def logprob_gaps(self, version: int) -> dict[str, tuple[float, float]]:
-        """By engine, over tokens that it sampled with the weights that are trained now: (sum of |trainer's - its log-prob|, tokens)."""
+        """Compare trainer and engines on the tokens that were sampled with weights `version`."""
         gaps: dict[str, tuple[float, float]] = {}
         if self.old_logprobs is None:
             return gaps
@@ -151,27 +223,50 @@ class RankBatch:
                 gaps[turn.engine] = total + float(summed), tokens + float(count)
         return gaps
 
-    def credited(
-        self,
-        spec: TokenSpec,
-        per_turn: Sequence[Floats],
-        trains: Sequence[bool],
-        kind: Kind,
-        kl_coef: float,
-        reduce: Reduce,
+    def compute_advantages(
+        self, spec: TokenSpec, credits: TurnCredits, reduce: Reduce
     ) -> Mapping[str, float]:
-        """Put advantages, weights and returns into `samples`; returns metrics over all ranks. Collective through `reduce`."""
-        tokens = self._tokens(np.array(trains, np.bool_))
-        result = token_advantages(
-            spec, tokens, _joined(list(per_turn), np.float64), kind, kl_coef, reduce
-        )
+        """Put advantages, loss mask and returns into `samples`. Collective through `reduce`.
+
+        Args:
+            credits: of at least these trajectories.
+            reduce: element-wise sum over the shares of the batch.
+
+        Returns:
+            metrics over all ranks.
+        """
+        keys = [trajectory.key for trajectory in self.trajectories]
+        tokens = self._tokens(np.array([credits.trains[key] for key in keys], np.bool_))
+        per_turn_K = _joined([credits.per_turn[key] for key in keys], np.float64)
+        result = token_advantages(spec, tokens, per_turn_K, credits.kind, credits.kl_coef, reduce)
         self.samples = self._filled(result)
         return result.metrics
 
-    def chosen(self, trajectories: Sequence[int]) -> list[Sample]:
-        """The samples of these trajectories."""
+    def value_targets(self) -> ValueTargets:
+        """Return the targets of a critic on other pods."""
+        pairs = zip(self.trajectories, self._sequences, strict=True)
+        return {
+            t.key: [(self.samples[s].returns_T, self.samples[s].weight_T) for s in sequences]
+            for t, sequences in pairs
+        }
+
+    def set_value_targets(self, targets: Sequence[ValueTargets]) -> None:
+        """Take the targets that the policy's ranks computed."""
+        found = {key: pairs for part in targets for key, pairs in part.items()}
+        pairs = [pair for trajectory in self.trajectories for pair in found[trajectory.key]]
+        assert self.values is not None
+        self.samples = [
+            replace(sample, returns_T=returns_T, weight_T=weight_T, old_values_T=values.values_T)
+            for sample, (returns_T, weight_T), values in zip(
+                self.samples, pairs, self.values, strict=True
+            )
+        ]
+
+    def mini_batch_samples(self) -> list[list[Sample]]:
+        """Return the samples of each optimizer step."""
         return [
-            self.samples[sequence] for index in trajectories for sequence in self._sequences[index]
+            [self.samples[sequence] for index in indices for sequence in self._sequences[index]]
+            for indices in self.mini_batches
         ]
 
     def _filled(self, result: TokenAdvantages) -> list[Sample]:
@@ -240,7 +335,7 @@ class RankBatch:
         )
 
     def _bootstraps(self, values: list[Values]) -> Floats:
-        """The critic's value after each trajectory that was cut, 0 for the others."""
+        """Return the value after the end of each truncated trajectory, 0 for the others."""
         ends = [sequences[-1] if len(sequences) else None for sequences in self._sequences]
         pairs = zip(self.trajectories, ends, strict=True)
         return np.array(
@@ -253,7 +348,7 @@ class RankBatch:
 
 
 def _with_ending(sample: Sample, ending_T: IntArray) -> Sample:
-    """The sample with text after it that nothing is computed for but the value at its end."""
+    """Append text to a sample: only the value at its end is read."""
     nothing_T = np.zeros(len(ending_T), np.float32)
     return Sample(
         tokens_T=np.concatenate([sample.tokens_T, ending_T]),
@@ -263,7 +358,7 @@ def _with_ending(sample: Sample, ending_T: IntArray) -> Sample:
     )
 
 
-def _unanswered(prompt_T: IntArray) -> Sample:
+def _prompt_sample(prompt_T: IntArray) -> Sample:
     nothing_T = np.zeros(len(prompt_T), np.float32)
     return Sample(prompt_T, nothing_T, nothing_T, np.full(len(prompt_T), -1, np.int32))
 

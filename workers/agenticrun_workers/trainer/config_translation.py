@@ -18,8 +18,8 @@ from agenticrun_workers.algorithms.losses import (
     Variant,
 )
 from agenticrun_workers.algorithms.token_advantages import TokenSpec
-from agenticrun_workers.driver.batch_plan import optimizer_steps_per_batch
 from agenticrun_workers.trainer import LossSpec, OptimizerSpec, ValueLossSpec
+from agenticrun_workers.trainer.batch import optimizer_steps_per_batch
 
 
 def needs_old_logprobs(pipeline: Pipeline) -> bool:

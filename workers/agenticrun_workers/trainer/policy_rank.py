@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
-from agenticrun_workers.algorithms.segments import Floats
-from agenticrun_workers.driver.batch_plan import RankPlan
-from agenticrun_workers.driver.step import TurnCredits
 from agenticrun_workers.models.source import ModelSources
 from agenticrun_workers.rollout.env_worker import Texts
 from agenticrun_workers.serialization import pack, unpack
+from agenticrun_workers.trainer.batch import RankBatch, RankPlan, ScoredBatch
 from agenticrun_workers.trainer.rank import ACTOR, CRITIC, REFERENCE, Metrics, combine
 from agenticrun_workers.trainer.reference_update import TakesReference
 from agenticrun_workers.types import EpisodeKey
@@ -27,29 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agenticrun_workers.trainer.adapters import Adapters
-    from agenticrun_workers.trainer.batch import RankBatch
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a rank says about its trajectories before they are credited."""
-
-    kl: Mapping[EpisodeKey, Floats] | None
-    """Summed KL of each turn to the reference, where the reward has a KL penalty."""
-    gaps: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By engine: |trainer's - engine's log-prob| on the same weights, summed, and the number of tokens."""
-
-
-def summed_gaps(
-    gaps: Sequence[Mapping[str, tuple[float, float]]],
-) -> dict[str, tuple[float, float]]:
-    """`Prepared.gaps` over all ranks."""
-    engines = sorted({engine for part in gaps for engine in part})
-    parts = {engine: [part[engine] for part in gaps if engine in part] for engine in engines}
-    return {
-        engine: (sum(total for total, _ in found), sum(tokens for _, tokens in found))
-        for engine, found in parts.items()
-    }
 
 
 class TrainerActor(TakesReference):
@@ -111,78 +85,79 @@ class TrainerActor(TakesReference):
         ]
         return dict(self._strategy.supervised_step(samples))
 
-    def prepare(self, packed: bytes, *said: bytes) -> bytes:
-        """Fetch a batch (a packed `RankPlan`) and let the models speak about it. Collective; returns a packed `Prepared`.
+    def score(self, packed: bytes, *scores: bytes) -> bytes:
+        """Fetch this rank's share of a batch and compute old and reference log-probs and values.
+
+        Collective.
 
         Args:
-            said: packed `Said` of models on other pods, about all trajectories of the batch.
-        """
-        from agenticrun_workers.trainer.batch import RankBatch
+            packed: a packed `RankPlan`.
+            scores: packed `ModelScores` of models on other pods, for all trajectories of the batch.
 
-        self._plan: RankPlan = unpack(packed)
+        Returns:
+            a packed `ScoredBatch`.
+        """
+        plan: RankPlan = unpack(packed)
+        algorithm = self._pipeline.algorithm
         batch = self._batch = RankBatch(
-            self._fetch(self._plan.items), self._pipeline.algorithm.bootstrap_truncated
+            self._fetch(plan.items), algorithm.bootstrap_truncated, plan.mini_batches
         )
         if self._needs_old:
             batch.old_logprobs = self._strategy.compute_log_probs(batch.samples)
         if self._reference is not None:
             batch.ref_logprobs = self._reference.compute_log_probs(batch.samples)
         if self._critic is not None:
-            batch.ask_critic(self._critic.compute_values)
-        batch.hear([unpack(part) for part in said])
-        reward_kl = self._pipeline.algorithm.reward_kl
-        kl = (
-            None
-            if reward_kl is None
-            else dict(
-                zip(
-                    [key for key, _ in self._plan.items], batch.turn_kl(reward_kl.kind), strict=True
-                )
-            )
-        )
-        return pack(Prepared(kl, batch.logprob_gaps(self._strategy.policy_version)))
+            batch.compute_values(self._critic.compute_values)
+        batch.merge_scores([unpack(part) for part in scores])
+        kl = batch.turn_kl(algorithm.reward_kl.kind) if algorithm.reward_kl else None
+        return pack(ScoredBatch(kl, batch.logprob_gaps(self._strategy.policy_version)))
 
-    def credit(self, packed: bytes) -> tuple[Metrics, bytes]:
-        """Advantages of the prepared batch from packed `TurnCredits`. Collective.
+    def compute_advantages(self, packed: bytes) -> tuple[Metrics, bytes]:
+        """Turn the credits of the turns into an advantage per token. Collective.
+
+        Args:
+            packed: packed `TurnCredits` of the whole batch.
 
         Returns:
-            metrics, equal on every rank, and packed `Targets` for a critic on other pods.
+            metrics, equal on every rank, and packed `ValueTargets` for a critic on other pods.
         """
-        credits: TurnCredits = unpack(packed)
-        assert self._batch is not None, "prepare comes first"
-        keys = [key for key, _ in self._plan.items]
-        metrics = self._batch.credited(
-            self._token_spec,
-            [credits.per_turn[key] for key in keys],
-            [credits.trains[key] for key in keys],
-            credits.kind,
-            credits.kl_coef,
-            self._strategy.sum_over_data,
+        batch = self._scored_batch()
+        metrics = batch.compute_advantages(
+            self._token_spec, unpack(packed), self._strategy.sum_over_data
         )
-        targets = (
-            self._batch.targets() if self._pipeline.uses_critic and self._critic is None else {}
-        )
-        return dict(metrics), pack(targets)
+        critic_elsewhere = self._pipeline.uses_critic and self._critic is None
+        return dict(metrics), pack(batch.value_targets() if critic_elsewhere else {})
 
-    def train(self, version: int, train_actor: bool) -> Metrics:
-        """All optimizer steps of the credited batch: the critic's, then the actor's. The policy becomes `version`.
+    def train_critic(self) -> Metrics:
+        """Take all optimizer steps of the batch with the critic that lives on this rank.
 
         Collective; the metrics are equal on every rank.
         """
-        batch, self._batch = self._batch, None
-        assert batch is not None, "credit comes first"
-        mini_batches = [batch.chosen(indices) for indices in self._plan.mini_batches]
+        assert self._critic is not None, "the critic lives on other pods"
+        return combine(
+            [
+                dict(self._critic.train_step(samples, self._value_loss))
+                for samples in self._scored_batch().mini_batch_samples()
+            ]
+        )
+
+    def train_actor(self, version: int, update: bool = True) -> Metrics:
+        """Take all optimizer steps of the batch with the policy, and let go of the batch.
+
+        Collective; the metrics are equal on every rank.
+
+        Args:
+            version: the policy version after this step.
+            update: False leaves the weights alone, while the critic warms up.
+        """
+        batch, self._batch = self._scored_batch(), None
         metrics: Metrics = {}
-        if self._critic is not None:
-            metrics |= combine(
+        if update:
+            metrics = combine(
                 [
-                    dict(self._critic.train_step(samples, self._value_loss))
-                    for samples in mini_batches
+                    dict(self._strategy.train_step(samples, self._loss))
+                    for samples in batch.mini_batch_samples()
                 ]
-            )
-        if train_actor:
-            metrics |= combine(
-                [dict(self._strategy.train_step(samples, self._loss)) for samples in mini_batches]
             )
         self._strategy.policy_version = version
         return metrics
@@ -279,6 +254,10 @@ class TrainerActor(TakesReference):
         """Come back to the device. Collective."""
         for strategy in self._strategies():
             strategy.onload()
+
+    def _scored_batch(self) -> RankBatch:
+        assert self._batch is not None, "score comes first"
+        return self._batch
 
     def _exported(self, adapters: bool) -> Iterator[tuple[str, Tensor]]:
         return self._adapters().weights() if adapters else self._strategy.export_weights()

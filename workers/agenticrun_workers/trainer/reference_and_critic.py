@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agenticrun_api import Role
-from agenticrun_workers.driver.batch_plan import RankPlan
 from agenticrun_workers.models.source import ModelSources
 from agenticrun_workers.serialization import pack, unpack
+from agenticrun_workers.trainer.batch import RankBatch, RankPlan
 from agenticrun_workers.trainer.rank import CRITIC, REFERENCE, Metrics, RankActor, combine
 from agenticrun_workers.trainer.reference_update import TakesReference
-
-if TYPE_CHECKING:
-    from agenticrun_workers.trainer.batch import RankBatch
 
 
 class ReferenceActor(TakesReference):
@@ -28,13 +25,18 @@ class ReferenceActor(TakesReference):
         self._reference = build_reference(self._pipeline, sources.reference, shared=False)
 
     def score(self, packed: bytes) -> bytes:
-        """Log-probs of a batch (a packed `RankPlan`) as packed `Said`. Collective."""
-        from agenticrun_workers.trainer.batch import RankBatch
+        """Compute log-probs of this rank's share of a batch. Collective.
 
+        Args:
+            packed: a packed `RankPlan`.
+
+        Returns:
+            packed `ModelScores`.
+        """
         plan: RankPlan = unpack(packed)
         batch = RankBatch(self._fetch(plan.items))
         batch.ref_logprobs = self._reference.compute_log_probs(batch.samples)
-        return pack(batch.said())
+        return pack(batch.scores())
 
     def _part(self, name: str) -> Any:
         return {REFERENCE: self._reference}[name]
@@ -56,24 +58,35 @@ class CriticActor(RankActor):
         self._batch: RankBatch | None = None
 
     def score(self, packed: bytes) -> bytes:
-        """Values of a batch (a packed `RankPlan`) as packed `Said`. Collective."""
-        from agenticrun_workers.trainer.batch import RankBatch
+        """Compute values of this rank's share of a batch. Collective.
 
-        self._plan: RankPlan = unpack(packed)
+        Args:
+            packed: a packed `RankPlan`.
+
+        Returns:
+            packed `ModelScores`.
+        """
+        plan: RankPlan = unpack(packed)
         batch = self._batch = RankBatch(
-            self._fetch(self._plan.items), self._pipeline.algorithm.bootstrap_truncated
+            self._fetch(plan.items), self._pipeline.algorithm.bootstrap_truncated, plan.mini_batches
         )
-        batch.ask_critic(self._critic.compute_values)
-        return pack(batch.said())
+        batch.compute_values(self._critic.compute_values)
+        return pack(batch.scores())
 
-    def train(self, *targets: bytes) -> Metrics:
-        """All optimizer steps of the scored batch towards these packed `Targets`. Collective; metrics equal on every rank."""
+    def train_critic(self, *targets: bytes) -> Metrics:
+        """Take all optimizer steps of the scored batch. Collective; metrics equal on every rank.
+
+        Args:
+            targets: packed `ValueTargets` of the policy's ranks.
+        """
         batch, self._batch = self._batch, None
         assert batch is not None, "score comes first"
-        batch.aim([unpack(part) for part in targets])
-        mini_batches = [batch.chosen(indices) for indices in self._plan.mini_batches]
+        batch.set_value_targets([unpack(part) for part in targets])
         return combine(
-            [dict(self._critic.train_step(samples, self._value_loss)) for samples in mini_batches]
+            [
+                dict(self._critic.train_step(samples, self._value_loss))
+                for samples in batch.mini_batch_samples()
+            ]
         )
 
     def _part(self, name: str) -> Any:
