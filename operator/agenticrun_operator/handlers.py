@@ -10,13 +10,13 @@ from typing import Any
 import kopf
 
 from agenticrun_api.names import GROUP, LABEL_RUN, PLURAL, VERSION
-from agenticrun_operator.app import App, MissingApi
+from agenticrun_operator.runtime import MissingApi, OperatorRuntime
 
 WATCH_SECONDS = 300
 """A watch is opened anew this often, so that one that died without a word costs minutes at most."""
 
 
-def register(registry: kopf.OperatorRegistry, app: App) -> None:
+def register(registry: kopf.OperatorRegistry, app: OperatorRuntime) -> None:
     """Add the operator's handlers to kopf's registry."""
 
     @kopf.on.login(registry=registry)

@@ -8,7 +8,7 @@ import logging
 import kopf
 
 from agenticrun_operator import handlers
-from agenticrun_operator.app import App
+from agenticrun_operator.runtime import OperatorRuntime
 from agenticrun_operator.settings import Settings
 
 
@@ -28,7 +28,7 @@ async def serve(settings: Settings) -> None:
     registry = kopf.OperatorRegistry()
     kopf_settings = kopf.OperatorSettings()
     handlers.configure(kopf_settings)
-    handlers.register(registry, App(settings))
+    handlers.register(registry, OperatorRuntime(settings))
     await kopf.operator(
         registry=registry,
         settings=kopf_settings,

@@ -10,7 +10,7 @@ from datetime import datetime
 from agenticrun_api import AgenticRun, Phase
 from agenticrun_operator.cluster import Head, HeadAddress, Kube
 from agenticrun_operator.cluster.transports import PodAddress
-from agenticrun_operator.planning import Observed, Pod, read_pod
+from agenticrun_operator.observed import Observed, Pod, read_pod
 from agenticrun_operator.resources import (
     Child,
     Manifest,
@@ -21,7 +21,7 @@ from agenticrun_operator.resources import (
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ObservedObjects:
     """What the apiserver says about a run's children and pods."""
 
     children: dict[Child, Manifest | None]
@@ -41,7 +41,7 @@ class Observer:
         """The run is gone."""
         self._tokens.pop(run_uid, None)
 
-    async def surroundings(self, run: AgenticRun) -> Surroundings:
+    async def read_objects(self, run: AgenticRun) -> ObservedObjects:
         """The RayCluster and the pods; the other children too, unless the run is in the middle of training."""
         namespace, name = run.key
         pods, cluster = await asyncio.gather(
@@ -58,7 +58,7 @@ class Observer:
             code = code_config_map(run)
             if code and await self._kube.get(code.kind, namespace, code.name) is None:
                 missing_code = code.name
-        return Surroundings(children, tuple(read_pod(pod) for pod in pods), missing_code)
+        return ObservedObjects(children, tuple(read_pod(pod) for pod in pods), missing_code)
 
     async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
         wanted = [Child.of(item) for item in mounted_children(run)]
@@ -71,7 +71,7 @@ class Observer:
     async def look(
         self,
         run: AgenticRun,
-        around: Surroundings,
+        around: ObservedObjects,
         job_trouble: str | None,
         last_status_write: datetime | None,
     ) -> Observed:
@@ -92,7 +92,7 @@ class Observer:
         )
         return replace(observed, job=seen, progress=progress)
 
-    async def head_address(self, run: AgenticRun, around: Surroundings) -> HeadAddress | None:
+    async def head_address(self, run: AgenticRun, around: ObservedObjects) -> HeadAddress | None:
         """Where the run's head is; None while it has no IP, or no tokens yet."""
         pod = Observed(pods=around.pods).head(run.metadata.uid)
         if pod is None or pod.ip is None:

@@ -11,9 +11,9 @@ from agenticrun_api.load import parse_run
 from agenticrun_api.names import KIND
 from agenticrun_operator.applying import Applier
 from agenticrun_operator.cluster import Conflict, Denied, Head, Kube, NotFound, Refused
-from agenticrun_operator.observing import Observer, Surroundings
+from agenticrun_operator.observed import Observed
+from agenticrun_operator.observing import ObservedObjects, Observer
 from agenticrun_operator.planning import (
-    Observed,
     Plan,
     Submit,
     plan,
@@ -29,11 +29,11 @@ RETRY_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Memory:
+class RunCache:
     """The last look at a run. Only ever saves requests: whatever is decided on it is checked by the resourceVersion of the write."""
 
     document: Manifest
-    around: Surroundings
+    around: ObservedObjects
     looked_at: datetime
     wrote_at: datetime | None = None
     job_trouble: str | None = None
@@ -60,44 +60,44 @@ class Reconciler:
         self._images = images
         self._full_look_seconds = full_look_seconds
         self._clock = clock
-        self._memory: dict[Key, Memory] = {}
+        self._cache: dict[Key, RunCache] = {}
 
-    def knows(self, key: Key, resource_version: str) -> bool:
+    def is_own_write(self, key: Key, resource_version: str) -> bool:
         """Whether this version of the run was read or written here, so that its watch event is no news."""
-        memory = self._memory.get(key)
+        cached = self._cache.get(key)
         return (
-            memory is not None
-            and memory.document["metadata"]["resourceVersion"] == resource_version
+            cached is not None
+            and cached.document["metadata"]["resourceVersion"] == resource_version
         )
 
     async def reconcile(self, item: Item) -> float | None:
         """Take the run one step on. Returns after how many seconds to look again, if nothing happens before."""
-        memory = self._memory.get(item.key)
-        fully = memory is None or item.changed or self._is_stale(memory)
+        cached = self._cache.get(item.key)
+        fully = cached is None or item.changed or self._is_stale(cached)
         if fully:
-            memory = await self._look_fully(item.key)
-        if memory is None:
+            cached = await self._look_fully(item.key)
+        if cached is None:
             return None
         try:
-            return await self._step(item.key, memory, fully)
+            return await self._step(item.key, cached, fully)
         except Conflict:
-            self._memory.pop(item.key, None)
+            self._cache.pop(item.key, None)
             return RETRY_SECONDS
         except NotFound:
             self._forget(item.key)
             return None
 
-    def _is_stale(self, memory: Memory) -> bool:
-        running = memory.document.get("status", {}).get("phase") == Phase.RUNNING.value
+    def _is_stale(self, cached: RunCache) -> bool:
+        running = cached.document.get("status", {}).get("phase") == Phase.RUNNING.value
         return (
             not running
-            or (self._clock() - memory.looked_at).total_seconds() > self._full_look_seconds
+            or (self._clock() - cached.looked_at).total_seconds() > self._full_look_seconds
         )
 
-    async def _look_fully(self, key: Key) -> Memory | None:
+    async def _look_fully(self, key: Key) -> RunCache | None:
         """Read everything anew; None when there is nothing to reconcile."""
         document = await self._kube.get(KIND, *key)
-        before = self._memory.get(key)
+        before = self._cache.get(key)
         if document is None:
             self._forget(key)
             return None
@@ -106,41 +106,41 @@ class Reconciler:
         except InvalidRun as error:
             await self._give_up(document, error)
             return None
-        around = await self._observer.surroundings(run)
+        around = await self._observer.read_objects(run)
         now = self._clock()
-        memory = (
+        cached = (
             replace(before, document=document, around=around, looked_at=now)
             if before
-            else Memory(document, around, now)
+            else RunCache(document, around, now)
         )
-        self._memory[key] = memory
-        return memory
+        self._cache[key] = cached
+        return cached
 
-    async def _step(self, key: Key, memory: Memory, fully: bool) -> float | None:
-        run = parse_run(memory.document)
-        plan_ = await self._plan(run, memory)
+    async def _step(self, key: Key, cached: RunCache, fully: bool) -> float | None:
+        run = parse_run(cached.document)
+        plan_ = await self._plan(run, cached)
         if plan_.status and plan_.status.phase is not run.status.phase and not fully:
             fresh = await self._look_fully(key)  # a decision of weight is made on a full look only
             if fresh is None:
                 return None
-            memory, run = fresh, parse_run(fresh.document)
-            plan_ = await self._plan(run, memory)
+            cached, run = fresh, parse_run(fresh.document)
+            plan_ = await self._plan(run, cached)
         if isinstance(plan_.job, Submit) and not await self._may_submit(run, plan_.job):
-            self._memory.pop(key, None)
+            self._cache.pop(key, None)
             return RETRY_SECONDS
         try:
             await self._applier.make_children(run, plan_)
-            await self._applier.apply_children(plan_, memory.around.children)
+            await self._applier.apply_children(plan_, cached.around.children)
         except Refused as error:
             plan_ = plan_refused(run, str(error), self._clock())
         except Denied as error:
             plan_ = plan_denied(run, str(error), self._clock())
-        document = await self._applier.write_status(memory.document, plan_)
-        wrote_at = self._clock() if plan_.status else memory.wrote_at
-        self._memory[key] = memory = replace(memory, document=document, wrote_at=wrote_at)
-        head = await self._observer.head_address(run, memory.around) if plan_.job else None
+        document = await self._applier.write_status(cached.document, plan_)
+        wrote_at = self._clock() if plan_.status else cached.wrote_at
+        self._cache[key] = cached = replace(cached, document=document, wrote_at=wrote_at)
+        head = await self._observer.head_address(run, cached.around) if plan_.job else None
         trouble = await self._applier.act(plan_, document, head)
-        self._memory[key] = replace(memory, job_trouble=trouble)
+        self._cache[key] = replace(cached, job_trouble=trouble)
         return plan_.requeue_after
 
     async def _may_submit(self, run: AgenticRun, submit: Submit) -> bool:
@@ -152,13 +152,13 @@ class Reconciler:
         job = run.status.job
         if job is None or job.submission_id != submit.submission_id:
             return True
-        around = await self._observer.surroundings(run)
+        around = await self._observer.read_objects(run)
         head = Observed(pods=around.pods).head(run.metadata.uid)
         return head is not None and head.incarnation == job.incarnation
 
-    async def _plan(self, run: AgenticRun, memory: Memory) -> Plan:
+    async def _plan(self, run: AgenticRun, cached: RunCache) -> Plan:
         observed = await self._observer.look(
-            run, memory.around, memory.job_trouble, memory.wrote_at
+            run, cached.around, cached.job_trouble, cached.wrote_at
         )
         return plan(run, observed, self._clock(), self._images)
 
@@ -170,6 +170,6 @@ class Reconciler:
         await self._applier.act(plan_, stored, None)
 
     def _forget(self, key: Key) -> None:
-        memory = self._memory.pop(key, None)
-        if memory:
-            self._observer.forget(memory.document["metadata"]["uid"])
+        cached = self._cache.pop(key, None)
+        if cached:
+            self._observer.forget(cached.document["metadata"]["uid"])

@@ -33,10 +33,10 @@ from agenticrun_operator.cluster import (
     HeadUnreachable,
     NotFound,
 )
-from agenticrun_operator.planning import Event, Job, NoJob, NoReport, Unreachable
+from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.reconciler import Reconciler
-from agenticrun_operator.resources import Manifest, WorkerImages
+from agenticrun_operator.resources import Event, Manifest, WorkerImages
 from agenticrun_operator.workqueue import Item
 from runs import run_with
 

@@ -20,7 +20,7 @@ from agenticrun_api.progress import MAX_PROGRESS_BYTES
 from agenticrun_operator.cluster.errors import HeadUnreachable
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import HeadTransport, PodAddress
-from agenticrun_operator.planning import Job, NoJob, NoReport, Unreachable
+from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 
 MAX_JOB_BYTES = 1024 * 1024
 MAX_LOG_BYTES = 1024 * 1024

@@ -25,8 +25,7 @@ from agenticrun_operator.cluster.errors import (
     Refused,
 )
 from agenticrun_operator.metrics import API_REQUESTS
-from agenticrun_operator.planning import Event
-from agenticrun_operator.resources import Manifest
+from agenticrun_operator.resources import Event, Manifest
 
 FIELD_MANAGER = "agenticrun-operator"
 TIMEOUT_SECONDS = 15.0

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from agenticrun_api import AgenticRunStatus, Progress
 from agenticrun_operator.cluster.head import HeadAddress
-from agenticrun_operator.planning import Event, Job, NoJob, NoReport, Unreachable
-from agenticrun_operator.resources import Manifest
+from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
+from agenticrun_operator.resources import Event, Manifest
 
 
 class Kube(Protocol):

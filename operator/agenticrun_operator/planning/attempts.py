@@ -12,11 +12,11 @@ from datetime import timedelta
 from agenticrun_api import AgenticRun, ConditionType, FinalReport, Outcome, Phase, Progress, Reason
 from agenticrun_api.names import ExitCode
 from agenticrun_api.status import JobStatus, RayClusterStatus
+from agenticrun_operator.observed import Job, NoJob, Observed, Pod, Unreachable
 from agenticrun_operator.planning import ending
 from agenticrun_operator.planning.draft import MAX_TEXT, Draft
-from agenticrun_operator.planning.observed import Job, NoJob, Observed, Pod, Unreachable
 from agenticrun_operator.planning.plan import Stop, Submit
-from agenticrun_operator.planning.progress import fold, own_progress
+from agenticrun_operator.planning.snapshot import apply_snapshot, own_progress
 from agenticrun_operator.planning.times import format_time, parse_time
 
 MAX_BACKOFF_SECONDS = 600.0
@@ -83,7 +83,7 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
     if isinstance(observed.job, Job):
         draft.set(job=job.model_copy(update={"status": observed.job.status}))
     if progress:
-        fold(draft, progress)
+        apply_snapshot(draft, progress)
         if progress.final and progress.final.outcome is Outcome.SUCCEEDED:
             ending.succeed(draft, progress.final.message)
             return

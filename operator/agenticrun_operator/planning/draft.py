@@ -6,9 +6,9 @@ from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from agenticrun_api import AgenticRun, AgenticRunStatus, Condition, ConditionType, Phase, Reason
-from agenticrun_operator.planning.plan import Delete, Event, Plan, Stop, Submit, TokenToMake
+from agenticrun_operator.planning.plan import Delete, Plan, Stop, Submit, TokenToMake
 from agenticrun_operator.planning.times import format_time, parse_time
-from agenticrun_operator.resources import Manifest
+from agenticrun_operator.resources import Event, Manifest
 
 SOFT_WRITE_SECONDS = 10.0
 """Changes that are neither a step nor a phase nor a condition are written at most this often."""
@@ -28,6 +28,36 @@ _SOFT = frozenset(
 
 MAX_CONDITION_MESSAGE = 1024
 MAX_TEXT = 4096
+
+
+ConditionStatus = Literal["True", "False", "Unknown"]
+
+
+def new_condition(
+    kind: ConditionType,
+    status: ConditionStatus,
+    reason: Reason | str,
+    message: str,
+    now: datetime,
+    generation: int,
+    before: Condition | None = None,
+) -> Condition:
+    """Return a condition as it is written to the status.
+
+    Args:
+        before: the condition of this type so far; the transition time moves only with the status.
+    """
+    moved = before is None or before.status != status
+    return Condition(
+        type=kind.value,
+        status=status,
+        reason=str(reason),
+        message=message[:MAX_CONDITION_MESSAGE],
+        last_transition_time=format_time(now)
+        if moved or before is None
+        else before.last_transition_time,
+        observed_generation=generation,
+    )
 
 
 class Draft:
@@ -52,22 +82,14 @@ class Draft:
     def condition(
         self,
         kind: ConditionType,
-        status: Literal["True", "False", "Unknown"],
+        status: ConditionStatus,
         reason: Reason | str,
         message: str = "",
     ) -> None:
-        """Set a condition. The transition time moves only when the status does."""
+        """Set a condition; see `new_condition`."""
         before = self.find(kind)
-        moved = before is None or before.status != status
-        after = Condition(
-            type=kind.value,
-            status=status,
-            reason=str(reason),
-            message=message[:MAX_CONDITION_MESSAGE],
-            last_transition_time=format_time(self.now)
-            if moved or before is None
-            else before.last_transition_time,
-            observed_generation=self.run.metadata.generation,
+        after = new_condition(
+            kind, status, reason, message, self.now, self.run.metadata.generation, before
         )
         conditions = [after if item.type == kind.value else item for item in self.status.conditions]
         self.set(conditions=conditions if before else [*conditions, after])

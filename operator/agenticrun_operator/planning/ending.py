@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from typing import Literal
 
-from agenticrun_api import Condition, ConditionType, Phase, Reason
+from agenticrun_api import ConditionType, Phase, Reason
 from agenticrun_api.names import KIND
-from agenticrun_operator.planning.draft import MAX_CONDITION_MESSAGE, Draft
-from agenticrun_operator.planning.observed import Job, Observed
+from agenticrun_operator.observed import Job, Observed
+from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.plan import Delete
 from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.resources import Child, controller_uid, is_deleting
@@ -45,25 +44,6 @@ def _finish(draft: Draft) -> None:
         next_retry_time=None,
     )
     draft.look_again(1.0)
-
-
-def condition(
-    kind: ConditionType,
-    status: Literal["True", "False", "Unknown"],
-    reason: Reason,
-    message: str,
-    now: datetime,
-    generation: int,
-) -> Condition:
-    """A condition that has just changed."""
-    return Condition(
-        type=kind.value,
-        status=status,
-        reason=reason.value,
-        message=message[:MAX_CONDITION_MESSAGE],
-        last_transition_time=format_time(now),
-        observed_generation=generation,
-    )
 
 
 def clean_up(draft: Draft, observed: Observed) -> None:

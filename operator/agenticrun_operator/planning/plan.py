@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from agenticrun_api import AgenticRunStatus, Reason
-from agenticrun_operator.resources import Child, Manifest
+from agenticrun_api import AgenticRunStatus
+from agenticrun_operator.resources import Child, Event, Manifest
 
 
 @dataclass(frozen=True)
@@ -38,15 +37,6 @@ class Stop:
     """Stop a job that has outlived its final report."""
 
     submission_id: str
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened, for `kubectl describe`."""
-
-    reason: Reason | str
-    message: str
-    type: Literal["Normal", "Warning"] = "Normal"
 
 
 @dataclass(frozen=True)

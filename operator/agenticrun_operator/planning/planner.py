@@ -5,12 +5,18 @@ from __future__ import annotations
 from datetime import datetime
 
 from agenticrun_api import AgenticRun, AgenticRunStatus, ConditionType, Metadata, Phase, Reason
+from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning import attempts, ending, provisioning, roles
-from agenticrun_operator.planning.draft import MAX_TEXT, Draft
-from agenticrun_operator.planning.observed import Observed
-from agenticrun_operator.planning.plan import Delete, Event, Plan
+from agenticrun_operator.planning.draft import MAX_TEXT, ConditionStatus, Draft, new_condition
+from agenticrun_operator.planning.plan import Delete, Plan
 from agenticrun_operator.planning.times import format_time
-from agenticrun_operator.resources import Child, Manifest, WorkerImages, controller_uid
+from agenticrun_operator.resources import (
+    Child,
+    Event,
+    Manifest,
+    WorkerImages,
+    controller_uid,
+)
 
 DENIED_SECONDS = 10.0
 """Between tries to make a child that the apiserver denies."""
@@ -18,6 +24,10 @@ WAIT_SECONDS = 1.5
 """Between looks at what stands in a new run's way: objects on their way out leave no event with the new run's uid."""
 SAFETY_NET_SECONDS = 30.0
 """Between looks at a run that only waits for watch events, in case one is lost."""
+ENDED_BADLY: tuple[tuple[ConditionType, ConditionStatus], ...] = (
+    (ConditionType.COMPLETE, "False"),
+    (ConditionType.FAILED, "True"),
+)
 
 
 def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImages) -> Plan:
@@ -99,21 +109,11 @@ def plan_unreadable(
             "message": message,
             "conditions": [
                 *conditions,
-                ending.condition(
-                    ConditionType.COMPLETE,
-                    "False",
-                    Reason.INVALID_CONFIG,
-                    message,
-                    now,
-                    metadata.generation,
-                ),
-                ending.condition(
-                    ConditionType.FAILED,
-                    "True",
-                    Reason.INVALID_CONFIG,
-                    message,
-                    now,
-                    metadata.generation,
+                *(
+                    new_condition(
+                        kind, status, Reason.INVALID_CONFIG, message, now, metadata.generation
+                    )
+                    for kind, status in ENDED_BADLY
                 ),
             ],
         }

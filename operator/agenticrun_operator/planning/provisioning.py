@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from agenticrun_api import AgenticRun, ConditionType, Phase, Reason
 from agenticrun_api.names import KIND
+from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning.draft import Draft
-from agenticrun_operator.planning.observed import Observed
 from agenticrun_operator.planning.plan import TokenToMake
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import (

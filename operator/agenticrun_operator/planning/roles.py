@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from agenticrun_api import ConditionType, Phase, Reason, Role
 from agenticrun_api.status import RoleStatus
+from agenticrun_operator.observed import Observed, Pod, Problem
 from agenticrun_operator.planning.draft import Draft
-from agenticrun_operator.planning.observed import Observed, Pod, Problem
 
 _WORTH_AN_EVENT = frozenset(
     {Reason.IMAGE_PULL_FAILED, Reason.UNSCHEDULABLE, Reason.CONTAINER_CRASHED}

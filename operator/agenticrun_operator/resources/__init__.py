@@ -2,6 +2,7 @@
 
 from agenticrun_operator.resources.children import (
     Child,
+    Event,
     code_config_map,
     desired_children,
     mounted_children,
@@ -16,6 +17,7 @@ from agenticrun_operator.resources.raycluster import ray_cluster
 __all__ = [
     "RAY_CONTAINER",
     "Child",
+    "Event",
     "Manifest",
     "WorkerImages",
     "code_config_map",

@@ -1,13 +1,14 @@
-"""What a run owns beside its pods: configuration, tokens, checkpoint storage."""
+"""The objects that a run owns besides its pods: configuration, tokens, checkpoint storage."""
 
 from __future__ import annotations
 
 from base64 import b64encode
 from dataclasses import dataclass
+from typing import Literal
 
 import yaml
 
-from agenticrun_api import AgenticRun
+from agenticrun_api import AgenticRun, Reason
 from agenticrun_api.names import RUN_FILE
 from agenticrun_api.spec import VolumeClaim
 from agenticrun_operator.resources.images import WorkerImages
@@ -33,6 +34,15 @@ class Child:
     @classmethod
     def of(cls, manifest: Manifest) -> Child:
         return cls(manifest["kind"], manifest["metadata"]["name"])
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, for `kubectl describe`."""
+
+    reason: Reason | str
+    message: str
+    type: Literal["Normal", "Warning"] = "Normal"
 
 
 def desired_children(run: AgenticRun, images: WorkerImages) -> tuple[Manifest, ...]:

@@ -13,8 +13,8 @@ from agenticrun_api.names import KIND
 from agenticrun_api.status import JobStatus, Metric
 from agenticrun_operator.cluster import AlreadyExists, Conflict, KubeClient, NotFound, Refused
 from agenticrun_operator.lease import Leadership
-from agenticrun_operator.planning import Event
 from agenticrun_operator.resources import (
+    Event,
     WorkerImages,
     controller_uid,
     desired_children,

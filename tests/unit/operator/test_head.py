@@ -21,7 +21,7 @@ from agenticrun_operator.cluster import (
 )
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import PodAddress
-from agenticrun_operator.planning import Job, NoJob, NoReport, Unreachable
+from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 
 HEAD = HeadAddress(
     PodAddress("team", "lake-head", "127.0.0.1"), "run-uid", "ray-token", "reporter-token"

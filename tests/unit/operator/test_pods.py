@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agenticrun_api import Reason, Role
-from agenticrun_operator.planning import read_pod
+from agenticrun_operator.observed import read_pod
 from agenticrun_operator.resources import Manifest
 
 

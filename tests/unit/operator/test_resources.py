@@ -16,7 +16,7 @@ from agenticrun_operator.resources import (
     ray_cluster,
     token_secret,
 )
-from agenticrun_operator.resources.quantities import whole_number
+from agenticrun_operator.resources.raycluster import whole_number
 from runs import run_with
 
 WORKER = WorkerImages("worker:1", {"sglang": "worker-sglang:1"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from agenticrun_operator.cluster import KubeUnavailable
-from agenticrun_operator.workers import Workers
+from agenticrun_operator.reconcile_workers import Workers
 from agenticrun_operator.workqueue import Item, WorkQueue
 
 GOOD, BAD = ("team", "good"), ("team", "bad")

@@ -7,8 +7,8 @@ from itertools import islice
 
 from agenticrun_api import Activity, AgenticRun, Progress
 from agenticrun_api.status import Metric
+from agenticrun_operator.observed import NoReport, Unreachable
 from agenticrun_operator.planning.draft import Draft
-from agenticrun_operator.planning.observed import NoReport, Unreachable
 from agenticrun_operator.planning.times import format_span, format_time, parse_time
 
 STATUS_METRICS = 16
@@ -26,7 +26,7 @@ def own_progress(run: AgenticRun, progress: Progress | NoReport | Unreachable) -
     )
 
 
-def fold(draft: Draft, progress: Progress) -> None:
+def apply_snapshot(draft: Draft, progress: Progress) -> None:
     """Everything here depends on the snapshot alone, never on the clock: no news, no write.
 
     A driver that starts has not yet read the checkpoint it goes on from, and one that could not start (without steps to make) never

@@ -20,9 +20,9 @@ from agenticrun_operator.cluster import (
 )
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.metrics import LAST_EVENT, serve_metrics
+from agenticrun_operator.reconcile_workers import Workers, resync
 from agenticrun_operator.reconciler import Reconciler
 from agenticrun_operator.settings import HeadAccess, Settings
-from agenticrun_operator.workers import Workers, resync
 from agenticrun_operator.workqueue import Key, WorkQueue
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class MissingApi(Exception):
     """The cluster does not serve a resource that the operator needs."""
 
 
-class App:
+class OperatorRuntime:
     """Everything between the watches and the cluster: queue, workers, leadership, metrics."""
 
     def __init__(self, settings: Settings):
@@ -85,7 +85,7 @@ class App:
     def run_changed(self, key: Key, resource_version: str) -> None:
         """A watch event of a run; our own writes are no news."""
         self._note_event()
-        if not self._reconciler.knows(key, resource_version):
+        if not self._reconciler.is_own_write(key, resource_version):
             self.queue.add(key)
 
     def child_changed(self, key: Key) -> None:
