@@ -21,8 +21,7 @@ from agenticrun_workers.envs.frozen_lake.maps import (
     random_holes,
     to_array,
 )
-from agenticrun_workers.envs.grid import NoLevel
-from agenticrun_workers.envs.grid_picture import CELL
+from agenticrun_workers.envs.grid import CELL, NoLevel
 from agenticrun_workers.types import Stream
 
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvConfigError, make_env
-from agenticrun_workers.envs.gym.gymnasium_env import SEEDS, GymnasiumEnv
-from agenticrun_workers.envs.gym.presets import TAXI_STANDS, taxi_fields
+from agenticrun_workers.envs.gym.gymnasium_env import SEEDS, TAXI_STANDS, GymnasiumEnv, taxi_fields
 from agenticrun_workers.envs.gym.texts import ActionWords, plain, write
 from agenticrun_workers.types import Stream
 

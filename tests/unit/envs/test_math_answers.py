@@ -12,8 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.envs.math.answers import Verdict, boxed, plain_verdict, reference_answer
-from agenticrun_workers.envs.math.verifier import MathVerifier
+from agenticrun_workers.envs.math.verifier import (
+    MathVerifier,
+    Verdict,
+    boxed,
+    plain_verdict,
+    reference_answer,
+)
 from processes import lives
 from waiting import eventually
 

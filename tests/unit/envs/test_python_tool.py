@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvConfigError, TakesItem, make_env
 from agenticrun_workers.envs.python_tool import PythonTool, python_tool
-from agenticrun_workers.envs.python_tool.sums import problem
+from agenticrun_workers.envs.python_tool.python_tool import problem
 from agenticrun_workers.envs.python_tool.tool_calls import (
     Answer,
     BadCall,

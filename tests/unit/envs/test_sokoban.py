@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvConfigError, Renders, Sokoban, make_env
-from agenticrun_workers.envs.grid_picture import CELL
+from agenticrun_workers.envs.grid import CELL
 from agenticrun_workers.envs.sokoban.room import Room
 from agenticrun_workers.types import Stream
 from sokoban_reference import ReferenceSokoban

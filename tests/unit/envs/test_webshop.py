@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvConfigError, make_env
 from agenticrun_workers.envs.webshop import WebShop, made_up
-from agenticrun_workers.envs.webshop.search import SearchEngine, document, singular
-from agenticrun_workers.envs.webshop.search import words as indexed_words
+from agenticrun_workers.envs.webshop.shop import SearchEngine, document, singular
+from agenticrun_workers.envs.webshop.shop import words as indexed_words
 from agenticrun_workers.types import Stream
 
 PRODUCT = WebShop()._shop.products[0]

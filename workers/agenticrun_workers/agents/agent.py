@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from agenticrun_workers.envs.env import Env
-from agenticrun_workers.envs.faults import EnvFault
+from agenticrun_workers.envs.env import Env, EnvFault
 from agenticrun_workers.seeds import env_seed, sampling_seed
 from agenticrun_workers.types import (
     EpisodeKey,

@@ -23,7 +23,7 @@ from agenticrun_workers.agents.generation_config import GenerationConfig
 from agenticrun_workers.agents.sampled_tree import SampledTree
 from agenticrun_workers.agents.service_view import ServiceView
 from agenticrun_workers.envs import EnvFault
-from agenticrun_workers.envs.faults import raised
+from agenticrun_workers.envs.calls import raised
 from agenticrun_workers.types import Generation, IntArray, StopReason, Trajectory
 
 PATIENCE_SECONDS = 1.0

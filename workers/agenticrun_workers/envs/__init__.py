@@ -1,25 +1,25 @@
 """Environments: gym-like, text in and text out."""
 
-from agenticrun_workers.envs.calls import EnvCalls, EnvFault, Start
+from agenticrun_workers.envs.answers import Start
+from agenticrun_workers.envs.calls import EnvCalls
 from agenticrun_workers.envs.env import (
     Env,
+    EnvConfigError,
+    EnvFault,
+    EnvImportError,
+    EnvNotFound,
     HasVocabulary,
     MetricMode,
     Renders,
     StepResult,
     TakesItem,
+    make_env,
+    register_env,
 )
 from agenticrun_workers.envs.frozen_lake import FrozenLake
 from agenticrun_workers.envs.gym import GymnasiumEnv
 from agenticrun_workers.envs.math import MathEnv, MathSingleStep
 from agenticrun_workers.envs.python_tool import PythonTool
-from agenticrun_workers.envs.registry import (
-    EnvConfigError,
-    EnvImportError,
-    EnvNotFound,
-    make_env,
-    register_env,
-)
 from agenticrun_workers.envs.service import EnvironmentService
 from agenticrun_workers.envs.sokoban import Sokoban
 from agenticrun_workers.envs.webshop import WebShop

@@ -8,8 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from agenticrun_workers.envs.env import MetricMode, StepResult
-from agenticrun_workers.envs.faults import EnvFault
+from agenticrun_workers.envs.env import EnvFault, MetricMode, StepResult
 from agenticrun_workers.types import StopReason
 
 MAX_TEXT = 1_048_576

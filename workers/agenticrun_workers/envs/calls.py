@@ -7,18 +7,169 @@ episode only, unless the environment says `blocking = False` (steps of microseco
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
-from collections.abc import Callable, Mapping
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, cast
 
 from agenticrun_workers.envs.answers import Start, checked_actions, checked_start, checked_step
-from agenticrun_workers.envs.env import Env, StepResult, TakesItem
-from agenticrun_workers.envs.faults import EnvFault, raised
-from agenticrun_workers.envs.threads import Outcome, apart, attempt, hanging, in_thread
+from agenticrun_workers.envs.env import Env, EnvFault, StepResult, TakesItem
 from agenticrun_workers.types import StopReason, Stream
 
-__all__ = ["EnvCalls", "EnvFault", "Start"]
+MAX_MESSAGE = 500
+"""Characters. The message travels to the driver and into the run's status."""
+
+
+def raised(error: BaseException, call: Callable[..., Any]) -> EnvFault:
+    """What `call` raised, and in which line of the environment's own file. An `EnvFault` stays as it is."""
+    if isinstance(error, EnvFault):
+        return error
+    fault = EnvFault(StopReason.ENV_ERROR, f"{one_line(error)}{_place(error, call)}")
+    fault.__cause__ = error
+    return fault
+
+
+def one_line(error: BaseException) -> str:
+    """Its type and text, at most `MAX_MESSAGE` characters of it."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # a user's __str__ may raise anything
+        text = "(it has no text)"
+    return f"{type(error).__name__}: {text if len(text) <= MAX_MESSAGE else f'{text[:MAX_MESSAGE]} ...'}"
+
+
+def _place(error: BaseException, call: Callable[..., Any]) -> str:
+    """The innermost line in the file of `call`, else the innermost one of all."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is where it was caught
+    code = getattr(inspect.unwrap(call), "__code__", None)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    where = (own or frames)[-1:]
+    return "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in where)
+
+
+class GivenUp(SystemExit):
+    """Thrown into a thread that nobody waits for any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a call: a value, or whatever it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+def attempt(call: Callable[..., Any], *arguments: Any, **named: Any) -> Outcome:
+    """Call it. Nothing gets through: not SystemExit, and not StopIteration, which asyncio's futures refuse."""
+    try:
+        return Outcome(call(*arguments, **named))
+    except BaseException as error:  # a user's code may raise anything
+        return Outcome(error=error)
+
+
+async def in_thread(call: Callable[[], Outcome]) -> Outcome:
+    """Run `call` in a thread. Who is cancelled meanwhile gives the thread up.
+
+    A thread that was given up ends at its next line of Python, so an endless loop stops; one inside C code stays until that returns.
+    """
+    thread = _idle_thread()
+    try:
+        outcome = await thread.run_call(call)
+    except asyncio.CancelledError:
+        thread.give_up()
+        raise
+    _idle.append(thread)
+    return outcome
+
+
+async def apart(awaitable: Awaitable[Any], patience_seconds: float = 0.0) -> Outcome:
+    """Await it in a task of its own, so that SystemExit does not end the loop. Who is cancelled meanwhile cancels the task.
+
+    A task that does not end within `patience_seconds` of that is left behind.
+    """
+    task = asyncio.ensure_future(_awaited(awaitable))
+    try:
+        await asyncio.wait({task})
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=patience_seconds)
+    return task.result()
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Outcome:
+    try:
+        return Outcome(await awaitable)
+    except BaseException as error:  # a user's code may raise anything, cancellations included
+        return Outcome(error=error)
+
+
+def hanging() -> int:
+    """Threads of this process that were given up and have not ended yet."""
+    _given_up[:] = [thread for thread in _given_up if thread.is_alive()]
+    return len(_given_up)
+
+
+class _CallThread(threading.Thread):
+    """Runs one call after another. A daemon: the interpreter does not wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__(name=f"env_{next(_numbers)}", daemon=True)
+        self._calls: SimpleQueue[tuple[Callable[[], Outcome], asyncio.Future[Outcome]] | None] = (
+            SimpleQueue()
+        )
+        self.start()
+
+    def run_call(self, call: Callable[[], Outcome]) -> asyncio.Future[Outcome]:
+        done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._calls.put((call, done))
+        return done
+
+    def give_up(self) -> None:
+        _given_up.append(self)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(self.ident or 0), ctypes.py_object(GivenUp)
+        )
+        self._calls.put(None)
+
+    def run(self) -> None:
+        with suppress(GivenUp):
+            while (waiting := self._calls.get()) is not None:
+                call, done = waiting
+                _tell(done, call())
+
+
+def _tell(done: asyncio.Future[Outcome], outcome: Outcome) -> None:
+    """Set the result of another thread's future, if that still wants it."""
+
+    def tell() -> None:
+        if not done.done():
+            done.set_result(outcome)
+
+    loop = done.get_loop()
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(tell)
+
+
+_numbers = count()
+_idle: list[_CallThread] = []
+_given_up: list[_CallThread] = []
+
+
+def _idle_thread() -> _CallThread:
+    try:
+        return _idle.pop()
+    except IndexError:
+        return _CallThread()
+
 
 MAX_BLOCKING_CALLS = 64
 """Sync environments of one `EnvCalls` that can be inside `reset` or `step` at once. Others wait, and their timeout does not run."""

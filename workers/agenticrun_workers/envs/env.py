@@ -9,7 +9,14 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from agenticrun_workers.types import Stream
+from agenticrun_workers.plugins import (
+    ErrorTypes,
+    PluginConfigError,
+    PluginImportError,
+    PluginNotFound,
+    Registry,
+)
+from agenticrun_workers.types import StopReason, Stream
 
 MetricMode = Literal["sum", "mean", "min", "max", "first", "last"]
 """How the values that the steps of an episode report under one name become one."""
@@ -33,6 +40,14 @@ class StepResult:
     """How metrics are put together over the episode; default: the sum, and of `success` the last value."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Anything else, for agents that know this environment."""
+
+
+class EnvFault(Exception):
+    """An environment raised, hung, or returned something that is no step. It costs the episode; `reason` is env_error or timeout."""
+
+    def __init__(self, reason: StopReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Env(Protocol):
@@ -89,3 +104,28 @@ class Renders(Protocol):
     def render(self) -> NDArray[np.uint8]:
         """A picture of the state that the last `reset` or `step` led to: RGB, uint8 [height, width, 3]."""
         ...
+
+
+class EnvNotFound(PluginNotFound):
+    """No environment of that name."""
+
+
+class EnvImportError(PluginImportError):
+    """The environment's module could not be imported."""
+
+
+class EnvConfigError(PluginConfigError):
+    """The environment does not know a config key, or refuses a value."""
+
+
+_registry: Registry[Env] = Registry(
+    "env", "agenticrun.envs", ErrorTypes(EnvNotFound, EnvImportError, EnvConfigError)
+)
+
+register_env = _registry.register
+find_env = _registry.find
+
+
+def make_env(type: str, config: Mapping[str, Any]) -> Env:
+    """Build an environment. Raises `EnvNotFound`, `EnvImportError` or `EnvConfigError`, each saying what to do."""
+    return _registry.make(type, config)

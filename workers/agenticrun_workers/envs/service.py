@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 from agenticrun_workers.envs.calls import EnvCalls
-from agenticrun_workers.envs.faults import EnvFault
+from agenticrun_workers.envs.env import EnvFault
 from agenticrun_workers.types import StopReason, Stream
 
 ServiceStep = tuple[Any, Any, bool, bool, Mapping[str, Any]]

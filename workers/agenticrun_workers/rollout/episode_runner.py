@@ -11,7 +11,7 @@ from typing import Any, cast
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import Agent, ChatFormat, Episode, Generate, random_valid_policy
 from agenticrun_workers.envs import Env, EnvFault, Renders
-from agenticrun_workers.envs.faults import one_line
+from agenticrun_workers.envs.calls import one_line
 from agenticrun_workers.envs.isolated import IsolatedEnv
 from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.rollout.camera import Filmed, animated_gif

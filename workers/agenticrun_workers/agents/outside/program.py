@@ -15,8 +15,7 @@ from functools import partial
 from typing import IO, Any
 
 from agenticrun_workers.envs import EnvFault
-from agenticrun_workers.envs.faults import MAX_MESSAGE, raised
-from agenticrun_workers.envs.threads import apart, attempt, in_thread
+from agenticrun_workers.envs.calls import MAX_MESSAGE, apart, attempt, in_thread, raised
 from agenticrun_workers.plugins import PluginImportError, imported
 from agenticrun_workers.types import StopReason
 

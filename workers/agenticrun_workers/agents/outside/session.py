@@ -23,7 +23,7 @@ from agenticrun_workers.agents.outside.requests import Asked, chat_request, comp
 from agenticrun_workers.agents.outside.responses import Choice, Response
 from agenticrun_workers.agents.outside.tool_calls import answer_message
 from agenticrun_workers.agents.sampled_tree import Sampled
-from agenticrun_workers.envs.faults import one_line
+from agenticrun_workers.envs.calls import one_line
 from agenticrun_workers.types import FinishReason, Generation, IntArray, StopReason
 
 T = TypeVar("T")

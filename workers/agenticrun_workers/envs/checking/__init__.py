@@ -1,6 +1,6 @@
 """`check_env`: does an environment keep the promises of the protocol? For tests of environments, and for `agenticrun check-env`."""
 
-from agenticrun_workers.envs.checking.report import Finding, Report, Verdict
-from agenticrun_workers.envs.checking.run_checks import check_env
+from agenticrun_workers.envs.checking.checklist import Finding, Verdict
+from agenticrun_workers.envs.checking.run_checks import Report, check_env
 
 __all__ = ["Finding", "Report", "Verdict", "check_env"]

@@ -10,6 +10,8 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,44 @@ from agenticrun_workers.envs.checking.played_episodes import (
     episodes_of_another_process,
     events,
 )
-from agenticrun_workers.envs.checking.report import Finding, failed, not_checked, ok, warning
-from agenticrun_workers.envs.env import HasVocabulary, Renders, TakesItem
-from agenticrun_workers.envs.faults import EnvFault
+from agenticrun_workers.envs.env import EnvFault, HasVocabulary, Renders, TakesItem
 from agenticrun_workers.types import StopReason, Stream
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    """It trains, but not as well as it could."""
+    FAILED = "FAILED"
+    NOT_CHECKED = "-"
+    """There is nothing of the kind to check, or an earlier failure is in the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found."""
+
+    verdict: Verdict
+    found: str = ""
+    advice: str = ""
+    """What to do about it."""
+
+
+def ok(found: str = "") -> Finding:
+    return Finding(Verdict.OK, found)
+
+
+def warning(found: str, advice: str) -> Finding:
+    return Finding(Verdict.WARNING, found, advice)
+
+
+def failed(found: str, advice: str) -> Finding:
+    return Finding(Verdict.FAILED, found, advice)
+
+
+def not_checked(why: str) -> Finding:
+    return Finding(Verdict.NOT_CHECKED, why)
+
 
 Check = Callable[[Subject], Awaitable[Finding]]
 

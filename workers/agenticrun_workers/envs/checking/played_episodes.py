@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 
 from agenticrun_workers.envs.calls import EnvCalls
-from agenticrun_workers.envs.env import Env, StepResult
-from agenticrun_workers.envs.faults import EnvFault
-from agenticrun_workers.envs.registry import make_env
+from agenticrun_workers.envs.env import Env, EnvFault, StepResult, make_env
 from agenticrun_workers.types import StopReason, Stream
 
 Event = list[Any]

@@ -1,4 +1,4 @@
-"""`check_env`: does an environment keep the promises of the protocol? For users' own tests, and for `agenticrun check-env`.
+"""Run all checks on an environment and report what they find.
 
 from agenticrun_workers.envs.checking import check_env
 
@@ -10,16 +10,43 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from agenticrun_workers.envs.checking.checklist import CHECKS, FIRST, Check
+from agenticrun_workers.envs.checking.checklist import (
+    CHECKS,
+    FIRST,
+    Check,
+    Finding,
+    Verdict,
+    failed,
+    not_checked,
+)
 from agenticrun_workers.envs.checking.played_episodes import Subject
-from agenticrun_workers.envs.checking.report import Finding, Report, Verdict, failed, not_checked
-from agenticrun_workers.envs.env import Env
-from agenticrun_workers.envs.faults import EnvFault
-from agenticrun_workers.envs.registry import EnvConfigError, make_env
+from agenticrun_workers.envs.env import Env, EnvConfigError, EnvFault, make_env
 
-__all__ = ["Finding", "Report", "Verdict", "check_env"]
+
+@dataclass(frozen=True)
+class Report:
+    """What all checks found, by name and in order."""
+
+    findings: Mapping[str, Finding]
+
+    @property
+    def failed(self) -> bool:
+        return any(finding.verdict is Verdict.FAILED for finding in self.findings.values())
+
+    def of(self, verdict: Verdict) -> dict[str, Finding]:
+        """The findings of one kind."""
+        return {
+            name: finding for name, finding in self.findings.items() if finding.verdict is verdict
+        }
+
+    def assert_ok(self, *, warnings: bool = True) -> None:
+        """Raise `AssertionError` with all that failed; `warnings: False` makes warnings failures too."""
+        bad = self.of(Verdict.FAILED) | ({} if warnings else self.of(Verdict.WARNING))
+        lines = [f"{name}: {finding.found}. {finding.advice}" for name, finding in bad.items()]
+        assert not lines, "\n".join(lines)
 
 
 def check_env(

@@ -17,9 +17,9 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import ImageDraw
 
-from agenticrun_workers.envs.env import StepResult
-from agenticrun_workers.envs.frozen_lake.lake_picture import draw_lake
+from agenticrun_workers.envs.env import StepResult, register_env
 from agenticrun_workers.envs.frozen_lake.maps import (
     from_array,
     is_holdout,
@@ -29,13 +29,18 @@ from agenticrun_workers.envs.frozen_lake.maps import (
 )
 from agenticrun_workers.envs.grid import (
     MAX_DRAWS,
+    SIDE,
     NoLevel,
     action_numbers,
+    at,
+    box,
+    canvas,
     check_holdout_share,
     check_symbols,
+    draw_player,
+    pixels,
     step_metrics,
 )
-from agenticrun_workers.envs.registry import register_env
 from agenticrun_workers.types import BoolArray, Stream
 
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
@@ -229,3 +234,41 @@ def _ends_of_moves(size: int) -> list[tuple[int, ...]]:
         for row in range(size)
         for column in range(width)
     ]
+
+
+ICE, SNOW, CRACK = "#d7ebf5", "#eef7fb", "#a9cfe0"
+WATER, DEEP = "#2f6f94", "#1d4a66"
+POLE, FLAG = "#5b4636", "#d94f3d"
+
+
+def draw_lake(holes: BoolArray, position: tuple[int, int]) -> NDArray[np.uint8]:
+    """The board with its player.
+
+    Args:
+        holes: bool [size, size].
+        position: row and column of the player; in a hole it is drawn as sunk.
+
+    Returns:
+        RGB, uint8 [size * CELL, size * CELL, 3].
+    """
+    size = len(holes)
+    image, draw = canvas(size, size, CRACK)
+    for row, column in np.ndindex(size, size):
+        _draw_cell(draw, column * SIDE, row * SIDE, hole=bool(holes[row, column]))
+    _draw_flag(draw, (size - 1) * SIDE, (size - 1) * SIDE)
+    draw_player(draw, position[1] * SIDE, position[0] * SIDE, sunk=bool(holes[position]))
+    return pixels(image)
+
+
+def _draw_cell(draw: ImageDraw.ImageDraw, x: int, y: int, *, hole: bool) -> None:
+    draw.rectangle(box(x, y, 0.01, 0.01, 0.98, 0.98), fill=ICE)
+    if hole:
+        draw.ellipse(box(x, y, 0.12, 0.12, 0.88, 0.88), fill=SNOW)
+        draw.ellipse(box(x, y, 0.16, 0.16, 0.84, 0.84), fill=WATER)
+        draw.ellipse(box(x, y, 0.26, 0.3, 0.74, 0.8), fill=DEEP)
+
+
+def _draw_flag(draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
+    draw.ellipse(box(x, y, 0.2, 0.76, 0.6, 0.88), fill=CRACK)
+    draw.rectangle(box(x, y, 0.37, 0.15, 0.43, 0.82), fill=POLE)
+    draw.polygon([at(x, y, 0.43, 0.15), at(x, y, 0.86, 0.29), at(x, y, 0.43, 0.43)], fill=FLAG)

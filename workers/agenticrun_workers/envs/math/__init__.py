@@ -1,8 +1,12 @@
 """Mathematical problems with one right answer, and the verifier that compares answers by mathematics."""
 
-from agenticrun_workers.envs.math.answers import Verdict, reference_answer
 from agenticrun_workers.envs.math.math_env import MathEnv, MathSingleStep
-from agenticrun_workers.envs.math.verifier import MathVerifier, shared_verifier
+from agenticrun_workers.envs.math.verifier import (
+    MathVerifier,
+    Verdict,
+    reference_answer,
+    shared_verifier,
+)
 
 __all__ = [
     "MathEnv",

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agenticrun_workers.envs.env import StepResult
-from agenticrun_workers.envs.math.answers import Verdict, reference_answer
-from agenticrun_workers.envs.math.verifier import shared_verifier
-from agenticrun_workers.envs.registry import register_env
+from agenticrun_workers.envs.env import StepResult, register_env
+from agenticrun_workers.envs.math.verifier import Verdict, reference_answer, shared_verifier
 from agenticrun_workers.envs.service import EnvironmentService, ServiceStep
 from agenticrun_workers.types import Stream
 

@@ -7,14 +7,17 @@ observations like any other, so none of their tokens is ever trained on.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 import string
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from agenticrun_workers.envs.env import StepResult
-from agenticrun_workers.envs.python_tool.sums import OPERATIONS, problem
+import numpy as np
+
+from agenticrun_workers.envs.env import StepResult, register_env
+from agenticrun_workers.envs.grid import in_holdout
 from agenticrun_workers.envs.python_tool.tool_calls import (
     Answer,
     BadCall,
@@ -23,7 +26,6 @@ from agenticrun_workers.envs.python_tool.tool_calls import (
     same_answer,
     shortened,
 )
-from agenticrun_workers.envs.registry import register_env
 from agenticrun_workers.sandbox import (
     Limits,
     Outcome,
@@ -199,3 +201,23 @@ def _metrics(
         "tool_errors": float(errors),
         "success": float(success),
     }
+
+
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+HOLDOUT_SHARE = 0.2
+
+
+def problem(seed: int, split: Stream, highest: int) -> tuple[str, str]:
+    """Question and answer about two numbers from 0 to `highest`. A hash of the question decides for which split it is."""
+    rng = np.random.default_rng(seed)
+    while True:
+        sign = str(rng.choice(list(OPERATIONS)))
+        left, right = (int(number) for number in rng.integers(0, highest + 1, 2))
+        question = f"{left} {sign} {right}"
+        if is_holdout(question) == (split is Stream.VALIDATION):
+            return question, str(OPERATIONS[sign](left, right))
+
+
+def is_holdout(question: str) -> bool:
+    """Whether a question belongs to validation: the same answer on every machine."""
+    return in_holdout(f"sums:{question}".encode(), HOLDOUT_SHARE)

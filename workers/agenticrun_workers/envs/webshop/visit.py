@@ -14,7 +14,7 @@ from agenticrun_workers.envs.webshop.goals import Goal
 from agenticrun_workers.envs.webshop.pages import Page
 from agenticrun_workers.envs.webshop.products import Product
 from agenticrun_workers.envs.webshop.reward import Reward, reward
-from agenticrun_workers.envs.webshop.search import SearchEngine
+from agenticrun_workers.envs.webshop.shop import SearchEngine
 
 
 @dataclass
