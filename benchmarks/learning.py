@@ -28,9 +28,10 @@ from agenticrun_workers.driver.step import credit_turns, kl_controller, select_g
 from agenticrun_workers.driver.trainer_group import plan_batch
 from agenticrun_workers.envs import Env, make_env
 from agenticrun_workers.inference import TransformersEngine
-from agenticrun_workers.models import load_model, load_tokenizer
-from agenticrun_workers.models.files import make_model_files
+from agenticrun_workers.models.initialize import make_model_files
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.source import ModelSource, ModelSources
+from agenticrun_workers.models.tokenizer import TokenizerSource, load_tokenizer
 from agenticrun_workers.rollout.env_worker import build_agents, describe_envs
 from agenticrun_workers.rollout.groups import EpisodeResult, Group, tag_cycle
 from agenticrun_workers.serialization import pack, unpack
@@ -92,7 +93,7 @@ class Learner:
             initialize, describe_envs(self._pipeline), self._pipeline.sequence_length
         ).items():
             (folder / name).write_bytes(content)
-        tokenizer = load_tokenizer(str(folder))
+        tokenizer = load_tokenizer(TokenizerSource(str(folder)))
         self._chat = ChatFormat(tokenizer)
         self._agents = build_agents(self._pipeline, tokenizer)
         self._tags = tag_cycle(self._pipeline.train_envs.shares())

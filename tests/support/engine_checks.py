@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agenticrun_workers.inference import InferenceEngine
-from agenticrun_workers.models import load_model
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import Generation, GenerationRequest, IntArray, SamplingParams
 from tiny_model import VOCABULARY, plain_logprobs, tiny_model, weight_parts
 

@@ -24,7 +24,7 @@ from agenticrun_workers.inference import EngineError, InferenceEngine, Transform
 from agenticrun_workers.inference.engine import TakesBroadcast
 from agenticrun_workers.inference.ports import listeners_of
 from agenticrun_workers.inference.server_process import EngineProcess
-from agenticrun_workers.models import load_model
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.processes import family
 from agenticrun_workers.types import FinishReason
 from agenticrun_workers.weights.collective import WeightGroup

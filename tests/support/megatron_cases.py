@@ -17,8 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from agenticrun_workers.models import load_model
-from agenticrun_workers.models.saving import write_model
+from agenticrun_workers.models.pretrained import load_model, write_model
 from agenticrun_workers.trainer import OptimizerSpec, Sample, TrainStrategy
 from ragged_samples import LOSSES, VOCABULARY, batch
 

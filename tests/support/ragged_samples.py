@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.losses import Cispo, Decoupled, Kimi15, Ppo, Tis, Topr, Vanilla
-from agenticrun_workers.models import InitializeSpec, initialize_model
+from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.trainer import LossSpec, Sample, ValueLossSpec
 
 VOCABULARY = 21

@@ -19,8 +19,9 @@ from agenticrun_api import Pipeline
 from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.inference import TransformersEngine
 from agenticrun_workers.inference.actor import EngineActor
-from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
+from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.lora import LoraSpec, add_lora
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.trainer import OptimizerSpec, TorchPolicy
 from agenticrun_workers.trainer.policy_rank import TrainerActor

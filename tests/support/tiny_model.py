@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from agenticrun_workers.models import InitializeSpec, initialize_model
+from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.types import FloatArray, IntArray
 
 WORDS = tuple("abcdefghijklmnopqrstuvwxyz")

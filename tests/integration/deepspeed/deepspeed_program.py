@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agenticrun_workers.models import load_model
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer import (
     LossSpec,
     NonFiniteGradient,

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from agenticrun_workers.inference import InferenceEngine, TransformersEngine
-from agenticrun_workers.models import load_model
+from agenticrun_workers.models.pretrained import load_model
 from engine_conformance import EngineConformance, Models
 from tiny_model import CONTEXT
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from agenticrun_workers.inference import EngineStartError
 from agenticrun_workers.inference.vllm.engine import VllmEngine
-from agenticrun_workers.models import InitializeSpec, initialize_model
+from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from engine_conformance import Models, ServerConformance, ask, prompt, same_logprobs
 from tiny_model import CONTEXT
 

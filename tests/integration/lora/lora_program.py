@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenticrun_workers.models import load_model
-from agenticrun_workers.models.lora import LoraSpec, add_lora
-from agenticrun_workers.models.merging import adapter_names, merge
+from agenticrun_workers.models.lora import LoraSpec, adapter_names, add_lora, merge
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer import OptimizerSpec, Sample, TorchPolicy
 from agenticrun_workers.trainer.deepspeed_policy import DeepSpeedPolicy
 from agenticrun_workers.trainer.ranks import whole

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agenticrun_workers.models import load_model
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer import TorchPolicy
 from megatron_cases import (
     CASES,

@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from agenticrun_workers.models import build_task_tokenizer
+from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from agenticrun_workers.rollout.rewards import (
     JudgeConfigError,
     JudgedEpisode,

@@ -15,8 +15,7 @@ import ray
 import bad_envs
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat
-from agenticrun_workers.models import build_task_tokenizer
-from agenticrun_workers.models.tokenizer import TokenizerSource
+from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker

@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 
 from agenticrun_workers.agents import AgentLimits, OutsideAgent
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
-from agenticrun_workers.models import load_model
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.tokenizer import TokenizerSource, load_tokenizer
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason
 from outside_agents import CHAT, EPISODE, Question, Says, check_token_for_token, play

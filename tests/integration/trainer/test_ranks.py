@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agenticrun_workers.models import load_model
+from agenticrun_workers.models.pretrained import load_model
 from ragged_samples import LOSSES, VALUE_LOSSES, largest_difference, make_model
 from rank_programs import launch, load
 

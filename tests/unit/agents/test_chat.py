@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from agenticrun_workers.agents import ChatFormat, ChatTemplateError
-from agenticrun_workers.models import build_task_tokenizer
+from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from byte_level import byte_level_tokenizer
 
 CHATML = (

@@ -20,7 +20,7 @@ from agenticrun_workers.agents import (
     make_agent,
 )
 from agenticrun_workers.envs import MathSingleStep
-from agenticrun_workers.models import build_task_tokenizer, words_of
+from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 from agenticrun_workers.types import (
     EpisodeKey,
     FinishReason,

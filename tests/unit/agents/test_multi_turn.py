@@ -20,7 +20,7 @@ from agenticrun_workers.agents import (
     random_valid_policy,
 )
 from agenticrun_workers.envs import FrozenLake, StepResult
-from agenticrun_workers.models import build_task_tokenizer, words_of
+from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 from agenticrun_workers.types import (
     EpisodeKey,
     FinishReason,

@@ -18,7 +18,7 @@ from agenticrun_api import load_run
 from agenticrun_api.environments import EnvSpec
 from agenticrun_workers.agents import AgentLimits, ChatFormat, Episode, make_agent
 from agenticrun_workers.envs import MathEnv, MathSingleStep, make_env
-from agenticrun_workers.models import build_task_tokenizer, words_of
+from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 from agenticrun_workers.types import (
     EpisodeKey,
     FinishReason,

@@ -28,7 +28,7 @@ from agenticrun_workers.agents import (
     register_agent,
 )
 from agenticrun_workers.envs import EnvFault, EnvironmentService, StepResult
-from agenticrun_workers.models import build_task_tokenizer
+from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from agenticrun_workers.types import (
     EpisodeKey,
     FinishReason,

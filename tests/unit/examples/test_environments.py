@@ -9,7 +9,7 @@ import pytest
 
 from agenticrun_api import load_run
 from agenticrun_workers.envs import HasVocabulary, make_env
-from agenticrun_workers.models import build_task_tokenizer, words_of
+from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 from agenticrun_workers.types import Stream
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

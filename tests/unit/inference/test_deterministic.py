@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from agenticrun_workers.inference import TransformersEngine
-from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
+from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from weight_files import weight_files
 

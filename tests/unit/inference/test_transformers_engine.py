@@ -19,7 +19,8 @@ from agenticrun_workers.inference import (
     TransformersEngine,
     UnusableModel,
 )
-from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
+from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from weight_files import weight_files
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from agenticrun_workers.models import ModelLoadError, load_model
 from agenticrun_workers.models.devices import claim_device, collective_backends, compute_device
-from agenticrun_workers.models.loading import load_config
+from agenticrun_workers.models.pretrained import ModelLoadError, load_config, load_model
 
 
 @pytest.mark.parametrize(

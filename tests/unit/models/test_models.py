@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 
 from agenticrun_workers.envs import FrozenLake
-from agenticrun_workers.models import (
-    InitializeSpec,
-    ModelLoadError,
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.models.heads import UnsupportedModel, split_model
+from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
+from agenticrun_workers.models.pretrained import ModelLoadError, load_model
+from agenticrun_workers.models.tokenizer import (
+    TokenizerSource,
     build_task_tokenizer,
-    initialize_model,
-    load_model,
     load_tokenizer,
     words_of,
 )
-from agenticrun_workers.models.heads import UnsupportedModel, split_model
 from agenticrun_workers.types import Stream
 
 WORDS = ("P", "_", "O", "G", "\n", "Left", "Down", "Right", "Up")
@@ -134,16 +134,16 @@ def test_words_of_a_text_join_to_the_text() -> None:
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=str(tmp_path)):
         load_model(str(tmp_path))
-    with pytest.raises(ModelLoadError, match=str(tmp_path)):
-        load_tokenizer(str(tmp_path))
+    with pytest.raises(InvalidConfig, match=str(tmp_path)):
+        load_tokenizer(TokenizerSource(str(tmp_path)))
 
 
 def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
     tokenizer = build_task_tokenizer(WORDS, 100)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match="chat template"):
-        load_tokenizer(str(tmp_path))
+    with pytest.raises(InvalidConfig, match="chat template"):
+        load_tokenizer(TokenizerSource(str(tmp_path)))
 
 
 def test_a_model_that_changes_its_logits_after_the_output_layer_is_refused() -> None:

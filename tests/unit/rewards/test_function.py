@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agenticrun_workers.agents import ChatFormat
-from agenticrun_workers.models import build_task_tokenizer
+from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from agenticrun_workers.rollout.rewards import (
     JudgeConfigError,
     JudgedEpisode,

@@ -14,8 +14,7 @@ from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, Episode
 from agenticrun_workers.envs import FrozenLake, StepResult
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.models import build_task_tokenizer, words_of
-from agenticrun_workers.models.tokenizer import TokenizerSource
+from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer, words_of
 from agenticrun_workers.rollout.endpoints import Peers
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker, agent_limits, describe_envs

@@ -18,8 +18,7 @@ from agenticrun_workers.driver.evaluation import summarize
 from agenticrun_workers.driver.metrics import validation_metrics
 from agenticrun_workers.driver.step import credit_turns
 from agenticrun_workers.envs import FrozenLake
-from agenticrun_workers.models import build_task_tokenizer
-from agenticrun_workers.models.tokenizer import TokenizerSource
+from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.group_plan import GroupPlan

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from agenticrun_workers.models import load_model
+from agenticrun_workers.models.pretrained import load_model
 from ragged_samples import make_model
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from agenticrun_workers.models import load_model
 from agenticrun_workers.models.heads import UnsupportedModel
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer import OptimizerSpec, Sample, TorchPolicy, TorchReference
 from agenticrun_workers.trainer.options import FsdpOptions
 from agenticrun_workers.trainer.ulysses import attention

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, Qwen3Config
 
-from agenticrun_workers.models import load_model
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer import OptimizerSpec, TorchCritic, TorchPolicy
 from agenticrun_workers.trainer.packing import can_pack
 from ragged_samples import LOSSES, batch

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedModel
 
 from agenticrun_workers.algorithms.losses import Decoupled, Vanilla
-from agenticrun_workers.models import InitializeSpec, initialize_model, load_model
+from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer import (
     CheckpointMismatch,
     LossSpec,

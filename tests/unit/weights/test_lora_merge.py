@@ -13,11 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.models import load_model
-from agenticrun_workers.models.lora import LoraSpec, add_lora, whole_weights
-from agenticrun_workers.models.saving import write_model
+from agenticrun_workers.models.lora import Adapters, LoraSpec, add_lora, whole_weights
+from agenticrun_workers.models.pretrained import load_model, write_model
 from agenticrun_workers.models.source import ModelSource
-from agenticrun_workers.trainer.adapters import Adapters
 from agenticrun_workers.weights.adapter_node import AdapterNode
 from agenticrun_workers.weights.buckets import buckets_of
 from agenticrun_workers.weights.lora_merge import Expander, expansion_of

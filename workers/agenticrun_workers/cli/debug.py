@@ -106,7 +106,7 @@ def _source(run: AgenticRun, model: str | None) -> ModelSource:
         return replace(source, path=model)
     if run.spec.model.initialize is None:
         return source
-    from agenticrun_workers.models.files import make_model_files
+    from agenticrun_workers.models.initialize import make_model_files
     from agenticrun_workers.rollout.env_worker import describe_envs
 
     pipeline = run.spec.pipeline

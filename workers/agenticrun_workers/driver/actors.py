@@ -15,9 +15,10 @@ from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.colocation import SharedPlace, shared_places
 from agenticrun_workers.inference.pool import EnginePool
 from agenticrun_workers.models.source import ModelSource, ModelSources
+from agenticrun_workers.models.tokenizer import TokenizerCorpus
 from agenticrun_workers.placement import Placement, check_placement, options_for
 from agenticrun_workers.rollout.env_pool import EnvPool
-from agenticrun_workers.rollout.env_worker import EnvWorker, Texts
+from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.store import TrajectoryStore
 from agenticrun_workers.trainer.policy_rank import TrainerActor
@@ -47,7 +48,7 @@ class RunCluster:
         self._run = run
         self._pipeline = run.spec.pipeline
         loop = asyncio.get_running_loop()
-        self._texts: asyncio.Future[Texts] = loop.create_future()
+        self._texts: asyncio.Future[TokenizerCorpus] = loop.create_future()
         self._source: asyncio.Future[ModelSource] = loop.create_future()
         self._trainer_places: asyncio.Future[list[Placement]] = loop.create_future()
         self._devices_free = asyncio.Event()

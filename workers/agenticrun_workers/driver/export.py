@@ -41,7 +41,7 @@ def export_checkpoint(run: AgenticRun, checkpoint: str, folder: Path) -> int:
 
 def first_model(run: AgenticRun) -> ModelSource:
     """The model that the run begins with. One of random weights is made here, as its first trainer would."""
-    from agenticrun_workers.models.files import make_model_files
+    from agenticrun_workers.models.initialize import make_model_files
 
     model, pipeline = run.spec.model, run.spec.pipeline
     source = ModelSource.of(model)

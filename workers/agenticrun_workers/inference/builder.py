@@ -11,7 +11,7 @@ import torch
 from agenticrun_api import Pipeline
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference import InferenceEngine, TransformersEngine
-from agenticrun_workers.models import load_model
+from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.source import ModelSource, local_folder
 
 OPTIONS = "spec.pipeline.actorInfer.strategy.config"

@@ -1,4 +1,4 @@
-"""A causal language model in two halves, so that logits are computed only where they are needed."""
+"""Split causal language models, so that logits are computed only where they are needed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ class UnsupportedModel(Exception):
 
 
 def split_model(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
-    """The decoder (ids -> hidden states) and the output layer (hidden states -> logits) of a causal language model.
+    """Return the decoder (ids -> hidden states) and the output layer (hidden states -> logits).
 
-    Checked on a probe: models that do more than that (logit soft-capping, scaling) raise `UnsupportedModel`, because their
-    log-probs would be silently wrong.
+    Raises:
+        UnsupportedModel: the two, applied to a probe, do not give the model's logits. Models with
+            logit soft-capping or scaling would get wrong log-probs without this check.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if decoder is None or head is None:
@@ -29,6 +30,7 @@ def split_model(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
         halves: Tensor = head(decoder(input_ids=probe, use_cache=False).last_hidden_state)
     if not torch.allclose(whole, halves, rtol=1e-3, atol=1e-3):
         raise UnsupportedModel(
-            f"{type(model).__name__} changes its logits after the output layer (soft-capping or scaling)"
+            f"{type(model).__name__} changes its logits after the output layer "
+            "(soft-capping or scaling)"
         )
     return decoder, head

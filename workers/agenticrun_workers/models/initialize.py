@@ -1,15 +1,18 @@
-"""Make a tiny causal language model from nothing: random weights and a task tokenizer, as a normal Hugging Face folder."""
+"""Make tiny causal language models: random weights and a task tokenizer."""
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from agenticrun_workers.models.saving import write_model
-from agenticrun_workers.models.task_tokenizer import build_task_tokenizer
+from agenticrun_api.spec import InitializeModel
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.models.pretrained import write_model
+from agenticrun_workers.models.tokenizer import TokenizerCorpus, build_task_tokenizer, words_of
 
 _CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 """Not qwen2: transformers' AutoTokenizer replaces any tokenizer in a qwen2 folder by its own."""
@@ -20,7 +23,7 @@ class InitializeSpec:
     """The shape of a model. Sizes are counted in elements; `heads` must divide `hidden_size`."""
 
     words: tuple[str, ...]
-    """The pieces of text that the tokenizer knows (`HasVocabulary.vocabulary`, `words_of`)."""
+    """The words that the tokenizer knows (`HasVocabulary.vocabulary`, `words_of`)."""
     architecture: str = "llama"
     hidden_size: int = 128
     intermediate_size: int = 256
@@ -39,7 +42,10 @@ class InitializeSpec:
 def initialize_model(folder: Path, spec: InitializeSpec) -> None:
     """Write config, weights (float32 safetensors), tokenizer and chat template into `folder`.
 
-    The same spec gives the same weights. Raises `ValueError` for a shape that cannot be built.
+    The same spec gives the same weights.
+
+    Raises:
+        ValueError: no model can have this shape.
     """
     if spec.architecture not in _CONFIGS:
         raise ValueError(
@@ -74,3 +80,37 @@ def initialize_model(folder: Path, spec: InitializeSpec) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     write_model(folder, model, dict(model.named_parameters()))
     tokenizer.save_pretrained(folder)
+
+
+def make_model_files(
+    model: InitializeModel, corpus: TokenizerCorpus, max_length: int
+) -> dict[str, bytes]:
+    """Make the model that `spec.model.initialize` describes.
+
+    Returns:
+        Its files by name.
+
+    Raises:
+        InvalidConfig: no model can have this shape.
+    """
+    words = [
+        *corpus.vocabulary,
+        *(word for text in corpus.texts for word in words_of(text)),
+        *model.words,
+    ]
+    spec = InitializeSpec(
+        words=tuple(dict.fromkeys(words)),
+        architecture=model.architecture,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        layers=model.layers,
+        heads=model.heads,
+        max_position_embeddings=max_length,
+        seed=model.seed,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            initialize_model(Path(folder), spec)
+        except ValueError as error:
+            raise InvalidConfig("spec.model.initialize", str(error)) from error
+        return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}

@@ -1,6 +1,10 @@
 """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) in the linear layers of a model, by peft.
 
-The adapters are put into the model itself: it keeps its class, its decoder and its output layer. At first they change nothing.
+The adapters are put into the model itself, which keeps its class, its decoder and its output layer.
+They change nothing until they are trained.
+
+transformers and peft are imported only where adapters are added: nodes that merge adapters into
+weights load no model.
 """
 
 from __future__ import annotations
@@ -8,17 +12,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from agenticrun_workers.models.merging import MergeRule, adapter_names, merge
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ADAPTER = "default"
 BASE = "base_layer"
+
+Gather = Callable[[nn.Parameter], Tensor]
+"""Returns the whole value of a parameter, under any sharding. Collective: called for all parameters
+in the same order on every rank."""
+
+MergeRule = tuple[float, bool]
+"""alpha / rank, and True where the layer holds its weight transposed."""
 
 
 class UnknownTarget(ValueError):
@@ -27,27 +37,24 @@ class UnknownTarget(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """What is trained instead of a layer's weight W: A and B in W + alpha / rank * B A."""
+    """Trained instead of a layer's weight W: A and B in W + alpha / rank * B A."""
 
     rank: int = 16
     alpha: float = 32.0
     target_modules: tuple[str, ...] = ()
-    """Names of the layers, or ends of their dotted names; default: all linear ones but the output layer."""
+    """Names of layers, or ends of their dotted names. Empty: all linear layers but the output."""
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTrainedModel:
-    """The same model, changed: from now on its adapters alone train.
+    """Add adapters to `model`, in place, and freeze everything else.
 
     Args:
-        seed: of A; B is zero. All ranks must give the same.
+        seed: of A; B is zero. All ranks must pass the same.
 
     Raises:
-        UnknownTarget: a name in `target_modules` that no linear layer has, or that the output layer has.
+        UnknownTarget: no linear layer has a name in `target_modules`, or the output layer has it.
     """
-    from peft import (
-        LoraConfig,
-        inject_adapter_in_model,
-    )  # seconds: only runs with adapters wait for it
+    from peft import LoraConfig, inject_adapter_in_model
 
     _check_targets(model, spec.target_modules)
     targets = list(spec.target_modules) or "all-linear"
@@ -58,16 +65,15 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTraine
         lora_dropout=0.0,
     )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "fan_in_fan_out"
-        )  # peft sees by itself which layers hold their weight transposed
+        # peft detects which layers hold their weight transposed
+        warnings.filterwarnings("ignore", "fan_in_fan_out")
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     return model
 
 
 def describe_lora(model: nn.Module) -> dict[str, Any] | None:
-    """Rank, alpha and the layers that have adapters, as JSON; None without adapters."""
+    """Return rank, alpha and the names of the adapted layers as JSON; None without adapters."""
     layers = _adapted(model)
     if not layers:
         return None
@@ -76,15 +82,52 @@ def describe_lora(model: nn.Module) -> dict[str, Any] | None:
     return {**asdict(spec), "target_modules": list(spec.target_modules)}
 
 
-def whole_weights(
-    model: nn.Module, whole: Callable[[nn.Parameter], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """The parameters under the names that they have without adapters, with these merged: W + alpha / rank * B A.
+class Adapters:
+    """The adapters of a policy that trains nothing else, and its base, out of any sharding.
 
-    Merged ones are computed and given in float32, or in the model's wider dtype. The model does not change. Tied ones come once.
+    `merge` computes the policy's weights from them.
+    """
 
-    Args:
-        whole: gives a parameter's whole value, under any sharding. Called for all parameters, in the same order on every rank.
+    def __init__(self, model: nn.Module, whole: Gather, rank: int) -> None:
+        self._model = model
+        self._whole = whole
+        self._rank = rank
+
+    @classmethod
+    def of(cls, model: nn.Module, whole: Gather, rank: int) -> Adapters | None:
+        """Return the adapters of `model`, or None if it has none."""
+        return cls(model, whole, rank) if merge_rules(model) else None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield A and B of each layer by `adapter_names`, in the dtype of the computation.
+
+        Collective; yields on rank 0 only.
+        """
+        return self._on_first(adapter_weights(self._model, self._whole))
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all other parameters, which never change.
+
+        Their order and names are those of `TrainStrategy.export_weights`, their dtype is that of
+        the computation. Collective; yields on rank 0 only.
+        """
+        return self._on_first(base_weights(self._model, self._whole))
+
+    def rules(self) -> dict[str, MergeRule]:
+        """Return the merge rule of each adapted weight, by its name."""
+        return merge_rules(self._model)
+
+    def _on_first(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for named in weights:
+            if self._rank == 0:
+                yield named
+
+
+def whole_weights(model: nn.Module, whole: Gather) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters under their names without adapters, with adapters merged into them.
+
+    Merged values have float32 or the model's wider dtype. The model does not change. Tied
+    parameters come once.
     """
     layers = {f"{name}.weight": layer for name, layer in _adapted(model).items()}
     for name, value in base_weights(model, whole):
@@ -95,10 +138,8 @@ def whole_weights(
         yield name, value
 
 
-def base_weights(
-    model: nn.Module, whole: Callable[[nn.Parameter], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """The parameters without the adapters, under the names that they have without them. `whole` as of `whole_weights`."""
+def base_weights(model: nn.Module, whole: Gather) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters that are no adapters, under their names without adapters."""
     layers = _adapted(model)
     adapters = {id(part) for layer in layers.values() for part in _parts(layer)}
     for name, parameter in model.named_parameters():
@@ -109,27 +150,41 @@ def base_weights(
         yield f"{plain}.{last}" if plain in layers else name, whole(parameter)
 
 
-def adapter_weights(
-    model: nn.Module, whole: Callable[[nn.Parameter], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """A and B of each adapted layer, as `adapter_names` calls them. `whole` as of `whole_weights`."""
+def adapter_weights(model: nn.Module, whole: Gather) -> Iterator[tuple[str, Tensor]]:
+    """Yield A and B of each adapted layer, by `adapter_names`."""
     for layer_name, layer in _adapted(model).items():
         for name, part in zip(adapter_names(f"{layer_name}.weight"), _parts(layer), strict=True):
             yield name, whole(part)
 
 
 def merge_rules(model: nn.Module) -> dict[str, MergeRule]:
-    """Of each weight that adapters belong to."""
+    """Return the merge rule of each adapted weight, by its name."""
     return {f"{name}.weight": _rule(layer) for name, layer in _adapted(model).items()}
 
 
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Return the names of a weight's A and B: `<layer>.lora_{A,B}.weight`."""
+    layer = weight.removesuffix(".weight")
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+@torch.no_grad()
+def merge(weight: Tensor, a: Tensor, b: Tensor, rule: MergeRule) -> Tensor:
+    """Return W + alpha / rank * B A, in float32 or in the weight's wider dtype."""
+    scale, transposed = rule
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    # in place: a pass over memory costs more than the arithmetic
+    product = (b.to(wide) @ a.to(wide)).mul_(scale)
+    return (product.T if transposed else product).add_(weight)
+
+
 def _adapted(model: nn.Module) -> dict[str, Any]:
-    """The layers with adapters (peft's `LoraLayer`), by name."""
+    """Return the layers with adapters (peft's `LoraLayer`), by name."""
     return {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
 
 
 def _parts(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
-    """A and B."""
+    """Return A and B."""
     return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
 
 
@@ -138,6 +193,8 @@ def _rule(layer: Any) -> MergeRule:
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    from transformers.pytorch_utils import Conv1D
+
     for target in targets:
         found = {
             name: layer

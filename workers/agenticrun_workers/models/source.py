@@ -1,4 +1,4 @@
-"""Where the policy's first weights and its tokenizer come from."""
+"""Sources of a run's models: a folder, a name on the hub, or files that the run made itself."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A folder or hub name that every pod can read, or the files of a model that the run made itself.
+    """A folder or hub name that every pod can read, or the files of a model made by the run.
 
-    Files travel to the pods as bytes, so that all pods have the same model whatever their libraries' versions.
+    Files travel to the pods as bytes: all pods have the same model, whatever versions of libraries
+    they have.
     """
 
     path: str | None = None
@@ -32,14 +33,14 @@ class ModelSource:
 
     @classmethod
     def of(cls, model: ModelSpec) -> ModelSource:
-        """As the run says; without the files of a model that is still to be made."""
+        """Read the source from the spec. Files of a model to be made are added by `with_files`."""
         return cls(
             model.path, None, model.dtype, model.attn_implementation, model.trust_remote_code
         )
 
     @contextmanager
     def folder(self) -> Iterator[str]:
-        """What to load from: the path, or a scratch folder with the files in it."""
+        """Provide the path to load from: the model's own, or a scratch folder with the files."""
         if self.path is not None:
             yield self.path
             return
@@ -48,7 +49,7 @@ class ModelSource:
             yield folder
 
     def write(self, folder: Path) -> None:
-        """Put the files there, of a model that the run made itself."""
+        """Write the files of a model made by the run into `folder`."""
         for name, content in (self.files or {}).items():
             (folder / name).write_bytes(content)
 
@@ -56,7 +57,7 @@ class ModelSource:
         return replace(self, files=files)
 
     def tokenizer(self) -> TokenizerSource:
-        """What an env worker needs of it."""
+        """Return the source of the tokenizer alone, which is what an env worker needs."""
         files = self.files and {
             name: data for name, data in self.files.items() if not name.endswith(WEIGHT_SUFFIXES)
         }
@@ -65,7 +66,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class ModelSources:
-    """Where each model of a run comes from."""
+    """The source of each model of a run."""
 
     policy: ModelSource
     reference: ModelSource
@@ -73,7 +74,7 @@ class ModelSources:
 
     @classmethod
     def of(cls, policy: ModelSource, pipeline: Pipeline) -> ModelSources:
-        """Reference and critic begin as the policy, unless the run names others."""
+        """Start reference and critic from the policy, unless the run names other models."""
 
         def other(path: str | None) -> ModelSource:
             return policy if path is None else replace(policy, path=path, files=None)
@@ -86,7 +87,11 @@ class ModelSources:
 
 
 def local_folder(folder: str) -> Path:
-    """The folder itself, or that of a model on the hub, downloaded where it is not in the cache yet. Raises `InvalidConfig`."""
+    """Return a local folder of the model, downloading it from the hub if it is not cached.
+
+    Raises:
+        InvalidConfig: it is neither a folder here nor available from the hub.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -101,5 +106,6 @@ def local_folder(folder: str) -> Path:
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
         raise InvalidConfig(
-            "spec.model.path", f"{folder} is no folder here and cannot be had from the hub: {error}"
+            "spec.model.path",
+            f"{folder} is no folder here and cannot be downloaded from the hub: {error}",
         ) from error

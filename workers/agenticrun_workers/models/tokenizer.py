@@ -1,27 +1,63 @@
-"""The tokenizer of the policy, loaded without torch: an env worker starts fast and stays small."""
+"""The policy's tokenizer: loaded from its model, or built for one task.
+
+No torch is imported, so that an env worker starts fast and stays small.
+
+A task tokenizer has one token for every word of the task's texts, and no unknown token. Text is cut
+into the longest known words from left to right. Text that no word covers is an error: a policy that
+cannot see a part of its observation would look like one that cannot learn.
+"""
 
 from __future__ import annotations
 
+import re
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from agenticrun_workers.errors import InvalidConfig
 
+PAD = "<|pad|>"
+END_OF_TURN = "<|end|>"
+ROLES = ("system", "user", "assistant")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""ChatML with one token per role, without line breaks: `<|user|>...<|end|><|assistant|>...`."""
+
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """A model folder or hub name that this pod can read, or the files of one that the run made itself."""
+    """A model folder or hub name that this pod can read, or files of a model made by the run."""
 
     path: str | None = None
     files: dict[str, bytes] | None = None
     trust_remote_code: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerCorpus:
+    """Text that a task tokenizer must cover."""
+
+    vocabulary: tuple[str, ...]
+    """Words that the environments declare; each becomes one token."""
+    texts: tuple[str, ...]
+    """Texts to cut into words (`words_of`)."""
+
+
 def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
-    """The tokenizer. Raises `InvalidConfig` if there is none or it has no chat template."""
+    """Load a tokenizer.
+
+    Raises:
+        InvalidConfig: there is none, or it has no chat template.
+    """
     if source.path is None:
         with tempfile.TemporaryDirectory() as folder:
             for name, content in (source.files or {}).items():
@@ -41,8 +77,38 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def build_task_tokenizer(words: Iterable[str], max_length: int) -> PreTrainedTokenizerFast:
+    """Build a tokenizer of the special tokens and `words`, in this order and without duplicates.
+
+    `decode(encode(text)) == text` for every text that it accepts. Encoding text with a piece that
+    is no word raises an error.
+    """
+    specials = [PAD, END_OF_TURN, *(f"<|{role}|>" for role in ROLES)]
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys([*specials, *words]))}
+    core = Tokenizer(models.WordLevel(vocabulary))
+    longest_first = sorted(vocabulary, key=len, reverse=True)
+    core.pre_tokenizer = pre_tokenizers.Split(
+        Regex("|".join(map(re.escape, longest_first))), behavior="isolated"
+    )
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=END_OF_TURN,
+        pad_token=PAD,
+        additional_special_tokens=specials[2:],
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def words_of(text: str) -> list[str]:
+    """Cut a text into words (with the space before them) and single other characters."""
+    return list(dict.fromkeys(re.findall(r" ?[^\W_]+|[\s\S]", text)))
+
+
 def _from_path(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Through AutoTokenizer (which imports torch) only where the plain fast tokenizer will not do."""
+    """Load by AutoTokenizer, which imports torch, only where the plain fast tokenizer cannot do."""
     if (Path(path) / "tokenizer.json").exists() and not trust_remote_code:
         return _fast(Path(path))
     from transformers import AutoTokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +14,7 @@ from agenticrun_workers.agents import Agent, AgentLimits, ChatFormat, agent_text
 from agenticrun_workers.envs import HasVocabulary, TakesItem, make_env
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.client import GenerationClient
-from agenticrun_workers.models.tokenizer import TokenizerSource, load_tokenizer
+from agenticrun_workers.models.tokenizer import TokenizerCorpus, TokenizerSource, load_tokenizer
 from agenticrun_workers.placement import Placement, here
 from agenticrun_workers.plugins import PluginConfigError, PluginError
 from agenticrun_workers.rollout.endpoints import Peers
@@ -25,14 +25,6 @@ from agenticrun_workers.rollout.result_mailbox import Outbox
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
-
-
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """What a tiny tokenizer must know: fixed pieces that the environments declare, and texts to cut into words."""
-
-    vocabulary: tuple[str, ...]
-    texts: tuple[str, ...]
 
 
 class EnvWorker:
@@ -66,7 +58,7 @@ class EnvWorker:
         """Never returns: the caller's future fails when this process dies."""
         await asyncio.Event().wait()
 
-    async def describe(self) -> Texts:
+    async def describe(self) -> TokenizerCorpus:
         """Build every environment, data set and judge once. Raises `InvalidConfig` with the plug-in's own words."""
         texts = describe_envs(self._pipeline)
         self._sources = await asyncio.to_thread(Sources.of, self._pipeline)
@@ -167,7 +159,7 @@ class EnvWorker:
                 self._outbox.put(result)
 
 
-def describe_envs(pipeline: Pipeline) -> Texts:
+def describe_envs(pipeline: Pipeline) -> TokenizerCorpus:
     """Build every environment of a run and read its texts. Raises `InvalidConfig`."""
     vocabulary: list[str] = []
     texts: list[str] = []
@@ -187,7 +179,7 @@ def describe_envs(pipeline: Pipeline) -> Texts:
             texts += [env.instruction, *agent_texts(spec.agent.type, spec.agent.config)]
         except PluginError as error:
             raise InvalidConfig(f"{path}.agent.type", str(error)) from error
-    return Texts(tuple(vocabulary), tuple(texts))
+    return TokenizerCorpus(tuple(vocabulary), tuple(texts))
 
 
 def build_agents(

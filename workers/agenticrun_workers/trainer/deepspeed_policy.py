@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.aggregation import StepTotals
 from agenticrun_workers.algorithms.segments import Floats
-from agenticrun_workers.models.lora import whole_weights
+from agenticrun_workers.models.lora import Adapters, whole_weights
 from agenticrun_workers.trainer.actor_loss import ActorLoss, SupervisedLoss
 from agenticrun_workers.trainer.actor_metrics import ActorMetrics, nothing_learned
-from agenticrun_workers.trainer.adapters import Adapters
 from agenticrun_workers.trainer.checkpoint import load_state, save_state
 from agenticrun_workers.trainer.deepspeed_engine import ZeroEngine
 from agenticrun_workers.trainer.deepspeed_options import DeepSpeedOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenticrun_workers.models.saving import write_model
+from agenticrun_workers.models.pretrained import write_model
 
 
 def write_folder(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
 from agenticrun_workers.models.source import ModelSources
-from agenticrun_workers.rollout.env_worker import Texts
+from agenticrun_workers.models.tokenizer import TokenizerCorpus
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.trainer.batch import RankBatch, RankPlan, ScoredBatch
 from agenticrun_workers.trainer.rank import ACTOR, CRITIC, REFERENCE, Metrics, combine
@@ -23,7 +23,7 @@ from agenticrun_workers.weights.written import BroadcastFailed, Written
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agenticrun_workers.trainer.adapters import Adapters
+    from agenticrun_workers.models.lora import Adapters
 
 
 class TrainerActor(TakesReference):
@@ -38,11 +38,11 @@ class TrainerActor(TakesReference):
         self._hosted = hosted
         self._batch: RankBatch | None = None
 
-    def make_model(self, model: InitializeModel, texts: Texts) -> dict[str, bytes]:
+    def make_model(self, model: InitializeModel, corpus: TokenizerCorpus) -> dict[str, bytes]:
         """The files of `spec.model.initialize`. Raises `InvalidConfig`."""
-        from agenticrun_workers.models.files import make_model_files
+        from agenticrun_workers.models.initialize import make_model_files
 
-        return make_model_files(model, texts, self._pipeline.sequence_length)
+        return make_model_files(model, corpus, self._pipeline.sequence_length)
 
     def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> int:
         """Join the other ranks and load the models on so many torch threads. Raises `InvalidConfig`.

@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 from agenticrun_api import Pipeline
 from agenticrun_api.training import ActorTrain, Critic
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.models import ModelLoadError
-from agenticrun_workers.models.files import load
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.lora import LoraSpec, UnknownTarget, add_lora
+from agenticrun_workers.models.pretrained import ModelLoadError, load_source
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.trainer import (
@@ -78,7 +77,7 @@ def build_reference(pipeline: Pipeline, source: ModelSource, *, shared: bool) ->
     arguments = {"temperature": loss_temperature(pipeline), **_batches(pipeline.actor_train)}
     with _refusing("spec.pipeline.reference.path", OPTIONS):
         return TorchReference(
-            partial(load, source), options=_options(pipeline, shared), **arguments
+            partial(load_source, source), options=_options(pipeline, shared), **arguments
         )
 
 
@@ -88,7 +87,7 @@ def build_critic(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> Cr
     optimizer = optimizer_spec(pipeline, pipeline.critic.training)
     with _refusing("spec.pipeline.critic.path", OPTIONS):
         return TorchCritic(
-            partial(load, source, _masters(source)),
+            partial(load_source, source, _masters(source)),
             optimizer,
             dtype=getattr(torch, source.dtype),
             options=_options(pipeline, shared),
@@ -108,7 +107,7 @@ def _options(pipeline: Pipeline, shared: bool) -> FsdpOptions:
 def _policy_loader(pipeline: Pipeline, source: ModelSource) -> Callable[[], PreTrainedModel]:
     """Loads the policy with the weights that are trained: in the masters' dtype, with adapters where only these are trained."""
     lora = pipeline.actor_train.lora
-    load_whole = partial(load, source, _masters(source))
+    load_whole = partial(load_source, source, _masters(source))
     if lora is None:
         return load_whole
     spec = LoraSpec(rank=lora.rank, alpha=lora.alpha, target_modules=tuple(lora.target_modules))

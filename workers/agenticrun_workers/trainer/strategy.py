@@ -15,7 +15,7 @@ from torch import Tensor
 from agenticrun_workers.algorithms.aggregation import Aggregation
 from agenticrun_workers.algorithms.losses import Kimi15, KlKind, Ppo, RatioLevel, Vanilla, Variant
 from agenticrun_workers.algorithms.segments import Floats
-from agenticrun_workers.trainer.adapters import Adapters
+from agenticrun_workers.models.lora import Adapters
 from agenticrun_workers.types import FloatArray, IntArray
 
 

@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.aggregation import StepTotals
 from agenticrun_workers.algorithms.segments import Floats
-from agenticrun_workers.models.lora import whole_weights
+from agenticrun_workers.models.lora import Adapters, whole_weights
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.actor_loss import ActorLoss, SupervisedLoss
 from agenticrun_workers.trainer.actor_metrics import ActorMetrics, nothing_learned
-from agenticrun_workers.trainer.adapters import Adapters
 from agenticrun_workers.trainer.export import write_folder
 from agenticrun_workers.trainer.microbatch import responses, weighted
 from agenticrun_workers.trainer.modules import PolicyModule

@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.models.merging import adapter_names, merge
+from agenticrun_workers.models.lora import adapter_names, merge
 from agenticrun_workers.models.source import ModelSource, local_folder
 from agenticrun_workers.weights.buckets import TORCH_NAMES, Shape
 from agenticrun_workers.weights.merge_plan import Expansion
@@ -21,7 +21,7 @@ from agenticrun_workers.weights.sender import DTYPES
 from agenticrun_workers.weights.stored import StoredWeights, UnreadableFiles
 
 if TYPE_CHECKING:
-    from agenticrun_workers.trainer.adapters import Adapters
+    from agenticrun_workers.models.lora import Adapters
 
 
 def expansion_of(adapters: Adapters, source: ModelSource) -> Expansion | str:

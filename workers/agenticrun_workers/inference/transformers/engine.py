@@ -29,7 +29,7 @@ from agenticrun_workers.inference.transformers.caches import Caches, PrivateCach
 from agenticrun_workers.inference.transformers.forward import Forward
 from agenticrun_workers.inference.transformers.held_weights import HeldWeights
 from agenticrun_workers.models.heads import UnsupportedModel
-from agenticrun_workers.models.loading import ModelLoadError
+from agenticrun_workers.models.pretrained import ModelLoadError
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from agenticrun_workers.algorithms.aggregation import StepTotals
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.models.devices import compute_device
-from agenticrun_workers.models.loading import load_config
+from agenticrun_workers.models.lora import Adapters
+from agenticrun_workers.models.pretrained import load_config
 from agenticrun_workers.trainer.actor_loss import ActorLoss, SupervisedLoss
 from agenticrun_workers.trainer.actor_metrics import ActorMetrics, nothing_learned
-from agenticrun_workers.trainer.adapters import Adapters
 from agenticrun_workers.trainer.export import write_folder
 from agenticrun_workers.trainer.megatron.architecture import Architecture
 from agenticrun_workers.trainer.megatron.checkpoint import Checkpoints

@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from agenticrun_workers.models import ModelLoadError
+from agenticrun_workers.models.pretrained import ModelLoadError
 from agenticrun_workers.trainer.megatron.architecture import Architecture
 from agenticrun_workers.trainer.megatron.model import MegatronModel
 from agenticrun_workers.trainer.megatron.parallel import Place

@@ -1,0 +1,17 @@
+"""torch takes seconds and hundreds of MB: processes that compute no tensors must not import it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("module", ["models.source", "models.tokenizer", "weights.sync"])
+def test_a_module_of_processes_without_tensors_does_not_import_torch(module: str) -> None:
+    code = f"import sys, agenticrun_workers.{module}; print('torch' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert found.strip() == "False"
