@@ -103,7 +103,8 @@ bench: setup ## Benchmarks, by hand; results go to benchmarks/results
 
 ##@ Cluster
 .PHONY: demo
-demo: setup ## Bring up a cluster, install everything, train examples/frozen-lake.yaml, show progress
+demo: ## Bring up a cluster, install everything, train examples/frozen-lake.yaml, show progress
+	@$(PYTHON) tools/prepare.py
 	@$(BIN)/python tools/demo.py
 
 .PHONY: up

@@ -1,7 +1,8 @@
 """`make test`: every stage that must pass, in order, with the minutes each took.
 
-Stages share one cluster. A cluster that was already up is used and left up; one that this program started is stopped at the end,
-whatever happened in between. Standard library only: it runs before anything is installed.
+Stages share one cluster. A cluster that was already up is used and left up. One that this program
+started is stopped at the end, whatever happened in between. Standard library only: it runs before
+anything is installed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = [str(ROOT / ".venv/bin/pytest"), "-q", "--durations=5"]
 SIDE_BY_SIDE = ["-n", "2", "--no-loadscope-reorder"]
-"""Much of a test is waiting for one process after another to start, so two at a time end sooner on two cores."""
+"""Tests mostly wait for processes to start, so two at a time end sooner on two cores."""
 DEVCLUSTER = [sys.executable, str(ROOT / "tools/devcluster")]
 
 
@@ -57,13 +58,11 @@ class Stages:
 
 
 def test(stages: Stages) -> None:
-    """The stages; one that cannot work without an earlier one is not begun after that failed."""
-    if not stages.run("environment", ["make", "--no-print-directory", "setup"]):
+    """Run the stages, but none that needs an earlier one which failed."""
+    if not stages.run("set-up", [sys.executable, str(ROOT / "tools/prepare.py"), "--engines"]):
         return
     stages.run("lint", ["make", "--no-print-directory", "lint"])
     stages.run("unit", [*PYTEST, *SIDE_BY_SIDE, "tests/unit"])
-    if not stages.run("engines", ["make", "--no-print-directory", "engines"]):
-        return
     if not stages.run("cluster", [*DEVCLUSTER, "up"]) or not stages.run(
         "images", [*DEVCLUSTER, "images"]
     ):

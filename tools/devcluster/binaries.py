@@ -139,9 +139,29 @@ class Binaries:
                 go = find_go(self._settings)
                 total = sum(program.typical_seconds for program in missing)
                 say(f"building {len(missing)} Go programs, once; about {total} s on two cores")
-                for number, program in enumerate(missing, 1):
-                    self._build(go, program, f"[{number}/{len(missing)}] {program.name}")
+                downloads = [self._download(go, program) for program in missing]
+                try:
+                    for number, program in enumerate(missing, 1):
+                        title = f"[{number}/{len(missing)}] {program.name}"
+                        # Whether it worked is for the build to tell, which downloads the rest.
+                        downloads[number - 1].wait()
+                        self._build(go, program, title)
+                finally:
+                    for download in downloads:
+                        download.kill()
+                        download.wait()
             self._link_current()
+
+    def _download(self, go: str, program: GoProgram) -> "subprocess.Popen[bytes]":
+        """Begin to fetch the modules of a program, beside the compiler that works on another one."""
+        return subprocess.Popen(
+            [go, "mod", "download"],
+            cwd=self._sources / program.name,
+            env=_go_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def _build(self, go: str, program: GoProgram, title: str) -> None:
         source, target = self._sources / program.name, self.folder(program)

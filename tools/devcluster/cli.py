@@ -64,9 +64,11 @@ def _run(options: argparse.Namespace, settings: Settings, cluster: Cluster) -> i
             print(f'export PATH={shlex.quote(str(Binaries(settings).current))}:"$PATH"')
         case "images":
             base = [recipe for recipe in RECIPES if options.name in ("", recipe.name)]
-            print(
-                json.dumps(cluster.publish([*base, *variants(options.engines, gpus=options.gpus)]))
-            )
+            recipes = [*base, *variants(options.engines, gpus=options.gpus)]
+            if options.build_only:
+                cluster.build(recipes)
+            else:
+                print(json.dumps(cluster.publish(recipes)))
         case "load":
             cluster.load(options.archive)
     return 0
@@ -132,6 +134,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     images.add_argument(
         "--gpus", action="store_true", help="engines for GPUs; else those for machines without"
+    )
+    images.add_argument(
+        "--build-only",
+        action="store_true",
+        help="build what changed and stop there; needs no cluster",
     )
     load = commands.add_parser("load", help="load a docker-archive or oci-archive into the cluster")
     load.add_argument("archive", type=Path)

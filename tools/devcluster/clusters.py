@@ -43,6 +43,9 @@ class Cluster(Protocol):
     def kubeconfig(self) -> Path:
         """A kubeconfig whose current context is this cluster."""
 
+    def build(self, recipes: Sequence[Recipe]) -> None:
+        """Build these images as far as that needs no cluster, so that `publish` finds them."""
+
     def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
         """Builds these images, makes them available and returns their references by name."""
 
@@ -107,6 +110,11 @@ class HostCluster:
             raise DevclusterError("the cluster is down: python3 tools/devcluster up")
         return self._settings.kubeconfig
 
+    def build(self, recipes: Sequence[Recipe]) -> None:
+        """See Cluster."""
+        prerequisites.install_packages(self._settings)
+        self._images.build(recipes)
+
     def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
         """See Cluster."""
         if self._node.problems() == ["down"]:
@@ -163,6 +171,10 @@ class KindCluster:
             path, run(["kind", "get", "kubeconfig", "--name", self._settings.name]), mode=0o600
         )
         return path
+
+    def build(self, recipes: Sequence[Recipe]) -> None:
+        """See Cluster."""
+        self._images.build(recipes)
 
     def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
         """See Cluster."""
@@ -233,6 +245,11 @@ class ContextCluster:
         path = self._settings.cache / "kubeconfig-context"
         write_if_changed(path, kubectl("config", "view", "--minify", "--flatten"), mode=0o600)
         return path
+
+    def build(self, recipes: Sequence[Recipe]) -> None:
+        """See Cluster. Without IMAGE_REGISTRY nothing is built."""
+        if self._settings.image_registry:
+            self._images.build(recipes)
 
     def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
         """See Cluster. Without IMAGE_REGISTRY there is nowhere to push to: the chart's own image names hold."""

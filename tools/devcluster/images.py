@@ -61,6 +61,12 @@ class NodeImages:
                     self._build_and_deliver(recipe, reference)
             return references
 
+    def build(self, recipes: Sequence[Recipe]) -> None:
+        """Build what changed into buildah's store, and nothing else: it needs no cluster."""
+        with exclusive(self._settings.cache / "images" / "lock"):
+            for recipe in recipes:
+                self._build(recipe, _local(recipe, self.references([recipe])[recipe.name]))
+
     def pull_published(self) -> None:
         """Pulls what was published last; after a start with an emptied image store pods then start at once."""
         present = self._containerd.images()
@@ -69,12 +75,16 @@ class NodeImages:
                 self._pull(references[-1])
 
     def _build_and_deliver(self, recipe: Recipe, reference: str) -> None:
-        local = f"localhost/{recipe.repository}:{reference.rpartition(':')[2]}"
-        if not self._in_registry(reference) and not self._buildah.has(local):
-            self._buildah.make_base()
-            self._buildah.build(recipe, local)
+        local = _local(recipe, reference)
+        if not self._in_registry(reference):
+            self._build(recipe, local)
         self._deliver(local, reference)
         self._forget_old(recipe, reference)
+
+    def _build(self, recipe: Recipe, local: str) -> None:
+        if not self._buildah.has(local):
+            self._buildah.make_base()
+            self._buildah.build(recipe, local)
 
     def _deliver(self, local: str, reference: str) -> None:
         if not self._in_registry(reference):
@@ -94,7 +104,7 @@ class NodeImages:
         for reference in old:
             say(f"forgetting {reference}")
             self._containerd.remove_images([reference])
-            local = f"localhost/{recipe.repository}:{reference.rpartition(':')[2]}"
+            local = _local(recipe, reference)
             if self._buildah.has(local):
                 self._buildah.remove(local)
             self._delete_from_registry(reference)
@@ -147,6 +157,11 @@ class NodeImages:
         name, _, version = reference.removeprefix(f"{self._settings.registry}/").partition(":")
         url = f"http://{self._settings.registry}/v2/{name}/manifests/{version}"
         return urllib.request.Request(url, method=method, headers={"Accept": _MANIFEST_TYPES})
+
+
+def _local(recipe: Recipe, reference: str) -> str:
+    """Return the name in buildah's store of an image with this reference in the registry."""
+    return f"localhost/{recipe.repository}:{reference.rpartition(':')[2]}"
 
 
 def kept_and_old(

@@ -9,7 +9,7 @@ from pathlib import Path
 from devcluster.configs import cni_plugin_folder
 from devcluster.console import progress
 from devcluster.settings import Settings
-from devcluster.shell import DevclusterError, NoClusterPossible, run, write_if_changed
+from devcluster.shell import DevclusterError, NoClusterPossible, exclusive, run, write_if_changed
 
 # A command that each package brings, and the package.
 PACKAGES: Mapping[str, str] = {
@@ -78,8 +78,13 @@ def install_packages(settings: Settings) -> None:
         CommandFailed: apt-get failed.
         DevclusterError: apt-get succeeded and something is still missing.
     """
-    missing = missing_packages()
-    if not missing:
+    if missing_packages():
+        with exclusive(settings.cache / "apt.lock"):
+            _install(missing_packages(), settings)
+
+
+def _install(missing: list[str], settings: Settings) -> None:
+    if not missing:  # another command has installed it meanwhile
         return
     before = installed_packages()
     with progress(f"installing Debian packages {' '.join(missing)}"):

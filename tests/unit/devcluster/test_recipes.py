@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from devcluster.images import kept_and_old
+from devcluster.buildah import Buildah
+from devcluster.containerd import Containerd
+from devcluster.images import NodeImages, kept_and_old
 from devcluster.recipes import ENGINES, RECIPES, Recipe, variants
+from devcluster.settings import Settings
 
 _RECIPE = Recipe("worker", "worker", ("images/worker", "code"))
 
@@ -115,3 +118,17 @@ def test_old_versions_are_forgotten_unless_a_container_uses_them() -> None:
 
 def test_a_version_published_again_becomes_the_newest() -> None:
     assert kept_and_old(["v1", "v2"], "v1", in_use=set()) == (["v2", "v1"], [])
+
+
+def test_images_are_built_without_a_cluster_and_only_once(
+    settings: Settings, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(Buildah, "has", lambda self, image: image in done)
+    monkeypatch.setattr(Buildah, "make_base", lambda self: done.append("base"))
+    monkeypatch.setattr(Buildah, "build", lambda self, recipe, image: done.append(image))
+    images = NodeImages(replace(settings, repository=tree), Containerd(settings, Path("imagectl")))
+    images.build([_RECIPE])
+    images.build([_RECIPE])
+    base = Buildah(settings).base
+    assert done == ["base", f"localhost/agenticrun/worker:{_RECIPE.tag(tree, base)}"]
