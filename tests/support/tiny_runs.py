@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from agenticrun_api import AgenticRun, FinalReport, Progress, parse_run
-from agenticrun_workers.driver.attempt import Session
-from agenticrun_workers.driver.progress import Attempt
-from agenticrun_workers.driver.requests import Requests
+from agenticrun_workers.driver.attempt import AttemptRunner
+from agenticrun_workers.driver.progress import AttemptId, Requests
 
 
 def tiny_document(**pipeline: Any) -> dict[str, Any]:
@@ -73,16 +72,16 @@ class CollectingSink:
         return self.snapshots[-1].step if self.snapshots else 0
 
 
-class TinySession:
+class TinyAttempt:
     """One attempt of a run in `folder`. `execute` needs an initialised Ray with the run's roles."""
 
     def __init__(self, run: AgenticRun, folder: Path, *, attempt: int = 1) -> None:
         self.sink = CollectingSink()
         self.requests = Requests()
         self._folder = folder
-        self._session = Session(
+        self._session = AttemptRunner(
             run=run,
-            attempt=Attempt(run.metadata.uid, f"tiny-{attempt}", attempt),
+            attempt=AttemptId(run.metadata.uid, f"tiny-{attempt}", attempt),
             output=folder,
             checkpoints=folder / "checkpoints",
             resume="Auto",

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from agenticrun_api import Outcome, parse_run
-from tiny_runs import TinySession, tiny_document
+from tiny_runs import TinyAttempt, tiny_document
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -29,7 +29,7 @@ WALL_CLOCK = (
 
 
 async def train(document: dict[str, Any], folder: Path) -> dict[int, dict[str, float]]:
-    session = TinySession(parse_run(document), folder)
+    session = TinyAttempt(parse_run(document), folder)
     report = await asyncio.wait_for(session.execute(), 300)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     return session.training_steps()

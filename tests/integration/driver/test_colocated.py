@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agenticrun_api import Activity, AgenticRun, Outcome, parse_run
-from tiny_runs import TinySession, tiny_document, tiny_run
+from tiny_runs import TinyAttempt, tiny_document, tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -25,7 +25,7 @@ def colocated() -> AgenticRun:
 
 
 async def trained(run: AgenticRun, folder: Path) -> dict[int, dict[str, float]]:
-    session = TinySession(run, folder)
+    session = TinyAttempt(run, folder)
     report = await asyncio.wait_for(session.execute(), 550)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     return session.training_steps()
@@ -53,7 +53,7 @@ async def test_an_engine_that_dies_while_trainers_compute_is_replaced_before_the
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    session = TinySession(colocated(), tmp_path)
+    session = TinyAttempt(colocated(), tmp_path)
     running = asyncio.create_task(asyncio.wait_for(session.execute(), 550))
     while (
         not session.sink.snapshots or session.sink.snapshots[-1].activity is not Activity.TRAINING

@@ -10,7 +10,7 @@ import pytest
 
 from agenticrun_api import Outcome
 from gpu_examples import FILES, read, without_gpus
-from tiny_runs import TinySession
+from tiny_runs import TinyAttempt
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -20,7 +20,7 @@ WITH_SERVER = ("one-gpu", "colocated")
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 async def test_the_example_trains(file: Path, tmp_path: Path) -> None:
-    session = TinySession(
+    session = TinyAttempt(
         without_gpus(read(file), embedded_engine=file.stem not in WITH_SERVER), tmp_path
     )
     report = await asyncio.wait_for(session.execute(), 550)

@@ -16,7 +16,7 @@ from agenticrun_workers.driver.checkpoints import CheckpointStore
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.actor import EngineActor, log_folder
 from agenticrun_workers.models.source import ModelSource
-from tiny_runs import TinySession, tiny_document, tiny_run
+from tiny_runs import TinyAttempt, tiny_document, tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -45,12 +45,12 @@ def pids(caplog: pytest.LogCaptureFixture, actor: str) -> list[int]:
     ]
 
 
-async def execute(session: TinySession) -> FinalReport:
+async def execute(session: TinyAttempt) -> FinalReport:
     return await asyncio.wait_for(session.execute(), 240)
 
 
 async def kill_after_step(
-    session: TinySession, step: int, caplog: pytest.LogCaptureFixture, actor: str
+    session: TinyAttempt, step: int, caplog: pytest.LogCaptureFixture, actor: str
 ) -> FinalReport:
     """Run the session and kill one of its actors when `step` steps are done."""
     running = asyncio.create_task(execute(session))
@@ -62,7 +62,7 @@ async def kill_after_step(
 
 
 async def test_a_run_trains_validates_saves_and_says_so(tmp_path: Path) -> None:
-    session = TinySession(tiny_run(), tmp_path)
+    session = TinyAttempt(tiny_run(), tmp_path)
     report = await execute(session)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     last = session.sink.snapshots[-1]
@@ -77,16 +77,16 @@ async def test_a_run_trains_validates_saves_and_says_so(tmp_path: Path) -> None:
 
 
 async def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
-    whole = TinySession(tiny_run(maxSteps=4), tmp_path / "whole")
+    whole = TinyAttempt(tiny_run(maxSteps=4), tmp_path / "whole")
     await execute(whole)
-    stopped = TinySession(tiny_run(maxSteps=4), tmp_path / "parts")
+    stopped = TinyAttempt(tiny_run(maxSteps=4), tmp_path / "parts")
     running = asyncio.create_task(execute(stopped))
     while stopped.sink.step < 2 and not running.done():
         await asyncio.sleep(0.01)
     stopped.requests.stop.set()
     report = await running
     assert report.outcome is Outcome.STOPPED, report.message
-    resumed = TinySession(tiny_run(maxSteps=4), tmp_path / "parts", attempt=2)
+    resumed = TinyAttempt(tiny_run(maxSteps=4), tmp_path / "parts", attempt=2)
     assert (await execute(resumed)).outcome is Outcome.SUCCEEDED
     assert sorted(resumed.training_steps()) == [1, 2, 3, 4]
     for step, expected in whole.training_steps().items():
@@ -99,7 +99,7 @@ async def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) 
 async def test_a_killed_env_worker_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = TinySession(tiny_run(maxSteps=4), tmp_path)
+    session = TinyAttempt(tiny_run(maxSteps=4), tmp_path)
     report = await kill_after_step(session, 1, caplog, "env-worker")
     assert report.outcome is Outcome.SUCCEEDED, report.message
     assert len(pids(caplog, "env-worker")) == 2
@@ -109,7 +109,7 @@ async def test_a_killed_env_worker_is_replaced(
 async def test_a_killed_engine_is_replaced_and_serves_the_current_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = TinySession(tiny_run(maxSteps=4), tmp_path)
+    session = TinyAttempt(tiny_run(maxSteps=4), tmp_path)
     report = await kill_after_step(session, 1, caplog, "engine")
     assert report.outcome is Outcome.SUCCEEDED, report.message
     assert len(pids(caplog, "engine")) == 2
@@ -119,10 +119,10 @@ async def test_a_killed_engine_is_replaced_and_serves_the_current_weights(
 async def test_a_killed_rank_ends_the_attempt_and_the_next_one_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = TinySession(tiny_run(maxSteps=4), tmp_path)
+    session = TinyAttempt(tiny_run(maxSteps=4), tmp_path)
     report = await kill_after_step(session, 2, caplog, "trainer")
     assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "WorkerLost", True)
-    again = TinySession(tiny_run(maxSteps=4), tmp_path, attempt=2)
+    again = TinyAttempt(tiny_run(maxSteps=4), tmp_path, attempt=2)
     assert (await execute(again)).outcome is Outcome.SUCCEEDED
     assert sorted(again.training_steps()) == [1, 2, 3, 4]
 
@@ -135,9 +135,9 @@ def wide(run: AgenticRun) -> AgenticRun:
 
 
 async def test_two_of_every_role_train_as_one(tmp_path: Path) -> None:
-    one = TinySession(tiny_run(maxSteps=2), tmp_path / "one")
+    one = TinyAttempt(tiny_run(maxSteps=2), tmp_path / "one")
     await execute(one)
-    two = TinySession(wide(tiny_run(maxSteps=2)), tmp_path / "two")
+    two = TinyAttempt(wide(tiny_run(maxSteps=2)), tmp_path / "two")
     report = await execute(two)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     for step, expected in one.training_steps().items():
@@ -149,7 +149,7 @@ async def test_two_of_every_role_train_as_one(tmp_path: Path) -> None:
 
 async def test_rollout_ahead_of_training_stays_within_the_limit(tmp_path: Path) -> None:
     config = {"maxSteps": 4, "staleness": {"max": 1, "offPolicy": "Ignore"}}
-    session = TinySession(
+    session = TinyAttempt(
         tiny_run(**config, trainEnvs={"groups": 8, "groupSize": 2, "tags": ["Lake"]}), tmp_path
     )
     report = await execute(session)
@@ -161,7 +161,7 @@ async def test_rollout_ahead_of_training_stays_within_the_limit(tmp_path: Path) 
 async def test_an_environment_that_does_not_import_is_a_config_error(tmp_path: Path) -> None:
     document = tiny_document()
     document["spec"]["pipeline"]["envs"][0]["type"] = "no_such_module:Lake"
-    report = await execute(TinySession(parse_run(document), tmp_path))
+    report = await execute(TinyAttempt(parse_run(document), tmp_path))
     assert (report.outcome, report.reason, report.retryable) == (
         Outcome.FAILED,
         "InvalidConfig",
@@ -194,7 +194,7 @@ async def test_an_engine_that_cannot_read_its_model_names_the_models_field(
 async def test_a_model_that_cannot_be_loaded_is_a_config_error(tmp_path: Path) -> None:
     document = tiny_document()
     document["spec"]["model"] = {"path": str(tmp_path / "nothing")}
-    report = await execute(TinySession(parse_run(document), tmp_path))
+    report = await execute(TinyAttempt(parse_run(document), tmp_path))
     assert (report.outcome, report.reason, report.retryable) == (
         Outcome.FAILED,
         "InvalidConfig",

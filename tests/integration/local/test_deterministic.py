@@ -18,7 +18,7 @@ from typing import Any, Self
 import pytest
 import yaml
 
-from agenticrun_workers.driver.manifest import MANIFEST
+from agenticrun_workers.driver.checkpoints import MANIFEST
 from processes import of_session, ray_folders
 from tiny_runs import tiny_document
 from waiting import eventually

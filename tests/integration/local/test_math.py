@@ -12,7 +12,7 @@ import pytest
 from agenticrun_api import Outcome, parse_run
 from agenticrun_workers.rollout.recording import Recording
 from agenticrun_workers.types import StopReason
-from tiny_runs import TinySession, tiny_document
+from tiny_runs import TinyAttempt, tiny_document
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -48,7 +48,7 @@ async def test_each_turn_of_the_guides_agent_is_a_sample_of_its_group(tmp_path: 
         "config": {"instruction": "", "randomAnswers": ANSWERS},
         "agent": {"type": "math_multi_turn", "config": {"numTurns": 2, "wrongTemplate": "again"}},
     }
-    session = TinySession(parse_run(document(tmp_path, env)), tmp_path)
+    session = TinyAttempt(parse_run(document(tmp_path, env)), tmp_path)
     report = await asyncio.wait_for(session.execute(), 240)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     steps = session.training_steps()
@@ -78,7 +78,7 @@ async def test_the_conversation_plays_with_the_agent_of_every_day(tmp_path: Path
         },
         "agent": {"config": {"systemTemplate": ""}},
     }
-    session = TinySession(parse_run(document(tmp_path, env)), tmp_path)
+    session = TinyAttempt(parse_run(document(tmp_path, env)), tmp_path)
     report = await asyncio.wait_for(session.execute(), 240)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     trained = [

@@ -35,7 +35,7 @@ from sync_actors import (
     serving,
     spawn,
 )
-from tiny_runs import TinySession, tiny_document, tiny_run
+from tiny_runs import TinyAttempt, tiny_document, tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 ray.cloudpickle.register_pickle_by_value(
@@ -253,7 +253,7 @@ async def test_a_run_syncs_adapters_alone_and_its_engines_say_what_its_trainer_s
     document = tiny_document(
         maxSteps=4, evalSteps=0, actorTrain=LORA, algorithm={"lossKl": {"coef": 0.01}}
     )
-    session = TinySession(parse_run(document), tmp_path)
+    session = TinyAttempt(parse_run(document), tmp_path)
     running = asyncio.create_task(asyncio.wait_for(session.execute(), 300))
     while session.sink.step < 2 and not running.done():
         await asyncio.sleep(0.01)
@@ -284,7 +284,7 @@ async def test_colocated_engines_get_the_adapters_of_deepspeed_after_the_handove
         maxSteps=2, evalSteps=0, actorTrain={**LORA, "strategy": {"name": "deepspeed"}}
     )
     document["spec"]["placement"] = "Colocated"
-    session = TinySession(parse_run(document), tmp_path)
+    session = TinyAttempt(parse_run(document), tmp_path)
     report = await asyncio.wait_for(session.execute(), 300)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     for step in session.training_steps().values():

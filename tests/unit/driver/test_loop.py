@@ -13,14 +13,13 @@ import pytest
 from agenticrun_api import Activity, Commands, Pipeline, Progress
 from agenticrun_api.spec import Tracking
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
+from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.guards import GuardTripped
 from agenticrun_workers.driver.loop import Loop, LoopParts
 from agenticrun_workers.driver.metrics import Metrics
-from agenticrun_workers.driver.progress import Attempt, ProgressBoard
-from agenticrun_workers.driver.requests import Requests, StopRequested
+from agenticrun_workers.driver.progress import AttemptId, ProgressReporter, Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.trainer_group import Advantages
-from agenticrun_workers.driver.validation import Validator
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
@@ -111,7 +110,9 @@ class Run:
             checkpoints=self.store,
             trackers=[self],
             samples=SampleWriter(folder, Tracking(), self.pipeline),
-            board=ProgressBoard(self.sink, Attempt("uid", "run-1", 1), self.pipeline.max_steps),
+            board=ProgressReporter(
+                self.sink, AttemptId("uid", "run-1", 1), self.pipeline.max_steps
+            ),
             requests=self.requests,
             failures=[self.failure],
         )

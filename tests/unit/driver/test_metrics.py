@@ -13,7 +13,6 @@ import pytest
 import agenticrun_workers
 from agenticrun_api.algorithm import Guards
 from agenticrun_workers.driver.guards import guards_of
-from agenticrun_workers.driver.headline_metrics import telling
 from agenticrun_workers.driver.metrics import (
     engine_metrics,
     rollout_metrics,
@@ -22,6 +21,7 @@ from agenticrun_workers.driver.metrics import (
     timing_metrics,
     validation_metrics,
 )
+from agenticrun_workers.driver.progress import headline_metrics
 from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.rollout.controller import Batch, RolloutCounts
 from agenticrun_workers.rollout.groups import Group
@@ -163,7 +163,7 @@ def test_engines_tell_speed_queue_and_how_busy_they_were_also_one_that_is_new() 
 
 def test_a_snapshot_holds_the_most_telling_metrics_and_nothing_that_the_api_refuses() -> None:
     many = {f"time/phase{i}": 1.0 for i in range(100)}
-    shown = telling(
+    shown = headline_metrics(
         {
             **many,
             "val/A/success": 0.5,
@@ -183,7 +183,9 @@ def test_many_environments_do_not_hide_the_losses() -> None:
         f"val/Level{i:02}/{name}": 0.5 for i in range(30) for name in ("success", "score", "turns")
     }
     first = list(
-        telling({**many, "actor/total_loss": 0.1, "system/tps": 10.0, "actor/entropy": 1.0})
+        headline_metrics(
+            {**many, "actor/total_loss": 0.1, "system/tps": 10.0, "actor/entropy": 1.0}
+        )
     )[:16]
     assert first[:6] == [
         "val/Level00/success",

@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from agenticrun_api import InvalidRun, Outcome
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.driver.attempt import exit_code, report_of
-from agenticrun_workers.driver.requests import StopRequested
+from agenticrun_workers.driver.progress import StopRequested
 from agenticrun_workers.errors import InvalidConfig
 
 

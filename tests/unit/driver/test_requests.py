@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agenticrun_workers.driver.requests import Requests, StopRequested
+from agenticrun_workers.driver.progress import Requests, StopRequested
 
 
 async def test_work_that_ends_together_with_the_request_gives_its_result() -> None:

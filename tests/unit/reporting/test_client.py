@@ -11,8 +11,7 @@ from aiohttp.test_utils import TestServer
 
 from agenticrun_api import Activity, Commands, FinalReport, Outcome, Progress
 from agenticrun_workers.reporting.client import ReporterClient
-from agenticrun_workers.reporting.sidecar import Reporter
-from agenticrun_workers.reporting.state import StateFile
+from agenticrun_workers.reporting.sidecar import Reporter, StateFile
 
 
 def progress(step: int, final: FinalReport | None = None) -> Progress:

@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
-from agenticrun_workers.reporting.metrics_log import JsonlTracker, TensorBoardTracker
+from agenticrun_workers.reporting.trackers import JsonlTracker, TensorBoardTracker
 
 
 def steps(path: Path) -> list[int]:

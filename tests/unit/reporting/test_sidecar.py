@@ -12,8 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from agenticrun_api import Activity, FinalReport, Outcome, Progress
 from agenticrun_api.names import TOKEN_HEADER
-from agenticrun_workers.reporting.sidecar import Reporter
-from agenticrun_workers.reporting.state import StateFile
+from agenticrun_workers.reporting.sidecar import Reporter, StateFile
 
 TOKEN = {TOKEN_HEADER: "Bearer secret"}
 

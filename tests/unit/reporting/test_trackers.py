@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agenticrun_api import AgenticRun
-from agenticrun_workers.reporting.console import step_line
+from agenticrun_workers.reporting.display import step_line
 from agenticrun_workers.reporting.trackers import Tolerated, build_trackers
 
 STEP = {

@@ -15,7 +15,7 @@ import pytest
 from wandb.proto import wandb_internal_pb2
 
 from agenticrun_api import AgenticRun
-from agenticrun_workers.reporting.wandb_tracker import run_id
+from agenticrun_workers.reporting.trackers import run_id
 
 MakeRun = Callable[..., AgenticRun]
 Server = tuple[str, list[bytes]]

@@ -26,12 +26,10 @@ from agenticrun_api.names import (
     RUN_FILE,
     WORK_DIR,
 )
-from agenticrun_workers.driver.attempt import Session, exit_code, fail_early
+from agenticrun_workers.driver.attempt import AttemptRunner, exit_code, fail_early
 from agenticrun_workers.driver.checkpoints import folder_of
-from agenticrun_workers.driver.progress import Attempt
-from agenticrun_workers.driver.requests import Requests
-from agenticrun_workers.reporting.client import ReporterClient
-from agenticrun_workers.reporting.sink import ProgressSink
+from agenticrun_workers.driver.progress import AttemptId, Requests
+from agenticrun_workers.reporting.client import ProgressSink, ReporterClient
 from agenticrun_workers.storage import Folder
 
 log = logging.getLogger(__name__)
@@ -50,7 +48,7 @@ def main() -> None:
 
 
 async def _attempt(document: dict[str, Any]) -> FinalReport:
-    attempt = Attempt(
+    attempt = AttemptId(
         document["metadata"]["uid"], os.environ[ENV_SUBMISSION_ID], int(os.environ[ENV_ATTEMPT])
     )
     requests = Requests()
@@ -75,12 +73,14 @@ async def _attempt(document: dict[str, Any]) -> FinalReport:
     return await session.execute()
 
 
-def _session(run: AgenticRun, attempt: Attempt, sink: ProgressSink, requests: Requests) -> Session:
+def _session(
+    run: AgenticRun, attempt: AttemptId, sink: ProgressSink, requests: Requests
+) -> AttemptRunner:
     checkpoint = run.spec.checkpoint
     base = folder_of(
         checkpoint.uri if checkpoint else WORK_DIR, run.metadata.name, run.metadata.uid
     )
-    return Session(
+    return AttemptRunner(
         run=run,
         attempt=attempt,
         output=Folder(base).local_path or Path(WORK_DIR) / run.metadata.name,

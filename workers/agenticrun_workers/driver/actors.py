@@ -1,4 +1,4 @@
-"""RunCluster: the actors of one attempt, each on the pods of its role, brought up side by side."""
+"""RunActors: the actors of one attempt, each on the pods of its role, brought up side by side."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MANY_CALLS = 10_000
 """Calls that an async actor may have under way."""
 
 
-class RunCluster:
+class RunActors:
     """`start` it on an initialised Ray, and `stop` it whatever happens."""
 
     def __init__(self, run: AgenticRun) -> None:

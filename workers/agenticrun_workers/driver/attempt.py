@@ -12,20 +12,19 @@ import ray.exceptions
 
 from agenticrun_api import Activity, AgenticRun, FinalReport, InvalidRun, Outcome, Reason
 from agenticrun_api.names import ExitCode
-from agenticrun_workers.driver.actors import RunCluster
+from agenticrun_workers.driver.actors import RunActors
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
+from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.guards import GuardTripped
 from agenticrun_workers.driver.loop import Loop, LoopParts, checkpoint_status
 from agenticrun_workers.driver.metrics import success_of
-from agenticrun_workers.driver.progress import Attempt, ProgressBoard
-from agenticrun_workers.driver.requests import Requests, StopRequested
+from agenticrun_workers.driver.progress import AttemptId, ProgressReporter, Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.trainer_group import SharedDevices
-from agenticrun_workers.driver.validation import Validator
 from agenticrun_workers.driver.warmup import Warmup
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.reporting.client import ProgressSink
 from agenticrun_workers.reporting.clock import rfc3339
-from agenticrun_workers.reporting.sink import ProgressSink
 from agenticrun_workers.reporting.trackers import build_trackers
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.gate import StalenessGate
@@ -38,7 +37,7 @@ MAX_MESSAGE = 4096
 
 
 @dataclass(frozen=True)
-class Session:
+class AttemptRunner:
     """What surrounds an attempt.
 
     Args:
@@ -48,7 +47,7 @@ class Session:
     """
 
     run: AgenticRun
-    attempt: Attempt
+    attempt: AttemptId
     output: Path
     checkpoints: str | None
     resume: str
@@ -57,7 +56,7 @@ class Session:
 
     async def execute(self) -> FinalReport:
         """Train to the end, report how it went to the sink, and return the report. Raises nothing; cancelling it ends it at once."""
-        board = ProgressBoard(self.sink, self.attempt, self.run.spec.pipeline.max_steps)
+        board = ProgressReporter(self.sink, self.attempt, self.run.spec.pipeline.max_steps)
         board.activity(Activity.STARTING, "starting actors")
         try:
             message = await self._train(board)
@@ -80,7 +79,7 @@ class Session:
         await board.finish(report)
         return report
 
-    async def _train(self, board: ProgressBoard) -> str:
+    async def _train(self, board: ProgressReporter) -> str:
         spec = self.run.spec
         keep = spec.checkpoint.keep if spec.checkpoint else 1
         store = (
@@ -88,7 +87,7 @@ class Session:
             if self.checkpoints
             else None
         )
-        cluster = RunCluster(self.run)
+        cluster = RunActors(self.run)
         try:
             await self.requests.unless_stopped(cluster.start())
             # A later attempt goes on from its own run's checkpoints, whatever the first one began with.
@@ -143,15 +142,15 @@ class Session:
         return summary(spec.pipeline.max_steps, loop)
 
 
-async def fail_early(sink: ProgressSink, attempt: Attempt, error: Exception) -> FinalReport:
+async def fail_early(sink: ProgressSink, attempt: AttemptId, error: Exception) -> FinalReport:
     """Report an attempt that failed before its session existed."""
     report = report_of(error, 0)
-    await ProgressBoard(sink, attempt, 0).finish(report)
+    await ProgressReporter(sink, attempt, 0).finish(report)
     return report
 
 
 def _controller(
-    run: AgenticRun, cluster: RunCluster, plan: GroupPlan, state: DriverState | None
+    run: AgenticRun, cluster: RunActors, plan: GroupPlan, state: DriverState | None
 ) -> RolloutController:
     pipeline = run.spec.pipeline
     per_batch = pipeline.rollout_batch_size // plan.group_size

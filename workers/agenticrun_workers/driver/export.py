@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agenticrun_api import AgenticRun
-from agenticrun_workers.driver.manifest import check_sizes, read_manifest
+from agenticrun_workers.driver.checkpoints import check_sizes, read_manifest
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.models.tokenizer import load_tokenizer

@@ -17,13 +17,12 @@ import ray
 from rich.console import Console
 
 from agenticrun_api import AgenticRun, FinalReport, Role
-from agenticrun_workers.driver.attempt import Session
-from agenticrun_workers.driver.progress import Attempt
-from agenticrun_workers.driver.requests import Requests
+from agenticrun_workers.driver.attempt import AttemptRunner
+from agenticrun_workers.driver.progress import AttemptId, Requests
 from agenticrun_workers.inference.actor import LOG_FOLDER
 from agenticrun_workers.processes import Process, children, families
+from agenticrun_workers.reporting.client import ProgressSink
 from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay
-from agenticrun_workers.reporting.sink import ProgressSink
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +64,9 @@ async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalRepo
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, interrupt)
     checkpoint = run.spec.checkpoint
-    session = Session(
+    session = AttemptRunner(
         run=run,
-        attempt=Attempt(run.metadata.uid or "local", f"{run.metadata.name}-local", 1),
+        attempt=AttemptId(run.metadata.uid or "local", f"{run.metadata.name}-local", 1),
         output=output,
         checkpoints=str(output / "checkpoints"),
         resume=checkpoint.resume if checkpoint else "Auto",

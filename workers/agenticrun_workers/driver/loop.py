@@ -30,6 +30,7 @@ from agenticrun_workers.driver.checkpoints import (
     DriverState,
     SaveModule,
 )
+from agenticrun_workers.driver.evaluation import Validator, warmup_success
 from agenticrun_workers.driver.guards import GuardWatch
 from agenticrun_workers.driver.metrics import (
     Metrics,
@@ -42,14 +43,12 @@ from agenticrun_workers.driver.metrics import (
     timing_metrics,
     validation_metrics,
 )
-from agenticrun_workers.driver.progress import ProgressBoard
-from agenticrun_workers.driver.requests import Requests, StopRequested
+from agenticrun_workers.driver.progress import ProgressReporter, Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.step import Trainers, TrainingStep, select_groups
 from agenticrun_workers.driver.trainer_group import SharedDevices
-from agenticrun_workers.driver.validation import Validator, warmup_success
 from agenticrun_workers.driver.warmup import Warmup
-from agenticrun_workers.reporting.metrics_log import Tracker
+from agenticrun_workers.reporting.trackers import Tracker
 from agenticrun_workers.rollout.controller import Batch, Discard, RolloutPosition
 from agenticrun_workers.weights.sync import SyncReport, WeightSync
 
@@ -111,7 +110,7 @@ class LoopParts:
     checkpoints: CheckpointStore | None
     trackers: list[Tracker]
     samples: SampleWriter
-    board: ProgressBoard
+    board: ProgressReporter
     requests: Requests
     devices: SharedDevices | None = None
     """Where engines and trainers take turns."""

@@ -1,25 +1,29 @@
-"""ProgressBoard: keeps what the run knows about itself and hands snapshots to the sink."""
+"""What an attempt tells the operator (progress snapshots) and what it is asked (stop, checkpoint)."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import Any, TypeVar
 
-from agenticrun_api import Activity, FinalReport, Progress
-from agenticrun_api.status import CheckpointStatus
-from agenticrun_workers.driver.headline_metrics import telling
+import numpy as np
+
+from agenticrun_api import Activity, Commands, FinalReport, Progress
+from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS, CheckpointStatus
+from agenticrun_workers.reporting.client import ProgressSink
 from agenticrun_workers.reporting.clock import rfc3339
-from agenticrun_workers.reporting.sink import ProgressSink
 
 NEWEST_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttemptId:
     """Who reports."""
 
     run_uid: str
@@ -27,10 +31,10 @@ class Attempt:
     attempt: int
 
 
-class ProgressBoard:
+class ProgressReporter:
     """Every change becomes one snapshot with the next sequence number."""
 
-    def __init__(self, sink: ProgressSink, attempt: Attempt, max_steps: int) -> None:
+    def __init__(self, sink: ProgressSink, attempt: AttemptId, max_steps: int) -> None:
         self._sink = sink
         self._step_times: deque[float] = deque(maxlen=NEWEST_STEPS + 1)
         self._progress = Progress(
@@ -62,7 +66,7 @@ class ProgressBoard:
 
     def metrics(self, metrics: Mapping[str, float]) -> None:
         """Numbers measured between steps, for example by a validation; they stay until they are measured again."""
-        self._change(metrics=telling({**self._progress.metrics, **metrics}))
+        self._change(metrics=headline_metrics({**self._progress.metrics, **metrics}))
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.monotonic()
@@ -81,7 +85,7 @@ class ProgressBoard:
             reward=metrics["rollout/score/mean"],
             tokens_per_second=metrics["system/tps"],
             staleness=metrics["staleness/mean"],
-            metrics=telling({**lasting, **metrics}),
+            metrics=headline_metrics({**lasting, **metrics}),
         )
 
     def checkpoint(self, status: CheckpointStatus) -> None:
@@ -99,3 +103,102 @@ class ProgressBoard:
         changes |= {"sequence": self._progress.sequence + 1, "time": rfc3339(time.time())}
         self._progress = self._progress.model_copy(update=changes)
         self._sink.update(self._progress)
+
+
+TELLING = tuple(
+    re.compile(pattern)
+    for pattern in (
+        "val/[^/]+/success", "val/[^/]+/random_success", "val/[^/]+/warmup_success", "rollout/score/mean", "rollout/success/mean",
+        "actor/total_loss", "actor/entropy", "actor/approxkl", "actor/grad_norm", "critic/kl", "critic/loss", "engine/logprob_gap",
+        "group/zero_variance_share", "staleness/mean", "system/tps", "time/step", "weight_sync/seconds", "tokens/response_length/mean",
+        "val/success/best", "val/.+", "guard/.+", "actor/.+", "critic/.+", "env/[^/]+/success", "engine/.+", "group/.+", "stop/.+",
+        "time/.+", "rollout/.+", "env/.+", "tokens/.+",
+    )
+)  # fmt: skip
+"""The first pattern that a name matches is its rank."""
+PER_PATTERN = 3
+"""Names of one pattern that may come before the next pattern's, so that many environments do not hide the losses."""
+
+NAME = re.compile(rf"[A-Za-z0-9_./@<>-]{{1,{MAX_METRIC_NAME}}}")
+"""Names that a snapshot may hold; an environment may have others, which stay in metrics.jsonl."""
+
+
+def headline_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """At most as many finite metrics as a snapshot may hold, the most headline_metrics first."""
+    fits = sorted(
+        (_rank(name), name)
+        for name, value in metrics.items()
+        if np.isfinite(value) and NAME.fullmatch(name)
+    )
+    seen: Counter[int] = Counter()
+    order: list[tuple[bool, int, str]] = []
+    for rank, name in fits:
+        seen[rank] += 1
+        order.append((seen[rank] > PER_PATTERN, rank, name))
+    return {name: metrics[name] for _, _, name in sorted(order)[:MAX_METRICS]}
+
+
+def _rank(name: str) -> int:
+    return next(
+        (place for place, pattern in enumerate(TELLING) if pattern.fullmatch(name)), len(TELLING)
+    )
+
+
+T = TypeVar("T")
+
+
+class StopRequested(Exception):
+    """Raised inside the loop where the run may stop."""
+
+
+class Requests:
+    """Stop and checkpoint requests."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self._checkpoints_seen: int | None = None
+        self._checkpoint_wanted = False
+
+    def apply(self, commands: Commands) -> None:
+        """Take the reporter's answer. Its first one only tells how many checkpoints earlier attempts were asked for."""
+        if commands.stop:
+            self.stop.set()
+        if self._checkpoints_seen is not None and commands.checkpoint > self._checkpoints_seen:
+            self._checkpoint_wanted = True
+        self._checkpoints_seen = commands.checkpoint
+
+    def take_checkpoint(self) -> bool:
+        """Whether a checkpoint has been asked for since the last call."""
+        wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
+        return wanted
+
+    def check_stop(self) -> None:
+        """Raise `StopRequested` if so."""
+        if self.stop.is_set():
+            raise StopRequested
+
+    async def unless_stopped(
+        self, work: Coroutine[Any, Any, T], failures: Sequence[asyncio.Future[None]] = ()
+    ) -> T:
+        """The result of `work`. It is cancelled when a stop is asked for (`StopRequested`) or one of `failures` fails.
+
+        Work that is done gives its result, also when a stop has just been asked for: what a batch has taken would be lost.
+        """
+        if self.stop.is_set():
+            work.close()
+            raise StopRequested
+        task = asyncio.create_task(work)
+        stop = asyncio.create_task(self.stop.wait())
+        try:
+            waiting: list[asyncio.Future[Any]] = [task, stop, *failures]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for failure in failures:
+                if failure.done():
+                    failure.result()
+            if not task.done():
+                self.check_stop()
+            return await task
+        finally:
+            for pending in (task, stop):
+                pending.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The driver's side of the reporter: posts the newest snapshot in the background and brings back commands."""
+"""Progress snapshots on their way out of the driver: the sink's protocol, and the reporter's client."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 import aiohttp
 from pydantic import ValidationError
@@ -14,6 +15,23 @@ from agenticrun_api import Commands, Progress
 from agenticrun_api.names import TOKEN_HEADER
 
 log = logging.getLogger(__name__)
+
+
+class ProgressSink(Protocol):
+    """Takes snapshots. Training never waits for it and never fails because of it."""
+
+    def update(self, progress: Progress) -> None:
+        """The newest snapshot. Returns at once; older snapshots that were not delivered are dropped."""
+        ...
+
+    def sample(self, transcript: str) -> None:
+        """The text of an episode of the newest step, for people."""
+        ...
+
+    async def finish(self, progress: Progress) -> None:
+        """Deliver the last snapshot, whose `final` is set, and stop. Tries for a while, then gives up silently."""
+        ...
+
 
 INTERVAL_SECONDS = 1.0
 """Between posts when nothing changes; a change is posted at once."""

@@ -1,7 +1,8 @@
 """The reporter: a small HTTP server in the head pod that outlives the driver and its attempts.
 
-The driver posts snapshots to it on localhost and learns from the answers what it has been asked for; the operator reads them
-and asks for a stop or a checkpoint. Everything but the probe needs the reporter's token.
+The driver posts snapshots to it on localhost, and the answers tell it what has been requested. The
+operator reads the snapshots and requests a stop or a checkpoint. Everything but the probe needs the
+reporter's token.
 
 Run it with `python -m agenticrun_workers.reporting.sidecar`.
 """
@@ -17,11 +18,10 @@ from pathlib import Path
 from aiohttp import web
 from pydantic import ValidationError
 
-from agenticrun_api import Progress
+from agenticrun_api import Commands, Progress
+from agenticrun_api.base import Model
 from agenticrun_api.names import REPORTER_PORT, REPORTER_TOKEN_FILE, TOKEN_HEADER, WORK_DIR
 from agenticrun_api.progress import MAX_PROGRESS_BYTES
-from agenticrun_workers.reporting.exposition import exposition
-from agenticrun_workers.reporting.state import ReporterState, StateFile
 
 log = logging.getLogger(__name__)
 
@@ -119,3 +119,97 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+class ReporterState(Model):
+    """The newest snapshot of the newest attempt, and what has been asked of that attempt."""
+
+    progress: Progress | None = None
+    commands: Commands = Commands()
+
+    def with_progress(self, progress: Progress) -> ReporterState:
+        """Take a snapshot. One of an older attempt or an older sequence changes nothing; a new attempt clears the stop command."""
+        held = self.progress
+        if held is None or held.submission_id == progress.submission_id:
+            if held is not None and progress.sequence < held.sequence:
+                return self
+            return self.model_copy(update={"progress": progress})
+        if held.run_uid == progress.run_uid and progress.attempt < held.attempt:
+            return self
+        commands = self.commands.model_copy(update={"stop": False})
+        return ReporterState(progress=progress, commands=commands)
+
+    def asked_to_stop(self) -> ReporterState:
+        return self.model_copy(update={"commands": self.commands.model_copy(update={"stop": True})})
+
+    def asked_for_checkpoint(self) -> ReporterState:
+        count = self.commands.checkpoint + 1
+        return self.model_copy(
+            update={"commands": self.commands.model_copy(update={"checkpoint": count})}
+        )
+
+
+class StateFile:
+    """Reads and writes a `ReporterState` atomically."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> ReporterState:
+        """The stored state; a fresh one if there is none or it is of another release."""
+        try:
+            return ReporterState.model_validate_json(self._path.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return ReporterState()
+
+    def write(self, state: ReporterState) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self._path.with_suffix(".tmp")
+        with aside.open("w") as file:
+            file.write(state.model_dump_json(by_alias=True, exclude_none=True))
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(self._path)
+
+
+def exposition(progress: Progress | None) -> str:
+    """The text that `GET /metrics` answers. Empty before the first snapshot."""
+    if progress is None:
+        return ""
+    gauges: dict[str, tuple[str, float | None]] = {
+        "agenticrun_step": ("Completed training steps.", progress.step),
+        "agenticrun_max_steps": ("Training steps of the whole run.", progress.max_steps),
+        "agenticrun_attempt": ("Number of the driver's attempt.", progress.attempt),
+        "agenticrun_policy_version": ("Version of the newest weights.", progress.policy_version),
+        "agenticrun_reward": ("Mean score of the newest step's trajectories.", progress.reward),
+        "agenticrun_tokens_per_second": (
+            "Tokens of trained trajectories per second.",
+            progress.tokens_per_second,
+        ),
+        "agenticrun_staleness": (
+            "Mean age of the newest batch in policy versions.",
+            progress.staleness,
+        ),
+        "agenticrun_seconds_per_step": (
+            "Median seconds of the newest steps.",
+            progress.seconds_per_step,
+        ),
+    }
+    lines: list[str] = []
+    for name, (text, value) in gauges.items():
+        if value is not None:
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge", f"{name} {value}"]
+    lines += [
+        "# HELP agenticrun_metric The newest step's metrics.",
+        "# TYPE agenticrun_metric gauge",
+    ]
+    lines += [
+        f'agenticrun_metric{{name="{name}"}} {value}'
+        for name, value in sorted(progress.metrics.items())
+    ]
+    lines += [
+        "# HELP agenticrun_activity What the driver does now.",
+        "# TYPE agenticrun_activity gauge",
+    ]
+    lines.append(f'agenticrun_activity{{activity="{progress.activity}"}} 1')
+    return "\n".join(lines) + "\n"

@@ -1,15 +1,19 @@
-"""Where a run's metrics go: metrics.jsonl always, TensorBoard, W&B and the log where `spec.tracking` asks for them."""
+"""Metrics of every step: metrics.jsonl always; TensorBoard, W&B and the log as `spec.tracking` says."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import secrets
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 from agenticrun_api import AgenticRun, InvalidRun
-from agenticrun_workers.reporting.console import ConsoleTracker
-from agenticrun_workers.reporting.metrics_log import JsonlTracker, TensorBoardTracker, Tracker
-from agenticrun_workers.reporting.wandb_tracker import WandbTracker, run_id
+from agenticrun_api.spec import Wandb
+from agenticrun_workers.reporting.display import ConsoleTracker
 
 log = logging.getLogger(__name__)
 
@@ -72,3 +76,165 @@ class Tolerated:
             self._works = False
         else:
             self._works = True
+
+
+class Tracker(Protocol):
+    """Takes the metrics of one step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlTracker:
+    """One JSON object per line: `{"step": 3, "time": 1700000000.0, "rollout/score/mean": 0.25, ...}`.
+
+    Args:
+        path: the file; appended to.
+        resume_step: lines of later steps are removed, because they are computed again, and so is the validation of this one.
+    """
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [
+            line
+            for line in _complete_lines(path)
+            if not _computed_again(json.loads(line), resume_step)
+        ]
+        aside = path.with_suffix(".tmp")
+        aside.write_text("".join(kept))
+        aside.replace(path)
+        self._file = path.open("a", buffering=1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write(
+            json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n"
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardTracker:
+    """Scalars for TensorBoard, written without torch or TensorFlow.
+
+    Where an earlier attempt wrote, a restart marker hides its values of the steps that are computed again.
+    """
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._event, self._summary = Event, Summary
+        earlier = any(folder.iterdir())
+        self._writer = EventFileWriter(str(folder))
+        if earlier:
+            marker = SessionLog(status=SessionLog.START)
+            self._writer.add_event(
+                Event(step=resume_step + 1, wall_time=time.time(), session_log=marker)
+            )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
+        ]
+        self._writer.add_event(
+            self._event(step=step, wall_time=time.time(), summary=self._summary(value=values))
+        )
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _computed_again(line: Mapping[str, float], resume_step: int) -> bool:
+    validation = all(name.startswith("val/") for name in line if name not in ("step", "time"))
+    return line["step"] > resume_step or (line["step"] == resume_step and validation)
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """Lines that were written to their end; a driver that was killed may leave half a one."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+
+
+INIT_SECONDS = 30.0
+"""How long a run waits for the server before it trains without W&B."""
+FINISH_SECONDS = 60
+"""How long a run's end waits for uploads; what is left can be sent with `wandb sync`."""
+FIELD = "spec.tracking.wandb"
+
+
+class WandbTracker:
+    """Every step as one row whose x-axis is `step`: after a resume the steps that are computed again are added, never dropped.
+
+    Attempts of one run share one W&B run. Files go to `<folder>/wandb`, from where `wandb sync` sends them in offline mode.
+    Only `model` and `pipeline` of the spec are uploaded: roles may hold secrets in their environment.
+
+    Args:
+        run_id: of the W&B run; the same for all attempts.
+
+    Raises:
+        InvalidRun: there is no API key, or the server refuses it or the project.
+        wandb.Error: the server does not answer within `INIT_SECONDS`.
+    """
+
+    def __init__(self, run: AgenticRun, spec: Wandb, folder: Path, run_id: str) -> None:
+        if spec.mode == "offline":
+            os.environ["WANDB_ERROR_REPORTING"] = (
+                "false"  # wandb sends telemetry of its own, offline too
+            )
+        import wandb
+
+        wandb.setup(wandb.Settings(silent=True))
+        if spec.mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise InvalidRun(
+                [
+                    f"{FIELD}: no API key: put WANDB_API_KEY into roles.driver.env or a secret of roles.driver.envFrom, or set mode: offline"
+                ]
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run: Any = wandb.init(
+                project=spec.project,
+                entity=spec.entity,
+                group=spec.group,
+                tags=spec.tags,
+                mode=spec.mode,
+                id=run_id,
+                name=run.metadata.name,
+                resume="allow",
+                dir=str(folder),
+                config={"model": run.spec.model.to_dict(), "pipeline": run.spec.pipeline.to_dict()},
+                allow_val_change=True,
+                settings=wandb.Settings(
+                    console="off",  # the driver's log has its own place, and the terminal its own display
+                    silent=True,
+                    init_timeout=INIT_SECONDS,
+                    x_disable_meta=True,  # it uploads the command line, where --set may hold what roles hide
+                    finish_timeout=FINISH_SECONDS,
+                ),
+            )
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+            raise InvalidRun([f"{FIELD}: {error}"]) from error
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def run_id(run: AgenticRun, output: Path) -> str:
+    """The run's uid; in local mode, where there is none, an id that the output folder keeps."""
+    if run.metadata.uid:
+        return run.metadata.uid
+    kept = output / "wandb-run-id"
+    if not kept.exists():
+        output.mkdir(parents=True, exist_ok=True)
+        kept.write_text(secrets.token_hex(8))
+    return kept.read_text()

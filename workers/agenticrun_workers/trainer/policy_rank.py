@@ -13,8 +13,14 @@ from agenticrun_workers.models.source import ModelSources
 from agenticrun_workers.models.tokenizer import TokenizerCorpus
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.trainer.batch import RankBatch, RankPlan, ScoredBatch
-from agenticrun_workers.trainer.rank import ACTOR, CRITIC, REFERENCE, Metrics, combine
-from agenticrun_workers.trainer.reference_update import TakesReference
+from agenticrun_workers.trainer.rank import (
+    ACTOR,
+    CRITIC,
+    REFERENCE,
+    Metrics,
+    ReferenceUpdateMixin,
+    combine,
+)
 from agenticrun_workers.types import EpisodeKey
 from agenticrun_workers.weights.buckets import Bucket, Shape
 from agenticrun_workers.weights.merge_plan import Expansion
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
     from agenticrun_workers.models.lora import Adapters
 
 
-class TrainerActor(TakesReference):
+class TrainerActor(ReferenceUpdateMixin):
     """One rank. `hosted` says which models beside the policy it holds."""
 
     role = Role.TRAINER

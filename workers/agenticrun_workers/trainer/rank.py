@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import socket
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -17,6 +18,10 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.placement import Placement, here
 from agenticrun_workers.serialization import unpack
 from agenticrun_workers.types import EpisodeKey, Trajectory
+from agenticrun_workers.weights.mapping import Verifier
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ACTOR, CRITIC, REFERENCE = "actor_train", "critic", "reference"
 """The models of a run that train or score; also the modules of a checkpoint."""
@@ -92,6 +97,29 @@ class RankActor:
         )
         trajectories = {trajectory.key: trajectory for part in found for trajectory in unpack(part)}
         return [trajectories[key] for key, _ in keys]
+
+
+class ReferenceUpdateMixin(RankActor):
+    """The calls of `WeightSync` on an actor that holds a rank of the reference."""
+
+    def begin_update(self, _version: int) -> None:
+        """Buckets of a policy version follow."""
+        self._arrived: list[Path] = []
+
+    def take_bucket(self, path: str, checksum: int) -> None:
+        """A file with some of the weights. Raises `CorruptBucket`."""
+        Verifier().check(Path(path), checksum)
+        self._arrived.append(Path(path))
+
+    def finish_update(self) -> None:
+        """The reference becomes the policy with these weights. Collective."""
+        self._part(REFERENCE).load_weights(self._parameters())
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        from agenticrun_workers.weights.reading import PartReader
+
+        for path in self._arrived:
+            yield from PartReader().parameters(path)
 
 
 def combine(steps: list[Metrics]) -> Metrics:

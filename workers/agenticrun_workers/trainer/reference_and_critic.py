@@ -8,11 +8,17 @@ from agenticrun_api import Role
 from agenticrun_workers.models.source import ModelSources
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.trainer.batch import RankBatch, RankPlan
-from agenticrun_workers.trainer.rank import CRITIC, REFERENCE, Metrics, RankActor, combine
-from agenticrun_workers.trainer.reference_update import TakesReference
+from agenticrun_workers.trainer.rank import (
+    CRITIC,
+    REFERENCE,
+    Metrics,
+    RankActor,
+    ReferenceUpdateMixin,
+    combine,
+)
 
 
-class ReferenceActor(TakesReference):
+class ReferenceActor(ReferenceUpdateMixin):
     """One rank of the frozen policy."""
 
     role = Role.REFERENCE
