@@ -59,10 +59,10 @@ SCRIPT = """
 import json, logging, sys
 from pathlib import Path
 from agenticrun_api import InvalidRun, parse_run
-from agenticrun_workers.reporting import wandb_tracker
+import agenticrun_workers.reporting.trackers
 from agenticrun_workers.reporting.trackers import build_trackers
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
-wandb_tracker.INIT_SECONDS = 3.0
+agenticrun_workers.reporting.trackers.INIT_SECONDS = 3.0
 document, output, resume_step, steps = json.loads(sys.argv[1])
 try:
     trackers = build_trackers(parse_run(document), Path(output), resume_step)
