@@ -167,7 +167,8 @@ async def test_what_it_does_to_itself_is_a_fault_and_others_play_on(
         (
             SUICIDAL,
             "raise",
-            "it could not be built: EnvConfigError: env 'test_isolated:Suicidal' refuses its config: no such door",
+            "it could not be built: EnvConfigError: env 'test_isolated:Suicidal' refuses its "
+            "config: no such door",
         ),
         (SUICIDAL, "hang", "took more than 0.5 s to be built"),
         (f"{HERE.stem}:Nobody", "", "test_isolated has no Nobody"),

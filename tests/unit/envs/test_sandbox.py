@@ -66,7 +66,8 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
     ),
     "subprocess": ("import subprocess\nsubprocess.run(['/bin/ls'])", "failed", "PermissionError"),
     "thread bomb": (
-        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,), "
+        "daemon=True).start()",
         "failed",
         "thread",
     ),
@@ -82,7 +83,8 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
     "endless sleep": ("import time\ntime.sleep(100)", "time", ""),
     "endless without output": ("import os\nos.close(1)\nos.close(2)\nwhile True: pass", "time", ""),
     "ignores signals": (
-        "import signal\nfor s in range(1, 32):\n  if s not in (9, 19): signal.signal(s, 1)\nwhile True: pass",
+        "import signal\nfor s in range(1, 32):\n  if s not in (9, 19): signal.signal(s, 1)\nwhile "
+        "True: pass",
         "time",
         "",
     ),
@@ -118,12 +120,14 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
         "PermissionError",
     ),
     "ptrace": (
-        "import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0, 'refused'",
+        "import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0, "
+        "'refused'",
         "failed",
         "refused",
     ),
     "reads memory": (
-        "import ctypes, os\nassert ctypes.CDLL(None).process_vm_readv(os.getppid(), 0, 0, 0, 0, 0) == 0, 'refused'",
+        "import ctypes, os\nassert ctypes.CDLL(None).process_vm_readv(os.getppid(), 0, 0, 0, 0, 0) "
+        "== 0, 'refused'",
         "failed",
         "refused",
     ),
@@ -181,7 +185,8 @@ ATTACKS: dict[str, tuple[str, str, str]] = {
     ),
     "becomes root": ("import os\nos.setuid(0)\nos.setresuid(0, 0, 0)", "failed", "PermissionError"),
     "mounts": (
-        "import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, 0) == 0, 'refused'",
+        "import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, 0) == 0, "
+        "'refused'",
         "failed",
         "refused",
     ),
@@ -348,14 +353,16 @@ def test_the_environment_holds_constants_only(monkeypatch: pytest.MonkeyPatch) -
         ("import numpy as np\nnp.arange(3).sum()", "np.int64(3)\n"),
         ("import asyncio\nasync def f(): return 7\nasyncio.run(f())", "7\n"),
         (
-            "import threading\nt = threading.Thread(target=print, args=('hi',))\nt.start()\nt.join()",
+            "import threading\nt = threading.Thread(target=print, "
+            "args=('hi',))\nt.start()\nt.join()",
             "hi\n",
         ),
         ("open('a', 'w').write('hi')\nprint(open('a').read())\nimport os\nos.remove('a')", "hi\n"),
         ("import tempfile\nwith tempfile.TemporaryFile() as f: print(f.write(b'abc'))", "3\n"),
         ("from dataclasses import dataclass\n@dataclass\nclass P: x: 'int'\nP(1)", "P(x=1)\n"),
         (
-            "import json, re, math, random, itertools, fractions, decimal, datetime, statistics\nmath.comb(5, 2)",
+            "import json, re, math, random, itertools, fractions, decimal, datetime, "
+            "statistics\nmath.comb(5, 2)",
             "10\n",
         ),
         ("print('é')", "é\n"),

@@ -1,4 +1,7 @@
-"""What environments return, checked: text that can be shown to a policy, and finite numbers. Anything else is an `EnvFault`."""
+"""Checks of what environments return: text that a policy can read, and finite numbers.
+
+Anything else is an `EnvFault`.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,30 @@ from agenticrun_workers.envs.env import EnvFault, MetricMode, StepResult
 from agenticrun_workers.types import StopReason
 
 MAX_TEXT = 1_048_576
-"""Characters of one observation. More than a quarter of a million tokens, so more than fits into any context; tokenising 10 MB would
-hold up all episodes of an env worker for seconds."""
+"""Maximum number of characters in one observation.
+
+That is more than a quarter of a million tokens, so more than any context holds; tokenising 10 MB
+would block all episodes of an env worker for seconds.
+"""
 
 MODES = frozenset(get_args(MetricMode))
 
 LARGEST = float(np.finfo(np.float32).max)
-"""Rewards and metrics are kept as float32."""
+"""Largest reward or metric: they are stored as float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How an episode begins."""
+    """The beginning of an episode."""
 
     observation: str
     instruction: str
-    """What the task is: the environment's, or this episode's own."""
+    """The task: the environment's instruction, or this episode's own."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
 def checked_start(answer: object, instruction: object) -> Start:
-    """What `reset` returned; `instruction` is the environment's own. Raises `EnvFault`."""
+    """Check what `reset` returned; `instruction` is the environment's own. Raises `EnvFault`."""
     observation, info = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
     if not isinstance(info, Mapping):
         raise _fault(f"reset returned an info of {type(info).__name__}, not a mapping")
@@ -41,7 +47,10 @@ def checked_start(answer: object, instruction: object) -> Start:
 
 
 def checked_step(answer: object) -> StepResult:
-    """What `step` returned: a `StepResult`, or gymnasium's tuple of five. The reward becomes a float. Raises `EnvFault`."""
+    """Check what `step` returned: a `StepResult`, or gymnasium's tuple of five.
+
+    The reward becomes a float. Raises `EnvFault`.
+    """
     result = _of_tuple(answer) if isinstance(answer, tuple) and len(answer) == 5 else answer
     if not isinstance(result, StepResult):
         raise _fault(
@@ -60,7 +69,7 @@ def checked_step(answer: object) -> StepResult:
 
 
 def checked_actions(answer: object) -> list[str]:
-    """What `valid_actions` returned; none at all says that they cannot be listed. Raises `EnvFault`."""
+    """Check what `valid_actions` returned; empty if they cannot be listed. Raises `EnvFault`."""
     if (
         isinstance(answer, str)
         or not isinstance(answer, (list, tuple))
@@ -131,7 +140,8 @@ def _check_metrics(metrics: object, modes: object) -> None:
     for name, mode in modes.items():
         if mode not in MODES:
             raise _fault(
-                f"step returned the mode {mode!r} of the metric {name}; known are {', '.join(sorted(MODES))}"
+                f"step returned the mode {mode!r} of the metric {name}; known are "
+                f"{', '.join(sorted(MODES))}"
             )
 
 

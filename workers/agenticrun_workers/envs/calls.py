@@ -1,7 +1,11 @@
-"""How environments are called: sync or async, in any of the shapes that users write, and whatever they do wrong is one `EnvFault`.
+"""Calls of environments, sync or async, in every shape that users write.
 
-Async methods run on the event loop, in a task of their own. Sync ones run in a thread, so that one that blocks or hangs costs its own
-episode only, unless the environment says `blocking = False` (steps of microseconds).
+Async methods run on the event loop, in a task of their own. Sync methods run in a thread, so that
+one that blocks or hangs costs only its own episode, unless the environment says `blocking = False`
+(steps of microseconds). Every error of an environment becomes an `EnvFault`.
+
+The threads are not those of concurrent.futures, which can never be abandoned: 64 calls that hang
+would block every later call, and the interpreter waits for them when it exits.
 """
 
 from __future__ import annotations
@@ -25,11 +29,14 @@ from agenticrun_workers.envs.env import Env, EnvFault, StepResult, TakesItem
 from agenticrun_workers.types import StopReason, Stream
 
 MAX_MESSAGE = 500
-"""Characters. The message travels to the driver and into the run's status."""
+"""Characters of a message. It travels to the driver and into the run's status."""
 
 
 def raised(error: BaseException, call: Callable[..., Any]) -> EnvFault:
-    """What `call` raised, and in which line of the environment's own file. An `EnvFault` stays as it is."""
+    """Describe what `call` raised, and in which line of the environment's own file.
+
+    An `EnvFault` is returned unchanged.
+    """
     if isinstance(error, EnvFault):
         return error
     fault = EnvFault(StopReason.ENV_ERROR, f"{one_line(error)}{_place(error, call)}")
@@ -38,16 +45,17 @@ def raised(error: BaseException, call: Callable[..., Any]) -> EnvFault:
 
 
 def one_line(error: BaseException) -> str:
-    """Its type and text, at most `MAX_MESSAGE` characters of it."""
+    """Return an error's type and text in one line, at most `MAX_MESSAGE` characters of text."""
     try:
         text = " ".join(str(error).split())
     except Exception:  # a user's __str__ may raise anything
         text = "(it has no text)"
-    return f"{type(error).__name__}: {text if len(text) <= MAX_MESSAGE else f'{text[:MAX_MESSAGE]} ...'}"
+    short = text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} ..."
+    return f"{type(error).__name__}: {short}"
 
 
 def _place(error: BaseException, call: Callable[..., Any]) -> str:
-    """The innermost line in the file of `call`, else the innermost one of all."""
+    """Return the innermost line in the file of `call`, or else the innermost line of all."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is where it was caught
     code = getattr(inspect.unwrap(call), "__code__", None)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
@@ -56,19 +64,22 @@ def _place(error: BaseException, call: Callable[..., Any]) -> str:
 
 
 class GivenUp(SystemExit):
-    """Thrown into a thread that nobody waits for any more."""
+    """Raised in a thread that was abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a call: a value, or whatever it raised."""
+    """The result of a call: a value, or the exception that it raised."""
 
     value: Any = None
     error: BaseException | None = None
 
 
 def attempt(call: Callable[..., Any], *arguments: Any, **named: Any) -> Outcome:
-    """Call it. Nothing gets through: not SystemExit, and not StopIteration, which asyncio's futures refuse."""
+    """Call it and catch everything.
+
+    Also SystemExit, and StopIteration, which asyncio's futures reject.
+    """
     try:
         return Outcome(call(*arguments, **named))
     except BaseException as error:  # a user's code may raise anything
@@ -76,9 +87,10 @@ def attempt(call: Callable[..., Any], *arguments: Any, **named: Any) -> Outcome:
 
 
 async def in_thread(call: Callable[[], Outcome]) -> Outcome:
-    """Run `call` in a thread. Who is cancelled meanwhile gives the thread up.
+    """Run `call` in a thread. Cancelling this coroutine abandons the thread.
 
-    A thread that was given up ends at its next line of Python, so an endless loop stops; one inside C code stays until that returns.
+    An abandoned thread ends at its next line of Python, so an endless loop stops; one inside C code
+    stays until that code returns.
     """
     thread = _idle_thread()
     try:
@@ -91,9 +103,11 @@ async def in_thread(call: Callable[[], Outcome]) -> Outcome:
 
 
 async def apart(awaitable: Awaitable[Any], patience_seconds: float = 0.0) -> Outcome:
-    """Await it in a task of its own, so that SystemExit does not end the loop. Who is cancelled meanwhile cancels the task.
+    """Await it in a task of its own, so that SystemExit does not end the loop.
 
-    A task that does not end within `patience_seconds` of that is left behind.
+    Cancelling this coroutine cancels the task; one that does not end within `patience_seconds` of
+    that
+    is left behind.
     """
     task = asyncio.ensure_future(_awaited(awaitable))
     try:
@@ -113,13 +127,13 @@ async def _awaited(awaitable: Awaitable[Any]) -> Outcome:
 
 
 def hanging() -> int:
-    """Threads of this process that were given up and have not ended yet."""
+    """Return the number of abandoned threads of this process that have not ended yet."""
     _given_up[:] = [thread for thread in _given_up if thread.is_alive()]
     return len(_given_up)
 
 
 class _CallThread(threading.Thread):
-    """Runs one call after another. A daemon: the interpreter does not wait for it."""
+    """A thread that runs one call after another. A daemon: the interpreter does not wait for it."""
 
     def __init__(self) -> None:
         super().__init__(name=f"env_{next(_numbers)}", daemon=True)
@@ -148,7 +162,7 @@ class _CallThread(threading.Thread):
 
 
 def _tell(done: asyncio.Future[Outcome], outcome: Outcome) -> None:
-    """Set the result of another thread's future, if that still wants it."""
+    """Set the result of another thread's future, unless it is cancelled."""
 
     def tell() -> None:
         if not done.done():
@@ -172,17 +186,20 @@ def _idle_thread() -> _CallThread:
 
 
 MAX_BLOCKING_CALLS = 64
-"""Sync environments of one `EnvCalls` that can be inside `reset` or `step` at once. Others wait, and their timeout does not run."""
+"""Calls of sync environments that one `EnvCalls` runs at once.
+
+Others wait, and their timeout does not run meanwhile.
+"""
 
 MAX_HANGING = 1024
-"""Threads of a process that may hang for ever before sync environments are refused: each keeps some memory."""
+"""Abandoned threads of a process at which sync environments are refused: each keeps some memory."""
 
 
 class EnvCalls:
     """Calls environments of one run, many at once.
 
     Args:
-        timeout: seconds that one `reset` or `step` may take (None: any).
+        timeout: seconds that one `reset` or `step` may take (None: no limit).
     """
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -192,7 +209,7 @@ class EnvCalls:
     async def reset(
         self, env: Env, seed: int, split: Stream, item: Mapping[str, Any] | None = None
     ) -> Start:
-        """Begin an episode, about `item` if there is one. Raises `EnvFault`."""
+        """Begin an episode, with `item` if there is one. Raises `EnvFault`."""
         if item is not None:
             await self._call(env, cast(TakesItem, env).set_item, item)
         places, names = reset_arguments(env, seed, split)
@@ -200,11 +217,11 @@ class EnvCalls:
         return checked_start(answer, getattr(env, "instruction", ""))
 
     async def step(self, env: Env, action: str) -> StepResult:
-        """Play an answer's text. Raises `EnvFault`."""
+        """Play the text of an answer. Raises `EnvFault`."""
         return checked_step(await self._call(env, env.step, action))
 
     async def valid_actions(self, env: Env) -> list[str]:
-        """The answers that are valid now; none: they cannot be listed. Raises `EnvFault`."""
+        """Return the valid answers; empty if they cannot be listed. Raises `EnvFault`."""
         return checked_actions(await self._call(env, env.valid_actions))
 
     async def _call(self, env: Env, call: Callable[..., Any], *places: Any, **names: Any) -> Any:
@@ -237,10 +254,11 @@ class EnvCalls:
 
 
 def reset_arguments(env: Env, seed: int, split: Stream) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What `reset` is called with, by place and by name.
+    """Return the positional and the keyword arguments for `reset`.
 
-    Seed and split, or only the seed where no second argument must be given or is called `split`. As in gymnasium, the seed may be
-    an argument by name only.
+    They are seed and split, or only the seed if the second parameter has a default and is not
+    called
+    `split`. As in gymnasium, the seed may be keyword-only.
     """
     try:
         parameters = list(inspect.signature(env.reset).parameters.values())

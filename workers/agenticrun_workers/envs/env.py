@@ -1,4 +1,8 @@
-"""The environment protocol: gym-like, text in and text out, sync or async."""
+"""The environment protocol (gym-like, text in and text out, sync or async) and its registry.
+
+Environments are found by name: `@register_env("maze")`, an entry point in the group
+`agenticrun.envs`, or `module:Class`.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,16 @@ from agenticrun_workers.plugins import (
 from agenticrun_workers.types import StopReason, Stream
 
 MetricMode = Literal["sum", "mean", "min", "max", "first", "last"]
-"""How the values that the steps of an episode report under one name become one."""
+"""Aggregation of one metric over the steps of an episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one action led to.
+    """The result of one action.
 
-    gymnasium's plain tuple (observation, reward, terminated, truncated, info) is taken for the same thing: `info["metrics"]` and
-    `info["metrics_agg_mode"]` are its metrics and their modes, as in ROLL.
+    gymnasium's plain tuple (observation, reward, terminated, truncated, info) is accepted as well:
+    `info["metrics"]` and `info["metrics_agg_mode"]` are then its metrics and their modes, as in
+    ROLL.
     """
 
     observation: str
@@ -35,15 +40,21 @@ class StepResult:
     terminated: bool
     truncated: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What was measured. `action_is_valid: 0` says that the answer held no action."""
+    """Measurements of this step. `action_is_valid: 0` means that the answer held no action."""
     modes: Mapping[str, MetricMode] = field(default_factory=dict)
-    """How metrics are put together over the episode; default: the sum, and of `success` the last value."""
+    """Aggregation of each metric over the episode.
+
+    Default: the sum, and for `success` the last value.
+    """
     info: Mapping[str, Any] = field(default_factory=dict)
     """Anything else, for agents that know this environment."""
 
 
 class EnvFault(Exception):
-    """An environment raised, hung, or returned something that is no step. It costs the episode; `reason` is env_error or timeout."""
+    """An environment raised, hung, or returned something that is not a step.
+
+    It costs the episode; `reason` is env_error or timeout.
+    """
 
     def __init__(self, reason: StopReason, message: str) -> None:
         super().__init__(message)
@@ -51,18 +62,28 @@ class EnvFault(Exception):
 
 
 class Env(Protocol):
-    """One episode at a time. Owns its random numbers: the same (seed, split) gives the same episode on any machine.
+    """An environment that plays one episode at a time.
 
-    `split` is `train` or `validation`: an environment that generates levels must never give the same level in both.
-    Sync methods are called in a thread, unless the class has `blocking = False`, which promises that they take microseconds.
-    An instance plays one episode after another, unless the class has `reusable = False`: then each gets a new one.
+    It owns its random numbers: the same (seed, split) gives the same episode on any machine.
+    `split`
+    is `train` or `validation`: an environment that generates levels must never give the same level
+    in
+    both. Sync methods are called in a thread, unless the class has `blocking = False`, which
+    promises
+    that they take microseconds. An instance plays one episode after another, unless the class has
+    `reusable = False`: then each episode gets a new instance.
 
-    Environments written for gymnasium's signatures work as they are: `reset(seed)` without a split (validation then plays other
-    seeds), a pair (observation, info) from `reset`, a tuple of five from `step`. `instruction` and `valid_actions` may be missing.
+    Environments written for gymnasium's signatures work unchanged: `reset(seed)` without a split
+    (validation then uses other seeds), a pair (observation, info) from `reset`, a tuple of five
+    from
+    `step`. `instruction` and `valid_actions` may be missing.
     """
 
     instruction: str
-    """What the task is and how to answer, for the first prompt. `info["env_instruction"]` of `reset` is said instead, if there is one."""
+    """The task and how to answer, for the first prompt.
+
+    `info["env_instruction"]` of `reset`, if there is one, replaces it.
+    """
 
     def reset(
         self, seed: int, split: Stream
@@ -71,29 +92,38 @@ class Env(Protocol):
         ...
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
-        """Play the text of an answer. An invalid action is a normal step with `action_is_valid: 0`, never an exception."""
+        """Play the text of an answer.
+
+        An invalid action is a normal step with `action_is_valid: 0`, never an exception.
+        """
         ...
 
     def valid_actions(self) -> list[str] | Awaitable[list[str]]:
-        """The answers that are valid now, if they can be listed (warm-up and the random policy need them)."""
+        """Return the answers that are valid now, if they can be listed.
+
+        Warm-up by random play and the random policy need them.
+        """
         ...
 
 
 @runtime_checkable
 class HasVocabulary(Protocol):
-    """An environment whose texts are made of a fixed set of pieces, so that a tiny tokenizer can be built for it."""
+    """An environment that builds its texts from a fixed set of pieces.
+
+    A tiny tokenizer can be made of them.
+    """
 
     def vocabulary(self) -> list[str]:
-        """The pieces; every observation and answer is a concatenation of them."""
+        """Return the pieces; every observation and answer is a concatenation of them."""
         ...
 
 
 @runtime_checkable
 class TakesItem(Protocol):
-    """An environment whose episodes are about items of `envs[].dataset`."""
+    """An environment that plays items of `envs[].dataset`."""
 
     def set_item(self, item: Mapping[str, Any]) -> None:
-        """The item of the next episode. Called before `reset`, with the columns of the data set by name."""
+        """Set the item of the next episode: its columns by name. Called before `reset`."""
         ...
 
 
@@ -102,12 +132,12 @@ class Renders(Protocol):
     """An environment that can draw its state, for `tracking.renderDir`."""
 
     def render(self) -> NDArray[np.uint8]:
-        """A picture of the state that the last `reset` or `step` led to: RGB, uint8 [height, width, 3]."""
+        """Draw the state after the last `reset` or `step`: RGB, uint8 [height, width, 3]."""
         ...
 
 
 class EnvNotFound(PluginNotFound):
-    """No environment of that name."""
+    """No environment has that name."""
 
 
 class EnvImportError(PluginImportError):
@@ -115,7 +145,7 @@ class EnvImportError(PluginImportError):
 
 
 class EnvConfigError(PluginConfigError):
-    """The environment does not know a config key, or refuses a value."""
+    """The environment does not know a config key, or rejects a value."""
 
 
 _registry: Registry[Env] = Registry(
@@ -127,5 +157,9 @@ find_env = _registry.find
 
 
 def make_env(type: str, config: Mapping[str, Any]) -> Env:
-    """Build an environment. Raises `EnvNotFound`, `EnvImportError` or `EnvConfigError`, each saying what to do."""
+    """Build an environment.
+
+    Raises:
+        EnvNotFound, EnvImportError, EnvConfigError: the message says what to do.
+    """
     return _registry.make(type, config)

@@ -1,4 +1,8 @@
-"""What the grid worlds (FrozenLake, Sokoban) have in common: words for actions, symbols for cells, and the holdout."""
+"""Shared parts of the grid worlds (FrozenLake, Sokoban).
+
+Words for actions, symbols for cells, the validation holdout, and shapes for pictures. Pictures are
+drawn with Pillow: no display and no image files.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,10 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 MAX_DRAWS = 10_000
-"""Random levels looked at for one episode. A configuration that has none of the split asked for is an error, not a hang."""
+"""Random levels tried for one episode.
+
+A configuration without levels for a split is an error, not a hang.
+"""
 
 
 class NoLevel(ValueError):
@@ -23,17 +30,21 @@ class NoLevel(ValueError):
 
 
 def action_numbers(actions: Sequence[str], count: int) -> dict[str, int]:
-    """Numbers by lower-case word. Raises `ValueError` unless there are `count` different ones."""
+    """Return the number of each action by its lower-case word.
+
+    Raises `ValueError` unless there are `count` different words.
+    """
     numbers = {action.lower(): number for number, action in enumerate(actions)}
     if isinstance(actions, str) or len(actions) != count or len(numbers) != count:
         raise ValueError(
-            f"actions must be {count} different words, not {actions if isinstance(actions, str) else list(actions)}"
+            f"actions must be {count} different words, not "
+            f"{actions if isinstance(actions, str) else list(actions)}"
         )
     return numbers
 
 
 def check_symbols(symbols: str, count: int) -> None:
-    """Raise `ValueError` unless there is one character per kind of cell, each another one."""
+    """Raise `ValueError` unless there is one character per kind of cell, all different."""
     if len(symbols) != count or len(set(symbols)) != count or "\n" in symbols:
         raise ValueError(f"symbols must be {count} different characters, not {symbols!r}")
 
@@ -45,12 +56,15 @@ def check_holdout_share(share: float) -> None:
 
 
 def in_holdout(level: bytes, share: float) -> bool:
-    """Whether a level belongs to the validation holdout: the same answer on every machine and in every release."""
+    """Return whether a level belongs to the validation holdout.
+
+    The answer is the same on every machine and in every release.
+    """
     return int.from_bytes(hashlib.sha256(level).digest()[:8], "big") < share * 2**64
 
 
 def step_metrics(valid: bool, effective: bool, success: bool) -> dict[str, float]:
-    """What every step of a grid world reports; ROLL's names."""
+    """Return the metrics that every step of a grid world reports; the names are ROLL's."""
     return {
         "action_is_valid": 1.0 if valid else 0.0,
         "action_is_effective": 1.0 if effective else 0.0,
@@ -62,26 +76,26 @@ def step_metrics(valid: bool, effective: bool, success: bool) -> dict[str, float
 CELL = 48
 """Pixels of a cell's side."""
 SMOOTH = 4
-"""Drawn this many times larger and scaled down, so that edges are smooth."""
+"""Pictures are drawn this many times larger and scaled down, so that edges are smooth."""
 SIDE = CELL * SMOOTH
-"""Of a cell, while it is drawn."""
+"""Pixels of a cell's side while it is drawn."""
 
 PLAYER, OUTLINE, LOST = "#f2a33a", "#5b3a12", "#8d99a3"
 
 
 def canvas(rows: int, columns: int, colour: str) -> tuple[Image.Image, ImageDraw.ImageDraw]:
-    """An empty picture of that many cells, to be drawn on; see `pixels`."""
+    """Return an empty picture of that many cells, to draw on; see `pixels`."""
     image = Image.new("RGB", (columns * SIDE, rows * SIDE), colour)
     return image, ImageDraw.Draw(image)
 
 
 def pixels(image: Image.Image) -> NDArray[np.uint8]:
-    """The finished picture, RGB, uint8 [rows * CELL, columns * CELL, 3]."""
+    """Return the finished picture: RGB, uint8 [rows * CELL, columns * CELL, 3]."""
     return np.asarray(image.reduce(SMOOTH), np.uint8)
 
 
 def draw_player(draw: ImageDraw.ImageDraw, x: int, y: int, *, sunk: bool = False) -> None:
-    """A head over a body; only a grey head looks out of a hole."""
+    """Draw a head over a body; in a hole only a grey head is visible."""
     width = SIDE // 24
     if not sunk:
         draw.rounded_rectangle(
@@ -99,12 +113,12 @@ def draw_player(draw: ImageDraw.ImageDraw, x: int, y: int, *, sunk: bool = False
 
 
 def at(x: int, y: int, across: float, down: float) -> tuple[float, float]:
-    """A point inside the cell whose corner is (x, y), in shares of its side."""
+    """Return a point in the cell with corner (x, y), given as fractions of the cell's side."""
     return x + across * SIDE, y + down * SIDE
 
 
 def box(
     x: int, y: int, left: float, top: float, right: float, bottom: float
 ) -> tuple[float, float, float, float]:
-    """A rectangle inside that cell, in shares of its side."""
+    """Return a rectangle in that cell, given as fractions of the cell's side."""
     return (*at(x, y, left, top), *at(x, y, right, bottom))

@@ -1,8 +1,13 @@
-"""Environments in processes of their own, for those that crash, hang in C code, leak, or cannot share a process with others.
+"""Environments in processes of their own.
 
-`envs[].isolated: true`. A process that crashes or hangs is ended and costs the episode that it played. Processes are forked from one that
-has imported the environment's module (`isolated_server`): FrozenLake's take 15 ms to start and 7 MB each, and a call takes 0.1 ms longer
-than one in the worker.
+For environments that crash, hang in C code, leak, or cannot share a process: `envs[].isolated:
+true`. A process that crashes or hangs is killed and costs the episode that it played. Processes are
+forked from one that has imported the environment's module (`isolated_server`): FrozenLake's take
+15 ms to start and 7 MB each, and a call takes 0.1 ms longer than one in the worker.
+
+Worker and process exchange pickled frames, each after its length. Both ends belong to one user:
+pickle is a format here, not a security boundary. Frames from an environment are limited in size all
+the same.
 """
 
 from __future__ import annotations
@@ -28,33 +33,39 @@ from agenticrun_workers.types import StopReason, Stream
 LENGTH = struct.Struct("<Q")
 
 NUMBER = struct.Struct("<Q")
-"""Number of an environment, as its worker counts them; the end of its socket comes with it."""
+"""Number of an environment, counted by its worker; sent with the file descriptor of its socket."""
 
 STATUS = struct.Struct("<Qi")
-"""Number of an environment whose process ended, and the exit status as `os.waitstatus_to_exitcode` has it."""
+"""Number of an environment and the exit status of its process (`os.waitstatus_to_exitcode`)."""
 
 MAX_FRAME = 64 * 1024 * 1024
-"""Bytes: text of the longest observation that is allowed, a picture of 4,000 x 4,000 pixels, and room."""
+"""Bytes: the longest observation allowed, a picture of 4,000 x 4,000 pixels, and spare room."""
 
 
 class TooLong(Exception):
-    """A frame of more than `MAX_FRAME` bytes."""
+    """A frame has more than `MAX_FRAME` bytes."""
 
 
 def encoded(value: Any) -> bytes:
-    """A frame. Raises what pickling raises."""
+    """Return a value as a frame. Raises what pickling raises."""
     body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
 
 
 def receive(end: socket.socket) -> Any:
-    """The next frame, waiting for it. Raises `EOFError` when the other end is closed."""
+    """Wait for the next frame and return its value. Raises `EOFError` if the peer has closed."""
     (length,) = LENGTH.unpack(_exactly(end, LENGTH.size))
     return pickle.loads(_exactly(end, length))
 
 
 async def receive_async(reader: asyncio.StreamReader) -> Any:
-    """The next frame. Raises `EOFError` when the other end is closed, `TooLong`, or what unpickling raises."""
+    """Return the value of the next frame.
+
+    Raises:
+        EOFError: the other end is closed.
+        TooLong: the frame is larger than `MAX_FRAME`.
+        Exception: what unpickling raises.
+    """
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > MAX_FRAME:
         raise TooLong(f"{length:,} bytes; {MAX_FRAME:,} are allowed")
@@ -72,11 +83,14 @@ def _exactly(end: socket.socket, count: int) -> bytes:
 
 
 MAX_GROWTH = 512 * 1024 * 1024
-"""Bytes that a process may grow by before a new one takes its place, between two episodes."""
+"""Bytes that a process may grow by before it is replaced, between two episodes."""
 
 
 class IsolatedEnv:
-    """An environment in another process; see `Env`. Made by `Isolation.start`; `end` it when it is not needed any more."""
+    """An environment in another process; see `Env`.
+
+    Made by `Isolation.start`; call `end` when it is not needed any more.
+    """
 
     def __init__(self, pipe: _Pipe, facts: Mapping[str, Any]) -> None:
         self._pipe = pipe
@@ -89,7 +103,7 @@ class IsolatedEnv:
 
     @property
     def worn_out(self) -> bool:
-        """Whether its process has grown so much that a new one should play the next episode."""
+        """True if its process has grown so much that a new one should play the next episode."""
         return bool(self._latest["bytes"] - self._bytes_at_first > MAX_GROWTH)
 
     async def set_item(self, item: Mapping[str, Any]) -> None:
@@ -109,7 +123,7 @@ class IsolatedEnv:
         return cast(list[str], await self._call("valid_actions"))
 
     def end(self) -> None:
-        """End its process, whatever that is doing. Safe to call twice."""
+        """Kill its process, even while a call runs. Safe to call twice."""
         self._pipe.end()
 
     async def _call(self, name: str, *arguments: Any) -> Any:
@@ -120,17 +134,17 @@ class IsolatedEnv:
 
 
 class DrawingIsolatedEnv(IsolatedEnv):
-    """One that can draw; see `Renders`."""
+    """An isolated environment that can draw; see `Renders`."""
 
     def render(self) -> NDArray[np.uint8]:
-        """The picture that came with the last answer, if `film` was set."""
+        """Return the picture that came with the last answer, if `film` was set."""
         if self._latest["picture_error"]:
             raise RuntimeError(self._latest["picture_error"])
         return cast(NDArray[np.uint8], self._latest["picture"])
 
 
 class _Pipe:
-    """The worker's end of the way to one process."""
+    """The worker's end of the connection to one process."""
 
     def __init__(
         self,
@@ -148,7 +162,12 @@ class _Pipe:
         self._writer.write(encoded(value))
 
     async def receive(self) -> Any:
-        """The value of the next frame. Raises `EnvFault`. A process that died, or whose answer is not waited for any more, is ended."""
+        """Return the value of the next frame.
+
+        A process that died, or that still owes an answer when the caller is cancelled, is ended.
+        Raises
+        `EnvFault`.
+        """
         try:
             good, said = await receive_async(self._reader)
         except (EOFError, ConnectionError):
@@ -174,10 +193,12 @@ class _Pipe:
 
 
 class Isolation:
-    """Starts the processes of one kind of environment. They all end with this process, however it ends.
+    """Starts the processes of one kind of environment.
+
+    They all end with this process, however it ends.
 
     Args:
-        timeout: seconds that an environment may take to be built (None: any).
+        timeout: seconds that building an environment may take (None: no limit).
     """
 
     def __init__(self, type: str, config: Mapping[str, Any], timeout: float | None = None) -> None:
@@ -187,10 +208,10 @@ class Isolation:
         self._numbers = count()
         self._server: tuple[socket.socket, subprocess.Popen[bytes]] | None = None
         self._statuses: dict[int, int | None] = {}
-        """Of the environments that are not ended yet: the exit status of a process that ended by itself."""
+        """By environment not ended by us: the exit status; None while its process runs."""
 
     async def start(self) -> IsolatedEnv:
-        """A new environment. Raises `EnvFault` if it cannot be built."""
+        """Start a new environment. Raises `EnvFault` if it cannot be built."""
         self._read_statuses()
         ours, theirs = socket.socketpair()
         number = next(self._numbers)
@@ -215,7 +236,7 @@ class Isolation:
         return (DrawingIsolatedEnv if facts["draws"] else IsolatedEnv)(pipe, facts)
 
     def stop(self) -> None:
-        """End all of them. The next `start` begins anew."""
+        """End all environments. The next `start` begins with a new server."""
         if self._server is not None:
             end, process = self._server
             end.close()
@@ -223,7 +244,7 @@ class Isolation:
             self._server = None
 
     def how_it_ended(self, number: int) -> str:
-        """What became of a process, in words. The server tells it before the process's own socket closes."""
+        """Say how a process ended. The server reports it before the process's own socket closes."""
         self._read_statuses()
         code = self._statuses.get(number)
         if code is None:
@@ -235,11 +256,11 @@ class Isolation:
         )
 
     def forget(self, number: int) -> None:
-        """Its process is ended: how does not matter any more."""
+        """Drop an environment that was ended: its status does not matter any more."""
         self._statuses.pop(number, None)
 
     def _read_statuses(self) -> None:
-        """Also those that nobody asks for, so that there is room for more."""
+        """Read all reports of the server, so that there is room for more."""
         while self._server is not None:
             try:
                 message = self._server[0].recv(STATUS.size, socket.MSG_DONTWAIT)

@@ -1,11 +1,15 @@
-"""The process from which those of isolated environments are forked: it has imported the environment's module, so a new one takes
-milliseconds and shares its memory.
+"""The server that forks isolated environments, and the code of a forked process.
 
-    python -m agenticrun_workers.envs.isolated_server FD
+python -m agenticrun_workers.envs.isolated_server FD
 
-FD is a socket to the env worker. It brings one frame (the worker's module path, type and config of the environment), and then for each
-environment a number and the end of a socket of its own. Whoever closes a socket ends the environment behind it, hung or not; the server
-tells on FD with which exit status. It ends with its worker, however that ends, and so do all environments.
+It has imported the environment's module, so a new process takes milliseconds and shares its memory.
+FD is a socket to the env worker. It brings one frame (the worker's module path, type and config of
+the environment), and then for each environment a number and the file descriptor of its own socket.
+Closing a socket on the worker's side kills the environment behind it, even one that hangs; the
+server then reports the exit status on FD. It ends with its worker, however the worker ends, and so
+do all environments.
+
+Each process answers its worker's calls on its main thread, one after the other.
 """
 
 from __future__ import annotations
@@ -32,9 +36,9 @@ MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def serve(end: socket.socket, type: str, config: dict[str, Any]) -> None:
-    """Build the environment and answer until the worker closes its end.
+    """Build the environment and answer calls until the worker closes its end.
 
-    The first frame, and the answer to every call, is (True, value) or (False, what went wrong).
+    The first frame, and the answer to every call, is (True, value) or (False, error message).
     """
     made = attempt(make_env, type, config)
     if made.error is not None:
@@ -52,7 +56,7 @@ def serve(end: socket.socket, type: str, config: dict[str, Any]) -> None:
 
 
 class _Child:
-    """The environment and the loop that its async methods run on."""
+    """The environment and the event loop for its async methods."""
 
     def __init__(self, env: Any, runner: asyncio.Runner) -> None:
         self._env = env
@@ -67,7 +71,10 @@ class _Child:
         }
 
     def answer(self, name: str, arguments: tuple[Any, ...], film: bool) -> bytes:
-        """One frame: what the method returned, and after `reset` and `step` a picture if the worker wants one."""
+        """Return one frame: the method's result, and a picture if `film` is set.
+
+        Only `reset` and `step` are filmed.
+        """
         call = getattr(self._env, name)
         places, names = (
             reset_arguments(self._env, *arguments) if name == "reset" else (arguments, {})
@@ -95,7 +102,8 @@ class _Child:
             return encoded(
                 (
                     False,
-                    f"{name} returned something that cannot leave the environment's process: {error}",
+                    f"{name} returned something that cannot leave the environment's process: "
+                    f"{error}",
                 )
             )
 
@@ -116,7 +124,7 @@ class _Process:
     number: int
     pid: int
     end: socket.socket
-    """The end that the process has too: its other side is the worker's."""
+    """The child's end of the socket, kept open here until the exit status is reported."""
 
 
 class _Server:
@@ -135,7 +143,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def run(self) -> None:
-        """Until the worker is gone."""
+        """Serve until the worker is gone."""
         while True:
             poll = select.poll()
             poll.register(self._worker, select.POLLIN)
@@ -157,7 +165,7 @@ class _Server:
                 return
 
     def _start(self) -> bool:
-        """Fork one environment; False: the worker is gone."""
+        """Fork one environment. Returns False if the worker is gone."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self._worker, NUMBER.size, 1)
         except ConnectionError:
@@ -174,7 +182,7 @@ class _Server:
         return True
 
     def _become_environment(self, parent: int, end: socket.socket) -> NoReturn:
-        """In the new process: keep nothing but its own end."""
+        """Run an environment in the new process, with no files of the server but its own socket."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -198,7 +206,7 @@ class _Server:
             os._exit(status)
 
     def _reap(self) -> None:
-        """Tell the status of each process that ended, and then close the last copy of its end."""
+        """Report the status of each process that ended, then close the last copy of its socket."""
         while self._processes:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -209,7 +217,7 @@ class _Server:
             _kill(pid)  # whatever it has started itself
             with suppress(
                 OSError
-            ):  # BlockingIOError, too: a worker that does not read misses some words, and nothing waits for it
+            ):  # also BlockingIOError: a worker that does not read misses reports
                 self._worker.send(
                     STATUS.pack(process.number, os.waitstatus_to_exitcode(status)),
                     socket.MSG_DONTWAIT,
@@ -218,7 +226,7 @@ class _Server:
 
 
 def _kill(pid: int) -> None:
-    """The process and its group."""
+    """Kill the process and its group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

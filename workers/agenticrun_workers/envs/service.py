@@ -1,4 +1,7 @@
-"""Environments as services: asynchronous, any action, and perhaps no state at all, as agents with queues call them."""
+"""Environments as services: asynchronous, with any action, possibly without state.
+
+Agents with queues use them.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,12 @@ ServiceStep = tuple[Any, Any, bool, bool, Mapping[str, Any]]
 
 
 class EnvironmentService(ABC):
-    """An environment for agents with queues (`agents/queued.py`). One instance serves one episode at a time.
+    """An environment for agents with queues (`agents/queued.py`).
 
-    Actions, observations and rewards are what agent and service agree on: a batch of answers and a list of rewards, for example.
-    Both methods are coroutines, so that none blocks another one's episode; slow work belongs into a thread or a process.
+    One instance serves one episode at a time. Agent and service agree on actions, observations and
+    rewards: a batch of answers and a list of rewards, for example. Both methods are coroutines and
+    must
+    not block the event loop; slow work belongs in a thread or a process.
     """
 
     is_service: ClassVar[bool] = True
@@ -27,18 +32,23 @@ class EnvironmentService(ABC):
     instruction: str = ""
     """The system message of the first prompt; empty = none."""
     item: Mapping[str, Any] = MappingProxyType({})
-    """What the episode is about, of `envs[].dataset`."""
+    """The episode's item of `envs[].dataset`."""
 
     def set_item(self, item: Mapping[str, Any]) -> None:
-        """Called before `reset`, if the environment has a data set."""
+        """Set the item of the next episode. Called before `reset` if there is a data set."""
         self.item = item
 
-    async def reset(self, seed: int | None = None, options: Mapping[str, Any] | None = None) -> Any:  # noqa: B027
-        """Begin an episode. A text that is returned is the first user message; else that is the item's column `prompt`.
+    async def reset(  # noqa: B027
+        self, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Begin an episode.
 
         Args:
             seed: equal for all members of a group.
             options: `split` is train, validation or warmup.
+
+        Returns:
+            The first user message; if it is not text, the item's column `prompt` is used.
         """
 
     @abstractmethod
@@ -47,7 +57,7 @@ class EnvironmentService(ABC):
 
 
 class ServiceCalls(EnvCalls):
-    """Calls services like any environment: what they do wrong is an `EnvFault`."""
+    """Calls services like any environment: every error is an `EnvFault`."""
 
     async def begin(
         self, service: EnvironmentService, seed: int, split: Stream, item: Mapping[str, Any] | None
@@ -64,7 +74,8 @@ class ServiceCalls(EnvCalls):
         if not isinstance(text, str):
             raise EnvFault(
                 StopReason.ENV_ERROR,
-                f"there is no prompt: {type(service).__name__}.reset returned {type(said).__name__} and the item has no text in a "
+                f"there is no prompt: {type(service).__name__}.reset returned "
+                f"{type(said).__name__} and the item has no text in a "
                 "column 'prompt' (rename one with dataset.columns)",
             )
         return text
@@ -75,6 +86,7 @@ class ServiceCalls(EnvCalls):
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], Mapping):
             raise EnvFault(
                 StopReason.ENV_ERROR,
-                f"{type(service).__name__}.step returned {type(result).__name__}, not (observation, reward, terminated, truncated, info)",
+                f"{type(service).__name__}.step returned {type(result).__name__}, not "
+                "(observation, reward, terminated, truncated, info)",
             )
         return result

@@ -1,4 +1,4 @@
-"""Runs Python code that nobody vouches for, in a process that the kernel keeps from everything but computing."""
+"""Runs untrusted Python code in a process that the kernel limits to computing."""
 
 from agenticrun_workers.sandbox.python import (
     Limits,

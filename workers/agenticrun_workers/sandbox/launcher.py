@@ -1,11 +1,13 @@
-"""Forks the sandbox's processes, each of which gives up every right that the kernel lets it give up, then runs its code.
+"""Fork the sandbox's processes and run code in them without any right that the kernel can remove.
 
-Started by path with `python -s -P -S`, so it imports nothing of ours. Its standard input is a socket of packets, each of
-which asks for a child by handing over the child's source, output, errors and report, and the call's socket. The parent never
-reads code: a child reads a line of JSON (`Order`) and then the code from its source, says on the pipe `REPORT` which layers
-hold, and closes it before the code runs.
+Started by path with `python -s -P -S`, so it imports nothing of ours. Its standard input is a
+socket of packets. Each packet asks for a child and hands over the child's source, output, errors
+and report, and the call's socket. The parent never reads code: a child reads a line of JSON
+(`Order`) and then the code from its source, reports on the pipe `REPORT` which layers hold, and
+closes it before the code runs.
 
-One thread only: no process of many threads may make a namespace of users, and a fork takes no thread along.
+There is one thread only: a process with several threads must not make a user namespace, and a fork
+keeps only the forking thread.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NE
 CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 
 CONTROL, REPORT = 0, 3
-"""File descriptors: the parent's socket, and the child's pipe after its input, output and errors."""
+"""File descriptors: the parent's socket; the child's report, after its input, output and errors."""
 HANDED_OVER = 5
-"""File descriptors of a request."""
+"""Number of file descriptors in a request."""
 
 READ_FILE, READ_DIR, WRITE_FILE, REMOVE_FILE, MAKE_REG, TRUNCATE = (
     1 << 2,
@@ -53,25 +55,25 @@ READ_FILE, READ_DIR, WRITE_FILE, REMOVE_FILE, MAKE_REG, TRUNCATE = (
     1 << 14,
 )
 FILE_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""How many of Landlock's rights over files a version of its ABI knows."""
+"""Number of Landlock's file rights in each version of its ABI."""
 
 
 class Order(TypedDict):
-    """What the sandbox is told."""
+    """The order that a child reads."""
 
     limits: dict[str, int]
-    """Of `resource.RLIMIT_*`, by name."""
+    """Values of `resource.RLIMIT_*`, by name."""
     readable: list[str]
     scratch: str
     packages: list[str]
     seccomp: str
-    """The filter's program in base64; empty where there is none for this machine."""
+    """The filter's program in base64; empty if there is none for this machine."""
     required: list[str]
-    """Layers without which nothing runs."""
+    """Layers without which no code runs."""
 
 
 class Refused(OSError):
-    """The kernel does not give this layer."""
+    """The kernel does not provide this layer."""
 
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -113,7 +115,10 @@ def main() -> None:
 
 
 def serve() -> None:
-    """Fork a child per request. Returns in the children only; the parent ends with the process that holds the other end of `CONTROL`."""
+    """Fork a child per request. Returns in the children only.
+
+    The parent ends with the process that holds the other end of `CONTROL`.
+    """
     control = socket.socket(fileno=CONTROL)
     woken, wake = os.pipe()
     for fd in (woken, wake):
@@ -128,7 +133,8 @@ def serve() -> None:
     for fd in (CONTROL, woken):
         events.register(fd, select.POLLIN)
     while True:
-        # CONTROL, the lowest, comes last: no event is taken for that of a call whose socket has the number of one just closed
+        # CONTROL, the lowest, comes last: a new call may reuse the number of a socket that was
+        # just closed, and must not get that one's event
         for fd, _ in sorted(events.poll(), reverse=True):
             if fd == CONTROL:
                 request, handed, _, _ = socket.recv_fds(control, 1, HANDED_OVER)
@@ -157,7 +163,10 @@ def serve() -> None:
 
 
 def fork(handed: list[int]) -> int | None:
-    """The child's process, or 0 in the child, which has nothing but what was handed over; None if there is none."""
+    """Return the child's process id, 0 in the child, or None if the fork failed.
+
+    The child keeps only the files that were handed over.
+    """
     try:
         if len(handed) != HANDED_OVER:
             raise OSError("too many open files")
@@ -183,7 +192,7 @@ def fork(handed: list[int]) -> int | None:
 
 
 def ended(calls: dict[int, int]) -> Iterator[tuple[int, int]]:
-    """Take the calls out whose processes have ended: their sockets, and exit statuses as `subprocess` has them."""
+    """Remove calls that have ended; yield their sockets, and exit statuses as in `subprocess`."""
     sockets = {pid: call for call, pid in calls.items()}
     while sockets:
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -203,7 +212,10 @@ def kill(pid: int) -> None:
 
 
 def run(code: str) -> None:
-    """Run the code as a module of its own; print the value of a last expression, as an interactive Python does."""
+    """Run the code as its own module and print the value of a last expression.
+
+    Interactive Python does the same.
+    """
     module = sys.modules["__main__"] = ModuleType("__main__")
     names = module.__dict__
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # python -S has none
@@ -248,7 +260,7 @@ def run(code: str) -> None:
 
 
 def attempt(layer: Callable[[Order], str], order: Order) -> str:
-    """What the layer says of itself, or `no: ` and why not."""
+    """Return the layer's report, or `no: ` and the reason why it does not hold."""
     try:
         return layer(order)
     except OSError as error:
@@ -265,7 +277,7 @@ def set_limits(order: Order) -> str:
 
 
 def unshare(_: Order) -> str:
-    """No network but an empty one of its own, and no shared memory of others."""
+    """Give the process an empty network of its own, and no shared memory with others."""
     check("unshare", libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC))
     return "user, net, ipc"
 
@@ -287,7 +299,7 @@ def forbid_privileges(_: Order) -> str:
 
 
 def restrict_files(order: Order) -> str:
-    """Only `readable` can be read, only `scratch` can be written, and nothing but plain files can be made there."""
+    """Allow reading below `readable`, and writing plain files in `scratch`. Nothing else."""
     abi = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
     check("landlock", abi)
     rights = (1 << FILE_RIGHTS_BY_ABI.get(abi, 16)) - 1
@@ -308,7 +320,7 @@ def restrict_files(order: Order) -> str:
 
 
 def allow_beneath(ruleset_fd: int, path: str, rights: int) -> None:
-    """A path that does not exist needs no rule."""
+    """Allow these rights below a path. A path that does not exist needs no rule."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
@@ -338,7 +350,7 @@ def prctl(option: int, value: int, address: int = 0) -> int:
 
 
 def check(what: str, answer: int) -> None:
-    """Raise `Refused` for the answer of a failed call."""
+    """Raise `Refused` if the call failed."""
     if answer < 0:
         raise Refused(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 

@@ -1,16 +1,16 @@
-"""Has a process of the sandbox forked, watches it, and takes what it wrote.
+"""Runs Python code in a sandbox process, watches it, and collects its output.
 
-The code runs in one process that cannot start another, so killing that one ends everything. Layers, each of which works
-without privileges, as root and as any other user:
+The code runs in one process that cannot start another, so killing that one ends everything. Layers,
+each of which works without privileges, as root and as any other user:
 
     limits             memory, processor time, size and number of open files, no core dumps
-    no_new_privileges  no program can give it rights; no process of the same user can look into it
-    landlock           reads Python's own files only, writes plain files in its scratch folder only
-    seccomp            a list of system calls; no processes, no programs, no sockets, no signals (see `seccomp`)
+    no_new_privileges  no program gives it rights; no process of the same user can look into it
+    landlock           reads only Python's own files, writes only plain files in its scratch folder
+    seccomp            a list of system calls; no processes, programs, sockets, signals (`seccomp`)
     capabilities       none left (they matter only as root)
     namespaces         a network of its own without any device (where users may make namespaces)
 
-The environment is empty but for a few constants, and no file descriptor is inherited.
+The environment holds only a few constants, and no file descriptor is inherited.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from typing import BinaryIO, Literal
 from agenticrun_workers.sandbox import seccomp, zygote
 
 SandboxMode = Literal["required", "best-effort"]
-"""Whether code runs only where all of `REQUIRED` hold, or with whatever the machine has."""
+"""Run code only if all of `REQUIRED` hold, or with whatever the machine provides."""
 
 End = Literal["finished", "failed", "time", "output", "files", "killed"]
-"""How code ended: well, by an exception or exit status, at the limit of time, output or files, or by a signal."""
+"""Why the code ended: normally, by an exception or exit status, at a limit, or by a signal."""
 
 REQUIRED = ("limits", "no_new_privileges", "landlock", "seccomp")
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 START_SECONDS = 60.0
-"""Until the process has to say which layers hold."""
+"""Time for the process to report which layers hold."""
 TICK_SECONDS = 0.05
-"""How often its files are counted."""
+"""Interval at which its files are counted."""
 PIPE_BYTES = 16 * os.sysconf("SC_PAGE_SIZE")
-"""What Linux keeps in a pipe."""
+"""Capacity of a pipe on Linux."""
 MOST_FILES = 32
-"""In the scratch folder, and open at once."""
+"""Maximum number of files in the scratch folder, and of open files."""
 
 
 class SandboxUnavailable(Exception):
-    """This machine does not give the containment asked for; the message says what is missing and what to do."""
+    """This machine lacks the required containment; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the code may use."""
+    """Resources that the code may use."""
 
     seconds: float = 10.0
     memory_mb: int = 512
-    """Address space: what libraries map counts as well."""
+    """Address space; mapped libraries count as well."""
     output_bytes: int = 64 * 1024
-    """Of standard output and standard error together."""
+    """Bytes of standard output and standard error together."""
     scratch_mb: int = 16
-    """Of all its files."""
+    """Size of all its files."""
 
     def __post_init__(self) -> None:
         for key, value in (
@@ -84,20 +84,23 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out of it."""
+    """The result of running code."""
 
     stdout: str
     stderr: str
     end: End
     seconds: float
     layers: Mapping[str, str]
-    """What held it; see `describe`."""
+    """The layers that contained it; see `describe`."""
 
 
 def run_python(code: str, limits: Limits | None = None, mode: SandboxMode = "required") -> Outcome:
-    """Run `code` in a process and a scratch folder of its own, which end with this call. Blocks; safe from many threads.
+    """Run `code` in a process and a scratch folder of its own, both gone when this call returns.
 
-    Raises `SandboxUnavailable`. Whatever the code does is an `Outcome`.
+    Blocks; safe to call from many threads. Whatever the code does is an `Outcome`.
+
+    Raises:
+        SandboxUnavailable: this machine cannot contain code, or no process started.
     """
     if sys.platform != "linux":
         raise SandboxUnavailable(f"code can be contained on Linux only, not on {sys.platform}")
@@ -119,7 +122,7 @@ def run_python(code: str, limits: Limits | None = None, mode: SandboxMode = "req
 
 
 class _NotBegun(SandboxUnavailable):
-    """The zygote ended before the code began: another one may do better."""
+    """The zygote died before the code began: a new one may succeed."""
 
 
 def _run(source: BinaryIO, limits: Limits, mode: SandboxMode, scratch: str) -> Outcome:
@@ -141,7 +144,7 @@ def _run(source: BinaryIO, limits: Limits, mode: SandboxMode, scratch: str) -> O
 
 @cache
 def describe() -> Mapping[str, str]:
-    """The layers of this machine's sandbox: what each does here, or `no: ` and why it does not hold."""
+    """Return what each layer of this machine's sandbox does, or `no: ` and why it does not hold."""
     return run_python("", mode="best-effort").layers
 
 
@@ -174,7 +177,7 @@ def _filter(machine: str) -> str:
 
 @cache
 def _readable() -> list[str]:
-    """Folders and files of Python, its packages and their libraries."""
+    """Return folders and files of Python, its packages and their libraries."""
     own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     libraries = [
         "/lib",
@@ -201,7 +204,7 @@ def _packages() -> list[str]:
 
 
 def _layers(process: zygote.Child) -> dict[str, str]:
-    """What the launcher says. Raises `SandboxUnavailable` if it says nothing."""
+    """Return what the launcher reports. Raises `SandboxUnavailable` if it reports nothing."""
     with selectors.DefaultSelector() as selector:
         selector.register(process.report, selectors.EVENT_READ)
         said = os.read(process.report, 65536) if selector.select(START_SECONDS) else b""
@@ -219,8 +222,10 @@ def _check(layers: Mapping[str, str], mode: SandboxMode) -> None:
     missing = {name: layers[name] for name in REQUIRED if layers[name].startswith("no: ")}
     if mode == "required" and missing:
         raise SandboxUnavailable(
-            f"this machine cannot contain code: {'; '.join(f'{name}: {why[4:]}' for name, why in missing.items())}. Landlock needs "
-            "Linux 5.13 and an x86-64 or aarch64 machine; sandbox: best-effort runs code with the layers that there are"
+            f"this machine cannot contain code: "
+            f"{'; '.join(f'{name}: {why[4:]}' for name, why in missing.items())}. Landlock needs "
+            "Linux 5.13 and an x86-64 or aarch64 machine; sandbox: best-effort runs code with the "
+            "layers that there are"
         )
 
 
@@ -257,7 +262,7 @@ def _watch(
 def _read(
     selector: selectors.BaseSelector, written: Mapping[int, bytearray], seconds: float
 ) -> None:
-    """Take what is in the pipes, all of it: one read empties a pipe."""
+    """Read all that the pipes hold; one read empties a pipe."""
     for key, _ in selector.select(seconds):
         chunk = os.read(key.fd, PIPE_BYTES)
         written[key.fd].extend(chunk)
@@ -266,7 +271,7 @@ def _read(
 
 
 def _end_when_late(process: zygote.Child) -> End:
-    """Kill it. One that has ended before was in time, if this thread was away meanwhile."""
+    """Kill it. A process that has ended already was in time, even if this thread was late."""
     try:
         status = process.kill()
     except zygote.Ended:
@@ -288,7 +293,7 @@ def _limit_met(limits: Limits, scratch: str, written: Mapping[int, bytearray]) -
 
 
 def _usage(scratch: str) -> tuple[int, int]:
-    """Number and bytes of the files, of which some may vanish meanwhile."""
+    """Return number and size in bytes of the files, some of which may vanish meanwhile."""
     count, size = 0, 0
     with os.scandir(scratch) as entries:
         for entry in entries:

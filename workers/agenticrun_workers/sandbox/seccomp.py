@@ -1,8 +1,9 @@
-"""The system call filter: a BPF program that allows what computing needs, and answers everything else with EPERM.
+"""The system call filter: a BPF program that allows computing and answers the rest with EPERM.
 
-A list of what is allowed, not of what is not: system calls that a later kernel brings are refused by themselves. What is
-left out matters more than what is in. There is no way to start a process or a program, to make a socket that reaches
-anything, to send a signal, to change modes, owners or times of files, or to look into another process.
+It lists what is allowed, not what is forbidden, so system calls that a later kernel adds are
+refused. What is missing matters more than what is listed. There is no way to start a process or a
+program, to make a socket that reaches anything, to send a signal, to change modes, owners or times
+of files, or to look into another process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import struct
 from agenticrun_workers.sandbox.syscalls import NUMBERS
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""`platform.machine()`: the kernel's name of the architecture (AUDIT_ARCH_*), and its column in `NUMBERS`."""
+"""By `platform.machine()`: the kernel's AUDIT_ARCH_* number, and the column in `NUMBERS`."""
 
 ALLOWED_VALUES: dict[str, tuple[int, tuple[int, ...]]] = {
     "ioctl": (
@@ -28,7 +29,7 @@ ALLOWED_VALUES: dict[str, tuple[int, tuple[int, ...]]] = {
     "prlimit64": (0, (0,)),  # of itself
     "socketpair": (0, (1,)),  # AF_UNIX: event loops wake themselves with it
 }
-"""Calls of which one argument must have one of these values."""
+"""Calls of which one argument must have one of these values: (argument, values)."""
 
 CLONE_THREAD = 0x00010000
 
@@ -39,13 +40,13 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _ALLOW = 0x7FFF0000
 _REFUSE = 0x00050000 | errno.EPERM
 _UNKNOWN = 0x00050000 | errno.ENOSYS
-"""For clone3, whose flags a filter cannot see: libc then falls back to clone."""
+"""For clone3: a filter cannot see its flags. libc then falls back to clone."""
 _KILL = 0x80000000
 _X32 = 0x40000000
 
 
 def program(machine: str) -> bytes:
-    """The filter as `struct sock_filter[]`. Raises `KeyError` for a machine that it is not written for."""
+    """Return the filter as `struct sock_filter[]`. Raises `KeyError` for an unknown machine."""
     architecture, column = ARCHITECTURES[machine]
     code = [
         _instruction(_LOAD, _ARCHITECTURE),
@@ -64,7 +65,7 @@ def program(machine: str) -> bytes:
 
 
 def _consequence(name: str) -> list[bytes]:
-    """What follows when the call is this one; ends with a decision."""
+    """Return the instructions for this call, which end with a decision."""
     if name == "clone3":
         return [_instruction(_RETURN, _UNKNOWN)]
     if name == "clone":
@@ -86,7 +87,10 @@ def _consequence(name: str) -> list[bytes]:
 
 
 def _load_argument(position: int) -> bytes:
-    """The lower half of an argument, which is all that the kernel looks at in these calls (both machines are little-endian)."""
+    """Load the lower half of an argument. The kernel ignores the rest in these calls.
+
+    Both machines are little-endian.
+    """
     return _instruction(_LOAD, _ARGUMENTS + 8 * position)
 
 

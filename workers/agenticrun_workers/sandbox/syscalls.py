@@ -1,4 +1,7 @@
-"""Numbers of the system calls that computing needs, by name: on x86-64, and on aarch64 (None: it has no such call)."""
+"""Numbers of the system calls that computing needs, by name.
+
+On x86-64, and on aarch64 (None: it has no such call).
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The process that calls are forked from: one per process that uses the sandbox, with Python started and everything imported.
+"""Client of the process that sandbox calls are forked from (`launcher`).
 
-It starts with the first call, is replaced when it has died, and ends with the process that started it, however that one ends:
-the kernel then closes `_Zygote.control`. A call's socket does two things: the zygote says on it how the child ended, and kills
-the child when the caller shuts it down.
+There is one for each process that uses the sandbox, with Python started and everything imported. It
+starts with the first call, is replaced when it dies, and ends with the process that started it,
+however that one ends: the kernel then closes `_Zygote.control`. A call's socket serves two
+purposes: the zygote reports on it how the child ended, and kills the child when the caller shuts it
+down.
 """
 
 from __future__ import annotations
@@ -19,20 +21,24 @@ from pathlib import Path
 from typing import BinaryIO
 
 ANSWER_SECONDS = 10.0
-"""Until a zygote that lives has taken a request, or has reaped a child that it killed."""
+"""Time for a live zygote to accept a request, or to reap a child that it killed."""
 
 _THREADS = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **_THREADS}
-"""One thread per library: each costs address space. A fixed hash seed: the same code says the same twice."""
+"""Environment of the zygote.
+
+One thread per library, since each costs address space. A fixed hash seed, so that the same code
+prints the same twice.
+"""
 
 
 class Ended(Exception):
-    """The zygote did, or it made no child; the message is what it last said."""
+    """The zygote died, or it made no child; the message is its last output."""
 
 
 @dataclass
 class Child:
-    """A call's process, and the ends to read of its pipes."""
+    """A call's process, and the read ends of its pipes."""
 
     _call: socket.socket
     _zygote: _Zygote
@@ -42,7 +48,7 @@ class Child:
     _status: int | None = None
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit status as `subprocess` has it; None if it goes on. Raises `Ended`."""
+        """Return its exit status as in `subprocess`; None if it still runs. Raises `Ended`."""
         if self._status is None:
             self._call.settimeout(seconds)
             try:
@@ -57,7 +63,10 @@ class Child:
         return self._status
 
     def kill(self) -> int:
-        """Its exit status when it is gone, so that it writes no more: not SIGKILL's if it had ended before. Raises `Ended`."""
+        """Kill it, wait until it is gone, and return its exit status.
+
+        The status is not SIGKILL's if it had ended before. Raises `Ended`.
+        """
         with suppress(OSError):  # the other end is closed
             self._call.shutdown(
                 socket.SHUT_WR
@@ -70,7 +79,7 @@ class Child:
 
 @contextmanager
 def child(launcher: Path, source: BinaryIO) -> Iterator[Child]:
-    """A process that runs `source` and is gone in the end. Raises `Ended`."""
+    """Run `source` in a new process, which is gone in the end. Raises `Ended`."""
     with ExitStack() as ours:
         with _lock, ExitStack() as theirs:  # no fork of this process keeps their ends open
             readers, writers = [], []
@@ -121,7 +130,7 @@ class _Zygote:
         self.forget()
 
     def forget(self) -> None:
-        """What a fork of its caller does."""
+        """Close our files. A fork of the caller does only this."""
         self._last_words = self.last_words()
         self._files.close()
 
@@ -139,7 +148,7 @@ _zygote: _Zygote | None = None
 
 
 def _request(launcher: Path, files: list[int]) -> _Zygote:
-    """Have the zygote fork a child with these files."""
+    """Ask the zygote to fork a child with these files."""
     global _zygote
     with _lock:
         if _zygote is not None and _zygote.launcher == launcher:
@@ -155,7 +164,7 @@ def _request(launcher: Path, files: list[int]) -> _Zygote:
 
 
 def _forked() -> None:
-    """A fork of this process has a zygote of its own, and does not keep this one's alive."""
+    """Forget the parent's zygote in a fork, which starts its own."""
     global _zygote
     if _zygote is not None:
         _zygote.process.returncode = 0  # not a child of the fork's

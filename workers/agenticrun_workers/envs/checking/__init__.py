@@ -1,4 +1,7 @@
-"""`check_env`: does an environment keep the promises of the protocol? For tests of environments, and for `agenticrun check-env`."""
+"""`check_env` checks that an environment keeps the promises of the protocol.
+
+For tests of environments, and for `agenticrun check-env`.
+"""
 
 from agenticrun_workers.envs.checking.checklist import Finding, Verdict
 from agenticrun_workers.envs.checking.run_checks import Report, check_env

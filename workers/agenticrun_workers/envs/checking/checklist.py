@@ -34,17 +34,17 @@ class Verdict(StrEnum):
     """It trains, but not as well as it could."""
     FAILED = "FAILED"
     NOT_CHECKED = "-"
-    """There is nothing of the kind to check, or an earlier failure is in the way."""
+    """Does not apply, or an earlier check failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     verdict: Verdict
     found: str = ""
     advice: str = ""
-    """What to do about it."""
+    """How to fix it."""
 
 
 def ok(found: str = "") -> Finding:
@@ -78,20 +78,26 @@ ODD_ANSWERS = (
     "x" * 100_000,
 )
 
-OWN_RANDOM = "keep a random generator of your own, made in reset from its seed: random.Random(seed) or np.random.default_rng(seed)"
+OWN_RANDOM = (
+    "keep a random generator of your own, made in reset from its seed: "
+    "random.Random(seed) or np.random.default_rng(seed)"
+)
 
 SLOW_CALL = 0.010
-"""Seconds on the event loop, where all other episodes of the worker wait."""
+"""Seconds of a call on the event loop that block all other episodes of the worker too long."""
 QUICK_CALL = 0.000_2
 """Seconds below which a thread costs more than the call."""
 
 
 async def other_process(subject: Subject) -> Finding:
-    """First of all: what ends or hangs its process does it there."""
+    """Compare with another process. Runs first, so that a crash or a hang happens there."""
     if not subject.type:
         return not_checked("the class cannot be imported by another process")
     theirs = await asyncio.to_thread(episodes_of_another_process, subject)
-    advice = "do not use hash() of texts, the order of sets, the time, or the machine: members of a group must play the same level anywhere"
+    advice = (
+        "do not use hash() of texts, the order of sets, the time, or the machine: "
+        "members of a group must play the same level anywhere"
+    )
     return _same(
         await episodes(subject),
         theirs,
@@ -107,7 +113,8 @@ async def plays(subject: Subject) -> Finding:
     if not told:
         return warning(
             "there is no instruction",
-            "say in `instruction` what the task is and how to answer, or in the agent's systemTemplate",
+            "say in `instruction` what the task is and how to answer, or in the agent's "
+            "systemTemplate",
         )
     if isinstance(subject.make(), TakesItem) and not subject.items:
         return warning(
@@ -142,7 +149,7 @@ async def reused(subject: Subject) -> Finding:
 
 
 async def interleaved(subject: Subject) -> Finding:
-    """All episodes side by side, a turn each."""
+    """Play all episodes side by side, one turn each."""
     running = {seed: events(subject, subject.make(), seed) for seed in subject.seeds}
     seen: dict[int, list[Event]] = {seed: [] for seed in running}
     while running:
@@ -206,7 +213,7 @@ async def other_seeds(subject: Subject) -> Finding:
 
 
 async def splits(subject: Subject) -> Finding:
-    """Of episodes that are not over, equal ones need not be of equal levels."""
+    """Compare the splits by finished episodes: equal beginnings do not imply equal levels."""
     both = [await episodes(subject, split) for split in (Stream.TRAIN, Stream.VALIDATION)]
     if len({str(each) for each in both[0]}) < 2:
         return not_checked("one episode only")
@@ -215,7 +222,8 @@ async def splits(subject: Subject) -> Finding:
     if both[0] == both[1]:
         return warning(
             "training and validation give the same episodes for the same seeds",
-            "they play different seeds, so this matters if levels are few: then let reset(seed, split) choose from those of its split",
+            "they play different seeds, so this matters if levels are few: then let reset(seed, "
+            "split) choose from those of its split",
         )
     if shared:
         return warning(
@@ -314,7 +322,8 @@ async def pictures(subject: Subject) -> Finding:
     env: Any = subject.make()
     if not isinstance(env, Renders):
         return not_checked("no render")
-    await subject.calls.reset(env, subject.seeds[0], Stream.TRAIN, subject.item(subject.seeds[0]))  # type: ignore[arg-type]
+    seed = subject.seeds[0]
+    await subject.calls.reset(env, seed, Stream.TRAIN, subject.item(seed))  # type: ignore[arg-type]
     try:
         picture = np.asarray(env.render())
     except Exception as error:  # a user's code may raise anything
@@ -361,7 +370,8 @@ def _same(ours: list[list[Event]], theirs: list[list[Event]], who: str, advice: 
         for turn, (event, again) in enumerate(zip(one, other, strict=False)):
             if event != again:
                 return failed(
-                    f"{who} differ in episode {number}, turn {turn}: {_shown(event)} and {_shown(again)}",
+                    f"{who} differ in episode {number}, turn {turn}: {_shown(event)} and "
+                    f"{_shown(again)}",
                     advice,
                 )
         if len(one) != len(other):

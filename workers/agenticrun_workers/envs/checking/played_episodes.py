@@ -1,5 +1,6 @@
-"""Episodes that `check_env` plays, written down so that two can be compared; also in another process.
+"""Episodes that `check_env` plays and records, so that two can be compared.
 
+Another process plays them too:
 python -m agenticrun_workers.envs.checking.played_episodes < subject.json
 """
 
@@ -20,10 +21,10 @@ from agenticrun_workers.envs.env import Env, EnvFault, StepResult, make_env
 from agenticrun_workers.types import StopReason, Stream
 
 Event = list[Any]
-"""What happened in one call, as JSON can hold it."""
+"""The result of one call as JSON."""
 
 ANSWERS = ("1", "a", "yes", "Up", "look", "42")
-"""Played where the environment does not list its valid actions."""
+"""Answers for environments that do not list their valid actions."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class Subject:
 
     Args:
         make: builds a new one.
-        type, config: the same for another process; `type` is empty if it cannot be named there.
+        type, config: the same for another process; `type` is empty if it has no name there.
         seeds: episodes to play.
-        items: what they are about, for environments with `set_item`; used in turn.
-        turns: at most so many of each episode.
+        items: items to play in turn, for environments with `set_item`.
+        turns: maximum number of turns in an episode.
         timeout: seconds for one call.
     """
 
@@ -56,7 +57,7 @@ class Subject:
 
 
 async def actions_of(subject: Subject, env: Env) -> list[str]:
-    """What may be answered now."""
+    """Return the answers to choose from now."""
     listed = await subject.calls.valid_actions(env) if hasattr(env, "valid_actions") else []
     return listed or list(ANSWERS)
 
@@ -64,7 +65,7 @@ async def actions_of(subject: Subject, env: Env) -> list[str]:
 async def events(
     subject: Subject, env: Env, seed: int, split: Stream = Stream.TRAIN
 ) -> AsyncIterator[Event]:
-    """An episode with random valid answers, call by call. Raises `EnvFault`."""
+    """Play an episode with random valid answers and yield each call's result. Raises `EnvFault`."""
     draw = np.random.default_rng(seed)
     start = await subject.calls.reset(env, seed, split, subject.item(seed))
     yield ["reset", start.observation, start.instruction]
@@ -87,17 +88,20 @@ async def events(
 async def episode(
     subject: Subject, env: Env, seed: int, split: Stream = Stream.TRAIN
 ) -> list[Event]:
-    """All of it. Raises `EnvFault`."""
+    """Play a whole episode. Raises `EnvFault`."""
     return [event async for event in events(subject, env, seed, split)]
 
 
 async def episodes(subject: Subject, split: Stream = Stream.TRAIN) -> list[list[Event]]:
-    """One of each seed, each in a new environment. Raises `EnvFault`."""
+    """Play one episode for each seed, each in a new environment. Raises `EnvFault`."""
     return [await episode(subject, subject.make(), seed, split) for seed in subject.seeds]
 
 
 def episodes_of_another_process(subject: Subject) -> list[list[Event]]:
-    """The same, in a process whose hashes of strings are others. Raises `EnvFault`, also if that process dies or hangs."""
+    """Play the same episodes in a process with other string hashes.
+
+    Raises `EnvFault`, also if that process dies or hangs.
+    """
     asked = {
         "path": sys.path,
         "type": subject.type,

@@ -28,7 +28,7 @@ from agenticrun_workers.envs.env import Env, EnvConfigError, EnvFault, make_env
 
 @dataclass(frozen=True)
 class Report:
-    """What all checks found, by name and in order."""
+    """The findings of all checks, by name and in order."""
 
     findings: Mapping[str, Finding]
 
@@ -37,13 +37,13 @@ class Report:
         return any(finding.verdict is Verdict.FAILED for finding in self.findings.values())
 
     def of(self, verdict: Verdict) -> dict[str, Finding]:
-        """The findings of one kind."""
+        """Return the findings with this verdict."""
         return {
             name: finding for name, finding in self.findings.items() if finding.verdict is verdict
         }
 
     def assert_ok(self, *, warnings: bool = True) -> None:
-        """Raise `AssertionError` with all that failed; `warnings: False` makes warnings failures too."""
+        """Raise `AssertionError` with every failure; `warnings=False` forbids warnings too."""
         bad = self.of(Verdict.FAILED) | ({} if warnings else self.of(Verdict.WARNING))
         lines = [f"{name}: {finding.found}. {finding.advice}" for name, finding in bad.items()]
         assert not lines, "\n".join(lines)
@@ -63,13 +63,13 @@ def check_env(
     Args:
         env: a registered name, `module:Class`, or the class itself.
         config: its config, as in YAML for names, or keyword arguments of the class.
-        seeds: episodes to play: how many, or their seeds.
-        items: what episodes are about, for environments with `set_item`.
-        turns: turns of an episode that are played at most.
+        seeds: number of episodes to play, or their seeds.
+        items: items to play, for environments with `set_item`.
+        turns: maximum number of turns in an episode.
         timeout: seconds that one call may take.
 
     Raises:
-        PluginError: it cannot be found or refuses its config.
+        PluginError: the environment cannot be found or rejects its config.
     """
     config = dict(config or {})
     named = env if isinstance(env, str) else _name_of(env)
@@ -79,7 +79,8 @@ def check_env(
 
     if getattr(make(), "is_service", False):
         raise EnvConfigError(
-            f"{named or env} is an EnvironmentService, whose actions only its agent knows: play it with agenticrun debug"
+            f"{named or env} is an EnvironmentService, whose actions only its agent knows: play it "
+            "with agenticrun debug"
         )
     chosen = range(seeds) if isinstance(seeds, int) else seeds
     subject = Subject(make, named, config, chosen, items, turns, timeout)
@@ -106,6 +107,6 @@ async def _checked(check: Check, subject: Subject) -> Finding:
 
 
 def _name_of(factory: Callable[..., Env]) -> str:
-    """`module:Class` of a class that another process can import; else nothing."""
+    """Return `module:Class` of a class that another process can import, or an empty string."""
     module, name = getattr(factory, "__module__", "__main__"), getattr(factory, "__qualname__", "<")
     return "" if module == "__main__" or "<" in name else f"{module}:{name}"

@@ -1,11 +1,12 @@
 """FrozenLake as text: find the way over the ice to the goal without falling into a hole.
 
-The rules, rewards and level distribution are gymnasium's (start top left, goal bottom right, every other cell frozen with
-a fixed probability, only solvable maps); the rows look like ROLL's. Levels, slips and observations are computed here, on
-small integers and with random numbers of our own, so that an episode depends on nothing but its seed.
+Rules, rewards and level distribution are gymnasium's (start top left, goal bottom right, every
+other cell frozen with a fixed probability, only solvable maps); the rows look like ROLL's. Levels,
+slips and observations are computed here, on small integers and with our own random numbers, so that
+an episode depends only on its seed.
 
-A hash of the map decides whether it belongs to the validation holdout. Training never sees a map of the holdout and
-validation sees no other, so "maps never trained on" holds by construction.
+A hash of the map decides whether it belongs to the validation holdout. Training never sees a map of
+the holdout and validation sees no other, so "maps never trained on" holds by construction.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Symbols:
 
 @register_env("frozen_lake")
 class FrozenLake:
-    """One episode at a time; see the module's docstring.
+    """An environment that plays one episode at a time; see the module's docstring.
 
     Args:
         size: rows and columns, at least 2.
@@ -78,8 +79,10 @@ class FrozenLake:
         symbols: six characters in the order player, frozen, hole, goal, fallen, arrived.
         actions: the words for left, down, right, up.
         instruction: text of the first prompt; the default explains the task.
-        words: what `vocabulary` lists beside single symbols: nothing (`cells`) or every row that a board can have (`rows`),
-            so that a model made for this environment reads a board of size n in n tokens.
+        words: what `vocabulary` lists beside single symbols: nothing (`cells`) or every possible
+            row of
+            a board (`rows`), so that a model made for this environment reads a board of size n in n
+            tokens.
     """
 
     blocking = False
@@ -131,7 +134,7 @@ class FrozenLake:
         self._ground = ""
         """The board without the player, as text."""
         self._place = 0
-        """Where the player is in that text."""
+        """Position of the player in that text."""
         for split in (Stream.TRAIN, Stream.VALIDATION):
             self.reset(0, split)
 
@@ -172,7 +175,7 @@ class FrozenLake:
         )
 
     def valid_actions(self) -> list[str]:
-        """All four, everywhere: a step against the border is valid and leaves the player where it is."""
+        """Return all four: a step against the border is valid and leaves the player in place."""
         return list(self.actions)
 
     def vocabulary(self) -> list[str]:
@@ -207,7 +210,8 @@ class FrozenLake:
     def _default_instruction(self) -> str:
         s = self.symbols
         return (
-            f"You are {s.player} on a frozen lake of {s.frozen} cells. Walk to the goal {s.goal} and keep out of the holes {s.hole}. "
+            f"You are {s.player} on a frozen lake of {s.frozen} cells. Walk to the goal {s.goal} "
+            f"and keep out of the holes {s.hole}. "
             f"Answer with one word: {', '.join(self.actions[:-1])} or {self.actions[-1]}."
         )
 
@@ -224,7 +228,10 @@ def _with_player(rows: Iterable[tuple[str, ...]], player: str) -> list[str]:
 
 
 def _ends_of_moves(size: int) -> list[tuple[int, ...]]:
-    """Where each move ends, from each place in the board's text (line breaks are places that nobody is at)."""
+    """Return where each move ends, from each position in the board's text.
+
+    Line breaks are positions that the player never reaches.
+    """
     width, last = size + 1, size - 1
     return [
         tuple(

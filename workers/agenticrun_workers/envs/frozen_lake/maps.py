@@ -1,7 +1,8 @@
-"""Maps of FrozenLake: random ones with gymnasium's distribution, whether they can be solved, and which are kept for validation.
+"""Maps of FrozenLake: random ones, the solvable ones, and those kept for validation.
 
-A map is one integer with a bit per cell, row by row, the top left cell in the highest bit; 1 is a hole. A search over a whole
-board is then a handful of shifts, which costs less than one call of NumPy.
+The distribution is gymnasium's. A map is one integer with a bit per cell, row by row, the top left
+cell in the highest bit; 1 is a hole. A search over a whole board is then a handful of shifts, which
+costs less than one call of NumPy.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ _DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
 def random_holes(seed: int, draw: int, size: int, frozen_probability: float) -> int:
-    """Map number `draw` of a seed, which may be unsolvable; start (top left) and goal (bottom right) are never holes.
+    """Return map number `draw` of a seed, which may be unsolvable.
 
-    The random numbers, 32 bits per cell, are a hash of seed and number: one call, where a generator that is used only for a map
-    takes five times as long to begin, and the same numbers on every machine and with every release of NumPy.
+    Start (top left) and goal (bottom right) are never holes. The random numbers, 32 bits per cell,
+    are
+    a hash of seed and number: one call, where a new generator for each map takes five times as long
+    to
+    start, and the same numbers on every machine and with every release of NumPy.
     """
     cells = size * size
     drawn = np.frombuffer(
@@ -42,7 +46,7 @@ def to_array(holes: int, size: int) -> BoolArray:
 
 
 def is_solvable(holes: int, size: int) -> bool:
-    """Whether the goal can be reached from the start."""
+    """Return whether the goal can be reached from the start."""
     ice, leaves_right, leaves_left = _masks(size)
     ice &= ~holes
     reached, before = 1 << size * size - 1, 0
@@ -56,7 +60,7 @@ def is_solvable(holes: int, size: int) -> bool:
 
 
 def is_holdout(holes: int, size: int, share: float) -> bool:
-    """Whether this map belongs to the validation holdout; see `in_holdout`."""
+    """Return whether this map belongs to the validation holdout; see `in_holdout`."""
     return in_holdout(b"frozen-lake:%d:" % size + _packed(holes, size), share)
 
 

@@ -17,7 +17,7 @@ Success = Literal["reward", "end"]
 
 
 def no_fields(_: Any) -> Mapping[str, str]:
-    """Of observations whose parts say everything."""
+    """Return no fields: the observation says everything."""
     return {}
 
 
@@ -62,14 +62,17 @@ CLIFF_WALKING = Preset(
     success="end",
 )
 FROZEN_LAKE = Preset(
-    task="Walk over the frozen lake F to the goal G and keep out of the holes H. You are where the brackets are.",
+    task="Walk over the frozen lake F to the goal G and keep out of the holes H. "
+    "You are where the brackets are.",
     actions=("left", "down", "right", "up"),
     observation="{ansi}",
 )
 TAXI = Preset(
-    task="Drive the taxi to the passenger, pick the passenger up, drive to the destination and drop the passenger off.",
+    task="Drive the taxi to the passenger, pick the passenger up, drive to the destination "
+    "and drop the passenger off.",
     actions=("south", "north", "east", "west", "pickup", "dropoff"),
-    observation="The taxi is at row {row}, column {column}. The passenger is {passenger}. The destination is {destination}.\n{ansi}",
+    observation="The taxi is at row {row}, column {column}. The passenger is {passenger}. "
+    "The destination is {destination}.\n{ansi}",
     fields=taxi_fields,
 )
 BLACKJACK = Preset(
@@ -100,15 +103,19 @@ SEEDS = 2**62
 
 @register_env("gymnasium")
 class GymnasiumEnv:
-    """One episode at a time. Seeds of training and validation never meet; whether their levels do is up to the environment.
+    """An environment of gymnasium that plays one episode at a time.
+
+    Training and validation never share seeds; their levels may still be equal.
 
     Args:
         id: as in `gymnasium.make`; `package:Name-v0` imports a package that registers it.
-        kwargs: keyword arguments of `gymnasium.make`, max_episode_steps among them.
-        actions: a word per action of a Discrete space, a list of words per component of a MultiDiscrete one. Default: numbers,
-            or the preset's words.
-        observation: template of observations: {observation} (everything), {0}, {1} ... or {name} (components), {ansi} (the
-            environment's own drawing). Default: the preset's, or {ansi} where it exists, or {observation}.
+        kwargs: keyword arguments of `gymnasium.make`, such as max_episode_steps.
+        actions: a word per action of a Discrete space, a list of words per component of a
+            MultiDiscrete one. Default: the preset's words, or numbers.
+        observation: template of observations: {observation} (everything), {0}, {1} ... or {name}
+            (components), {ansi} (the environment's own drawing). Default: the preset's, or {ansi}
+            where
+            it exists, or {observation}.
         instruction: text of the first prompt; the default lists the actions.
         success: `reward` (the last reward is positive) or `end` (the episode terminates).
         decimals: of the numbers of a Box.
@@ -166,7 +173,10 @@ class GymnasiumEnv:
         return self._text
 
     def step(self, action: str) -> StepResult:
-        """Play one answer; see `StepResult`. One that is no action is not played, and so no step of gymnasium's limit."""
+        """Play one answer; see `StepResult`.
+
+        An invalid answer is not played and does not count for gymnasium's step limit.
+        """
         number = self._words.action(action)
         if number is None:
             return StepResult(self._text, 0.0, False, metrics=_metrics(valid=False))
@@ -200,7 +210,7 @@ class GymnasiumEnv:
         )
 
     def _check_template(self) -> None:
-        """Raise `ValueError` if the observation cannot be written, or the template asks for what is not there."""
+        """Raise `ValueError` if the observation has no text form, or lacks a placeholder."""
         space = self._env.observation_space
         sample = space.sample()
         texts = parts(space, sample, self._decimals)
@@ -209,7 +219,8 @@ class GymnasiumEnv:
         unknown = _placeholders(self._template) - known
         if unknown:
             raise ValueError(
-                f"observation has no placeholder {', '.join(sorted(unknown))} (known: {', '.join(sorted(known))})"
+                f"observation has no placeholder {', '.join(sorted(unknown))} (known: "
+                f"{', '.join(sorted(known))})"
             )
 
 

@@ -1,4 +1,4 @@
-"""gymnasium's spaces as text: observations that can be written, and actions that can be named."""
+"""gymnasium's spaces as text: observations that can be written, actions that have names."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from typing import Any
 import numpy as np
 
 LARGEST_BOX = 64
-"""Numbers of an observation that are written out at most."""
+"""Maximum number of values in an observation that are written out."""
 
 MOST_COMBINATIONS = 1_000
-"""Actions of a MultiDiscrete space that are listed at most."""
+"""Maximum number of actions of a MultiDiscrete space that are listed."""
 
 COLOURED = re.compile(r"(?:\x1b\[[\d;]*m)+([^\x1b]*)(?:\x1b\[0m)+")
 
 
 def write(space: Any, value: Any, decimals: int) -> str:
-    """An observation as text; see `parts` for what a space is made of. Raises `ValueError` for a space that is no text."""
+    """Return an observation as text; see `parts`.
+
+    Raises `ValueError` for a space that has no text form.
+    """
     return ", ".join(
         f"{name}: {text}" if name else text for name, text in parts(space, value, decimals)
     )
 
 
 def parts(space: Any, value: Any, decimals: int) -> list[tuple[str, str]]:
-    """The components of an observation as (name, text): one, or those of a Tuple, Dict, MultiDiscrete, MultiBinary or Box.
+    """Return the components of an observation as (name, text).
 
-    Names are empty, but for those of a Dict. Raises `ValueError` for a space that is no text.
+    There is one, or those of a Tuple, Dict, MultiDiscrete, MultiBinary or Box. Only components of a
+    Dict have names. Raises `ValueError` for a space that has no text form.
     """
     from gymnasium import spaces
 
@@ -52,13 +56,18 @@ def parts(space: Any, value: Any, decimals: int) -> list[tuple[str, str]]:
     if isinstance(space, spaces.Dict):
         return [(name, write(part, value[name], decimals)) for name, part in space.spaces.items()]
     raise ValueError(
-        f"the observation space {space} is no text: it has to be Discrete, MultiDiscrete, MultiBinary, Text, a Box of at most "
-        f"{LARGEST_BOX} numbers, or a Tuple or Dict of these; put a gymnasium.ObservationWrapper around the environment"
+        f"the observation space {space} is no text: it has to be Discrete, MultiDiscrete, "
+        "MultiBinary, Text, a Box of at most "
+        f"{LARGEST_BOX} numbers, or a Tuple or Dict of these; put a gymnasium.ObservationWrapper "
+        "around the environment"
     )
 
 
 def plain(ansi: str) -> str:
-    """A drawing for terminals without its colours: `<x>` where x was coloured, and without lines like "(Down)"."""
+    """Return a terminal drawing without its colours.
+
+    A coloured x becomes `<x>`; lines like "(Down)" are dropped.
+    """
     text = COLOURED.sub(lambda match: f"<{match[1]}>", ansi)
     return "\n".join(
         line for line in text.strip("\n").split("\n") if not re.fullmatch(r" *\(.*\)", line)
@@ -70,9 +79,11 @@ class ActionWords:
 
     Args:
         space: the action space.
-        words: names in the order of the actions, a list of them per component of a MultiDiscrete; None: numbers.
+        words: names in the order of the actions, or a list of them per component of a
+            MultiDiscrete. None: numbers.
 
-    Raises ValueError for other spaces, and for names that do not fit.
+    Raises:
+        ValueError: it is another space, or the names do not fit.
     """
 
     def __init__(self, space: Any, words: Sequence[Any] | None) -> None:
@@ -87,7 +98,8 @@ class ActionWords:
             given = words
         else:
             raise ValueError(
-                f"the action space {space} has no words: it has to be Discrete or a one-dimensional MultiDiscrete; "
+                f"the action space {space} has no words: it has to be Discrete or a "
+                "one-dimensional MultiDiscrete; "
                 "put a gymnasium.ActionWrapper with a few choices around the environment"
             )
         names = given or [
@@ -101,7 +113,8 @@ class ActionWords:
             raise ValueError(f"actions must be {_wanted(sizes)}, all different, not {words}")
         if not self._single and any(re.search(r"[\s,]", word) for group in names for word in group):
             raise ValueError(
-                f"actions of a MultiDiscrete space must be words without spaces and commas, not {words}"
+                f"actions of a MultiDiscrete space must be words without spaces and commas, not "
+                f"{words}"
             )
         self._first = first
         self._names: list[list[str]] = [list(group) for group in names]
@@ -139,7 +152,7 @@ class ActionWords:
         ]
 
     def question(self) -> str:
-        """What to answer with."""
+        """Return how to answer, in words."""
         if self._single:
             return f"Answer with one of: {', '.join(self._names[0])}."
         return (

@@ -1,4 +1,4 @@
-"""Mathematical problems with one right answer, and the verifier that compares answers by mathematics."""
+"""Math problems with one right answer, and the verifier that compares answers."""
 
 from agenticrun_workers.envs.math.math_env import MathEnv, MathSingleStep
 from agenticrun_workers.envs.math.verifier import (

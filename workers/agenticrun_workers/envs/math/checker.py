@@ -1,8 +1,9 @@
-"""A process that compares answers by mathematics: a program of its own, which imports nothing of this package.
+"""A process that compares answers by mathematics; it imports nothing of this package.
 
-It reads one JSON line [gold, answer] and writes one JSON line [verdict, readable]: whether they are equal, and whether any answer
-was found. A comparison that computes for too long ends the process by a signal, whatever it is doing: sympy's loops and C code listen
-to nothing else. Its input ends when its parent does, and so does it.
+It reads one JSON line [gold, answer] and writes one JSON line [verdict, readable]: whether they are
+equal, and whether an answer was found. A comparison that computes for too long ends the process by
+a signal, in whatever code it is: sympy's loops and C code react to nothing else. The process ends
+when its input ends, as it does with its parent.
 
     python -P checker.py SECONDS BYTES
 """

@@ -1,8 +1,9 @@
 r"""Math problems of a data set in the style of GSM8K and MATH: columns `question` and `answer`.
 
-`math` is a conversation: the policy answers, is told whether that was right, and may try again for as many turns as `maxSteps` says.
-`math_single_step` is the stateless environment of AReaL's guide, for agents with queues: it says of each answer whether it is right.
-The solution's answer is what follows its last ####, or stands in its last \boxed{}, or all of it.
+`math` is a conversation: the policy answers, is told whether that was right, and may try again for
+as many turns as `maxSteps` says. `math_single_step` is the stateless environment of AReaL's guide,
+for agents with queues: it says of each answer whether it is right. The solution's answer is what
+follows its last ####, or stands in its last \boxed{}, or all of it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ WRONG = "Unfortunately your answer is wrong. Let's try again."
 
 
 class _Problem:
-    """What both environments have in common: an item, and its verification.
+    """The common part of both environments: an item, and the verification of answers.
 
     Args:
         instruction: system message.
         verify_seconds: computing time of one verification; an answer that takes longer is wrong.
-        random_answers: what a random policy answers, for the random baseline and warm-up by random play. Neither exists without.
+        random_answers: answers of a random policy, for the random baseline and warm-up by random
+            play,
+            which both need them.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class _Problem:
         self._random_answers = list(random_answers)
 
     def set_item(self, item: Mapping[str, Any]) -> None:
-        """The problem of the next episode. Raises `ValueError` for an item that is none."""
+        """Set the problem of the next episode. Raises `ValueError` if a column is missing."""
         missing = [name for name in ("question", "answer") if item.get(name) is None]
         if missing:
             raise ValueError(
@@ -55,7 +58,7 @@ class _Problem:
         return self._random_answers
 
     async def verdict(self, answer: str) -> Verdict:
-        """Whether an answer is right."""
+        """Judge an answer."""
         return await shared_verifier(self._verify_seconds).verify(self._gold, answer)
 
 
@@ -123,12 +126,14 @@ class MathEnv(_Problem):
         )
 
     def vocabulary(self) -> list[str]:
-        """What it says beside the questions, each text as one word."""
+        """Return the texts beside the questions, each as one word."""
         return [self._right_feedback, self._wrong_feedback]
 
 
 class MathSingleStep(_Problem, EnvironmentService):
-    """A wrapper around the verification: `step((qid, answers))` returns a success, 0 or 1, for each answer.
+    """A wrapper around the verification.
+
+    `step((qid, answers))` returns a success, 0 or 1, for each answer.
 
     Args: see `_Problem`.
     """
@@ -144,7 +149,11 @@ class MathSingleStep(_Problem, EnvironmentService):
             instruction=instruction, verify_seconds=verify_seconds, random_answers=random_answers
         )
 
-    async def reset(self, seed: int | None = None, options: Mapping[str, Any] | None = None) -> str:  # noqa: ARG002
+    async def reset(
+        self,
+        seed: int | None = None,  # noqa: ARG002
+        options: Mapping[str, Any] | None = None,  # noqa: ARG002
+    ) -> str:
         """The question."""
         return self.question
 

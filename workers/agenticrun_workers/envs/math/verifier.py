@@ -1,8 +1,8 @@
-"""Verification of answers beside the event loop: a few processes that compare by mathematics, shared by all environments.
+"""Verification of answers outside the event loop, in a few processes shared by all environments.
 
-math-verify limits its own time by signals, which work in the main thread only. Here each comparison runs in a process that a signal
-ends when it has computed for too long, and a new one takes its place. The limit is on computing time, so that the verdict is the same
-on a busy machine.
+math-verify limits its own time by signals, which work only in the main thread. Here each comparison
+runs in a process that a signal ends when it has computed for too long, and a new one replaces it.
+The limit is on computing time, so that the verdict is the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INTEGER = re.compile(r"[+-]?\d+")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is said about an answer."""
+    """The judgement of an answer."""
 
     right: bool
     readable: bool = True
@@ -38,7 +38,7 @@ class Verdict:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...}, with its braces balanced; None without a complete one."""
+    r"""Return the content of the last \boxed{...} with balanced braces; None without one."""
     begin = text.rfind(BOX)
     if begin < 0:
         return None
@@ -51,7 +51,7 @@ def boxed(text: str) -> str | None:
 
 
 def stated_answer(text: str) -> str | None:
-    r"""The answer that a text marks as such: its last \boxed{...}, or what follows its last ####."""
+    r"""Return the marked answer of a text: its last \boxed{...}, or what follows its last ####."""
     inside = boxed(text)
     if inside is not None:
         return inside
@@ -60,13 +60,19 @@ def stated_answer(text: str) -> str | None:
 
 
 def reference_answer(text: str) -> str:
-    r"""The answer of a data set's solution: GSM8K's after ####, MATH's in \boxed{...}, or the text itself."""
+    r"""Return the answer of a data set's solution.
+
+    GSM8K's follows ####, MATH's is in \boxed{...}; otherwise it is the whole text.
+    """
     stated = stated_answer(text)
     return text.strip() if stated is None else stated
 
 
 def plain_verdict(gold: str, answer: str) -> Verdict | None:
-    """Equal texts and whole numbers need no mathematics; None for all others. `gold` is a reference answer."""
+    """Compare equal texts and whole numbers; return None if that takes mathematics.
+
+    `gold` is a reference answer.
+    """
     stated = reference_answer(answer)
     if not stated:
         return Verdict(right=False, readable=False)
@@ -81,23 +87,23 @@ def plain_verdict(gold: str, answer: str) -> Verdict | None:
 CHECKER = Path(__file__).with_name("checker.py")
 
 PROCESSES = 2
-"""Of one env worker. Most answers need none: equal texts and whole numbers are compared here."""
+"""Processes of one env worker. Most answers need none: equal texts and whole numbers."""
 
 MEMORY = 4 * 2**30
-"""Bytes of address space of one process: 9^(9^9) is a wrong answer and not the end of the pod."""
+"""Bytes of address space of one process, so that 9^(9^9) is a wrong answer and not an OOM kill."""
 
 MAX_ANSWER = 4096
-"""Characters of a response that are searched for an answer, from its end: the answer of a long one stands there."""
+"""Characters at the end of a response that are searched for an answer."""
 
 WALL_SECONDS_EACH = 20.0
-"""Real time for each second of computing time, before a process is taken for stuck."""
+"""Real time per second of computing time, after which a process counts as stuck."""
 
 START_SECONDS = 120.0
-"""Real time for a process to begin."""
+"""Real time for a process to start."""
 
 
 class MathVerifier:
-    """Compares answers with `processes` processes, which begin when they are first needed.
+    """Compares answers with `processes` processes, which start on first use.
 
     Args:
         seconds: computing time of one comparison.
@@ -111,7 +117,7 @@ class MathVerifier:
         self._lock = threading.Lock()
 
     async def verify(self, gold: str, answer: str) -> Verdict:
-        """Whether a response answers as the reference answer `gold` does. Never raises for what it says."""
+        """Compare a response with the reference answer `gold`. Never raises for bad content."""
         answer = answer[-MAX_ANSWER:]
         plain = plain_verdict(gold, answer)
         if plain is not None:
@@ -127,7 +133,7 @@ class MathVerifier:
             checker.close()
 
     def _compare(self, gold: str, answer: str) -> Verdict:
-        """In one of the threads, each of which has a process of its own."""
+        """Compare in one of the threads, each of which has its own process."""
         checker: _Checker | None = getattr(self._mine, "checker", None)
         if checker is None or not checker.lives:
             checker = self._mine.checker = self._replaced(checker)
@@ -163,7 +169,7 @@ class _Checker:
         return self._process.poll() is None
 
     def compare(self, gold: str, answer: str) -> Verdict | None:
-        """None if the process ended over it, or had to be ended."""
+        """Return the verdict; None if the process died or had to be killed."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps([gold, answer]) + "\n")
@@ -189,7 +195,7 @@ class _Checker:
         self._process.wait()
 
     def _line(self, seconds: float) -> str | None:
-        """What it writes next; None if it ends or takes longer."""
+        """Return the next line of output; None if the process ends or takes longer."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -198,5 +204,5 @@ class _Checker:
 
 @cache
 def shared_verifier(seconds: float) -> MathVerifier:
-    """The verifier of this process for this limit."""
+    """Return this process's verifier for this limit."""
     return MathVerifier(seconds)

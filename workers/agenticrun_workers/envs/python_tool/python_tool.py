@@ -1,7 +1,7 @@
 """Problems that the policy may solve with Python: it calls, reads the result, and answers.
 
-An episode is a question, any number of calls whose results are the next observations, and a final answer. Results are
-observations like any other, so none of their tokens is ever trained on.
+An episode is a question, any number of calls, each followed by its result as the next observation,
+and a final answer. Results are observations like any other, so none of their tokens is trained on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from agenticrun_workers.sandbox import (
 from agenticrun_workers.types import Stream
 
 INSTRUCTION = (
-    "Solve the problem. You may run Python: write a block that begins with ```python and ends with ```, and you are told what it "
+    "Solve the problem. You may run Python: write a block that begins with ```python and ends with "
+    "```, and you are told what it "
     "prints. When you know the answer, write <answer>...</answer>."
 )
 ANSWER_PATTERN = r"<answer>(.*?)</answer>"
@@ -52,12 +53,14 @@ ENDS = {
     "files": "it wrote too many files",
     "killed": "it crashed",
 }
-"""What is said of code that did not end by itself."""
+"""Messages about code that was ended."""
 
 
 @register_env("python_tool")
 class PythonTool:
-    """One episode at a time. With a data set each is about an item, without one about a sum of the environment's own.
+    """An environment that plays one episode at a time.
+
+    The question is an item of the data set, or without one a sum that the environment makes.
 
     Args:
         question, answer: the item's columns.
@@ -65,10 +68,12 @@ class PythonTool:
         call_pattern, answer_pattern: see `CallParser`.
         seconds, memory_mb, output_bytes, scratch_mb: limits of one call; see `Limits`.
         result_characters: shown of what a call wrote; the middle of more is left out.
-        sandbox: `required` (no run on machines that cannot contain code) or `best-effort`; see `agenticrun_workers.sandbox`.
+        sandbox: `required` (no run on machines that cannot contain code) or `best-effort`; see
+            `agenticrun_workers.sandbox`.
         instruction: text of the first prompt; the default explains the task.
 
-    Metrics: success, tool_calls, tool_errors (calls that failed or were no calls), and the usual ones.
+    Metrics: success, tool_calls, tool_errors (calls that failed or were malformed), and the usual
+    ones.
     """
 
     def __init__(
@@ -121,7 +126,7 @@ class PythonTool:
         return self._question
 
     def step(self, action: str) -> StepResult:
-        """Run a call, or judge the answer; see `StepResult`. An answer ends the episode, anything else never does."""
+        """Run a call, or judge the answer; see `StepResult`. Only an answer ends the episode."""
         asked = self._parser.parse(action)
         if isinstance(asked, Answer):
             right = same_answer(asked.text, self._answer)
@@ -136,7 +141,7 @@ class PythonTool:
         return StepResult(message, 0.0, False, metrics=_metrics(valid=False, errors=bad))
 
     def valid_actions(self) -> list[str]:
-        """Of all there are: calculations with two of the question's numbers, in their order, and answers.
+        """Return some of them: calculations with two numbers of the question, and answers.
 
         These are the numbers of the newest result, and before any result those of the question.
         """
@@ -161,7 +166,7 @@ class PythonTool:
         ]
 
     def vocabulary(self) -> list[str]:
-        """Printable characters, the pieces of calls and answers, and the numbers of the environment's own sums."""
+        """Return printable characters, pieces of calls and answers, and the numbers of sums."""
         numbers = map(str, range(min(self._highest**2, LARGEST_WORD) + 1))
         return [
             *string.printable,
@@ -184,7 +189,7 @@ class PythonTool:
 
 @cache
 def _check_sandbox() -> None:
-    """Raise `ValueError` where code cannot be contained: better before a run than in each of its episodes."""
+    """Raise `ValueError` where code cannot be contained, before a run and not in each episode."""
     try:
         run_python("")
     except SandboxUnavailable as error:
@@ -208,7 +213,10 @@ HOLDOUT_SHARE = 0.2
 
 
 def problem(seed: int, split: Stream, highest: int) -> tuple[str, str]:
-    """Question and answer about two numbers from 0 to `highest`. A hash of the question decides for which split it is."""
+    """Return question and answer about two numbers from 0 to `highest`.
+
+    A hash of the question decides which split it belongs to.
+    """
     rng = np.random.default_rng(seed)
     while True:
         sign = str(rng.choice(list(OPERATIONS)))
@@ -219,5 +227,5 @@ def problem(seed: int, split: Stream, highest: int) -> tuple[str, str]:
 
 
 def is_holdout(question: str) -> bool:
-    """Whether a question belongs to validation: the same answer on every machine."""
+    """Return whether a question belongs to validation, the same on every machine."""
     return in_holdout(f"sums:{question}".encode(), HOLDOUT_SHARE)

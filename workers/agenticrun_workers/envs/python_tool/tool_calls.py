@@ -1,4 +1,4 @@
-"""What an answer asks for: a call of the Python tool, a final answer, or nothing that is known."""
+"""Parse answers: a call of the Python tool, a final answer, or neither."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CODE_BLOCK = re.compile(r"```(?:python|py)\s*\n(.*?)```", re.DOTALL | re.IGNOREC
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 PYTHON_NAMES = ("python", "python_code", "code_interpreter")
-"""What models call the tool in JSON."""
+"""Names of the tool in JSON calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,15 @@ class Answer:
 
 
 class CallParser:
-    """Finds the first thing that an answer asks for; whatever the model wrote after it is left alone.
+    """Finds the first call or answer in a text and ignores the rest.
 
     Args:
-        call_pattern: regular expression whose last group is code. None: ```python blocks, and Hermes' <tool_call> JSON with the
-            name python and the argument code.
-        answer_pattern: regular expression whose last group is the final answer.
+        call_pattern: regular expression with the code as its last group. None: ```python blocks,
+            and Hermes' <tool_call> JSON with the name python and the argument code.
+        answer_pattern: regular expression with the final answer as its last group.
 
-    Raises ValueError for what is no regular expression.
+    Raises:
+        ValueError: a pattern is not a regular expression.
     """
 
     def __init__(self, call_pattern: str | None, answer_pattern: str) -> None:
@@ -72,7 +73,10 @@ class CallParser:
 
 
 def json_call(text: str) -> Call | BadCall:
-    """`{"name": "python", "arguments": {"code": "..."}}`; the arguments may be a JSON string of their own."""
+    """Return the code of `{"name": "python", "arguments": {"code": "..."}}`.
+
+    The arguments may be a JSON string of their own.
+    """
     try:
         call: Any = json.loads(text)
         arguments = call["arguments"]
@@ -80,7 +84,8 @@ def json_call(text: str) -> Call | BadCall:
         name, code = call["name"], arguments["code"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return BadCall(
-            f'a tool call is {{"name": "python", "arguments": {{"code": "..."}}}}, this one is not: {type(error).__name__}: {error}'
+            f'a tool call is {{"name": "python", "arguments": {{"code": "..."}}}}, '
+            f"this one is not: {type(error).__name__}: {error}"
         )
     if name not in PYTHON_NAMES:
         return BadCall(f"there is no tool called {name!r}, only python")
@@ -88,7 +93,7 @@ def json_call(text: str) -> Call | BadCall:
 
 
 def same_answer(one: str, other: str) -> bool:
-    """Whether two answers are equal: as numbers (4, 4.0, 8/2, 1,000), or as texts but for case and spaces."""
+    """Compare two answers as numbers (4, 4.0, 8/2, 1,000), or as texts without case and spaces."""
     first, second = _number(one), _number(other)
     if first is not None and second is not None:
         return first == second
@@ -100,11 +105,12 @@ def shortened(text: str, characters: int) -> str:
     if len(text) <= characters:
         return text
     head = characters // 2
-    return f"{text[:head]}\n... {len(text) - characters} characters left out ...\n{text[len(text) - (characters - head) :]}"
+    tail = text[len(text) - (characters - head) :]
+    return f"{text[:head]}\n... {len(text) - characters} characters left out ...\n{tail}"
 
 
 def _number(text: str) -> Fraction | None:
-    """Of a text that is one, of a length that can be a number somebody means."""
+    """Return the number that a text states; longer texts are not numbers."""
     plain = re.sub(r"[\s$,]", "", text)
     if not re.fullmatch(r"[+-]?(\d{1,40}(\.\d{0,40})?|\.\d{1,40}|\d{1,40}/\d{1,40})", plain):
         return None

@@ -1,10 +1,12 @@
-"""Sokoban played backwards: boxes are pulled off their targets, so whatever comes out can be solved by pushing them back.
+"""Sokoban played backwards: boxes are pulled off their targets.
 
-The search is that of gym-sokoban 0.0.6, state for state, so levels have its difficulty: depth first; in each state the player tries
-to pull up, down, left and right (without a box behind it, it just walks), then to walk away from the boxes in the same order; a
-state is a place of the player and of the boxes, and which boxes were ever pulled. The best state found is the level: the one
-with the largest pulls x displacement, where pulls counts those on the way to it and displacement is the sum of Manhattan
-distances between each box and the target it came from, among states with every target in sight.
+Every level made this way can be solved by pushing them back. The search is that of gym-sokoban
+0.0.6, state for state, so levels have its difficulty: depth first; in each state the player tries
+to pull up, down, left and right (without a box behind it, it just walks), then to walk away from
+the boxes in the same order; a state is the position of the player and of the boxes, and which boxes
+were ever pulled. The best state found is the level: the one with the largest pulls x displacement,
+where pulls counts those on the way to it and displacement is the sum of Manhattan distances between
+each box and the target it came from, among states that leave every target uncovered.
 """
 
 from __future__ import annotations
@@ -17,20 +19,23 @@ import numpy as np
 from agenticrun_workers.envs.sokoban.room import Room, cells_of
 
 MAX_STATES = 300_000
-"""States looked at in one room."""
+"""Maximum number of states visited in one room."""
 
 SMALL = 5_000
-"""Up to so many states are searched in Python: small boards never load a compiler. Larger searches begin anew, compiled."""
+"""States searched in Python, so that small boards never load a compiler.
+
+Larger searches start again, compiled.
+"""
 
 MAX_COMPILED_FLOOR = 64
-"""Floor cells of a room that the compiled search can take."""
+"""Maximum number of floor cells for the compiled search."""
 
 _compiled_search = threading.Lock()
-"""One at a time in a process, because of its memory."""
+"""One compiled search at a time in a process, because of its memory."""
 
 
 def pull_apart(room: Room, depth: int) -> Room | None:
-    """The best level of a solved room, or None if no box can be pulled off its target.
+    """Return the best level of a solved room, or None if no box can be pulled off its target.
 
     Args:
         depth: the search goes back `depth` - 2 steps at most.
@@ -45,7 +50,10 @@ def pull_apart(room: Room, depth: int) -> Room | None:
 
 
 def search_compiled(room: Room, depth: int, max_states: int) -> Room | None:
-    """As `search`, of a room with at most `MAX_COMPILED_FLOOR` floor cells. The first call of a process may compile for seconds."""
+    """Search like `search`, in a room with at most `MAX_COMPILED_FLOOR` floor cells.
+
+    The first call of a process may compile for seconds.
+    """
     from agenticrun_workers.envs.sokoban import compiled_search
 
     cells = cells_of(room.floor)
@@ -67,7 +75,7 @@ def search_compiled(room: Room, depth: int, max_states: int) -> Room | None:
 
 
 def search(room: Room, depth: int, max_states: int) -> tuple[Room | None, bool]:
-    """The best level among the first `max_states` states, and whether these were all."""
+    """Return the best level among the first `max_states` states, and whether these were all."""
     width, floor, targets = room.width, room.floor, room.targets
     directions = (1, -1, width, -width)  # the last one is tried first
     homes = cells_of(targets)
@@ -118,5 +126,5 @@ def search(room: Room, depth: int, max_states: int) -> tuple[Room | None, bool]:
 
 
 def _distance(one: int, other: int, width: int) -> int:
-    """Manhattan distance of two cells."""
+    """Return the Manhattan distance of two cells."""
     return abs(one // width - other // width) + abs(one % width - other % width)

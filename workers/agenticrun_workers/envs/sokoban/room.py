@@ -1,10 +1,12 @@
-"""Rooms of Sokoban as small integers, and random ones with every box on its target, to be pulled off (`level_search`).
+"""Rooms of Sokoban as small integers, and random ones with every box on its target.
 
-A cell is its place in the board's text (row * (columns + 1) + column), so moves are additions, and a set of cells is one integer
-with a bit per cell. The outermost cells are always walls, so nothing ever moves out of the board.
+A cell is its position in the board's text (row * (columns + 1) + column), so moves are additions,
+and a set of cells is one integer with a bit per cell. The outermost cells are always walls, so
+nothing ever moves out of the board. `level_search` pulls the boxes off their targets.
 
-Rooms have the distribution of gym-sokoban 0.0.6 (after Racanière et al. 2017, "Imagination-augmented agents", appendix 4.2): a
-random walk stamps floor into solid wall, then player and targets are put on random floor cells.
+Rooms have the distribution of gym-sokoban 0.0.6 (after Racanière et al. 2017, "Imagination-
+augmented agents", appendix 4.2): a random walk stamps floor into solid wall, then player and
+targets are put on random floor cells.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from agenticrun_workers.envs.grid import in_holdout
 
 TURN_PROBABILITY = 0.35
-"""Of a new direction at each step of the walk."""
+"""Probability of a new direction at each step of the walk."""
 
 STEPS_PER_SIDE = 1.7
 """Steps of the walk for each row and each column."""
@@ -28,7 +30,7 @@ STAMPS = (
     ("...", "##.", "##."),
     ("...", ".##", ".#."),
 )
-"""What a step of the walk turns into floor, around the walker."""
+"""Cells around the walker that a step of the walk turns into floor."""
 
 DIRECTIONS = ((1, 0), (0, 1), (-1, 0), (0, -1))
 
@@ -54,7 +56,7 @@ class Room:
 def random_room(
     rng: random.Random, rows: int, columns: int, boxes: int, walk_steps: int
 ) -> Room | None:
-    """A solved room, or None if the floor is too small for it: player, boxes, and one cell to spare."""
+    """Return a solved room, or None if the floor has no space for player, boxes and a free cell."""
     floor = random_floor(rng, rows, columns, walk_steps)
     free = cells_of(floor)
     if len(free) <= boxes + 1:
@@ -81,7 +83,10 @@ def random_floor(rng: random.Random, rows: int, columns: int, walk_steps: int) -
 
 
 def is_holdout(room: Room, share: float) -> bool:
-    """Whether the rooms with these walls and targets belong to the validation holdout, wherever player and boxes start."""
+    """Return whether rooms with these walls and targets belong to the validation holdout.
+
+    Where player and boxes start does not matter.
+    """
     size = (room.rows * room.width + 7) // 8
     cells = room.floor.to_bytes(size, "big") + room.targets.to_bytes(size, "big")
     return in_holdout(b"sokoban:%d:%d:" % (room.rows, room.columns) + cells, share)

@@ -1,10 +1,11 @@
 """Sokoban as text: push every box onto a target.
 
-The rules and rewards are gym-sokoban 0.0.6's, and so is the distribution of levels (`room`, `level_search`); symbols and
-actions are ROLL's. Levels are made by playing backwards, so every one can be solved. An episode depends on nothing but its seed.
+Rules and rewards are gym-sokoban 0.0.6's, and so is the distribution of levels (`room`,
+`level_search`); symbols and actions are ROLL's. Levels are made by playing backwards, so every one
+can be solved. An episode depends only on its seed.
 
-A hash of walls and targets decides whether a room belongs to the validation holdout. Training never sees a room of the holdout,
-whatever the start of boxes and player, and validation sees no other.
+A hash of walls and targets decides whether a room belongs to the validation holdout. Training never
+sees a room of the holdout, wherever boxes and player start, and validation sees no other.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ from agenticrun_workers.types import Stream
 DEFAULT_ACTIONS = ("Up", "Down", "Left", "Right")
 
 STEP_REWARD, ON_TARGET, OFF_TARGET, SOLVED = -0.1, 1.0, -1.0, 10.0
-"""Of each step; of a box that comes onto a target, or off one; of the last box."""
+"""Reward of each step; of a box pushed onto a target, or off one; of the last box."""
 
 MAX_COLUMNS_OF_ROWS = 7
-"""Wider rows are many thousands of words."""
+"""Wider boards would have many thousands of possible rows."""
 
 FAST_SIZE = 100
-"""Rows x columns x boxes, up to which making a level takes well under a millisecond on average."""
+"""Rows x columns x boxes up to which making a level takes well under a millisecond on average."""
 
 MODES: dict[str, MetricMode] = {"boxes_on_target": "last"}
 
@@ -73,20 +74,24 @@ class Symbols:
 
 @register_env("sokoban")
 class Sokoban:
-    """One episode at a time; see the module's docstring.
+    """An environment that plays one episode at a time; see the module's docstring.
 
     Args:
         rows: of the board, walls included, at least 4.
         columns: of the board, walls included, at least 4.
-        boxes: and targets, at least 1.
+        boxes: number of boxes and of targets, at least 1.
         search_depth: how far a level is played backwards: `search_depth` - 2 steps, at least 3.
         walk_steps: of the random walk that makes the floor; default: 1.7 for each row and column.
         holdout_share: share of all rooms kept for validation, in (0, 1).
-        symbols: seven characters in the order wall, floor, target, box on target, box, player, player on target.
+        symbols: seven characters in the order wall, floor, target, box on target, box, player,
+            player
+            on target.
         actions: the words for up, down, left, right.
         instruction: text of the first prompt; the default explains the task.
-        words: what `vocabulary` lists beside single symbols: nothing (`cells`) or every row that a board can have (`rows`),
-            so that a model made for this environment reads a board of n rows in n tokens.
+        words: what `vocabulary` lists beside single symbols: nothing (`cells`) or every possible
+            row of
+            a board (`rows`), so that a model made for this environment reads a board of n rows in n
+            tokens.
     """
 
     def __init__(
@@ -115,7 +120,8 @@ class Sokoban:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         if (rows - 2) * (columns - 2) < boxes + 2:
             raise ValueError(
-                f"boxes: {boxes} do not fit into a room of {rows} x {columns} cells: player, boxes and a free cell are inside"
+                f"boxes: {boxes} do not fit into a room of {rows} x {columns} cells: player, boxes "
+                "and a free cell are inside"
             )
         check_holdout_share(holdout_share)
         check_symbols(symbols, 7)
@@ -124,7 +130,8 @@ class Sokoban:
             raise ValueError(f"words must be cells or rows, not {words!r}")
         if words == "rows" and columns > MAX_COLUMNS_OF_ROWS:
             raise ValueError(
-                f"words: rows is for up to {MAX_COLUMNS_OF_ROWS} columns, not {columns}: use words: cells"
+                f"words: rows is for up to {MAX_COLUMNS_OF_ROWS} columns, not {columns}: use "
+                "words: cells"
             )
         self.rows, self.columns, self.boxes = rows, columns, boxes
         self.search_depth = search_depth
@@ -134,7 +141,7 @@ class Sokoban:
         self.actions = tuple(actions)
         self.instruction = self._default_instruction() if instruction is None else instruction
         self.blocking = rows * columns * boxes > FAST_SIZE
-        """Small levels take microseconds, so no thread is needed; large ones may take a second to make."""
+        """Small levels take microseconds and need no thread; large ones may take a second."""
         self._words = words
         self._moves = (-columns - 1, columns + 1, -1, 1)
         self._with_box = {s.floor: s.box, s.target: s.box_on_target}
@@ -144,7 +151,7 @@ class Sokoban:
         self._cells: list[str] = []
         """The board's text, one character each."""
         self._player = 0
-        """Where the player is in it."""
+        """Position of the player in it."""
         self._on_target = 0
         for split in (Stream.TRAIN, Stream.VALIDATION):
             self._check_that_there_are_levels(split)
@@ -155,7 +162,7 @@ class Sokoban:
         return self.start_on(next(level for level in levels if level is not None))
 
     def start_on(self, room: Room) -> str:
-        """Begin in this room, which has as many rows, columns and boxes as the configuration says."""
+        """Begin in this room, with rows, columns and boxes as in the configuration."""
         s = self.symbols
         cells = list("\n".join([s.wall * self.columns] * self.rows))
         for cell in cells_of(room.floor):
@@ -170,7 +177,10 @@ class Sokoban:
         return self.board()
 
     def step(self, action: str) -> StepResult:
-        """Play one answer, in any case; see `StepResult`. One that is no action costs a step and moves nothing."""
+        """Play one answer, in any case; see `StepResult`.
+
+        An invalid answer costs a step and moves nothing.
+        """
         number = self._action_ids.get(action.strip().lower())
         before = self._on_target
         moved = number is not None and self._move(self._moves[number])
@@ -185,7 +195,7 @@ class Sokoban:
         return StepResult(self.board(), reward, solved, metrics=metrics, modes=MODES)
 
     def valid_actions(self) -> list[str]:
-        """All four, everywhere: a step against a wall is valid and leaves everything where it is."""
+        """Return all four: a step against a wall is valid and changes nothing."""
         return list(self.actions)
 
     def vocabulary(self) -> list[str]:
@@ -237,14 +247,17 @@ class Sokoban:
         raise NoLevel(split, "rows, columns, boxes, searchDepth, walkSteps")
 
     def _check_that_there_are_levels(self, split: Stream) -> None:
-        """Raises `NoLevel`. Of large boards only the rooms are looked at, since one level may take a second."""
+        """Raise `NoLevel` if the split has none.
+
+        Of large boards only the rooms are checked, since one level may take a second.
+        """
         if self.blocking:
             next(self._solved_rooms(0, split))
         else:
             self.reset(0, split)
 
     def _rows(self) -> list[str]:
-        """Every row of a board during an episode, line break included; the last one is all walls."""
+        """Return every possible row of a board, line break included; the last row is all walls."""
         s = self.symbols
         rows = []
         for inner in itertools.product(astuple(s), repeat=self.columns - 2):
@@ -262,8 +275,10 @@ class Sokoban:
     def _default_instruction(self) -> str:
         s = self.symbols
         return (
-            f"You are {s.player} in a warehouse of walls {s.wall} and floor {s.floor}. Push every box {s.box} onto a target {s.target}; "
-            f"there a box is {s.box_on_target} and you are {s.player_on_target}. Boxes can be pushed, one at a time, and never pulled. "
+            f"You are {s.player} in a warehouse of walls {s.wall} and floor {s.floor}. Push every "
+            f"box {s.box} onto a target {s.target}; "
+            f"there a box is {s.box_on_target} and you are {s.player_on_target}. Boxes can be "
+            "pushed, one at a time, and never pulled. "
             f"Answer with one word: {', '.join(self.actions[:-1])} or {self.actions[-1]}."
         )
 
@@ -281,7 +296,8 @@ def draw_room(kinds: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The board with its boxes and its player.
 
     Args:
-        kinds: uint8 [rows, columns], 0 to 6 in the order wall, floor, target, box on target, box, player, player on target.
+        kinds: uint8 [rows, columns], 0 to 6 in the order wall, floor, target, box on target, box,
+            player, player on target.
 
     Returns:
         RGB, uint8 [rows * CELL, columns * CELL, 3].
@@ -324,7 +340,7 @@ def _draw_target(draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
 
 
 def _draw_crate(draw: ImageDraw.ImageDraw, x: int, y: int, *, done: bool) -> None:
-    """A crate with a cross of planks; a green one stands on its target, whose rim looks out behind it."""
+    """Draw a crate with a cross of planks; on its target it is green and shows the rim."""
     fill, plank = (CRATE_DONE, PLANK_DONE) if done else (CRATE, PLANK)
     width = SIDE // 16
     draw.rectangle(box(x, y, 0.14, 0.14, 0.86, 0.86), fill=fill, outline=plank, width=width)

@@ -1,7 +1,8 @@
-"""What a customer is asked to buy: instructions that people wrote, or that are put together from a product's options.
+"""Goals of customers: instructions that people wrote, or that combine a product's options.
 
-The order of the goals is WebShop's, so that an index means the same goal as there, and so do its ranges for training and
-evaluation. Upper price limits, which WebShop draws anew in every process, are drawn from the goal itself.
+The order of the goals is WebShop's, so an index means the same goal as there, and so do its ranges
+for training and evaluation. WebShop draws upper price limits again in every process; here they are
+drawn from the goal itself.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 from agenticrun_workers.envs.webshop.products import Product, draw
 
 NO_LIMIT = 1_000_000.0
-"""The upper price of goals that name none."""
+"""The upper price of goals without a limit."""
 
 PRICE_LIMIT = ", and price lower than "
-"""How an instruction's wish for a price begins."""
+"""Beginning of the price limit in an instruction."""
 
 SHUFFLE_SEED = 233
 """WebShop's."""
@@ -28,12 +29,12 @@ TRAIN_GOALS_FROM = 1500
 """WebShop's ranges: 0 to 499 test, 500 to 1499 evaluate, the rest train."""
 
 PARTS_OF_FEW = 5
-"""Where there are fewer goals, the first of so many parts validates."""
+"""With fewer goals, the first of this many equal parts is for validation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A product to buy, and what counts about it."""
+    """A product to buy and the criteria for the reward."""
 
     asin: str
     instruction: str
@@ -48,7 +49,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which goals train and which validate: index ranges without the end."""
+    """The goals for training and for validation, as index ranges."""
 
     train: range
     validation: range
@@ -57,7 +58,10 @@ class Split:
     def of(
         cls, goals: int, train: Sequence[int] | None = None, validation: Sequence[int] | None = None
     ) -> Split:
-        """The ranges asked for, or WebShop's, or of fewer goals the first fifth for validation. Raises `ValueError`."""
+        """Return the ranges asked for, or WebShop's; with few goals the first fifth validates.
+
+        Raises `ValueError`.
+        """
         first = TEST_GOALS[1] if goals > TRAIN_GOALS_FROM else max(1, goals // PARTS_OF_FEW)
         default_train = (TRAIN_GOALS_FROM if goals > TRAIN_GOALS_FROM else first, goals)
         split = cls(
@@ -70,7 +74,8 @@ class Split:
         )
         if shared:
             raise ValueError(
-                f"trainGoals and validationGoals share goals {shared.start} to {shared.stop - 1}: they must not overlap"
+                f"trainGoals and validationGoals share goals {shared.start} to {shared.stop - 1}: "
+                "they must not overlap"
             )
         return split
 
@@ -78,7 +83,7 @@ class Split:
 def human_goals(
     products: Iterable[Product], instructions: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[Goal]:
-    """Goals of `items_human_ins.json`; the ones without attributes are left out, as in WebShop."""
+    """Return the goals of `items_human_ins.json` that have attributes, as in WebShop."""
     goals = []
     for product in products:
         for number, entry in enumerate(instructions.get(product.asin, ())):
@@ -100,7 +105,10 @@ def human_goals(
 def synthetic_goals(
     products: Iterable[Product], attributes: Mapping[str, Mapping[str, Any]]
 ) -> list[Goal]:
-    """One goal per combination of options of every product that `items_ins_v2*.json` has an instruction for."""
+    """Return one goal per combination of options.
+
+    For every product that has an instruction in `items_ins_v2*.json`.
+    """
     goals = []
     for product in products:
         entry = attributes.get(product.asin, {})
@@ -136,7 +144,10 @@ def _goal(
 
 
 def _price_limit(product: Product, number: int) -> tuple[float, str]:
-    """The larger of two different limits out of the next four tens above the price, and how the instruction says so."""
+    """Return the upper price and the text that states it.
+
+    It is the larger of two different limits among the next four multiples of ten above the price.
+    """
     above = [ten for ten in range(10, 1000, 10) if ten > product.price][:4]
     if len(above) < 2:
         return NO_LIMIT, ""
@@ -154,6 +165,7 @@ def _range(key: str, bounds: Sequence[int], goals: int) -> range:
     first, end = bounds if len(bounds) == 2 else (0, 0)
     if not 0 <= first < end <= goals:
         raise ValueError(
-            f"{key} must be [first, end] with 0 <= first < end <= {goals}, the number of goals, not {list(bounds)}"
+            f"{key} must be [first, end] with 0 <= first < end <= {goals}, the number of goals, "
+            f"not {list(bounds)}"
         )
     return range(first, end)

@@ -1,7 +1,8 @@
-"""A small catalogue of made-up products in WebShop's own format, for tests, examples and tiny models.
+"""A small catalogue of made-up products in WebShop's own format.
 
-Twenty kinds of things, ten products each. Every product has two attributes out of its kind's own, so that an instruction
-can name what tells it from its neighbours, and one or two options.
+For tests, examples and tiny models. Twenty kinds of things, ten products each. Every product has
+two of its kind's attributes, so that an instruction can name what distinguishes it from similar
+products, and one or two options.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ PRODUCTS_PER_KIND = 10
 
 
 class Kind(NamedTuple):
-    """A kind of product: its name, where it is found, what it may be, and in which variants it is sold."""
+    """A kind of product: name, category, possible attributes, and options."""
 
     name: str
     category: str
@@ -178,7 +179,7 @@ OPINIONS = (
 
 @dataclass
 class Data:
-    """What WebShop's files hold."""
+    """The contents of WebShop's files."""
 
     items: list[dict[str, Any]] = field(default_factory=list)
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -187,7 +188,7 @@ class Data:
 
 
 def catalogue() -> Data:
-    """The whole catalogue, the same every time."""
+    """Return the whole catalogue, the same every time."""
     data = Data()
     rng = random.Random(2207)
     for kind in KINDS:
@@ -230,7 +231,8 @@ def _add(data: Data, kind: Kind, number: int, rng: random.Random) -> None:
     data.human_instructions[asin] = [
         {
             "asin": asin,
-            "instruction": f"i need {kind.name} that are {' and '.join(has)}, in {' and '.join(wanted)}.",
+            "instruction": f"i need {kind.name} that are {' and '.join(has)}, "
+            f"in {' and '.join(wanted)}.",
             "instruction_attributes": has,
             "instruction_options": wanted,
         }

@@ -1,4 +1,4 @@
-"""The shop's pages: what stands on them, and how the text mode writes it."""
+"""The shop's pages and their text form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUB_PAGES = ("Description", "Features", "Reviews", "Attributes")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Something on a page. All but text can be clicked."""
+    """An element of a page. All but text can be clicked."""
 
     kind: Kind
     text: str
@@ -36,7 +36,10 @@ class Page:
     has_search_bar: bool = False
 
     def clickables(self) -> list[str]:
-        """What can be clicked, in lower case: buttons and products, then options, as WebShop lists them."""
+        """Return what can be clicked, in lower case: buttons and products, then options.
+
+        The order is WebShop's.
+        """
         if self.has_search_bar:
             return []
         links = [piece.text.lower() for piece in self.pieces if piece.kind in ("button", "product")]
@@ -57,7 +60,7 @@ class Page:
 
 
 def search_page(instruction: str) -> Page:
-    """Where an episode begins."""
+    """Return the page on which an episode begins."""
     return Page(
         (Piece("text", "WebShop"), *_instruction(instruction), Piece("button", "Search")),
         has_search_bar=True,
@@ -67,7 +70,7 @@ def search_page(instruction: str) -> Page:
 def results_page(
     instruction: str, products: Iterable[Product], page: int, total: int, seen: Set[str]
 ) -> Page:
-    """One page of search results, counted from 1. `seen`: ASINs that were looked at."""
+    """Return one page of search results, counted from 1. `seen`: ASINs that were opened."""
     turn = [PREVIOUS, NEXT] if page > 1 else [NEXT]
     pieces = [
         *_instruction(instruction),
@@ -87,7 +90,7 @@ def results_page(
 def item_page(
     instruction: str, product: Product, chosen: Mapping[str, str], show_attributes: bool
 ) -> Page:
-    """A product, its options, and what can be read about it."""
+    """Return the page of a product and its options."""
     pieces = _under(instruction)
     for name, values in product.options.items():
         pieces.append(Piece("text", name))
@@ -103,12 +106,12 @@ def item_page(
 
 
 def sub_page(instruction: str, product: Product, name: str) -> Page:
-    """One of `SUB_PAGES`."""
+    """Return one of `SUB_PAGES`."""
     return Page((*_under(instruction), *(Piece("text", text) for text in _content(product, name))))
 
 
 def done_page(score: float) -> Page:
-    """After the purchase."""
+    """Return the page after the purchase."""
     texts = ("Thank you for shopping with us!", "Your score (min 0.0, max 1.0)", str(score))
     return Page(tuple(Piece("text", text) for text in texts))
 

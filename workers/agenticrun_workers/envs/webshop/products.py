@@ -1,7 +1,8 @@
 """Products, as WebShop's own data files describe them.
 
-`items_shuffle*.json` is a list of scraped products, `items_ins_v2*.json` maps an ASIN to the attributes found for it, and
-`reviews.json`, if there is one, is a list of reviews by ASIN. Fields that the text mode never shows are not kept.
+`items_shuffle*.json` is a list of scraped products, `items_ins_v2*.json` maps an ASIN to the
+attributes found for it, and `reviews.json`, which is optional, is a list of reviews by ASIN. Fields
+that the text mode never shows are dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 NO_ATTRIBUTES = ("DUMMY_ATTR",)
-"""What WebShop says of products without attributes."""
+"""WebShop's attributes of products without attributes."""
 
 LONGEST_ASIN = 10
 
@@ -22,7 +23,7 @@ CATEGORY_SEPARATOR = "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """What a customer wrote."""
+    """A customer's review."""
 
     title: str
     score: str
@@ -40,7 +41,7 @@ class Product:
     price: float
     """In dollars: what buying it costs."""
     price_tag: str
-    """What the pages say: a price, or from one to another."""
+    """Price on the pages: one price, or a range."""
     options: Mapping[str, tuple[str, ...]]
     """Values by name, all in lower case."""
     attributes: tuple[str, ...]
@@ -58,7 +59,10 @@ def read_products(
     attributes: Mapping[str, Mapping[str, Any]],
     reviews: Iterable[Mapping[str, Any]] = (),
 ) -> list[Product]:
-    """The products of WebShop's files, in their order; one per ASIN, and none whose ASIN is no ASIN."""
+    """Return the products of WebShop's files, in order.
+
+    Entries without a valid ASIN are left out, and so is a second entry with the same ASIN.
+    """
     reviews_of = {entry["asin"]: entry for entry in reviews}
     products: dict[str, Product] = {}
     for item in items:
@@ -69,7 +73,10 @@ def read_products(
 
 
 def draw(purpose: str, asin: str) -> float:
-    """A number in [0, 1) that belongs to a product: WebShop draws such numbers anew in every process."""
+    """Return a number in [0, 1) that belongs to a product.
+
+    WebShop draws such numbers again in every process.
+    """
     digest = hashlib.sha256(f"webshop:{purpose}:{asin}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
@@ -97,7 +104,10 @@ def _product(
 
 
 def _price(asin: str, pricing: str) -> tuple[float, str]:
-    """Price and price tag. `$10.00 - $20.00` is a price in between that is the same in every process."""
+    """Return price and price tag.
+
+    `$10.00 - $20.00` becomes a price in between that is the same in every process.
+    """
     prices = [float(re.sub(r"[^\d.]", "", part)) for part in pricing.split("$")[1:]]
     if not prices:
         return 100.0, "$100.0"

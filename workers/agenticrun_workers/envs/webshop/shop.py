@@ -1,4 +1,4 @@
-"""A shop: products on sale, the search over them, and the goals. Loaded once per process and never changed."""
+"""A shop: products, a search over them, and goals. Loaded once per process and never changed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ K1 = 0.9
 B = 0.4
 
 REMEMBERED_QUERIES = 4096
-"""Members of a group play the same goal, and search for the same words."""
+"""Cached searches: members of a group have the same goal and search for the same words."""
 
 _STOP_WORDS = """
-    a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was will
-    with"""
+    a an and are as at be but by for if in into is it no not of on or such that the their then
+    there these they this to was will with"""
 STOP_WORDS = frozenset(_STOP_WORDS.split())
-"""Lucene's."""
+"""Lucene's stop words."""
 
 
 class SearchEngine:
@@ -34,11 +34,11 @@ class SearchEngine:
 
     Args:
         products: in the order that decides between equal scores.
-        limit: results per search.
+        limit: maximum number of results.
     """
 
     def __init__(self, products: Sequence[Product], limit: int) -> None:
-        import bm25s  # it imports numba, which nobody who does not search should wait for
+        import bm25s  # imports numba, which takes seconds: only for searches
 
         self._index = bm25s.BM25(k1=K1, b=B, method="lucene")
         self._index.index(
@@ -48,7 +48,7 @@ class SearchEngine:
         self.search = lru_cache(REMEMBERED_QUERIES)(self._search)
 
     def _search(self, query: str) -> tuple[int, ...]:
-        """Positions of the best products that have any of the words, best first."""
+        """Return the positions of the best products with any of the words, best first."""
         known = self._index.get_tokens_ids(words(query))
         if not known:
             return ()
@@ -62,7 +62,7 @@ class SearchEngine:
 
 
 def document(product: Product) -> str:
-    """What is searched of a product: WebShop's choice of fields."""
+    """Return the text of a product that is searched: WebShop's choice of fields."""
     options = ", and ".join(
         f"{name}: {', '.join(values)}" for name, values in product.options.items()
     )
@@ -77,12 +77,12 @@ def document(product: Product) -> str:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text as they are indexed."""
+    """Return the words of a text as they are indexed."""
     return [singular(word) for word in re.findall(r"\w+", text.lower()) if word not in STOP_WORDS]
 
 
 def singular(word: str) -> str:
-    """A word without the ending of its plural (Harman 1991): ies to y, es to e, s to nothing."""
+    """Return a word without its plural ending (Harman 1991): ies to y, es to e, s to nothing."""
     if len(word) > 3 and word.endswith("ies") and not word.endswith(("eies", "aies")):
         return word[:-3] + "y"
     if len(word) > 3 and word.endswith("es") and not word.endswith(("aes", "ees", "oes")):
@@ -97,7 +97,7 @@ GoalKind = Literal["human", "synthetic"]
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """WebShop's data files by path; without `items` the made-up catalogue is sold."""
+    """Paths of WebShop's data files; without `items` the made-up catalogue is sold."""
 
     items: str | None = None
     """`items_shuffle*.json`"""
@@ -108,7 +108,7 @@ class Files:
     reviews: str | None = None
     """`reviews.json`"""
     num_products: int | None = None
-    """Only the first ones; the file is shuffled."""
+    """Use only the first ones; the file is shuffled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,10 @@ _loading = threading.Lock()
 
 
 def shared_shop(files: Files, goals: GoalKind, search_limit: int) -> Shop:
-    """The shop of these files, loaded by the first who asks. Raises `ValueError` if a file is missing or has no goals."""
+    """Return the shop of these files; the first call loads it.
+
+    Raises `ValueError` if a file is missing or has no goals.
+    """
     key = (files, goals, search_limit)
     with _loading:
         if key not in _shops:
@@ -157,7 +160,8 @@ def _load(files: Files, kind: GoalKind, search_limit: int) -> Shop:
     )
     if len(goals) < 2:
         raise ValueError(
-            f"items: {len(products)} products have {len(goals)} {kind} goals: at least 2 are needed, to train and to validate"
+            f"items: {len(products)} products have {len(goals)} {kind} goals: at least 2 are "
+            "needed, to train and to validate"
         )
     return Shop(products, goals, SearchEngine(products, search_limit))
 
@@ -165,7 +169,8 @@ def _load(files: Files, kind: GoalKind, search_limit: int) -> Shop:
 def _read(key: str, path: str | None) -> Any:
     if path is None:
         raise ValueError(
-            f"{key} is missing: a catalogue of one's own needs items, attributes, and humanInstructions for human goals"
+            f"{key} is missing: a catalogue of one's own needs items, attributes, and "
+            "humanInstructions for human goals"
         )
     try:
         with open(path, encoding="utf-8") as file:

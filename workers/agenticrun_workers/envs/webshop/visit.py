@@ -1,7 +1,8 @@
-"""One customer's way through the shop: a state, and what searching and clicking make of it.
+"""A customer's visit to the shop: its state, and how searches and clicks change it.
 
-The moves are WebShop's. Among them: a search is taken on every page; going back from a product forgets its options; going
-back to the search forgets everything; there is always one more page of results, which may be empty.
+The moves are WebShop's. Among them: a search works on every page; going back from a product forgets
+its options; going back to the search forgets everything; there is always one more page of results,
+which may be empty.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Visit:
     bought: Reward | None = None
 
     def page(self) -> Page:
-        """Where the customer is."""
+        """Return the page that the customer sees."""
         instruction = self.goal.instruction
         if self.bought is not None:
             return pages.done_page(self.bought.total)
@@ -59,7 +60,7 @@ class Visit:
         return pages.sub_page(instruction, self.product, self.sub_page)
 
     def search(self, query: str) -> None:
-        """Look for these words."""
+        """Search for these words."""
         self.results = self.engine.search(query)
         self._leave_product()
         self.page_number = 1

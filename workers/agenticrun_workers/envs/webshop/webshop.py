@@ -1,4 +1,4 @@
-"""The environment: an answer's text in, the next page out, and WebShop's score for the purchase."""
+"""WebShop as an environment: actions in, pages out, and WebShop's score for the purchase."""
 
 from __future__ import annotations
 
@@ -21,33 +21,41 @@ from agenticrun_workers.types import Stream
 ACTION = re.compile(r"\s*(search|click)\[(.+)\]", re.IGNORECASE | re.DOTALL)
 
 INSTRUCTION = (
-    "You are shopping on a web page. Find the product that the instruction describes, choose its options and buy it. "
+    "You are shopping on a web page. Find the product that the instruction describes, choose its "
+    "options and buy it. "
     "Answer with one action: search[words] or click[something on the page]."
 )
 
 FAST_CATALOGUE = 10_000
-"""Products up to which a search takes microseconds, and a step needs no thread."""
+"""Products up to which a search takes microseconds, so that a step needs no thread."""
 
 LARGEST_VOCABULARY = 2_000
-"""Products up to which a tiny model's vocabulary can be made of them."""
+"""Products up to which `vocabulary` lists the words of the shop for a tiny model."""
 
 
 @register_env("webshop")
 class WebShop:
-    """One episode at a time; the shop behind it is shared by all instances of a process.
+    """An environment that plays one episode at a time; instances of a process share the shop.
 
     Args:
-        items, attributes, human_instructions, reviews: paths of WebShop's data files (items_shuffle*.json, items_ins_v2*.json,
-            items_human_ins.json, reviews.json). Without `items` a small made-up catalogue is sold.
-        num_products: only the first ones of the file.
-        goals: `human` (instructions that people wrote) or `synthetic` (attributes and every combination of options).
-        train_goals, validation_goals: [first, end] of the goals in WebShop's order. Default: training from 1500 on and validation
-            on WebShop's test goals, 0 to 499; of fewer goals the first fifth is for validation and the rest for training.
-        observation_mode: `text` ("... [SEP] ...") or `text_rich` (one thing per line, buttons marked).
+        items, attributes, human_instructions, reviews: paths of WebShop's data files
+            (items_shuffle*.json, items_ins_v2*.json, items_human_ins.json, reviews.json). Without
+            `items`, a small made-up catalogue is sold.
+        num_products: use only the first ones of the file.
+        goals: `human` (instructions that people wrote) or `synthetic` (attributes and every
+            combination
+            of options).
+        train_goals, validation_goals: [first, end] of the goals in WebShop's order. Default:
+            training
+            from 1500 on and validation on WebShop's test goals, 0 to 499; with fewer goals the
+            first
+            fifth is for validation and the rest for training.
+        observation_mode: `text` ("... [SEP] ...") or `text_rich` (one thing per line, marked
+            buttons).
         show_attributes: products have a page of their attributes, which makes the task easier.
         list_actions: end each observation with the available actions.
         results_per_page: WebShop's is 10.
-        search_results: found by a search at most.
+        search_results: maximum number of results of a search.
         instruction: text of the first prompt; the default explains the task.
     """
 
@@ -98,14 +106,20 @@ class WebShop:
         self._page = self._visit.page()
 
     def reset(self, seed: int, split: Stream) -> str:
-        """Begin with one of the split's goals, all equally likely. Deterministic in (seed, split, configuration)."""
+        """Begin with one of the split's goals, all equally likely.
+
+        Deterministic in (seed, split, configuration).
+        """
         goals = self._split.validation if split is Stream.VALIDATION else self._split.train
         self._visit = self._visit_for(goals[int(np.random.default_rng(seed).integers(len(goals)))])
         self._page = self._visit.page()
         return self._observation()
 
     def step(self, action: str) -> StepResult:
-        """Search or click; see `StepResult`. What is not on the page changes nothing. Buying ends the episode."""
+        """Search or click; see `StepResult`.
+
+        An action that the page does not have changes nothing. Buying ends the episode.
+        """
         before = self._page
         valid = self._act(action)
         self._page = self._visit.page()
@@ -125,7 +139,10 @@ class WebShop:
         )
 
     def valid_actions(self) -> list[str]:
-        """Every click, or on the search page searches for one or two neighbouring words of the instruction."""
+        """Return every click, or on the search page searches for words of the instruction.
+
+        Searches are one word or two neighbouring ones.
+        """
         if not self._page.has_search_bar:
             return [f"click[{target}]" for target in self._page.clickables()]
         wish = self._visit.goal.instruction.lower().partition(PRICE_LIMIT)[0]
@@ -149,7 +166,7 @@ class WebShop:
         )
 
     def _act(self, action: str) -> bool:
-        """Whether the page has this action."""
+        """Do what the answer says. Returns False if the page has no such action."""
         match = ACTION.match(action)
         if match is None or self._visit.bought is not None:
             return False
@@ -175,8 +192,11 @@ class WebShop:
 
 
 def shop_words(shop: Shop, mode: ObservationMode) -> list[str]:
-    """Pieces that every page and every action of this shop is a concatenation of: words, with and without the space before
-    them, as they stand and in lower case, and every single character that may occur.
+    """Return the pieces that form every page and every action of this shop.
+
+    They are words, with and without the space before them, as they stand and in lower case, and
+    every
+    single character that may occur.
     """
     written = [pages.search_page(goal.instruction) for goal in shop.goals]
     written.append(pages.done_page(0.0))
