@@ -27,7 +27,7 @@ from agenticrun_workers.agents import ChatFormat, Episode, Generate, random_vali
 from agenticrun_workers.driver.step import credit_turns, kl_controller, select_groups, update_kl
 from agenticrun_workers.driver.trainer_group import plan_batch
 from agenticrun_workers.envs import Env, make_env
-from agenticrun_workers.inference import TransformersEngine
+from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.initialize import make_model_files
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.source import ModelSource, ModelSources

@@ -36,8 +36,8 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from agenticrun_api import Pipeline
 from agenticrun_api.overrides import load_run_with
 from agenticrun_api.training import WeightSync as Spec
-from agenticrun_workers.inference import TransformersEngine
 from agenticrun_workers.inference.actor import EngineActor
+from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.types import GenerationRequest, SamplingParams
 from agenticrun_workers.weights.node_weights import NodeWeights

@@ -20,16 +20,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agenticrun_workers.inference import EngineError, InferenceEngine, TransformersEngine
-from agenticrun_workers.inference.engine import TakesBroadcast
-from agenticrun_workers.inference.ports import listeners_of
-from agenticrun_workers.inference.server_process import EngineProcess
+from agenticrun_workers.inference import EngineError, InferenceEngine
+from agenticrun_workers.inference.engine import SupportsBroadcast
+from agenticrun_workers.inference.server_process import ServerProcess, listeners
+from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.processes import family
 from agenticrun_workers.types import FinishReason
 from agenticrun_workers.weights.collective import WeightGroup
 from engine_checks import Models, ask, files, prompt, same_logprobs
-from processes import lives
+from processes import family, lives
 from tiny_model import CONTEXT
 from update_conformance import UpdateConformance
 
@@ -48,11 +47,11 @@ class EngineConformance(UpdateConformance):
     """Of every engine. `engine`, `fresh` and `models` are fixtures of the module; the loop is the module's too."""
 
 
-class ServerEngine(InferenceEngine, TakesBroadcast, Protocol):
-    _process: EngineProcess | None
+class ServerEngine(InferenceEngine, SupportsBroadcast, Protocol):
+    _process: ServerProcess | None
 
 
-async def meet(engine: TakesBroadcast) -> WeightGroup:
+async def meet(engine: SupportsBroadcast) -> WeightGroup:
     """The trainer's end of a group with one engine."""
     listener, world = socket.create_server(("127.0.0.1", 0)), 1 + engine.broadcast_ranks
     port = listener.getsockname()[1]
@@ -66,8 +65,8 @@ async def meet(engine: TakesBroadcast) -> WeightGroup:
 def processes(engine: ServerEngine) -> list[int]:
     """The keeper's stand-in, the keeper, the server, and what the server started."""
     assert engine._process is not None
-    assert engine._process._keeper is not None
-    return family(engine._process._keeper.pid)
+    assert engine._process._supervisor is not None
+    return family(engine._process._supervisor.pid)
 
 
 class ServerConformance(EngineConformance):
@@ -162,6 +161,6 @@ class ServerConformance(EngineConformance):
         await fresh.stop()
         assert (await response).finish is FinishReason.ABORT
         assert not [pid for pid in pids if lives(pid)]
-        assert not listeners_of(port)
+        assert not listeners(port)
         assert len({folder for folder in folders if folder.exists()}) < len(folders)
         assert log.exists()

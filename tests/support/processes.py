@@ -6,6 +6,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 
 def lives(pid: int) -> bool:
     """False for a zombie, too: whoever inherited it may not reap it."""
@@ -14,6 +16,14 @@ def lives(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+def family(pid: int) -> list[int]:
+    """Return a pid and the pids of its living descendants, parents before their children."""
+    with suppress(psutil.NoSuchProcess):
+        found = psutil.Process(pid).children(recursive=True)
+        return [pid, *(child.pid for child in found if lives(child.pid))]
+    return [pid]
 
 
 def children(pid: int) -> list[int]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from agenticrun_api import Pipeline
 from agenticrun_api.training import WeightSync as Spec
-from agenticrun_workers.inference import TransformersEngine
 from agenticrun_workers.inference.actor import EngineActor
+from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.lora import LoraSpec, add_lora
 from agenticrun_workers.models.pretrained import load_model

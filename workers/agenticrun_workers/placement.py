@@ -1,4 +1,7 @@
-"""Actors land on the pods of their role, because only those pods offer the Ray resource of that name."""
+"""Placement of actors on the pods of their role.
+
+Only those pods offer the Ray resource of the role's name.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class MisplacedActor(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where an actor runs, as it says itself."""
+    """The node, pod and GPUs of an actor."""
 
     actor: str
     role: Role
@@ -26,19 +29,20 @@ class Placement:
     pod: str
     pid: int
     gpus: tuple[str, ...] = ()
-    """Ids of the GPUs that Ray gave it."""
+    """Ids of the GPUs that Ray assigned to it."""
 
 
 def options_for(role: Role, gpus: float = 0, share: float = 1.0) -> dict[str, Any]:
-    """Ray options of an actor of this role. It takes no CPU of Ray's count: pods are sized by Kubernetes.
+    """Return the Ray options of an actor of this role.
 
-    No restarts by Ray: the driver replaces actors itself, because a new one needs its settings and weights first.
+    It takes none of Ray's CPUs, because Kubernetes sizes the pods. Ray does not restart it: the
+    driver replaces actors, because a new one needs its settings and weights first.
     """
     return {"num_cpus": 0, "num_gpus": gpus, "resources": {role.value: share}, "max_restarts": 0}
 
 
-def here(actor: str, role: Role) -> Placement:
-    """The placement of the calling actor."""
+def current_placement(actor: str, role: Role) -> Placement:
+    """Return the placement of the calling actor."""
     pod = os.environ.get("POD_NAME") or socket.gethostname()
     context = ray.get_runtime_context()
     return Placement(
@@ -53,8 +57,9 @@ def here(actor: str, role: Role) -> Placement:
 
 def check_placement(placement: Placement) -> None:
     """Raise `MisplacedActor` unless the actor's node offers its role."""
-    nodes = {node["NodeID"]: node.get("Resources", {}) for node in ray.nodes()}  # type: ignore[no-untyped-call]
-    if not nodes.get(placement.node_id, {}).get(placement.role.value):
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    resources = {node["NodeID"]: node.get("Resources", {}) for node in nodes}
+    if not resources.get(placement.node_id, {}).get(placement.role.value):
         raise MisplacedActor(
             f"{placement.actor} runs on {placement.pod}, which is not a {placement.role.value} pod"
         )

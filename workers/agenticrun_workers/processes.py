@@ -1,56 +1,80 @@
-"""Processes of this machine and what descends from them, as /proc tells it. Empty where there is none."""
+"""Processes of this machine that descend from ours: find them and end them.
+
+A `psutil.Process` is a pid and a start time, so a pid that comes back is another process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple
+from operator import attrgetter
+
+import psutil
+
+POLL_SECONDS = 0.02
 
 
-class Process(NamedTuple):
-    """A pid alone may come back as another process."""
+def is_alive(process: psutil.Process) -> bool:
+    """Return False for a zombie, too: it has ended and waits for its parent."""
+    try:
+        return process.is_running() and process.status() not in (
+            psutil.STATUS_ZOMBIE,
+            psutil.STATUS_DEAD,
+        )
+    except psutil.NoSuchProcess:
+        return False
 
-    pid: int
-    started: int
-    """In clock ticks since boot."""
+
+def children(pid: int) -> set[psutil.Process]:
+    """Return the living children of a process."""
+    return set(filter(is_alive, _children(pid, recursive=False)))
 
 
-def parents() -> dict[Process, int]:
-    """The pid of the parent of each living process; zombies have ended."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = (
-                stat.read_bytes().rpartition(b")")[2].split()
-            )  # the name before may be no text: it is cut after 15 bytes
-            if fields[0] not in b"ZX":
-                found[Process(int(stat.parent.name), int(fields[19]))] = int(fields[1])
+def descendants(pid: int) -> list[psutil.Process]:
+    """Return all living descendants of a process, parents before their children."""
+    return list(filter(is_alive, _children(pid, recursive=True)))
+
+
+def families(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
+    """Return the living among these processes, and all living descendants of theirs."""
+    found: set[psutil.Process] = set()
+    for process in sorted(processes, key=attrgetter("pid")):  # mostly parents first, to save looks
+        if process not in found and is_alive(process):
+            found |= {process, *descendants(process.pid)}
     return found
 
 
-def children(pid: int) -> set[Process]:
-    """Those that live."""
-    return {process for process, parent in parents().items() if parent == pid}
+def end_families(
+    processes: Iterable[psutil.Process], patience: float, kill_seconds: float
+) -> set[psutil.Process]:
+    """Wait until these processes and their descendants have ended; kill those that take too long.
+
+    Args:
+        processes: the roots. Take them while their parents live, or orphans are missed.
+        patience: seconds to end by themselves.
+        kill_seconds: seconds to be gone after SIGKILL.
+
+    Returns:
+        the processes that could not be killed.
+    """
+    known, began = set(processes), time.monotonic()
+    while living := families(known):
+        known |= living
+        waited = time.monotonic() - began
+        if waited > patience + kill_seconds:
+            return living
+        if waited > patience:
+            for process in living:
+                with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    process.kill()
+        time.sleep(POLL_SECONDS)
+    return set()
 
 
-def families(processes: Iterable[Process]) -> set[Process]:
-    """Those of these processes that live, and all that descend from them."""
-    living = parents()
-    found = [process for process in processes if process in living]
-    return {*found, *_descendants([process.pid for process in found], living)}
-
-
-def family(pid: int) -> list[int]:
-    """A process and all its descendants that live, the nearest first."""
-    return [pid, *(process.pid for process in _descendants([pid], parents()))]
-
-
-def _descendants(pids: Iterable[int], living: Mapping[Process, int]) -> list[Process]:
-    children: dict[int, list[Process]] = {}
-    for process, parent in living.items():
-        children.setdefault(parent, []).append(process)
-    found = [child for pid in pids for child in children.get(pid, [])]
-    for process in found:  # which grows
-        found += children.get(process.pid, [])
-    return found
+def _children(pid: int, *, recursive: bool) -> list[psutil.Process]:
+    try:
+        found: list[psutil.Process] = psutil.Process(pid).children(recursive=recursive)
+        return found
+    except psutil.NoSuchProcess:
+        return []

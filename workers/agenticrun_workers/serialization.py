@@ -1,7 +1,7 @@
-"""How lists of small values travel between actors: one block of bytes per call.
+"""Serialization of lists of small values between actors: one block of bytes per call.
 
-Ray sends every NumPy array out of band, which pays for large ones. A rollout message is hundreds of arrays of a few
-numbers each, and pickling them in one piece is about ten times faster.
+Ray sends every NumPy array out of band, which pays off for large arrays. A rollout message is
+hundreds of arrays of a few numbers each; one pickle of them all is about ten times faster.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The inverse of `pack`. Only for what the actors of one run send to each other: pickle trusts its sender."""
+    """Invert `pack`. Use it only between actors of one run: pickle trusts its sender."""
     return pickle.loads(data)

@@ -13,7 +13,7 @@ from agenticrun_workers.placement import (
     MisplacedActor,
     Placement,
     check_placement,
-    here,
+    current_placement,
     options_for,
 )
 
@@ -24,7 +24,7 @@ class Actor:
     """Says where it is."""
 
     def placement(self) -> Placement:
-        return here("actor-0", Role.ENV)
+        return current_placement("actor-0", Role.ENV)
 
 
 def test_an_actor_reports_a_node_that_offers_its_role() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from agenticrun_workers.inference import InferenceEngine, TransformersEngine
+from agenticrun_workers.inference import InferenceEngine
+from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.pretrained import load_model
 from engine_conformance import EngineConformance, Models
 from tiny_model import CONTEXT

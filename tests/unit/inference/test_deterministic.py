@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from agenticrun_workers.inference import TransformersEngine
+from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def serving(folder: Path, **options: Any) -> AsyncIterator[TransformersEngine]:
     engine = TransformersEngine(
-        lambda: load_model(str(folder)), **{"max_length": 400, "alone": True, **options}
+        lambda: load_model(str(folder)), **{"max_length": 400, "batch_invariant": True, **options}
     )
     await engine.start()
     try:
@@ -155,7 +155,7 @@ async def interrupted(folder: Path, **options: Any) -> tuple[Generation, int]:
         name: parameter.detach().numpy() * 1.1
         for name, parameter in load_model(str(folder)).named_parameters()
     }
-    async with serving(folder, alone=False, **options) as engine:
+    async with serving(folder, batch_invariant=False, **options) as engine:
         running = asyncio.create_task(
             engine.generate(
                 GenerationRequest("r", "s", np.arange(9, dtype=np.int32), SamplingParams(60), 4)

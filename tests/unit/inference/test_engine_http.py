@@ -13,8 +13,7 @@ import pytest
 import pytest_asyncio
 
 from agenticrun_workers.inference import EngineError, InvalidRequest
-from agenticrun_workers.inference.engine_http import EngineHttp
-from agenticrun_workers.inference.server_process import EngineProcess, Server
+from agenticrun_workers.inference.server_process import ServerClient, ServerProcess, ServerSpec
 
 SERVER = """
 import http.server, json, os, sys, time
@@ -41,9 +40,9 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 
 @pytest_asyncio.fixture
-async def process(tmp_path: Path) -> AsyncIterator[EngineProcess]:
-    process = EngineProcess(
-        Server(
+async def process(tmp_path: Path) -> AsyncIterator[ServerProcess]:
+    process = ServerProcess(
+        ServerSpec(
             "toy", lambda port: [sys.executable, "-c", SERVER, str(port)], tmp_path, stop_seconds=0
         )
     )
@@ -53,17 +52,17 @@ async def process(tmp_path: Path) -> AsyncIterator[EngineProcess]:
 
 
 @pytest_asyncio.fixture
-async def http(process: EngineProcess) -> AsyncIterator[EngineHttp]:
-    client = EngineHttp(process)
+async def http(process: ServerProcess) -> AsyncIterator[ServerClient]:
+    client = ServerClient(process)
     yield client
     await client.close()
 
 
-async def test_an_answer_is_its_json(http: EngineHttp) -> None:
+async def test_an_answer_is_its_json(http: ServerClient) -> None:
     assert await http.post("/echo", {"a": [1, 2.5, "x"]}) == {"a": [1, 2.5, "x"]}
 
 
-async def test_a_refused_request_is_told_from_a_failure(http: EngineHttp) -> None:
+async def test_a_refused_request_is_told_from_a_failure(http: ServerClient) -> None:
     with pytest.raises(InvalidRequest, match=r"/echo was answered 400: .*why"):
         await http.post("/echo", {"status": 400, "why": "no"})
     with pytest.raises(EngineError, match="/echo was answered 500") as caught:
@@ -72,18 +71,18 @@ async def test_a_refused_request_is_told_from_a_failure(http: EngineHttp) -> Non
 
 
 async def test_a_connection_that_the_server_has_closed_meanwhile_does_not_fail_a_request(
-    http: EngineHttp,
+    http: ServerClient,
 ) -> None:
     for number in range(5):
         assert await http.post("/once", {"number": number}) == {"number": number}
 
 
-async def test_an_answer_that_takes_too_long_is_an_error(http: EngineHttp) -> None:
+async def test_an_answer_that_takes_too_long_is_an_error(http: ServerClient) -> None:
     with pytest.raises(EngineError, match=r"/slow of .* was not answered in 0 s"):
         await http.post("/slow", {}, seconds=0.2)
 
 
-async def test_requests_fail_with_the_servers_last_words_when_it_ends(http: EngineHttp) -> None:
+async def test_requests_fail_with_the_servers_last_words_when_it_ends(http: ServerClient) -> None:
     slow = asyncio.create_task(http.post("/slow", {}))
     await asyncio.sleep(0.1)
     with pytest.raises(EngineError, match=r"toy ended with status 3[\s\S]*last words"):
@@ -95,13 +94,13 @@ async def test_requests_fail_with_the_servers_last_words_when_it_ends(http: Engi
 
 
 async def test_last_words_are_waited_for_while_a_keeper_is_slow_to_end(
-    http: EngineHttp, process: EngineProcess
+    http: ServerClient, process: ServerProcess
 ) -> None:
     """On a machine that is busy with other things."""
-    assert process._keeper is not None
-    os.kill(process._keeper.pid, signal.SIGSTOP)
+    assert process._supervisor is not None
+    os.kill(process._supervisor.pid, signal.SIGSTOP)
     dying = asyncio.create_task(http.post("/dies", {}))
     await asyncio.wait({dying}, timeout=11)
-    os.kill(process._keeper.pid, signal.SIGCONT)
+    os.kill(process._supervisor.pid, signal.SIGCONT)
     with pytest.raises(EngineError, match=r"toy ended with status 3[\s\S]*last words"):
         await dying

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from agenticrun_workers.inference import ports, server_process
+from agenticrun_workers.inference import server_process
 from agenticrun_workers.inference.engine import EngineStartError
-from agenticrun_workers.inference.ports import free_port, listeners_of
-from agenticrun_workers.inference.server_process import EngineProcess, Server
-from agenticrun_workers.processes import family
-from processes import lives
+from agenticrun_workers.inference.server_process import (
+    ServerProcess,
+    ServerSpec,
+    free_port,
+    listeners,
+)
+from processes import family, lives
 from waiting import eventually
 
 SERVER = """
@@ -47,8 +50,8 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def a_server(folder: Path, *words: str, start_seconds: float = 120) -> Server:
-    return Server(
+def a_server(folder: Path, *words: str, start_seconds: float = 120) -> ServerSpec:
+    return ServerSpec(
         "toy",
         lambda port: [sys.executable, "-c", SERVER, str(port), *words],
         folder,
@@ -58,8 +61,8 @@ def a_server(folder: Path, *words: str, start_seconds: float = 120) -> Server:
     )
 
 
-def the_processes_of(process: EngineProcess) -> list[int]:
-    return family(process._keeper.pid)  # type: ignore[union-attr]
+def the_processes_of(process: ServerProcess) -> list[int]:
+    return family(process._supervisor.pid)  # type: ignore[union-attr]
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +74,7 @@ def temporary_folders_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 async def test_a_started_server_answers_and_a_stopped_one_leaves_no_process_no_port_and_no_file(
     tmp_path: Path,
 ) -> None:
-    process = EngineProcess(a_server(tmp_path / "logs", "child"))
+    process = ServerProcess(a_server(tmp_path / "logs", "child"))
     await process.start()
     port = int(process.url.rpartition(":")[2])
     pids = the_processes_of(process)
@@ -81,7 +84,7 @@ async def test_a_started_server_answers_and_a_stopped_one_leaves_no_process_no_p
     await process.stop()
     assert not process.alive
     assert not [pid for pid in pids if lives(pid)]
-    assert not listeners_of(port)
+    assert not listeners(port)
     assert [entry.name for entry in tmp_path.iterdir()] == ["logs"]
     assert "one line of the log" in process.log.read_text()
 
@@ -90,12 +93,12 @@ async def test_a_server_that_ends_before_it_serves_is_an_error_that_quotes_its_l
     tmp_path: Path,
 ) -> None:
     with pytest.raises(EngineStartError, match=r"toy ended with status 1[\s\S]*the model is wrong"):
-        await EngineProcess(a_server(tmp_path / "logs", "dies", "child")).start()
+        await ServerProcess(a_server(tmp_path / "logs", "dies", "child")).start()
     assert [entry.name for entry in tmp_path.iterdir()] == ["logs"]
 
 
 async def test_a_server_that_never_serves_is_an_error_and_is_stopped(tmp_path: Path) -> None:
-    process = EngineProcess(a_server(tmp_path / "logs", "slow", start_seconds=1))
+    process = ServerProcess(a_server(tmp_path / "logs", "slow", start_seconds=1))
     with pytest.raises(EngineStartError, match="not ready after 1 s"):
         await process.start()
     assert len(the_processes_of(process)) == 1
@@ -112,7 +115,7 @@ async def test_a_port_that_is_taken_in_between_leads_to_another(
         monkeypatch.setattr(
             server_process, "free_port", lambda host: next(given, None) or free_port(host)
         )
-        process = EngineProcess(a_server(tmp_path))
+        process = ServerProcess(a_server(tmp_path))
         await process.start()
         assert process.url != f"http://127.0.0.1:{other.getsockname()[1]}"
         await process.stop()
@@ -121,13 +124,13 @@ async def test_a_port_that_is_taken_in_between_leads_to_another(
 async def test_a_program_that_answers_on_the_port_instead_of_the_server_is_not_taken_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = EngineProcess(a_server(tmp_path))
+    first = ServerProcess(a_server(tmp_path))
     await first.start()
     given = iter([int(first.url.rpartition(":")[2])])
     monkeypatch.setattr(
         server_process, "free_port", lambda host: next(given, None) or free_port(host)
     )
-    second = EngineProcess(a_server(tmp_path))
+    second = ServerProcess(a_server(tmp_path))
     await second.start()
     assert second.url != first.url
     await first.stop()
@@ -142,17 +145,17 @@ async def test_four_taken_ports_are_an_error(
         other.listen()
         monkeypatch.setattr(server_process, "free_port", lambda host: other.getsockname()[1])
         with pytest.raises(EngineStartError, match="port taken 4 times"):
-            await EngineProcess(a_server(tmp_path)).start()
+            await ServerProcess(a_server(tmp_path)).start()
 
 
 async def test_a_server_that_is_killed_is_noticed_and_takes_its_children_along(
     tmp_path: Path,
 ) -> None:
-    process = EngineProcess(a_server(tmp_path, "child"))
+    process = ServerProcess(a_server(tmp_path, "child"))
     await process.start()
     stand_in, keeper, server, child = the_processes_of(process)
     os.kill(server, signal.SIGKILL)
-    assert "toy was killed" in await asyncio.wait_for(process.gone(), 60)
+    assert "toy was killed" in await asyncio.wait_for(process.wait(), 60)
     assert not process.alive
     assert not lives(child)
     assert not lives(keeper)
@@ -162,7 +165,7 @@ async def test_a_server_that_is_killed_is_noticed_and_takes_its_children_along(
 async def test_processes_with_names_that_are_no_text_are_found_and_killed_too(
     tmp_path: Path,
 ) -> None:
-    process = EngineProcess(a_server(tmp_path, "misnamed"))
+    process = ServerProcess(a_server(tmp_path, "misnamed"))
     await process.start()
     _, _, server, child = the_processes_of(process)
     eventually(
@@ -170,7 +173,7 @@ async def test_processes_with_names_that_are_no_text_are_found_and_killed_too(
     )
     assert child in the_processes_of(process)
     os.kill(server, signal.SIGKILL)
-    await asyncio.wait_for(process.gone(), 60)
+    await asyncio.wait_for(process.wait(), 60)
     assert not lives(child)
 
 
@@ -214,18 +217,18 @@ PARENT = """
 import asyncio, sys, tempfile
 from pathlib import Path
 tempfile.tempdir = sys.argv[2]
-from agenticrun_workers.inference.server_process import EngineProcess, Server
+from agenticrun_workers.inference.server_process import ServerProcess, ServerSpec
 async def main():
-    process = EngineProcess(Server("toy", lambda port: [sys.executable, "-c", sys.argv[1], str(port), "child"], Path(sys.argv[2], "logs")))
+    process = ServerProcess(ServerSpec("toy", lambda port: [sys.executable, "-c", sys.argv[1], str(port), "child"], Path(sys.argv[2], "logs")))
     await process.start()
-    print(process._keeper.pid, flush=True)
+    print(process._supervisor.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """
 
 
 async def test_semaphores_of_a_server_that_is_killed_are_removed(tmp_path: Path) -> None:
-    process = EngineProcess(a_server(tmp_path, "semaphore"))
+    process = ServerProcess(a_server(tmp_path, "semaphore"))
     await process.start()
     name = next(
         line.split()[1]
@@ -235,17 +238,17 @@ async def test_semaphores_of_a_server_that_is_killed_are_removed(tmp_path: Path)
     semaphore = Path("/dev/shm", "sem." + name.strip("/"))
     assert semaphore.exists()
     os.kill(the_processes_of(process)[2], signal.SIGKILL)
-    await process.gone()
+    await process.wait()
     assert not semaphore.exists()
 
 
 async def test_nothing_is_left_when_the_programs_own_children_are_killed(tmp_path: Path) -> None:
     # as Ray does with an actor's children when it ends the actor
-    process = EngineProcess(a_server(tmp_path / "logs", "child"))
+    process = ServerProcess(a_server(tmp_path / "logs", "child"))
     await process.start()
     stand_in, *others = the_processes_of(process)
     os.kill(stand_in, signal.SIGKILL)
-    await process.gone()
+    await process.wait()
     eventually(lambda: not any(map(lives, others)), 60, "the others end")
     eventually(
         lambda: [entry.name for entry in tmp_path.iterdir()] == ["logs"], 60, "no file is left"
@@ -269,6 +272,6 @@ def test_nothing_is_left_when_the_program_that_started_a_server_is_killed(tmp_pa
 def test_free_ports_are_outside_the_range_of_outgoing_connections_and_can_be_bound() -> None:
     for _ in range(20):
         port = free_port("127.0.0.1")
-        assert ports.FIRST <= port <= ports.LAST
+        assert server_process.PORTS[0] <= port <= server_process.PORTS[1]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from agenticrun_workers.inference import EngineError, UnusableModel
 from agenticrun_workers.inference.model_files import (
-    Incoming,
+    UpdateCheck,
     is_tied,
     read_limits,
     shapes_of_file,
@@ -76,10 +76,10 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def given(model: Path, *parts: Path, tied: bool = True) -> None:
-    incoming = Incoming(shapes_of_model(model), tied=tied)
+    check = UpdateCheck(shapes_of_model(model), tied=tied)
     for part in parts:
-        incoming.check(part)
-    incoming.finish()
+        check.add_file(part)
+    check.finish()
 
 
 def test_all_parameters_must_come_each_in_its_shape_and_no_others(

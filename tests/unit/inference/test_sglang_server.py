@@ -69,10 +69,10 @@ def test_a_precision_that_sglang_does_not_have_is_refused() -> None:
 
 
 def test_sizes_are_those_of_the_options_that_count() -> None:
-    assert (options().processes, options().seats) == (1, 64)
+    assert (options().processes, options().max_requests) == (1, 64)
     assert (
         options(tp_size=2, max_running_requests=8).processes,
-        options(max_running_requests=8).seats,
+        options(max_running_requests=8).max_requests,
     ) == (2, 8)
     assert options(gpus=4, pp_size=2).processes == 4
     assert parsed(options(gpus=4, pp_size=2).flags(port=1))["tp_size"] == "2"

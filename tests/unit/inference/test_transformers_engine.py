@@ -13,12 +13,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from agenticrun_workers.inference import (
-    EngineError,
-    InvalidRequest,
-    TransformersEngine,
-    UnusableModel,
-)
+from agenticrun_workers.inference import EngineError, InvalidRequest, UnusableModel
+from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agenticrun_workers.inference.vllm_messages import from_vllm, to_vllm
+from agenticrun_workers.inference.vllm.engine import from_vllm, to_vllm
 from agenticrun_workers.types import FinishReason, GenerationRequest, SamplingParams
 
 

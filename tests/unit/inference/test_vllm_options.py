@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agenticrun_workers.inference.vllm_options import (
+from agenticrun_workers.inference.vllm.server import (
     OWNED,
     max_requests,
     server_environment,

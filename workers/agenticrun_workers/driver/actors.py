@@ -12,8 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from agenticrun_api import AgenticRun, Role
 from agenticrun_workers.driver.trainer_group import TrainerGroup
 from agenticrun_workers.inference.actor import EngineActor
-from agenticrun_workers.inference.colocation import SharedPlace, shared_places
-from agenticrun_workers.inference.pool import EnginePool
+from agenticrun_workers.inference.pool import ColocatedSlot, EnginePool, colocated_slots
 from agenticrun_workers.models.source import ModelSource, ModelSources
 from agenticrun_workers.models.tokenizer import TokenizerCorpus
 from agenticrun_workers.placement import Placement, check_placement, options_for
@@ -226,8 +225,8 @@ class RunActors:
             await trainer.make_model.remote(model.initialize, await self._texts)
         )
 
-    async def _spawn_engine(self, engine_id: str, seat: int) -> Any:
-        shared = await self._shared_place(seat) if self._run.spec.colocated else None
+    async def _spawn_engine(self, engine_id: str, slot: int) -> Any:
+        shared = await self._colocated_slot(slot) if self._run.spec.colocated else None
         there = (
             {"scheduling_strategy": NodeAffinitySchedulingStrategy(shared.node_id, soft=False)}
             if shared
@@ -245,14 +244,14 @@ class RunActors:
         )
         return actor
 
-    async def _shared_place(self, seat: int) -> SharedPlace:
+    async def _colocated_slot(self, number: int) -> ColocatedSlot:
         """Where a colocated engine lives. Ray's own fractions of GPUs would put two ranks onto one GPU, and know no engine of several."""
         carried = self._run.spec.actors_per_pod(Role.TRAINER)
-        places = shared_places(
+        slots = colocated_slots(
             await asyncio.shield(self._trainer_places),
             carried[Role.TRAINER] // carried[Role.INFERENCE],
         )
-        return places[seat]
+        return slots[number]
 
     async def _spawn_env_worker(self) -> Any:
         name = f"env-worker-{self._env_workers_made}"

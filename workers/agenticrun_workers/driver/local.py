@@ -8,11 +8,11 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import ray
 from rich.console import Console
 
@@ -20,7 +20,7 @@ from agenticrun_api import AgenticRun, FinalReport, Role
 from agenticrun_workers.driver.attempt import AttemptRunner
 from agenticrun_workers.driver.progress import AttemptId, Requests
 from agenticrun_workers.inference.actor import LOG_FOLDER
-from agenticrun_workers.processes import Process, children, families
+from agenticrun_workers.processes import children, end_families, families
 from agenticrun_workers.reporting.client import ProgressSink
 from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay
 
@@ -30,10 +30,13 @@ OBJECT_STORE_BYTES = 200 * 1024 * 1024
 """Enough for the weights of the small models that train on one machine; what does not fit spills to disk."""
 
 PATIENCE_SECONDS = 15.0
-"""How long what Ray leaves behind may take to end by itself, more than the keeper of an engine needs to clear up after its server."""
+"""How long Ray's leftover processes may take to end by themselves.
+
+More than the supervisor of an engine's server needs to clean up.
+"""
 
 KILL_SECONDS = 10.0
-"""How long what was killed may take to be gone: less than a disk that hangs."""
+"""How long killed processes may take to be gone: less than a hanging disk."""
 
 
 def run_locally(run: AgenticRun, output: Path, console: Console) -> FinalReport:
@@ -92,7 +95,7 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[None]:
     )  # paths of sockets must be short
     os.environ[LOG_FOLDER] = str((logs or scratch).absolute())
     others = children(os.getpid())
-    ours: set[Process] = set()
+    ours: set[psutil.Process] = set()
     try:
         try:
             ray.init(
@@ -111,27 +114,11 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[None]:
     finally:
         ours = families(ours)  # before their parents end, and they are nobody's
         ray.shutdown()
-        _end(ours)
+        # Ray kills its daemon after a second. What that has not ended by then would live for a minute.
+        if left := end_families(ours, PATIENCE_SECONDS, KILL_SECONDS):
+            pids = sorted(process.pid for process in left)
+            log.warning("processes of Ray that cannot be killed: %s", pids)
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _end(processes: set[Process]) -> None:
-    """Return when all of these have ended. Ray kills its daemon after a second, and what that has not yet ended would live for a minute."""
-    begin = time.monotonic()
-    while living := families(processes):
-        processes |= living
-        waited = time.monotonic() - begin
-        if waited > PATIENCE_SECONDS + KILL_SECONDS:
-            log.warning(
-                "processes of Ray that cannot be ended: %s",
-                sorted(process.pid for process in living),
-            )
-            return
-        if waited > PATIENCE_SECONDS:
-            for process in living:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(process.pid, signal.SIGKILL)
-        time.sleep(0.02)
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""Inference engines: token ids in, token ids and log-probs out."""
+"""Inference engines: token ids in, token ids and log-probs out.
+
+It imports neither torch nor an engine: driver and env workers need only the actor and the client.
+"""
 
 from agenticrun_workers.inference.engine import (
     EngineError,
@@ -6,10 +9,9 @@ from agenticrun_workers.inference.engine import (
     EngineStats,
     InferenceEngine,
     InvalidRequest,
-    TakesBroadcast,
+    SupportsBroadcast,
     UnusableModel,
 )
-from agenticrun_workers.inference.transformers.engine import TransformersEngine
 
 __all__ = [
     "EngineError",
@@ -17,7 +19,6 @@ __all__ = [
     "EngineStats",
     "InferenceEngine",
     "InvalidRequest",
-    "TakesBroadcast",
-    "TransformersEngine",
+    "SupportsBroadcast",
     "UnusableModel",
 ]

@@ -1,39 +1,44 @@
-"""EngineActor: the process that holds an engine and serves it to many clients."""
+"""EngineActor: the process that owns an engine and serves it to many clients."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import ray
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.inference.incoming_weights import IncomingWeights
+from agenticrun_workers.inference.engine import (
+    ABORTED_UNSAMPLED,
+    EngineError,
+    EngineStartError,
+    EngineStats,
+    InferenceEngine,
+    InvalidRequest,
+    SupportsBroadcast,
+    UnusableModel,
+)
 from agenticrun_workers.inference.request_port import Address, RequestPort
 from agenticrun_workers.models.source import ModelSource
-from agenticrun_workers.placement import Placement, here
-from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
+from agenticrun_workers.placement import Placement, current_placement
+from agenticrun_workers.types import Generation, GenerationRequest
 from agenticrun_workers.weights.buckets import TORCH_NAMES, Shape
 from agenticrun_workers.weights.mapping import Verifier
-
-if TYPE_CHECKING:
-    from agenticrun_workers.inference import EngineStats, InferenceEngine, TakesBroadcast
+from agenticrun_workers.weights.written import CorruptBucket
 
 LOG_FOLDER = "AGENTICRUN_LOG_FOLDER"
-"""Environment variable: where servers of engines log. Default: Ray's own logs, which its dashboard shows."""
-
-NOTHING = Generation(
-    np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.ABORT
-)
-"""Of a request that is given up before the engine has heard of it."""
+"""Environment variable: folder for logs of engine servers. Default: Ray's, for its dashboard."""
 
 
 def log_folder() -> Path:
-    """`LOG_FOLDER`. Ray's own is this session's: `session_latest` is that of whoever began one last on this machine."""
+    """Return the folder for logs of engine servers.
+
+    Without `LOG_FOLDER` it is that of this Ray session. `session_latest` would be that of the
+    session that started last on this machine.
+    """
     if chosen := os.environ.get(LOG_FOLDER):
         return Path(chosen)
     context = ray.get_runtime_context()
@@ -41,7 +46,10 @@ def log_folder() -> Path:
 
 
 class EngineActor:
-    """Serves one engine to many clients. torch is imported by `start`, because the driver imports this module."""
+    """Serves one engine to many clients.
+
+    Only `start` imports torch, because the driver imports this module.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -51,26 +59,39 @@ class EngineActor:
         self._verifier = Verifier()
         self._awake = True
         self._waiting: dict[str, asyncio.Event] = {}
-        """Requests that came while the engine sleeps, by id. One that is given up is not in here any more when its event is set."""
+        """Requests that arrived while the engine sleeps, by id. `_abort` removes a request before
+        it sets the event."""
         self._sampling: set[asyncio.Task[None]] = set()
-        """Requests that have reached the engine."""
+        """Tasks of the requests that have reached the engine."""
 
     async def placement(self) -> Placement:
-        return here(self._name, Role.INFERENCE)
+        return current_placement(self._name, Role.INFERENCE)
 
     async def until_death(self) -> None:
-        """Never returns: the caller's future fails when this process dies, or its engine serves nothing any more."""
+        """Fail when this process dies or its engine stops serving. Never returns."""
         await self._broken
 
     async def use_gpus(self, gpus: tuple[str, ...]) -> None:
-        """Compute on exactly these, which Ray has given to a trainer's ranks. Before `start`; also for servers of the engine's own."""
+        """Compute on exactly these GPUs, which Ray has assigned to a trainer's ranks.
+
+        Call it before `start`. It also holds for an engine's server process.
+        """
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
     async def start(self, pipeline: Pipeline, source: ModelSource, gpus: int, threads: int) -> None:
-        """Load the model and serve, on these many GPUs and torch threads. Raises `InvalidConfig`."""
+        """Load the model and serve it.
+
+        Args:
+            pipeline: names the engine and its options.
+            source: where the model comes from.
+            gpus: number of GPUs of this engine.
+            threads: number of torch's threads.
+
+        Raises:
+            InvalidConfig: the engine cannot start with this model or these options.
+        """
         import torch
 
-        from agenticrun_workers.inference import EngineStartError, UnusableModel
         from agenticrun_workers.inference.builder import build_engine
 
         torch.set_num_threads(threads)
@@ -81,59 +102,76 @@ class EngineActor:
             )
             try:
                 await self._engine.start()
+            except UnusableModel as error:
+                raise InvalidConfig("spec.model.path", str(error)) from error
             except EngineStartError as error:
-                field = (
-                    "spec.model.path"
-                    if isinstance(error, UnusableModel)
-                    else "spec.pipeline.actorInfer.strategy"
-                )
-                raise InvalidConfig(field, str(error)) from error
+                raise InvalidConfig("spec.pipeline.actorInfer.strategy", str(error)) from error
 
     async def sleep(self) -> None:
-        """Leave the device to a trainer. Requests under way are given up, later ones wait for the next weights."""
+        """Leave the device to a trainer.
+
+        Requests in flight are aborted; later ones wait for the next weights.
+        """
         self._awake = False
         await self._engine.abort()
         await asyncio.gather(*self._sampling)
         await self._engine.sleep()
 
     async def wake(self) -> None:
-        """Take the device back. There are no weights before the next update."""
+        """Take the device back. The engine has no weights until the next update."""
         await self._engine.wake()
 
     async def begin_update(self, version: int) -> None:
-        """Stop sampling, and take the buckets that follow as the weights of this policy version."""
+        """Stop sampling. The buckets that follow are the weights of this policy version."""
         self._verifier.forget()
         self._incoming = IncomingWeights(self._engine, version, self._verifier)
 
     async def take_bucket(self, path: str, checksum: int) -> None:
-        """A file with some of the weights. Raises `CorruptBucket`, and `EngineError` of an update that has failed."""
+        """Load a file with some of the weights.
+
+        Raises:
+            CorruptBucket: the file does not match its checksum.
+            EngineError: the update has failed.
+        """
         await self._incoming.take(Path(path), checksum)
 
     async def finish_update(self) -> None:
-        """All weights are there. Returns when requests under way go on with them. Raises `EngineError`."""
+        """Complete the update after the last bucket, and continue the requests in flight.
+
+        Raises:
+            EngineError: the update has failed.
+        """
         await self._incoming.finish()
         self._awake = True
         for woken in self._waiting.values():
             woken.set()
 
     async def broadcast_ranks(self) -> int:
-        """How many members of a broadcast this engine is. Raises `InvalidConfig` for one that takes none."""
-        return self._broadcasts().broadcast_ranks
+        """Return the number of ranks that this engine needs in a broadcast.
+
+        Raises:
+            InvalidConfig: the engine does not support broadcasts.
+        """
+        return self._broadcast_engine().broadcast_ranks
 
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
-        """Meet the trainer and the other engines. Raises `EngineError`."""
-        await self._broadcasts().join_broadcast(host, port, first_rank, world)
+        """Join the collective of the trainer and the other engines. Raises `EngineError`."""
+        await self._broadcast_engine().join_broadcast(host, port, first_rank, world)
 
     async def update_from_broadcast(self, shapes: tuple[Shape, ...], version: int) -> None:
-        """Take these parameters, as the trainer broadcasts them, as policy version `version`. Raises `EngineError`."""
+        """Load these parameters, as the trainer broadcasts them, as policy version `version`.
+
+        Raises:
+            EngineError: the update has failed.
+        """
         dtypes = [TORCH_NAMES[shape.dtype] for shape in shapes]
         sizes = [list(shape.shape) for shape in shapes]
-        await self._broadcasts().update_from_broadcast(
+        await self._broadcast_engine().update_from_broadcast(
             [shape.name for shape in shapes], dtypes, sizes, version
         )
 
     async def requests_address(self) -> Address:
-        """Where clients send their requests."""
+        """Return the address to which clients send their requests."""
         return await self._port.address()
 
     async def stats(self) -> EngineStats:
@@ -144,7 +182,7 @@ class EngineActor:
             woken = self._waiting[request.request_id] = asyncio.Event()
             await woken.wait()
             if self._waiting.get(request.request_id) is not woken:
-                return NOTHING
+                return ABORTED_UNSAMPLED
             del self._waiting[request.request_id]
         task = asyncio.current_task()
         assert task is not None
@@ -153,7 +191,7 @@ class EngineActor:
         try:
             return await self._engine.generate(request)
         except Exception as error:
-            self._notice(error)
+            self._record_failure(error)
             raise
 
     async def _abort(self, request_ids: list[str]) -> None:
@@ -162,23 +200,60 @@ class EngineActor:
                 woken.set()
         await self._engine.abort(request_ids)
 
-    def _broadcasts(self) -> TakesBroadcast:
-        from agenticrun_workers.inference import TakesBroadcast
-
-        if not isinstance(self._engine, TakesBroadcast):
-            advice = "takes no broadcasts: choose Auto, ObjectStore or Disk"
+    def _broadcast_engine(self) -> SupportsBroadcast:
+        if not isinstance(self._engine, SupportsBroadcast):
+            advice = "does not support broadcasts: choose Auto, ObjectStore or Disk"
             raise InvalidConfig(
                 "spec.pipeline.weightSync.transport", f"{type(self._engine).__name__} {advice}"
             )
         return self._engine
 
-    def _notice(self, error: Exception) -> None:
-        """An engine that cannot serve is replaced; one that refuses a request is fine."""
-        from agenticrun_workers.inference import EngineError, InvalidRequest
-
+    def _record_failure(self, error: Exception) -> None:
+        """Report an engine that cannot serve as broken. One that refuses a request is not."""
         if (
             isinstance(error, EngineError)
             and not isinstance(error, InvalidRequest)
             and not self._broken.done()
         ):
             self._broken.set_exception(error)
+
+
+class IncomingWeights:
+    """A weight update of an engine whose buckets arrive one call after the other.
+
+    The engine's update begins at once: the engine stops sampling and loads each bucket on arrival.
+    """
+
+    def __init__(self, engine: InferenceEngine, version: int, verifier: Verifier) -> None:
+        self._verifier = verifier
+        self._arrived: asyncio.Queue[Path | CorruptBucket | None] = asyncio.Queue()
+        self._update = asyncio.create_task(
+            engine.update_weights(self._parts(), version), name=f"update to version {version}"
+        )
+
+    async def take(self, path: Path, checksum: int) -> None:
+        """Pass a bucket on to the engine.
+
+        Raises:
+            CorruptBucket: the file does not match its checksum; the update fails.
+            EngineError: the engine's update has failed.
+        """
+        if self._update.done():
+            await self._update
+        try:
+            await asyncio.to_thread(self._verifier.check, path, checksum)
+        except CorruptBucket as corrupt:
+            self._arrived.put_nowait(corrupt)
+            raise
+        self._arrived.put_nowait(path)
+
+    async def finish(self) -> None:
+        """Complete the update after the last bucket. Raises what the engine's update raises."""
+        self._arrived.put_nowait(None)
+        await self._update
+
+    async def _parts(self) -> AsyncIterator[Path]:
+        while (part := await self._arrived.get()) is not None:
+            if isinstance(part, CorruptBucket):
+                raise part
+            yield part

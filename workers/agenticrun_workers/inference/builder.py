@@ -1,4 +1,7 @@
-"""Builds the engine that `actorInfer.strategy` names. Imports torch; servers keep their own libraries in environments of their own."""
+"""Builds the engine that `actorInfer.strategy` names.
+
+Imports torch. The servers keep their own libraries in environments of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import torch
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.inference import InferenceEngine, TransformersEngine
+from agenticrun_workers.inference.engine import InferenceEngine
+from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.source import ModelSource, local_folder
 
@@ -20,18 +24,20 @@ OPTIONS = "spec.pipeline.actorInfer.strategy.config"
 def build_engine(
     pipeline: Pipeline, source: ModelSource, folder: str, *, gpus: int, threads: int, logs: Path
 ) -> InferenceEngine:
-    """The engine of this inference actor, not started. Needs a running event loop.
+    """Build the engine of an inference actor, without starting it. Needs a running event loop.
 
     Args:
-        folder: name on the hub or folder with the first weights of `source`; needed until the engine has started.
-        gpus: GPUs of this engine.
-        logs: folder for what a server prints.
+        pipeline: names the engine and its options.
+        source: where the model comes from, its dtype and whether its code is trusted.
+        folder: hub name or folder of the first weights; needed until the engine has started.
+        gpus: number of GPUs of this engine.
+        threads: CPU threads of a server's computation.
+        logs: folder for a server's output.
 
     Raises:
         InvalidConfig: an option that the engine does not have, or that another field decides.
     """
     spec = pipeline.actor_infer.strategy
-    restart_on_update = not pipeline.staleness.partial_rollout
     if spec.name == "transformers":
         if spec.config:
             raise InvalidConfig(
@@ -43,7 +49,7 @@ def build_engine(
         "folder": local_folder(folder),
         "dtype": source.dtype,
         "max_length": pipeline.sequence_length,
-        "restart_on_update": restart_on_update,
+        "restart_on_update": not pipeline.staleness.partial_rollout,
         "config": spec.config,
         "trust_remote_code": source.trust_remote_code,
         "log_folder": logs,
@@ -63,13 +69,13 @@ def build_engine(
 
 
 def transformers_engine(pipeline: Pipeline, source: ModelSource, folder: str) -> TransformersEngine:
-    """The engine inside the process; arguments as of `build_engine`."""
+    """Build the engine that runs inside this process. The arguments are those of `build_engine`."""
     load = partial(
         load_model, folder, getattr(torch, source.dtype), trust_remote_code=source.trust_remote_code
     )
     return TransformersEngine(
         load,
         max_length=pipeline.sequence_length,
-        alone=pipeline.deterministic,
+        batch_invariant=pipeline.deterministic,
         restart_on_update=not pipeline.staleness.partial_rollout,
     )

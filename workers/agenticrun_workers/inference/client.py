@@ -1,8 +1,9 @@
-"""GenerationClient: sends requests of many episodes to the engines, and wakes each episode when its answer is there.
+"""GenerationClient: sends the requests of many episodes to the engines and returns the responses.
 
-Requests made in one tick of the event loop travel together (`request_port`). A session stays on its engine, where its prefix is
-cached; a new one goes to the less loaded of two random engines. When an engine dies, its requests go to another one or wait for
-its replacement: the prompt holds all tokens so far, so nothing but the response under way is lost.
+Requests of one tick of the event loop travel in one message (`request_port`). A session stays on
+its engine, which caches its prefix; a new session goes to the less loaded of two random engines.
+When an engine dies, its requests go to another engine or wait for its replacement. Only the
+responses in flight are lost, because a prompt holds all tokens so far.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ RECONNECT_SECONDS = 0.5
 
 
 class RequestRefused(Exception):
-    """An engine will never serve this request; the message is the engine's."""
+    """An engine refused or failed this request. The message is the engine's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +36,7 @@ class _Waiting:
 
 
 class _EngineLink:
-    """One engine as this client sees it."""
+    """An engine and this client's connection to it."""
 
     def __init__(self, engine_id: str, handle: Any) -> None:
         self.engine_id = engine_id
@@ -44,7 +45,7 @@ class _EngineLink:
         self.outgoing: list[GenerationRequest] = []
         self.reported_load = 0
         self.frames: Frames | None = None
-        """The connection, while there is one: requests wait in `in_flight` until then."""
+        """The connection, if there is one. Without it requests wait in `in_flight`."""
         self.listener: asyncio.Task[None] | None = None
 
     @property
@@ -53,12 +54,13 @@ class _EngineLink:
 
 
 class GenerationClient:
-    """`generate` for the agents of one env worker.
+    """Generates responses for the agents of one env worker.
 
     Args:
         name: unique among the clients of a run.
-        keep: is given the task that listens to an engine. One that fails, other than because the engine is gone, leaves requests
-            that wait for ever.
+        seed: of the choice between engines.
+        keep: called with each task that listens to an engine. The caller watches the task: if it
+            fails, its requests would wait forever. The death of an engine is not a failure.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class GenerationClient:
         self._flush_planned = False
 
     def set_engines(self, engines: Mapping[str, Any]) -> None:
-        """Use exactly these engine actors from now on. A new id under way serves what waited."""
+        """Use exactly these engine actors, by id, from now on. Requests of others move to them."""
         for engine_id in set(self._links) - set(engines):
             self._drop(self._links[engine_id])
         for engine_id, handle in engines.items():
@@ -84,21 +86,25 @@ class GenerationClient:
         self._plan_flush()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one response. Raises `RequestRefused`. Cancelling it stops the sampling."""
+        """Sample one response. Cancel the call to stop the sampling.
+
+        Raises:
+            RequestRefused: the engine refused or failed the request.
+        """
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._unsent.append(waiting)
         self._plan_flush()
         try:
             return await waiting.done
         except asyncio.CancelledError:
-            self._give_up(waiting)
+            self._abort(waiting)
             raise
 
     def end_session(self, session: str) -> None:
-        """The trajectory is over: forget which engine held its prefix."""
+        """Forget which engine holds the prefix of a finished trajectory."""
         self._sessions.pop(session, None)
 
-    def _give_up(self, waiting: _Waiting) -> None:
+    def _abort(self, waiting: _Waiting) -> None:
         if waiting in self._unsent:
             self._unsent.remove(waiting)
         for link in self._links.values():
@@ -136,7 +142,7 @@ class GenerationClient:
         return link
 
     async def _listen(self, link: _EngineLink) -> None:
-        """Keep a connection to a living engine, and deliver what comes."""
+        """Keep a connection to a living engine and deliver its answers."""
         try:
             while True:
                 address = await link.handle.requests_address.remote()
@@ -155,7 +161,7 @@ class GenerationClient:
                 await asyncio.sleep(RECONNECT_SECONDS)
         except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
             log.warning(
-                "engine %s is gone (%s): its %d requests go on elsewhere",
+                "engine %s died (%s): its %d requests move to other engines",
                 link.engine_id,
                 error,
                 len(link.in_flight),
@@ -164,7 +170,10 @@ class GenerationClient:
                 self._drop(link)
 
     async def _listen_to(self, link: _EngineLink, frames: Frames) -> None:
-        """Until the connection breaks. What had been asked on an earlier one is asked again: the engine has dropped it."""
+        """Deliver answers until the connection breaks.
+
+        First send the requests of an earlier connection again, because the engine has aborted them.
+        """
         if link.in_flight:
             frames.write([waiting.request for waiting in link.in_flight.values()])
         link.outgoing, link.frames = [], frames

@@ -1,13 +1,25 @@
-"""The protocol every inference engine implements. A new engine is one file that does."""
+"""The protocol of inference engines, their statistics and their errors.
+
+A new engine is one class with the methods of `InferenceEngine`; `builder` makes it by its name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
+import time
+from collections.abc import AsyncIterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from agenticrun_workers.types import Generation, GenerationRequest
+import numpy as np
+
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
+
+ABORTED_UNSAMPLED = Generation(
+    np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.ABORT
+)
+"""The result of a request that is aborted before its first token is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,100 +33,153 @@ class EngineStats:
     prompt_tokens: int
     busy_seconds: float
     aborted_tokens: int = 0
-    """Sampled tokens of requests that were aborted, or began again with new weights."""
+    """Sampled tokens of requests that were aborted, or restarted because of new weights."""
+
+
+class BusyClock:
+    """Measures `EngineStats.busy_seconds` of a server: the time with a request in flight."""
+
+    def __init__(self) -> None:
+        self._in_flight = 0
+        self._began = self._total = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._total + (time.perf_counter() - self._began if self._in_flight else 0.0)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count one request as in flight inside the `with` block."""
+        if not self._in_flight:
+            self._began = time.perf_counter()
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._total += time.perf_counter() - self._began
 
 
 class InferenceEngine(Protocol):
     """Token ids in, token ids and log-probs out. All methods run on one asyncio event loop.
 
-    `policy_version` counts trainer versions: 0 = the initial weights.
+    `policy_version` counts the trainer's versions: 0 = the initial weights.
     """
 
     async def start(self) -> None:
-        """Load the model and begin to serve. Raises `EngineStartError`, `UnusableModel` among them, with a message for people."""
+        """Load the model and begin to serve.
+
+        Raises:
+            EngineStartError: the engine cannot start; `UnusableModel` if the model is the cause.
+        """
         ...
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one response. Raises `InvalidRequest` for ids outside the vocabulary, an empty prompt, or one that does not fit."""
+        """Sample one response.
+
+        Raises:
+            InvalidRequest: the prompt is empty, holds ids outside the vocabulary, or does not fit.
+        """
         ...
 
     async def abort(self, request_ids: list[str] | None = None) -> None:
-        """End these requests (None: all); their `generate` returns what was sampled so far with finish `abort`."""
+        """End these requests, or all of them if None.
+
+        Their `generate` returns the tokens sampled so far with finish reason `abort`.
+        """
         ...
 
     async def pause(self) -> None:
-        """Stop sampling after the current token; requests stay and new ones wait."""
+        """Stop sampling after the current token. Requests stay, and new ones wait."""
         ...
 
     async def resume(self) -> None:
-        """Go on after `pause`. Requests continue from the tokens they have."""
+        """Continue after `pause`. Requests keep the tokens they have."""
         ...
 
     async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
-        """Take over new weights, drop stale caches, and become `version`.
+        """Load new weights, drop stale caches, and become `version`.
 
-        Sampling stops at a token while weights change. Requests in flight go on from the tokens they have, each token with the version
-        that it was sampled with, or begin again where `staleness.partialRollout` is off.
+        Sampling stops at a token while weights change. Requests in flight keep their tokens, each
+        with the version that sampled it, or restart where `staleness.partialRollout` is off.
 
         Args:
-            parts: safetensors files, in memory or on disk, that hold all parameters between them: each file some whole ones under their
-                Hugging Face names. They come as they get ready, and stay unchanged until this returns.
+            parts: safetensors files, in memory or on disk, which together hold all parameters
+                under their Hugging Face names. They arrive one by one and stay unchanged until
+                this method returns.
+            version: policy version of the new weights.
 
         Raises:
-            EngineError: the engine serves nothing until another update has succeeded.
+            EngineError: the update failed; the engine serves nothing until another one succeeds.
         """
         ...
 
     async def sleep(self) -> None:
-        """Free the accelerator's memory for a trainer on the same device. There are no requests in flight."""
+        """Free the accelerator's memory for a trainer on the same device.
+
+        Call it with no request in flight.
+        """
         ...
 
     async def wake(self) -> None:
-        """Take the memory back. The next `update_weights` brings the weights."""
+        """Allocate the memory again. The next `update_weights` loads the weights."""
         ...
 
     def stats(self) -> EngineStats: ...
 
     async def stop(self) -> None:
-        """Abort everything and leave nothing behind. Safe to call twice."""
+        """Abort all requests and release everything. Safe to call twice."""
         ...
 
 
 @runtime_checkable
-class TakesBroadcast(Protocol):
-    """An engine whose processes can be members of a collective with the trainer (`weight_sync.broadcast.WeightGroup`)."""
+class SupportsBroadcast(Protocol):
+    """An engine whose processes can join a collective with the trainer.
+
+    See `weights.collective.WeightGroup`.
+    """
 
     @property
     def broadcast_ranks(self) -> int:
-        """How many members it needs."""
+        """Number of ranks that the engine needs in the collective."""
         ...
 
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
-        """Meet the trainer and the other engines, with ranks from `first_rank`; leave an earlier group. Raises `EngineError`."""
+        """Join the collective with ranks from `first_rank`, and leave an earlier one.
+
+        Raises:
+            EngineError: the trainer cannot be reached.
+        """
         ...
 
     async def update_from_broadcast(
         self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int
     ) -> None:
-        """As `InferenceEngine.update_weights`, with parameters that the trainer broadcasts in this order.
+        """Load parameters that the trainer broadcasts in this order.
+
+        Otherwise as `InferenceEngine.update_weights`.
 
         Args:
-            dtypes: as torch names them, e.g. `bfloat16`.
+            names: Hugging Face names of the parameters.
+            dtypes: torch's names, e.g. `bfloat16`.
+            shapes: one per parameter.
+            version: policy version of the new weights.
         """
         ...
 
 
 class EngineError(Exception):
-    """Base of what engines raise."""
+    """Base class of the errors that engines raise."""
 
 
 class EngineStartError(EngineError):
-    """The engine could not start: wrong model, options or version."""
+    """The engine cannot start: wrong model, options or version."""
 
 
 class UnusableModel(EngineStartError):
-    """No engine could start with this model: it cannot be read, or is no causal language model."""
+    """No engine can start with this model: it is unreadable or not a causal language model."""
 
 
 class InvalidRequest(EngineError):
-    """The request can never be served; the engine is unharmed."""
+    """The engine can never serve this request. The engine itself is unharmed."""

@@ -1,37 +1,104 @@
-"""What a Hugging Face folder says about its model without loading it, and whether files hold its parameters.
+"""Facts about a model from its Hugging Face folder, read without loading it.
 
-Engines that load the model in another process look here first: a server that is given a wrong file would lose its weights half-way.
+Servers do not protect themselves: some end at a token id outside the vocabulary, others cut a
+prompt that does not fit, and a wrong weights file half-way leaves them without weights. Engines
+therefore check requests (`RequestLimits`) and files (`UpdateCheck`) before the server sees them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agenticrun_workers.inference.engine import EngineError, UnusableModel
+from agenticrun_workers.inference.engine import (
+    EngineError,
+    EngineStartError,
+    InvalidRequest,
+    UnusableModel,
+)
+from agenticrun_workers.types import GenerationRequest
 
 Shapes = Mapping[str, tuple[int, ...]]
 HEADER_LIMIT = 100 * 2**20
-"""safetensors' own."""
+"""The limit of safetensors itself, in bytes."""
 TIED = "lm_head.weight"
 NOT_PARAMETERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
-"""Buffers that old checkpoints hold."""
+"""Suffixes of buffers that old checkpoints hold."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of one model and engine on requests.
+
+    Attributes:
+        vocabulary: number of token ids.
+        max_length: longest sequence, prompt and response.
+    """
+
+    vocabulary: int
+    max_length: int
+
+    @staticmethod
+    def of_model(folder: Path, max_length: int) -> RequestLimits:
+        """Return the limits of the model in a Hugging Face folder.
+
+        Raises:
+            UnusableModel: the folder holds no causal language model.
+            EngineStartError: `max_length` exceeds the model's context.
+        """
+        vocabulary, longest = read_limits(folder)
+        if longest is not None and max_length > longest:
+            raise EngineStartError(
+                f"sequences of {max_length} tokens do not fit into the model's context of {longest}"
+            )
+        return RequestLimits(vocabulary, max_length)
+
+    def check(self, request: GenerationRequest, in_flight: Container[str]) -> None:
+        """Raise `InvalidRequest` unless an engine can serve the request.
+
+        Args:
+            request: the request.
+            in_flight: ids of the requests in flight.
+        """
+        ids_T, new = request.prompt_tokens, request.sampling.max_new_tokens
+        if request.request_id in in_flight:
+            raise InvalidRequest(f"request {request.request_id} is already in flight")
+        if not len(ids_T):
+            raise InvalidRequest("the prompt is empty")
+        lowest, highest = int(ids_T.min()), int(ids_T.max())
+        if lowest < 0 or highest >= self.vocabulary:
+            raise InvalidRequest(
+                f"token ids must be in [0, {self.vocabulary}): {lowest}..{highest}"
+            )
+        if new < 1 or len(ids_T) + new > self.max_length:
+            raise InvalidRequest(
+                f"{len(ids_T)} prompt tokens and {new} new ones do not fit into {self.max_length}"
+            )
 
 
 def read_limits(folder: Path) -> tuple[int, int | None]:
-    """Size of the vocabulary, and the longest sequence that the model knows. Raises `UnusableModel`."""
+    """Return the vocabulary size and the longest sequence of a model, None if unlimited.
+
+    Raises:
+        UnusableModel: the folder holds no causal language model.
+    """
     config = _read_config(folder)
     if "vocab_size" not in config:
         raise UnusableModel(
-            f"{folder}/config.json says no vocab_size: it is not a causal language model of text"
+            f"{folder}/config.json has no vocab_size: it is not a causal language model of text"
         )
     return int(config["vocab_size"]), config.get("max_position_embeddings")
 
 
 def shapes_of_file(file: Path) -> dict[str, tuple[int, ...]]:
-    """Parameter -> shape. Raises `EngineError` for a file that is missing or no safetensors file."""
+    """Return the shape of each parameter in a safetensors file.
+
+    Raises:
+        EngineError: the file is missing or not a safetensors file.
+    """
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -48,7 +115,11 @@ def shapes_of_file(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def shapes_of_model(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Parameter -> shape of a Hugging Face folder. Raises `UnusableModel`: it holds no safetensors files."""
+    """Return the shape of each parameter in a Hugging Face folder.
+
+    Raises:
+        UnusableModel: the folder holds no safetensors files.
+    """
     index = folder / "model.safetensors.index.json"
     try:
         names = (
@@ -65,16 +136,16 @@ def shapes_of_model(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def is_tied(folder: Path) -> bool:
-    """Whether the output layer shares the embedding's weights. Raises `UnusableModel`."""
+    """Return True if the output layer shares the embedding's weights. Raises `UnusableModel`."""
     return bool(_read_config(folder).get("tie_word_embeddings"))
 
 
-class Incoming:
-    """The parameters of one update, as its files come.
+class UpdateCheck:
+    """Checks that an update brings exactly the parameters of the model.
 
     Args:
-        model: of all parameters.
-        tied: the output layer shares the embedding's weights, so both, or the embedding alone, may come.
+        model: shapes of all parameters.
+        tied: the output layer shares the embedding's weights, so its own are optional.
     """
 
     def __init__(self, model: Shapes, *, tied: bool) -> None:
@@ -82,12 +153,12 @@ class Incoming:
         self._missing = set(model) - ({TIED} if tied else set())
         self._optional = {TIED} if tied else set()
 
-    def check(self, part: Path) -> None:
-        """Count a file's parameters. Raises `EngineError` for names and shapes of another model."""
-        self.take(shapes_of_file(part))
+    def add_file(self, part: Path) -> None:
+        """Count the parameters of a file. Raises `EngineError` if they are another model's."""
+        self.add(shapes_of_file(part))
 
-    def take(self, shapes: Shapes) -> None:
-        """Count parameters. Raises `EngineError` for names and shapes of another model."""
+    def add(self, shapes: Shapes) -> None:
+        """Count these parameters. Raises `EngineError` if they are another model's."""
         for name, shape in shapes.items():
             expected = self._model.get(name)
             if shape != expected and not (expected is None and name in self._optional):
@@ -97,10 +168,11 @@ class Incoming:
             self._missing.discard(name)
 
     def finish(self) -> None:
-        """Raises `EngineError` naming a parameter that no file held."""
+        """Raise `EngineError` if a parameter of the model has not come."""
         if self._missing:
             raise EngineError(
-                f"the new weights lack {len(self._missing)} parameters, {min(self._missing)} among them"
+                f"the new weights lack {len(self._missing)} parameters, {min(self._missing)} "
+                "among them"
             )
 
 

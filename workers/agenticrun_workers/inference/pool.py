@@ -1,33 +1,68 @@
-"""EnginePool: keeps engines alive and up to date."""
+"""EnginePool keeps the engines of a run alive and up to date.
+
+`colocated_slots` places engines on the GPUs of trainers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import ray.exceptions
 
 from agenticrun_workers.errors import RolloutFailed
+from agenticrun_workers.inference.engine import EngineStats
+from agenticrun_workers.placement import Placement
 from agenticrun_workers.weights.sync import Receiver, SyncReport, WeightSync
-
-if TYPE_CHECKING:
-    from agenticrun_workers.inference import EngineStats
 
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 5
-"""Engines that may die in a row without one weight update between them."""
+"""Number of engines that may die without a successful weight update between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColocatedSlot:
+    """A node and the GPUs that one engine shares with trainer ranks."""
+
+    node_id: str
+    gpus: tuple[str, ...]
+    """GPUs of the ranks that the engine alternates with. Empty on machines without GPUs."""
+
+
+def colocated_slots(trainers: Sequence[Placement], ranks_per_engine: int) -> list[ColocatedSlot]:
+    """Return one slot for every `ranks_per_engine` trainer ranks of a pod.
+
+    Args:
+        trainers: placements of the trainer ranks. Those of one node share a pod, in this order.
+        ranks_per_engine: number of ranks with which an engine shares GPUs.
+    """
+    by_node: dict[str, list[Placement]] = {}
+    for placement in trainers:
+        by_node.setdefault(placement.node_id, []).append(placement)
+    return [
+        ColocatedSlot(
+            node_id,
+            tuple(gpu for rank in ranks[first : first + ranks_per_engine] for gpu in rank.gpus),
+        )
+        for node_id, ranks in by_node.items()
+        for first in range(0, len(ranks) - ranks_per_engine + 1, ranks_per_engine)
+    ]
 
 
 class EnginePool:
-    """`count` engines with the current weights. One that dies is replaced, and gets the weights before it serves.
+    """Engines with the current weights.
+
+    An engine that dies is replaced. Its replacement gets the weights before it serves.
 
     Args:
-        spawn: makes an engine actor that is started, with the model's first weights, for the seat of this number: a replacement gets
-            the seat of the engine that it replaces.
-        on_change: told the engines by id whenever they change.
+        spawn: starts an engine actor with the model's first weights. Arguments: its id and the
+            number of its slot. A replacement gets the slot of the engine that it replaces.
+        count: number of engines.
+        on_change: called with the engines by id whenever they change.
     """
 
     def __init__(
@@ -39,11 +74,11 @@ class EnginePool:
         self._spawn = spawn
         self._count = count
         self._on_change = on_change
-        self._made = 0
+        self._spawned = 0
         self._deaths = 0
         self._weights: WeightSync | None = None
         self._changing = asyncio.Lock()
-        """Held by a weight update, and while a new engine gets the weights."""
+        """Held during a weight update, and while a new engine gets the weights."""
         self._awake = asyncio.Event()
         self._awake.set()
         self._replacing: set[asyncio.Task[None]] = set()
@@ -51,21 +86,24 @@ class EnginePool:
         self._watchers: set[asyncio.Task[None]] = set()
         self.engines: dict[str, Any] = {}
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails when engines cannot be kept alive."""
+        """Fails when the engines cannot be kept alive."""
 
     async def start(self) -> None:
-        """Bring all engines up. Raises what `spawn` raises."""
-        await asyncio.gather(*(self._add(seat) for seat in range(self._count)))
+        """Start all engines. Raises what `spawn` raises."""
+        await asyncio.gather(*(self._add(slot) for slot in range(self._count)))
 
     async def sleep(self) -> None:
-        """All engines leave their devices to the trainers. One that dies meanwhile is replaced after `wake`."""
+        """Make all engines leave their devices to the trainers.
+
+        An engine that dies meanwhile is replaced after `wake`.
+        """
         self._awake.clear()
         await asyncio.gather(*self._replacing, return_exceptions=True)
-        await self._tell_all("sleep")
+        await self._call_all("sleep")
 
     async def wake(self) -> None:
-        """All engines take their devices back; they serve after a weight update."""
-        await self._tell_all("wake")
+        """Make all engines take their devices back. They serve after the next weight update."""
+        await self._call_all("wake")
         self._awake.set()
 
     async def update_weights(
@@ -74,27 +112,29 @@ class EnginePool:
         version: int,
         handover: Callable[[], Awaitable[None]] | None = None,
     ) -> SyncReport:
-        """Give every engine the trainers' weights, and count them as `version`. Engines that fail on it are replaced.
+        """Load the trainers' weights into every engine. Engines that fail to are replaced.
 
         Args:
+            weights: how weights travel from the trainers to the engines.
+            version: policy version of the weights.
             handover: see `WeightSync.update`.
 
         Raises:
-            InvalidConfig: they cannot get there as the run says.
+            InvalidConfig: the run's transport does not work between these trainers and engines.
         """
         async with self._changing:
             self._weights = weights
             receivers = dict(self._receivers)
             report = await weights.update(receivers, version, handover)
         for engine_id, error in report.failed.items():
-            log.warning("%s did not take version %d: %s", engine_id, version, error)
+            log.warning("%s did not load version %d: %s", engine_id, version, error)
             ray.kill(receivers[engine_id].handle)
         if len(report.failed) < len(receivers):
             self._deaths = 0
         return report
 
     async def stats(self) -> dict[str, EngineStats]:
-        """What each engine that lives says about its load, by its id."""
+        """Return the statistics of each living engine, by its id."""
         engines = dict(self.engines)
         answers = await asyncio.gather(
             *(engine.stats.remote() for engine in engines.values()), return_exceptions=True
@@ -106,45 +146,45 @@ class EnginePool:
         }
 
     async def stop(self) -> None:
-        """Stop watching. The actors end with the Ray session."""
+        """Stop watching the engines. Their actors end with the Ray session."""
         self.failure.cancel()
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
-    async def _tell_all(self, method: str) -> None:
-        """Engines that cannot do it are replaced."""
+    async def _call_all(self, method: str) -> None:
+        """Call a method of every engine. Engines that die in it are replaced."""
         engines = dict(self.engines)
         calls = (getattr(engine, method).remote() for engine in engines.values())
         for engine_id, answer in zip(
             engines, await asyncio.gather(*calls, return_exceptions=True), strict=True
         ):
             if isinstance(answer, ray.exceptions.RayError):
-                log.warning("%s did not %s: %s", engine_id, method, answer)
+                log.warning("%s failed to %s: %s", engine_id, method, answer)
                 ray.kill(engines[engine_id])
             elif isinstance(answer, BaseException):
                 raise answer
 
-    async def _add(self, seat: int) -> None:
-        engine_id = f"engine-{self._made}"
-        self._made += 1
-        handle = await self._spawn(engine_id, seat)
+    async def _add(self, slot: int) -> None:
+        engine_id = f"engine-{self._spawned}"
+        self._spawned += 1
+        handle = await self._spawn(engine_id, slot)
         receiver = Receiver(handle, (await handle.placement.remote()).node_id)
         async with self._changing:
             if self._weights is not None and self._weights.version is not None:
                 await self._weights.join(receiver)
             self._receivers[engine_id] = receiver
         self.engines[engine_id] = handle
-        watcher = asyncio.create_task(self._watch(engine_id, handle, seat), name=engine_id)
+        watcher = asyncio.create_task(self._watch(engine_id, handle, slot), name=engine_id)
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
         await self._on_change(dict(self.engines))
 
-    async def _watch(self, engine_id: str, handle: Any, seat: int) -> None:
+    async def _watch(self, engine_id: str, handle: Any, slot: int) -> None:
         try:
             await handle.until_death.remote()
         except ray.exceptions.RayError as error:
-            log.warning("%s is gone (%s): it is replaced", engine_id, error)
+            log.warning("%s died and is replaced: %s", engine_id, error)
         ray.kill(handle)
         del self.engines[engine_id], self._receivers[engine_id]
         self._deaths += 1
@@ -154,10 +194,10 @@ class EnginePool:
                 raise RolloutFailed(f"{self._deaths} engines died in a row")
             while not self._awake.is_set():
                 await self._awake.wait()
-            replacing = asyncio.create_task(self._add(seat), name=f"replace-{engine_id}")
+            replacing = asyncio.create_task(self._add(slot), name=f"replace-{engine_id}")
             self._replacing.add(replacing)
             replacing.add_done_callback(self._replacing.discard)
             await replacing
-        except Exception as error:  # whatever keeps a new engine from starting ends the attempt
+        except Exception as error:  # an engine that cannot be replaced ends the attempt
             if not self.failure.done():
                 self.failure.set_exception(error)

@@ -1,15 +1,18 @@
-"""The process between us and an engine's server: when it ends, nothing of the engine is left.
+"""The process between us and an engine's server. When it ends, nothing of the server is left.
 
-Run as a script: `python process_supervisor.py PARENT_PID FOLDER COMMAND...`, with the server's environment. It starts the command in a
-session of its own and ends when the command ends, when its standard input closes, or when its parent is gone, however that died.
-Before it ends it kills every process that descends from the command, also those that left its process group, and removes FOLDER.
-SIGTERM is handed on to the command, which may then end in its own time. The exit status is the command's.
+Run as a script: `python process_supervisor.py PARENT_PID FOLDER COMMAND...`, with the environment
+of the server. It starts the command in a session of its own, and ends when the command ends, when
+its standard input closes, or when its parent is gone, however the parent died. Before it ends, it
+kills all descendants of the command, also those that left its process group, and removes FOLDER.
+It forwards SIGTERM to the command, which may then end in its own time. Its exit status is that of
+the command.
 
-Why a process: PR_SET_PDEATHSIG alone reaches only the direct child, and follows the thread that started it instead of the process.
-Why two: Ray kills the children of an actor that it ends. That takes the first, which only stands in for the keeper; the keeper, its
-child, sees it go.
+Why a process: PR_SET_PDEATHSIG alone reaches only the direct child, and it follows the thread that
+started the child instead of the process.
+Why two processes: Ray kills the children of an actor that it ends. That hits only the first, the
+relay. The second, the supervisor proper, is the relay's child and cleans up.
 
-Standard library only, and nothing of ours: it runs in whatever Python starts it, in a few milliseconds.
+Imports nothing of ours, so that it starts fast and keeps little memory.
 """
 
 import contextlib
@@ -21,47 +24,50 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TRACKER_SECONDS = 10.0
-"""So long may Python's resource trackers clean up."""
-LOOK_SECONDS = 1.0
-"""How often it looks whether its parent lives: standard input stays open where the parent had forked."""
+"""How long Python's resource trackers may take to clean up."""
+POLL_SECONDS = 1.0
+"""Interval of checks that the parent lives. Standard input stays open if the parent has forked."""
 
 
 def main(parent: int, folder: str, command: list[str]) -> int:
     own = os.getpid()
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, (signal.SIGTERM,)
-    )  # it waits until there is somebody to hand it on to
-    keeper = os.fork()
-    return _stand_in(parent, keeper) if keeper else _keep(own, folder, command)
+    # SIGTERM stays pending until there is a process to forward it to.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    supervisor = os.fork()
+    return _relay(parent, supervisor) if supervisor else _supervise(own, folder, command)
 
 
-def _stand_in(parent: int, keeper: int) -> int:
-    """Hand signals on to the keeper and its exit status back; end when the parent is gone, and the keeper will too."""
+def _relay(parent: int, supervisor: int) -> int:
+    """Forward signals to the supervisor and return its exit status.
+
+    Return early if the parent is gone; the supervisor then ends, too.
+    """
     awaited = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     while os.getppid() == parent:
-        ended, status = os.waitpid(keeper, os.WNOHANG)
+        ended, status = os.waitpid(supervisor, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
-        caught = signal.sigtimedwait(awaited, LOOK_SECONDS)
+        caught = signal.sigtimedwait(awaited, POLL_SECONDS)
         if caught is not None and caught.si_signo == signal.SIGTERM:
-            os.kill(keeper, signal.SIGTERM)
+            os.kill(supervisor, signal.SIGTERM)
     return 0
 
 
-def _keep(parent: int, folder: str, command: list[str]) -> int:
+def _supervise(parent: int, folder: str, command: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
-    # Descendants whose parents die become ours instead of init's, so that they can be found.
+    # Orphaned descendants become our children instead of init's, so that we find them.
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def begin() -> None:
-        # The keeper has one thread, so the server is killed exactly when the keeper is.
+        # The supervisor has one thread, so the kernel kills the server exactly when it dies.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
@@ -76,7 +82,7 @@ def _keep(parent: int, folder: str, command: list[str]) -> int:
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while server.poll() is None and os.getppid() == parent:
-        ready, _, _ = select.select([0, wake], [], [], LOOK_SECONDS)
+        ready, _, _ = select.select([0, wake], [], [], POLL_SECONDS)
         if 0 in ready:
             break
         if wake in ready:
@@ -92,42 +98,23 @@ def _keep(parent: int, folder: str, command: list[str]) -> int:
 def _kill_descendants() -> None:
     """Kill until nothing is left: a process may fork between the look and the kill.
 
-    Python's resource trackers are killed last: they remove the semaphores of the others from /dev/shm, and end, when those are gone.
+    Python's resource trackers die last. They remove the semaphores of the other processes from
+    /dev/shm, and end by themselves when those are gone.
     """
-    patience = time.monotonic() + TRACKER_SECONDS
-    while pids := _descendants(os.getpid(), _children_of_all()):
-        for pid in pids:
-            if time.monotonic() > patience or not _is_resource_tracker(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + TRACKER_SECONDS
+    while processes := psutil.Process().children(recursive=True):
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                if time.monotonic() > deadline or not _is_resource_tracker(process):
+                    process.kill()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
         time.sleep(0.01)
 
 
-def _is_resource_tracker(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
-
-
-def _descendants(pid: int, children: dict[int, list[int]]) -> list[int]:
-    direct = children.get(pid, [])
-    return [*direct, *(pid for child in direct for pid in _descendants(child, children))]
-
-
-def _children_of_all() -> dict[int, list[int]]:
-    """Parent -> children, of every process on the machine."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            pid, _, rest = stat.read_text(errors="replace").partition(
-                " "
-            )  # the kernel cuts names, within a letter too
-            parent = int(rest.rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(pid))
-    return children
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""How requests reach an engine: one TCP connection per client, on which requests go there and answers come back as they are ready.
+"""The connection between an engine and its clients: one TCP connection per client.
 
-Why not calls of the actor: each costs a millisecond of CPU and half a dozen hops between threads, which add up to a twentieth of the
-engine's time when cores are busy (benchmarks/engines.py). A message here is one write and one wake-up.
+Why not calls of the Ray actor: each costs a millisecond of CPU and six hops between threads, which
+add up to 5 % of the engine's time on busy cores (benchmarks/engines.py). A message here is one
+write and one wake-up.
 
-A connection begins with the engine's secret and the client's name; nothing is unpickled before the secret has been compared.
-When it breaks, what the engine still computes for it is aborted: nobody would hear the answers.
+A connection begins with the engine's secret and the client's name. The engine unpickles nothing
+before it has checked the secret. When a connection breaks, the engine aborts its requests.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 LENGTH_BYTES = 8
-HELLO_SECONDS = 10.0
+HANDSHAKE_SECONDS = 10.0
 MAX_NAME_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where an engine takes requests. The secret travels by Ray, to whoever has the actor's handle."""
+    """Address of an engine's request port. Only holders of the actor's handle get the secret."""
 
     host: str
     port: int
@@ -40,7 +41,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What comes back for one request: a generation, or why there is none."""
+    """The result of one request: a generation or an error."""
 
     request_id: str
     generation: Generation | None
@@ -49,25 +50,25 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A client has given these requests up."""
+    """A client's message: abort these requests."""
 
     request_ids: list[str]
 
 
 class Frames:
-    """Messages over a stream: a length, and a pickle."""
+    """Messages over a stream, each a length and a pickle."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     async def read(self) -> Any:
-        """The next message. Raises `EOFError` or `OSError` when the other side is gone."""
+        """Return the next message. Raises `EOFError` or `OSError` when the other side is gone."""
         length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
         return unpack(await self._reader.readexactly(length))
 
     def write(self, message: Any) -> None:
-        """Send it when the connection takes it; a broken one loses it, which `read` tells."""
+        """Send a message without waiting. A broken connection loses it; `read` reports that."""
         data = pack(message)
         self._writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
 
@@ -76,7 +77,7 @@ class Frames:
 
 
 async def connect(address: Address, name: str) -> Frames:
-    """A connection of the client called `name`. Raises `OSError`."""
+    """Connect to an engine as the client `name`. Raises `OSError`."""
     reader, writer = await asyncio.open_connection(address.host, address.port)
     encoded = name.encode()
     writer.write(address.secret + len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
@@ -84,12 +85,12 @@ async def connect(address: Address, name: str) -> Frames:
 
 
 class RequestPort:
-    """An engine's side.
+    """The engine's end of the connections.
 
     Args:
-        generate: samples one request; its client is told what it raises. Ids of requests and sessions carry the client's name, so
-            that clients cannot meet.
-        abort: stops these requests, which `generate` then returns.
+        generate: samples one request; its client gets what it raises. Ids of requests and sessions
+            carry the client's name, so those of two clients cannot collide.
+        abort: ends these requests; their `generate` returns.
         host: the address that clients can reach.
     """
 
@@ -110,11 +111,11 @@ class RequestPort:
 
     @property
     def load(self) -> int:
-        """Requests of all clients under way."""
+        """Number of requests of all clients in flight."""
         return len(self.tasks)
 
     async def address(self) -> Address:
-        """Where it listens; begins to, if it does not yet."""
+        """Return the address. The first call begins to listen."""
         async with self._opening:
             if self._server is None:
                 self._server = await asyncio.start_server(self._serve, self._host, 0)
@@ -122,14 +123,15 @@ class RequestPort:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            name = await self._greeted(reader)
+            name = await self._handshake(reader)
         except (OSError, EOFError, TimeoutError, ValueError) as error:
             log.warning(
-                "a connection from %s is refused: %s", writer.get_extra_info("peername"), error
+                "refused a connection from %s: %s", writer.get_extra_info("peername"), error
             )
             writer.close()
             return
-        # A client that connects again may ask again for what is being aborted: the number keeps the two apart.
+        # A client that reconnects may repeat a request that is still being aborted. The number of
+        # the connection keeps the two ids apart.
         connection = _Connection(
             self, f"{name}.{next(self._numbers)}/", f"{name}/", Frames(reader, writer)
         )
@@ -139,21 +141,24 @@ class RequestPort:
             pass
         finally:
             writer.close()
-            await self.give_up(connection.close())
+            await self.abort_requests(connection.close())
 
-    async def give_up(self, request_ids: list[str]) -> None:
-        """Stop requests, also those that were read a moment ago: they begin first, because nobody can abort what it does not know."""
+    async def abort_requests(self, request_ids: list[str]) -> None:
+        """Abort requests, also those read a moment ago.
+
+        Their tasks start first: `abort` does not know a request before its `generate` begins.
+        """
         await asyncio.sleep(0)
         await self.abort(request_ids)
 
-    async def _greeted(self, reader: asyncio.StreamReader) -> str:
-        """The client's name."""
-        async with asyncio.timeout(HELLO_SECONDS):
+    async def _handshake(self, reader: asyncio.StreamReader) -> str:
+        """Check the secret and return the client's name. Raises `ValueError`."""
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
             if not hmac.compare_digest(await reader.readexactly(SECRET_BYTES), self._secret):
-                raise ValueError("it does not know the secret")
+                raise ValueError("wrong secret")
             length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
             if length > MAX_NAME_BYTES:
-                raise ValueError("its name is too long")
+                raise ValueError("the client's name is too long")
             return (await reader.readexactly(length)).decode()
 
 
@@ -167,52 +172,53 @@ class _Connection:
         self._id_prefix = id_prefix
         self._session_prefix = session_prefix
         self._frames = frames
-        self._under_way: dict[asyncio.Task[None], str] = {}
-        """Ids of requests, from when they are read. By task: an id may come again before the task of an aborted request has ended."""
+        self._in_flight: dict[asyncio.Task[None], str] = {}
+        """Ids of the requests, from when they are read. The key is the task, because an id may come
+        again before the task of an aborted request has ended."""
         self._answers: list[Answer] = []
         self._open = True
 
     async def serve(self) -> None:
-        """Take messages until the client is gone."""
+        """Handle messages until the client is gone."""
         while True:
             message = await self._frames.read()
             if isinstance(message, Abort):
-                await self._port.give_up(
+                await self._port.abort_requests(
                     [self._id_prefix + request_id for request_id in message.request_ids]
                 )
                 continue
             for request in message:
-                mine = replace(
+                engine_request = replace(
                     request,
                     request_id=self._id_prefix + request.request_id,
                     session=self._session_prefix + request.session,
                 )
-                task = asyncio.create_task(self._answer(request.request_id, mine))
-                self._under_way[task] = mine.request_id
+                task = asyncio.create_task(self._answer(request.request_id, engine_request))
+                self._in_flight[task] = engine_request.request_id
                 self._port.tasks.add(task)
                 task.add_done_callback(self._ended)
 
     def close(self) -> list[str]:
-        """Send nothing any more; the ids of what is still under way."""
+        """Stop sending answers. Returns the ids of the requests still in flight."""
         self._open = False
-        return list(self._under_way.values())
+        return list(self._in_flight.values())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._under_way[task]
+        del self._in_flight[task]
         self._port.tasks.discard(task)
 
-    async def _answer(self, request_id: str, mine: GenerationRequest) -> None:
-        """`mine` is the request as the engine knows it; its client knows it by `request_id`."""
+    async def _answer(self, request_id: str, engine_request: GenerationRequest) -> None:
+        """Answer a request, which the client knows as `request_id` and the engine by another id."""
         try:
-            answer = Answer(request_id, await self._port.generate(mine))
-        except Exception as error:  # it costs this request; the engine goes on
+            answer = Answer(request_id, await self._port.generate(engine_request))
+        except Exception as error:  # only this request fails
             answer = Answer(request_id, None, f"{type(error).__name__}: {error}")
         if not self._answers:
             asyncio.get_running_loop().call_soon(self._flush)
         self._answers.append(answer)
 
     def _flush(self) -> None:
-        """Answers of one tick travel together."""
+        """Send the answers of one tick in one message."""
         answers, self._answers = self._answers, []
         if self._open:
             self._frames.write((answers, self._port.load))

@@ -1,57 +1,79 @@
-"""An engine's server as a child of an asyncio program: started on a free port, watched, and stopped without a trace."""
+"""An engine's server as a child process, and JSON requests to it over HTTP.
+
+The server listens on a free port of the loopback. It is watched, and stopped with all its
+processes and temporary files.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import psutil
 
-from agenticrun_workers.inference.engine import EngineStartError
-from agenticrun_workers.inference.ports import free_port, listeners_of, listens_alone
+from agenticrun_workers.inference.engine import EngineError, EngineStartError, InvalidRequest
+from agenticrun_workers.processes import descendants
 
 HOST = "127.0.0.1"
+PORTS = (20_000, 32_000)
+"""Below the kernel's range for outgoing connections (from 32768), which would take a server's port.
+"""
 START_TRIES = 4
-"""Another program may take the port between our look and the server's bind."""
-LOOK_SECONDS = 0.1
+"""Another program may take the port between our check and the server's bind."""
+POLL_SECONDS = 0.1
 PROBE_SECONDS = 30.0
 QUOTED_LINES = 25
-KEEPER = Path(__file__).with_name("process_supervisor.py")
-INHERITED_NOT = ("PYTHON", "VIRTUAL_ENV", "RAY_")
-"""Variables of our own Python and Ray: the server has an environment of its own."""
+SUPERVISOR = Path(__file__).with_name("process_supervisor.py")
+NOT_INHERITED = ("PYTHON", "VIRTUAL_ENV", "RAY_")
+"""Prefixes of variables of our own Python and Ray: the server has an environment of its own."""
+KEEP_ALIVE_SECONDS = 2.0
+"""Less than the 5 s after which uvicorn closes an idle connection."""
+STALE = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
+"""Raised if the server closed an idle connection just as we used it. It has read nothing, so the
+request is sent once more. If the server has ended, the second try cannot connect."""
+END_SECONDS = 60.0
+"""How long a server's processes may outlive its connections. On a busy machine the supervisor needs
+a while to find the last one."""
 
 
 @dataclass(frozen=True)
-class Server:
-    """How to start an engine's server.
-
-    `command` makes its command line for a port; it must listen on `HOST` there. `health` is answered 200 once it serves.
-    """
+class ServerSpec:
+    """How to start an engine's server."""
 
     name: str
     command: Callable[[int], Sequence[str]]
+    """Makes the command line for a port. The server must listen there on `HOST`."""
     log_folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     health: str = "/health"
+    """Path that is answered 200 when the server is ready."""
     start_seconds: float = 1200.0
     stop_seconds: float = 10.0
-    """How long it may take to end by itself after SIGTERM."""
+    """How long the server may take to end after SIGTERM. 0: kill it at once."""
 
 
-class EngineProcess:
-    """One run of a server. Its processes end with this program, however that ends: see `process_supervisor`."""
+class ServerProcess:
+    """One run of a server.
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._keeper: asyncio.subprocess.Process | None = None
+    Its processes end with this program, however that ends: see `process_supervisor`.
+    """
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self._spec = spec
+        self._supervisor: asyncio.subprocess.Process | None = None
         self._ready = self._stopping = False
         self._port = 0
         self.log = Path()
@@ -65,27 +87,32 @@ class EngineProcess:
         return (
             self._ready
             and not self._stopping
-            and self._keeper is not None
-            and self._keeper.returncode is None
+            and self._supervisor is not None
+            and self._supervisor.returncode is None
         )
 
     async def start(self) -> None:
-        """Returns when the server serves. Raises `EngineStartError` with the end of its log, and leaves nothing."""
-        server = self._server
-        server.log_folder.mkdir(parents=True, exist_ok=True)
+        """Start the server and wait until it is ready.
+
+        Raises:
+            EngineStartError: it cannot start. The message quotes the end of its log, and all its
+                processes are gone.
+        """
+        spec = self._spec
+        spec.log_folder.mkdir(parents=True, exist_ok=True)
         for _ in range(START_TRIES):
             self._port = free_port(HOST)
-            self.log = server.log_folder / f"{server.name}-{os.getpid()}-{self._port}.log"
+            self.log = spec.log_folder / f"{spec.name}-{os.getpid()}-{self._port}.log"
             await self._launch()
             try:
-                async with asyncio.timeout(server.start_seconds):
+                async with asyncio.timeout(spec.start_seconds):
                     self._ready = await self._becomes_ready()
                 if self._ready:
                     return
             except TimeoutError:
                 await self.stop()
                 raise EngineStartError(
-                    f"{server.name} was not ready after {server.start_seconds:.0f} s. {self._quote()}"
+                    f"{spec.name} was not ready after {spec.start_seconds:.0f} s. {self._log_end()}"
                 ) from None
             except BaseException:
                 await self.stop()
@@ -93,50 +120,53 @@ class EngineProcess:
             if not self._port_was_taken():
                 raise EngineStartError(self.failure())
         raise EngineStartError(
-            f"{server.name} found its port taken {START_TRIES} times. {self._quote()}"
+            f"{spec.name} found its port taken {START_TRIES} times. {self._log_end()}"
         )
 
     async def stop(self) -> None:
-        """Let the server end by itself for a while, then kill all of it. Safe to call twice, and before `start`."""
-        keeper, self._stopping = self._keeper, True
-        if keeper is None:
+        """Stop the server: SIGTERM first, then kill all of its processes.
+
+        Safe to call twice, and before `start`.
+        """
+        supervisor, self._stopping = self._supervisor, True
+        if supervisor is None:
             return
-        if self._ready and self._server.stop_seconds:
+        if self._ready and self._spec.stop_seconds:
             with contextlib.suppress(ProcessLookupError):
-                keeper.send_signal(signal.SIGTERM)
+                supervisor.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(keeper.wait(), self._server.stop_seconds)
-        self._let_go(keeper)
-        await keeper.wait()
+                await asyncio.wait_for(supervisor.wait(), self._spec.stop_seconds)
+        self._kill_all(supervisor)
+        await supervisor.wait()
 
     def kill(self) -> None:
-        """End the server at once: its requests in flight fail."""
-        if self._keeper is not None:
-            self._let_go(self._keeper)
+        """Kill the server at once. Its requests in flight fail."""
+        if self._supervisor is not None:
+            self._kill_all(self._supervisor)
 
-    async def gone(self) -> str:
-        """Wait until the server has ended by itself or was killed; returns what to tell people."""
-        assert self._keeper is not None, "started"
-        await self._keeper.wait()
+    async def wait(self) -> str:
+        """Wait until the server has ended. Returns a message for the user."""
+        assert self._supervisor is not None, "started"
+        await self._supervisor.wait()
         return self.failure()
 
     def failure(self) -> str:
-        """What to tell people about a server that has ended."""
-        code = self._keeper.returncode if self._keeper else None
+        """Return a message for the user about a server that has ended."""
+        code = self._supervisor.returncode if self._supervisor else None
         ended = "was killed" if code == 128 + signal.SIGKILL else f"ended with status {code}"
-        return f"{self._server.name} {ended}. {self._quote()}"
+        return f"{self._spec.name} {ended}. {self._log_end()}"
 
     async def _launch(self) -> None:
         folder = tempfile.mkdtemp(prefix="agenticrun-engine-")
         environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(INHERITED_NOT)
+            name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)
         }
-        environment |= {"TMPDIR": folder, **self._server.environment}
-        command = self._server.command(self._port)
+        environment |= {"TMPDIR": folder, **self._spec.environment}
+        command = self._spec.command(self._port)
         try:
             with self.log.open("wb") as log:
-                self._keeper = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-IS", str(KEEPER), str(os.getpid()), folder, *command),
+                self._supervisor = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", str(SUPERVISOR), str(os.getpid()), folder, *command),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=log,
                     stderr=log,
@@ -145,13 +175,13 @@ class EngineProcess:
                 )
         except OSError as error:
             shutil.rmtree(folder)
-            raise EngineStartError(f"{self._server.name} cannot be started: {error}") from error
+            raise EngineStartError(f"{self._spec.name} cannot be started: {error}") from error
 
     async def _becomes_ready(self) -> bool:
-        """False: it ended, or somebody else answers on its port."""
-        assert self._keeper is not None, "launched"
+        """Return False if the server ended, or another program answers on its port."""
+        assert self._supervisor is not None, "launched"
         ended, serves = (
-            asyncio.create_task(self._keeper.wait()),
+            asyncio.create_task(self._supervisor.wait()),
             asyncio.create_task(self._serves()),
         )
         try:
@@ -167,31 +197,123 @@ class EngineProcess:
         ) as http:
             while True:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with http.get(self._server.health) as answer:
+                    async with http.get(self._spec.health) as answer:
                         if answer.status == 200:
                             return
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(POLL_SECONDS)
 
     async def _is_ours(self) -> bool:
-        """Whether what listens on the port is our server; otherwise it is stopped."""
-        assert self._keeper is not None, "launched"
-        if listens_alone(self._keeper.pid, self._port):
+        """Return True if only our server listens on the port. Otherwise stop the server."""
+        assert self._supervisor is not None, "launched"
+        if listens_alone(self._supervisor.pid, self._port):
             return True
-        self._let_go(self._keeper)
-        await self._keeper.wait()
+        self._kill_all(self._supervisor)
+        await self._supervisor.wait()
         return False
 
     def _port_was_taken(self) -> bool:
-        return bool(listeners_of(self._port)) or "address already in use" in self._tail().lower()
+        return bool(listeners(self._port)) or "address already in use" in self._tail().lower()
 
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-QUOTED_LINES:])
 
-    def _quote(self) -> str:
+    def _log_end(self) -> str:
         return f"The end of its log {self.log}:\n{self._tail()}"
 
-    def _let_go(self, keeper: asyncio.subprocess.Process) -> None:
-        """Closing its standard input makes the keeper kill what is left."""
-        assert keeper.stdin is not None, "a pipe"
-        keeper.stdin.close()
+    def _kill_all(self, supervisor: asyncio.subprocess.Process) -> None:
+        """Close the supervisor's standard input: it then kills all processes of the server."""
+        assert supervisor.stdin is not None, "a pipe"
+        supervisor.stdin.close()
+
+
+class ServerClient:
+    """Sends JSON requests to a server, on as many open connections as there are requests."""
+
+    def __init__(self, process: ServerProcess) -> None:
+        self._process = process
+        self._session = aiohttp.ClientSession(
+            process.url,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], *, seconds: float | None = None
+    ) -> Any:
+        """Post a request and return the JSON of the answer.
+
+        Args:
+            path: path and query of the server's URL.
+            body: sent as JSON.
+            seconds: longest wait. None: as long as the server lives.
+
+        Raises:
+            InvalidRequest: the server refused the request (400).
+            EngineError: any other failure. If the server has ended, the message quotes its log.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                try:
+                    status, data = await self._send(path, body)
+                except STALE:
+                    status, data = await self._send(path, body)
+        except aiohttp.ClientError as error:
+            raise EngineError(await self._cause(path, error)) from error
+        except TimeoutError:
+            raise EngineError(
+                f"{path} of {self._process.url} was not answered in {seconds:.0f} s"
+            ) from None
+        if status == 200:
+            return json.loads(data) if data else None
+        kind = InvalidRequest if status == 400 else EngineError
+        raise kind(f"{path} was answered {status}: {data.decode(errors='replace')[:2000]}")
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _send(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json"}
+        async with self._session.post(path, data=json.dumps(body), headers=headers) as answer:
+            return answer.status, await answer.read()
+
+    async def _cause(self, path: str, error: aiohttp.ClientError) -> str:
+        """Describe a broken connection. It breaks a moment before the server's processes end."""
+        try:
+            return await asyncio.wait_for(self._process.wait(), END_SECONDS)
+        except TimeoutError:
+            return f"{path} of {self._process.url} failed: {error!r}"
+
+
+def free_port(host: str) -> int:
+    """Return a port that is free at this moment.
+
+    It is random, so that programs that search at the same time rarely find the same one.
+    """
+    while True:
+        port = random.SystemRandom().randint(*PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+
+
+def listeners(port: int) -> set[int | None]:
+    """Return the pids of the processes that listen on a TCP port, on any address.
+
+    None stands for processes of other users, as far as the kernel hides them.
+    """
+    return {
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+    }
+
+
+def listens_alone(pid: int, port: int) -> bool:
+    """Return True if only a process and its descendants listen on the port.
+
+    Servers that set SO_REUSEPORT can share a port without an error. The kernel would then divide
+    the requests between them.
+    """
+    found = listeners(port)
+    return bool(found) and found <= {pid, *(process.pid for process in descendants(pid))}

@@ -15,7 +15,7 @@ from agenticrun_workers.envs import HasVocabulary, TakesItem, make_env
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.models.tokenizer import TokenizerCorpus, TokenizerSource, load_tokenizer
-from agenticrun_workers.placement import Placement, here
+from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.plugins import PluginConfigError, PluginError
 from agenticrun_workers.rollout.endpoints import Peers
 from agenticrun_workers.rollout.env_cache import step_timeout
@@ -52,7 +52,7 @@ class EnvWorker:
         """By episode and attempt, from its beginning until its trajectory is there."""
 
     async def placement(self) -> Placement:
-        return here(self._name, Role.ENV)
+        return current_placement(self._name, Role.ENV)
 
     async def until_death(self) -> None:
         """Never returns: the caller's future fails when this process dies."""

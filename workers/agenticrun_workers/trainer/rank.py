@@ -15,7 +15,7 @@ import ray
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.placement import Placement, here
+from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.serialization import unpack
 from agenticrun_workers.types import EpisodeKey, Trajectory
 from agenticrun_workers.weights.mapping import Verifier
@@ -42,7 +42,7 @@ class RankActor:
         self._listener: socket.socket | None = None
 
     def placement(self) -> Placement:
-        return here(f"{self.role}-{self._rank}", self.role)
+        return current_placement(f"{self.role}-{self._rank}", self.role)
 
     def rendezvous(self) -> tuple[str, int]:
         """An address of this node, for the ranks to meet. This one, their first, listens from now on: nobody else gets the port before."""

@@ -1,11 +1,13 @@
-"""SGLang as an engine: its own server, in its own environment, as a child process; token ids in and out by its native /generate.
+"""SGLang as an engine: a server in an environment of its own, token ids by its native /generate.
 
-- Weights: the files are linked into one folder, which the server reads when all have come and their names and shapes have been
-  checked, so sampling goes on meanwhile, and a bad file never reaches the server. Requests in flight are retracted, which drops
-  their keys and values; they go on under the new weights, and SGLang reports which tokens had which version.
-- Log-probs at any temperature, and seeds: `sglang_plugin`.
-- An id outside the vocabulary ends the whole server, so requests are checked here.
-- Requests that are aborted while the server is paused come back with the tokens that it had sent by then: maybe fewer than were sampled.
+- Weights: the files are linked into one folder. The server reads it when all files have come and
+  their names and shapes are checked. Sampling continues until then, and a bad file never reaches
+  the server. Requests in flight are retracted, which drops their keys and values; they continue
+  with the new weights, and SGLang reports the version of each token.
+- Log-probs at any temperature, and seeds: see `plugin`.
+- A token id outside the vocabulary ends the whole server, so this engine checks requests.
+- A request that is aborted while the server is paused returns the tokens that the server had sent
+  by then, which may be fewer than were sampled.
 """
 
 from __future__ import annotations
@@ -23,57 +25,69 @@ from typing import Any
 
 import numpy as np
 
-from agenticrun_workers.inference.busy_clock import BusyClock
-from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats
-from agenticrun_workers.inference.engine_http import EngineHttp
-from agenticrun_workers.inference.model_files import Incoming, is_tied, shapes_of_model
-from agenticrun_workers.inference.request_limits import RequestLimits
-from agenticrun_workers.inference.server_process import EngineProcess
-from agenticrun_workers.inference.sglang.api import SglangControl
-from agenticrun_workers.inference.sglang.server import SglangOptions
-from agenticrun_workers.inference.sglang_requests import (
-    NOTHING,
+from agenticrun_workers.inference.engine import (
+    ABORTED_UNSAMPLED,
+    BusyClock,
+    EngineError,
+    EngineStartError,
+    EngineStats,
+)
+from agenticrun_workers.inference.model_files import (
+    RequestLimits,
+    UpdateCheck,
+    is_tied,
+    shapes_of_model,
+)
+from agenticrun_workers.inference.server_process import ServerClient, ServerProcess
+from agenticrun_workers.inference.sglang.api import (
+    SglangControl,
     computed_prompt_tokens,
     generate_body,
     read_generation,
 )
+from agenticrun_workers.inference.sglang.server import SglangOptions
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 BOUNDLESS_TEMPERATURE = 1e6
 FLAT = 0.01
 ABORT_SECONDS = 0.05
-"""How long an abort may take before it is sent again: the server forgets those of requests that it has not read yet."""
+"""Time after which an abort is sent again: the server drops it if the request has not arrived yet."""
 PATIENCE_SECONDS = 1.0
-"""After which a paused server is not waited for: it answers no request that it holds."""
+"""How long to wait for aborts by a paused server: it does not answer requests that it holds."""
 DRAIN_SECONDS = 5.0
 
 
 @dataclass
-class InFlight:
-    """A request in flight. `rid` is its name in the server; a response that begins again has another one."""
+class _InFlight:
+    """A request in flight. `rid` is its id in the server; a restart gets a new one."""
 
     rid: str
     caller: asyncio.Task[Any]
-    again: bool = False
-    """Whether it begins again when it comes back aborted."""
-    given_up: bool = False
+    restarts: bool = False
+    """New weights came: restart when the server returns it as aborted."""
+    abandoned: bool = False
+    """Aborted, but a paused server does not answer it."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class SglangEngine:
-    """See the module's docstring; the protocol is `InferenceEngine`.
+    """The engine SGLang; see the module's docstring. Implements `InferenceEngine`.
 
     Args:
-        folder: the model, as a Hugging Face folder with safetensors files; read until `start` returns.
-        dtype: float32 or bfloat16.
+        folder: Hugging Face folder of the first weights, as safetensors; needed by `start` only.
+        dtype: float32, bfloat16 or float16.
         max_length: longest sequence, prompt and response.
-        version: policy version of the weights in `folder`.
-        restart_on_update: new weights begin responses in flight again (`staleness.partialRollout: false`).
-        config: SGLang's own options (`strategy.config`). Raises `ValueError` for those that we own.
         log_folder: where the server's log goes; it stays there.
-        threads: of the server's matrix products on a CPU.
-        gpus: how many the server spans by tensor parallelism; 0: it runs on the CPU.
-        trust_remote_code: whether the model's folder may bring Python code.
+        version: policy version of the first weights.
+        restart_on_update: new weights restart the responses in flight, so that each has one version
+            (`staleness.partialRollout: false`).
+        config: SGLang's own options (`strategy.config`).
+        threads: CPU threads of the server's computation.
+        gpus: number of GPUs for tensor parallelism; 0: compute on the CPU.
+        trust_remote_code: run the Python code in the model's folder.
+
+    Raises:
+        ValueError: `config` has an option that another field decides.
     """
 
     def __init__(
@@ -103,8 +117,8 @@ class SglangEngine:
         )
         self._restart_on_update = restart_on_update
         self._version = version
-        self._process: EngineProcess | None = None
-        self._in_flight: dict[str, InFlight] = {}
+        self._process: ServerProcess | None = None
+        self._in_flight: dict[str, _InFlight] = {}
         self._rids = itertools.count()
         self._refusal = "the engine has not started"
         self._paused = False
@@ -115,7 +129,7 @@ class SglangEngine:
 
     @property
     def url(self) -> str:
-        """Of the server, once it serves."""
+        """URL of the server, once it has started."""
         assert self._process is not None, "started"
         return self._process.url
 
@@ -124,9 +138,9 @@ class SglangEngine:
         options = self._options
         self._limits = RequestLimits.of_model(options.folder, options.max_length)
         self._shapes, self._tied = shapes_of_model(options.folder), is_tied(options.folder)
-        self._process = EngineProcess(options.server())
+        self._process = ServerProcess(options.spec())
         await self._process.start()
-        self._http = EngineHttp(self._process)
+        self._http = ServerClient(self._process)
         self._server = SglangControl(self._http)
         self._refusal = ""
         try:
@@ -142,14 +156,14 @@ class SglangEngine:
         self._limits.check(request, self._in_flight)
         caller = asyncio.current_task()
         assert caller is not None, "a coroutine runs in a task"
-        flight = self._in_flight[request.request_id] = InFlight("", caller)
+        flight = self._in_flight[request.request_id] = _InFlight("", caller)
         with self._busy.running():
             try:
                 while True:
-                    # Of one length, because SGLang aborts every request whose name begins with the given one.
-                    flight.rid, flight.again = f"{next(self._rids):016x}", False
-                    generation = await self._ask(request, flight)
-                    if not flight.again or generation.finish is not FinishReason.ABORT:
+                    # Ids have one length, because SGLang aborts every request with the given prefix.
+                    flight.rid, flight.restarts = f"{next(self._rids):016x}", False
+                    generation = await self._post(request, flight)
+                    if not flight.restarts or generation.finish is not FinishReason.ABORT:
                         return generation
             finally:
                 del self._in_flight[request.request_id]
@@ -163,9 +177,9 @@ class SglangEngine:
         patience = loop.time() + PATIENCE_SECONDS
         while pending := [flight for flight in flights if not flight.done.is_set()]:
             for flight in pending:
-                flight.again = False
+                flight.restarts = False
                 if loop.time() > patience and (self._paused or self._refusal):
-                    flight.given_up = True
+                    flight.abandoned = True
                     flight.caller.cancel()
             if request_ids is None:
                 await self._server.abort_all()
@@ -179,49 +193,52 @@ class SglangEngine:
         """See `InferenceEngine`."""
         async with self._changing:
             self._paused = True
-            await self._server.hold()
+            await self._server.pause()
 
     async def resume(self) -> None:
-        """See `InferenceEngine`. After a failed update, requests wait for the next one all the same."""
+        """See `InferenceEngine`. After a failed update, requests still wait for the next one."""
         async with self._changing:
             self._paused = False
-            await self._go_on()
+            await self._resume_server()
 
     async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
-        """See `InferenceEngine`. After a failure, requests in flight wait for the next update, and new ones are refused."""
+        """See `InferenceEngine`.
+
+        After a failure, requests in flight wait for the next update; new requests are refused.
+        """
         with tempfile.TemporaryDirectory(prefix="agenticrun-weights-") as folder:
-            async with self._updating(version) as incoming:
+            async with self._updating(version) as check:
                 links = itertools.count()
                 async for part in parts:
-                    incoming.check(part)
+                    check.add_file(part)
                     (Path(folder) / f"part-{next(links):05d}.safetensors").symlink_to(
                         part.resolve()
                     )
-                incoming.finish()
+                check.finish()
                 await self._server.retract()
                 await self._server.load_folder(Path(folder), version)
 
     @property
     def broadcast_ranks(self) -> int:
-        """See `TakesBroadcast`."""
+        """See `SupportsBroadcast`."""
         return self._options.processes
 
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
-        """See `TakesBroadcast`."""
+        """See `SupportsBroadcast`."""
         await self._server.join_group(host, port, first_rank, world)
 
     async def update_from_broadcast(
         self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int
     ) -> None:
-        """See `TakesBroadcast`."""
-        async with self._updating(version) as incoming:
-            incoming.take({name: tuple(shape) for name, shape in zip(names, shapes, strict=True)})
-            incoming.finish()
+        """See `SupportsBroadcast`."""
+        async with self._updating(version) as check:
+            check.add({name: tuple(shape) for name, shape in zip(names, shapes, strict=True)})
+            check.finish()
             await self._server.retract()
             await self._server.receive(names, dtypes, shapes, version)
 
     async def sleep(self) -> None:
-        """See `InferenceEngine`. On a CPU it frees nothing: SGLang has no way to."""
+        """See `InferenceEngine`. On a CPU it frees nothing: SGLang cannot."""
         if self._in_flight:
             raise EngineError(
                 f"{len(self._in_flight)} requests are in flight: the engine cannot sleep"
@@ -239,8 +256,8 @@ class SglangEngine:
         )
 
     def stats(self) -> EngineStats:
-        """See `InferenceEngine`. Tokens count when their response is finished."""
-        running = min(len(self._in_flight), self._options.seats)
+        """See `InferenceEngine`. Counts tokens when their response is finished."""
+        running = min(len(self._in_flight), self._options.max_requests)
         waiting = len(self._in_flight) - running
         return EngineStats(
             self._version,
@@ -266,9 +283,10 @@ class SglangEngine:
         await self._http.close()
 
     async def _check_plugin(self, log: Path) -> None:
-        """SGLang goes on without a plug-in that fails, and would then record log-probs at another temperature without a word.
+        """Raise `EngineStartError` if the plug-in does not work.
 
-        At a boundless temperature all tokens are equally likely.
+        SGLang ignores a plug-in that fails, and would silently record log-probs at another
+        temperature. The check: at a boundless temperature all tokens are equally likely.
         """
         sampling = SamplingParams(1, record_temperature=BOUNDLESS_TEMPERATURE)
         generation = await self.generate(
@@ -279,14 +297,14 @@ class SglangEngine:
                 f"SGLang runs without AgenticRun's plug-in: look for `plugin` in {log}"
             )
 
-    async def _ask(self, request: GenerationRequest, flight: InFlight) -> Generation:
+    async def _post(self, request: GenerationRequest, flight: _InFlight) -> Generation:
         try:
             answer = await self._http.post("/generate", generate_body(request, flight.rid))
         except asyncio.CancelledError:
-            if flight.given_up:
+            if flight.abandoned:
                 flight.caller.uncancel()
-                return NOTHING
-            # The server would notice some seconds later that nobody listens.
+                return ABORTED_UNSAMPLED
+            # By itself the server would notice the closed connection only after seconds.
             self._background.add(task := asyncio.create_task(self._server.abort(flight.rid)))
             task.add_done_callback(self._background.discard)
             raise
@@ -298,23 +316,26 @@ class SglangEngine:
         return generation
 
     @asynccontextmanager
-    async def _updating(self, version: int) -> AsyncIterator[Incoming]:
-        """The server takes weights inside; all parameters must come."""
+    async def _updating(self, version: int) -> AsyncIterator[UpdateCheck]:
+        """Load weights inside the `with` block. The caller adds every parameter to the check."""
         async with self._changing:
             try:
-                yield Incoming(self._shapes, tied=self._tied)
+                yield UpdateCheck(self._shapes, tied=self._tied)
                 if self._restart_on_update:
                     for flight in self._in_flight.values():
-                        flight.again = True
+                        flight.restarts = True
                     await self._server.abort_all()
             except BaseException as error:
-                self._refusal = f"the last weight update failed ({error}): nothing is served until another succeeds"
+                self._refusal = (
+                    f"the last weight update failed ({error}): "
+                    "nothing is served until another succeeds"
+                )
                 with contextlib.suppress(EngineError):
-                    await self._server.hold()
+                    await self._server.pause()
                 raise
             self._version, self._refusal = version, ""
-            await self._go_on()
+            await self._resume_server()
 
-    async def _go_on(self) -> None:
+    async def _resume_server(self) -> None:
         if not self._paused and not self._refusal:
-            await self._server.go_on()
+            await self._server.resume()

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agenticrun_workers.inference.engine_home import find_engine
-from agenticrun_workers.inference.server_command import command_line
-from agenticrun_workers.inference.server_process import HOST, Server
+from agenticrun_workers.inference.server_command import command_line, find_engine
+from agenticrun_workers.inference.server_process import HOST, ServerSpec
 
 VERSIONS = "==0.5.23"
-"""Tested with: the server's requests and its internals that our plug-in hooks into change between versions."""
+"""The version we test with. The HTTP API and the internals that our plug-in hooks into change between
+versions."""
 HERE = Path(__file__).parent
 OWNED = {
     "model_path": "spec.model",
@@ -23,7 +23,7 @@ OWNED = {
     "trust_remote_code": "spec.model.trustRemoteCode",
     "dtype": "spec.model.dtype",
     "context_length": "spec.pipeline.sequenceLength",
-    "host": "AgenticRun (the server listens on the pod's own address only)",
+    "host": "AgenticRun (the server listens on the loopback only)",
     "port": "AgenticRun (a free port)",
     "device": "spec.roles.inference.gpus",
     "weight_version": "AgenticRun (the policy version)",
@@ -36,7 +36,7 @@ OWNED = {
     "data_parallel_size": "spec.roles.inference.replicas (one engine each)",
     "nnodes": "AgenticRun (an engine lives in one pod)",
     "node_rank": "AgenticRun (an engine lives in one pod)",
-    "tokenizer_worker_num": "AgenticRun (one process hears aborts and updates)",
+    "tokenizer_worker_num": "AgenticRun (one process handles aborts and updates)",
 }
 CPU_DEFAULTS: Mapping[str, Any] = {
     "attention_backend": "torch_native",
@@ -46,19 +46,20 @@ CPU_DEFAULTS: Mapping[str, Any] = {
     "mem_fraction_static": 0.9,
     "max_running_requests": 64,
 }
-"""`sleep_on_idle`: otherwise an idle server takes a whole core. `mem_fraction_static`: `max_total_tokens` is the size of the cache; a small
-fraction would only end the start of larger models, and where other processes take memory meanwhile."""
+"""`sleep_on_idle`: otherwise an idle server takes a whole core. `mem_fraction_static`: the cache has a
+fixed size, `max_total_tokens`, and a small fraction would only make the start of larger models fail,
+or a start while other processes allocate memory."""
 GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
-"""`enable_memory_saver`: lets `sleep` give the memory to a trainer."""
+"""`enable_memory_saver`: lets `sleep` free the memory for a trainer."""
 DTYPES = ("float32", "bfloat16", "float16")
-MANY = 1 << 30
+UNLIMITED = 1 << 30
 CPU_CACHED_TOKENS = 16384
-"""Least size of the KV cache on a CPU, in tokens."""
+"""Smallest KV cache on a CPU, in tokens."""
 
 
 @dataclass(frozen=True)
 class SglangOptions:
-    """What decides how a server is started. `threads` counts those of its matrix products on a CPU."""
+    """How to start an SGLang server. The arguments are those of `SglangEngine`."""
 
     folder: Path
     dtype: str
@@ -71,7 +72,7 @@ class SglangOptions:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a `config` that we own options of, and for a precision that SGLang does not have."""
+        """Raise `ValueError` for options that we own, or a dtype that SGLang does not support."""
         if self.dtype not in DTYPES:
             raise ValueError(
                 f"spec.model.dtype is {self.dtype}, but SGLang computes with {' or '.join(DTYPES)}"
@@ -80,13 +81,13 @@ class SglangOptions:
 
     @property
     def processes(self) -> int:
-        """How many processes compute with the weights."""
+        """Number of processes that hold the weights."""
         return int(self._merged.get("tp_size", 1)) * int(self._merged.get("pp_size", 1))
 
     @property
-    def seats(self) -> int:
-        """How many requests are computed at once."""
-        return int(self._merged.get("max_running_requests", MANY))
+    def max_requests(self) -> int:
+        """Number of requests that the server computes at once."""
+        return int(self._merged.get("max_running_requests", UNLIMITED))
 
     @property
     def _merged(self) -> Mapping[str, Any]:
@@ -108,7 +109,7 @@ class SglangOptions:
             "port": port,
             "device": "cuda" if self.gpus else "cpu",
             "dtype": self.dtype,
-            # It keeps one position for itself.
+            # SGLang keeps one position for itself.
             "context_length": self.max_length + 8,
             "weight_version": str(self.version),
             "skip_tokenizer_init": True,
@@ -118,15 +119,15 @@ class SglangOptions:
         }
         return [*command_line(ours, {}), *command_line(self.config, OWNED, self._defaults)]
 
-    def server(self) -> Server:
-        """Raises `EngineStartError` if SGLang is not installed, or in another version."""
+    def spec(self) -> ServerSpec:
+        """Return how to start the server. Raises `EngineStartError` if SGLang is not installed."""
         python = find_engine("sglang", ["sglang"], VERSIONS)
-        return Server(
+        return ServerSpec(
             "sglang",
             lambda port: [str(python), "-m", "sglang.launch_server", *self.flags(port)],
             self.log_folder,
             environment=self._environment(),
-            # It drains for seconds when asked to end, and there is nothing to save.
+            # On SIGTERM it drains for seconds, and there is nothing to save.
             stop_seconds=0,
         )
 
@@ -138,13 +139,14 @@ class SglangOptions:
         ]
         environment = {
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            # `max_length` was compared with the model's own limit; the positions that SGLang adds are never used.
+            # We check `max_length` against the model's own limit. The positions that SGLang adds
+            # are never used.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
         if not self.gpus:
-            # Compiling takes longer than all that a small model computes.
+            # Compilation takes longer than a small model ever computes.
             environment |= {
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "OMP_NUM_THREADS": str(self.threads),

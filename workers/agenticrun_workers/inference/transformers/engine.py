@@ -1,11 +1,13 @@
-"""An inference engine inside the process: continuous batching on any causal language model of transformers, on CPU or GPU.
+"""The embedded engine: continuous batching on any causal language model of transformers.
 
-Requests join and leave between two forward passes. Each session (trajectory) keeps its keys and values between turns, so a
-turn only computes its new tokens; a weight update drops them, and requests in flight go on from the tokens they have.
+It runs on a CPU or a GPU. Requests join and leave between two forward passes. Each session
+(trajectory) keeps its keys and values between turns, so a turn computes only its new tokens. A
+weight update drops them, and requests in flight continue from the tokens they have.
 
-Why not transformers' own `generate_batch`: it keeps no cache between the turns of a session, its weights cannot change while
-requests are in flight, and its paged attention costs more per step than a whole forward pass of the tiny models this engine
-is for. Large models belong on SGLang or vLLM.
+Why not the `generate_batch` of transformers: it keeps no cache between the turns of a session, its
+weights cannot change while requests are in flight, and its paged attention costs more per step than
+a whole forward pass of the tiny models that this engine is for. Large models belong on SGLang or
+vLLM.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import ChainMap, OrderedDict
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,30 +23,33 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from agenticrun_workers.inference.batching import in_batches
 from agenticrun_workers.inference.engine import EngineError, EngineStats, UnusableModel
-from agenticrun_workers.inference.in_flight import Running
-from agenticrun_workers.inference.request_limits import RequestLimits
-from agenticrun_workers.inference.transformers.caches import Caches, PrivateCaches, SessionCaches
+from agenticrun_workers.inference.model_files import RequestLimits
+from agenticrun_workers.inference.transformers.caches import (
+    Caches,
+    PrivateCaches,
+    RunningRequest,
+    SessionCaches,
+)
 from agenticrun_workers.inference.transformers.forward import Forward
-from agenticrun_workers.inference.transformers.held_weights import HeldWeights
+from agenticrun_workers.inference.transformers.weights import EngineWeights
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.pretrained import ModelLoadError
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 
 
 class TransformersEngine:
-    """See the module's docstring; the protocol is `InferenceEngine`.
+    """The embedded engine; see the module's docstring. Implements `InferenceEngine`.
 
     Args:
-        load: makes the model; called in the engine's thread by `start`.
+        load: loads the model; `start` calls it in the engine's thread.
         max_length: longest sequence, prompt and response.
-        max_sessions: how many sessions keep their cache; also the number of requests computed at once.
-        max_step_tokens: most tokens (with padding) of one forward pass.
+        max_sessions: number of sessions that keep their cache, and of requests computed at once.
+        max_step_tokens: most tokens, with padding, of one forward pass.
         version: policy version of the weights that `load` returns.
-        alone: compute each request by itself and its whole prompt anew, so that its result depends on nothing else, bit for
-            bit (`pipeline.deterministic`).
-        restart_on_update: new weights begin responses in flight again, so that each has one version
+        batch_invariant: compute each request alone and without a cached prefix, so that no bit of
+            its result depends on other requests (`pipeline.deterministic`).
+        restart_on_update: new weights restart the responses in flight, so that each has one version
             (`staleness.partialRollout: false`).
     """
 
@@ -56,7 +61,7 @@ class TransformersEngine:
         max_sessions: int = 256,
         max_step_tokens: int = 8192,
         version: int = 0,
-        alone: bool = False,
+        batch_invariant: bool = False,
         restart_on_update: bool = False,
     ) -> None:
         self._load = load
@@ -64,19 +69,19 @@ class TransformersEngine:
         self._max_sessions = max_sessions
         self._max_step_tokens = max_step_tokens
         self._version = version
-        self._alone = alone
+        self._batch_invariant = batch_invariant
         self._restart_on_update = restart_on_update
         self._caches = self._new_caches()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._waiting: OrderedDict[str, Running] = OrderedDict()
-        self._running: dict[str, Running] = {}
+        self._waiting: OrderedDict[str, RunningRequest] = OrderedDict()
+        self._running: dict[str, RunningRequest] = {}
         self._work = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
         self._ready = asyncio.Event()
-        """Set while the model has weights to compute with."""
+        """Set while the model has weights."""
         self._refusal: str | None = None
-        """Why new requests are refused, and do not wait until it is set."""
+        """Why new requests are refused instead of waiting for `_ready`, or None."""
         self._between_steps = asyncio.Lock()
         self._server: asyncio.Task[None] | None = None
         self._generated = self._prompted = self._aborted = 0
@@ -92,14 +97,16 @@ class TransformersEngine:
         self._limits = RequestLimits(
             int(self._model.get_input_embeddings().weight.shape[0]), self._max_length
         )
-        self._weights = HeldWeights(self._model)
+        self._weights = EngineWeights(self._model)
         self._ready.set()
         self._server = asyncio.create_task(self._serve(), name="transformers-engine")
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `InferenceEngine`."""
         self._check(request)
-        running = Running(request, asyncio.get_running_loop().create_future(), request.session)
+        running = RunningRequest(
+            request, asyncio.get_running_loop().create_future(), request.session
+        )
         self._waiting[request.request_id] = running
         self._work.set()
         try:
@@ -129,32 +136,34 @@ class TransformersEngine:
         self._open.set()
 
     async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
-        """See `InferenceEngine`. After a failure, requests in flight wait for the next update, and new ones are refused."""
+        """See `InferenceEngine`.
+
+        After a failure, requests in flight wait for the next update; new requests are refused.
+        """
         async with self._updating(version):
             async for part in parts:
                 await self._in_thread(self._weights.copy, part)
 
     broadcast_ranks = 1
-    """See `TakesBroadcast`."""
+    """See `SupportsBroadcast`."""
 
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
-        """See `TakesBroadcast`."""
+        """See `SupportsBroadcast`."""
         await self._in_thread(self._weights.join, host, port, first_rank, world)
 
     async def update_from_broadcast(
         self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int
     ) -> None:
-        """See `TakesBroadcast`; failures as of `update_weights`."""
+        """See `SupportsBroadcast`. Fails as `update_weights` does."""
         async with self._updating(version):
             await self._in_thread(self._weights.receive, names, dtypes, shapes)
 
     async def sleep(self) -> None:
-        """See `InferenceEngine`. Frees the memory of weights and caches, on every device."""
+        """See `InferenceEngine`. Frees the memory of weights and caches, on CPUs too."""
         async with self._between_steps:
             if self._waiting or self._running:
-                raise EngineError(
-                    f"{len(self._waiting) + len(self._running)} requests are in flight: the engine cannot sleep"
-                )
+                in_flight = len(self._waiting) + len(self._running)
+                raise EngineError(f"{in_flight} requests are in flight: the engine cannot sleep")
             self._ready.clear()
             self._refusal = "the engine sleeps"
             self._caches = self._new_caches()
@@ -188,11 +197,11 @@ class TransformersEngine:
         self._thread.shutdown()
 
     def _new_caches(self) -> Caches:
-        return PrivateCaches() if self._alone else SessionCaches(self._max_sessions)
+        return PrivateCaches() if self._batch_invariant else SessionCaches(self._max_sessions)
 
     @asynccontextmanager
     async def _updating(self, version: int) -> AsyncIterator[None]:
-        """Nothing is computed while weights change; they are `version` afterwards, or no good."""
+        """Change the weights inside the `with` block; compute nothing until that has succeeded."""
         async with self._between_steps:
             self._ready.clear()
             self._refusal = None
@@ -203,13 +212,13 @@ class TransformersEngine:
             except BaseException as error:
                 self._refusal = f"the last weight update failed ({error})"
                 raise
-            self._become(version)
+            self._use_version(version)
             self._ready.set()
 
-    def _become(self, version: int) -> None:
-        """The weights are those of `version`: nothing that was computed is worth anything."""
+    def _use_version(self, version: int) -> None:
+        """Use the new weights: drop all cached keys and values."""
         self._version = version
-        self._caches.forget()
+        self._caches.invalidate()
         for running in self._running.values():
             running.cached = 0
             if self._restart_on_update:
@@ -228,7 +237,7 @@ class TransformersEngine:
         self._limits.check(request, ChainMap(self._waiting, self._running))
 
     async def _serve(self) -> None:
-        """Step after step for ever, with the event loop free while a step is computed."""
+        """Compute step after step. The event loop is free while a step is computed."""
         try:
             while True:
                 await self._open.wait()
@@ -241,7 +250,9 @@ class TransformersEngine:
                     if self._open.is_set() and self._ready.is_set():
                         self._admit()
                         batches = in_batches(
-                            self._running.values(), self._max_step_tokens, alone=self._alone
+                            self._running.values(),
+                            self._max_step_tokens,
+                            one_by_one=self._batch_invariant,
                         )
                         for batch, sampled in zip(
                             batches, await self._in_thread(self._forward, batches), strict=True
@@ -254,7 +265,7 @@ class TransformersEngine:
             raise
 
     def _admit(self) -> None:
-        """Give waiting requests a place to compute in."""
+        """Admit waiting requests to the next step."""
         while self._waiting and len(self._running) < self._max_sessions:
             request_id, running = self._waiting.popitem(last=False)
             if running.done.done():
@@ -263,14 +274,19 @@ class TransformersEngine:
             self._prompted += running.pending
             self._running[request_id] = running
 
-    def _forward(self, batches: list[list[Running]]) -> list[tuple[list[int], list[float]]]:
-        """Compute the pending tokens of each request and sample its next one. Runs in the engine's thread, once for all batches."""
+    def _forward(self, batches: list[list[RunningRequest]]) -> list[tuple[list[int], list[float]]]:
+        """Compute the pending tokens of each request and sample its next one.
+
+        Runs in the engine's thread, once for all batches.
+        """
         began = time.perf_counter()
         sampled = [self._compute(batch) for batch in batches]
         self._busy += time.perf_counter() - began
         return sampled
 
-    def _deliver(self, batch: list[Running], tokens: list[int], logprobs: list[float]) -> None:
+    def _deliver(
+        self, batch: list[RunningRequest], tokens: list[int], logprobs: list[float]
+    ) -> None:
         for running, token, logprob in zip(batch, tokens, logprobs, strict=True):
             running.cached += running.pending
             running.tokens.append(token)
@@ -285,10 +301,37 @@ class TransformersEngine:
             elif len(running.tokens) >= sampling.max_new_tokens:
                 self._release(running, FinishReason.LENGTH)
 
-    def _release(self, running: Running, reason: FinishReason) -> None:
+    def _release(self, running: RunningRequest, reason: FinishReason) -> None:
         """End a request."""
         if self._running.pop(running.request.request_id, None) is not None:
             self._caches.close(running)
         if reason is FinishReason.ABORT:
             self._aborted += len(running.tokens)
         running.finish(reason)
+
+
+def in_batches(
+    requests: Iterable[RunningRequest], max_tokens: int, *, one_by_one: bool
+) -> list[list[RunningRequest]]:
+    """Split requests into batches with about the same number of pending tokens per row.
+
+    Args:
+        requests: the requests in flight.
+        max_tokens: most tokens, with padding, of a batch of several requests.
+        one_by_one: make each request a batch of its own.
+    """
+    if one_by_one:
+        return [[running] for running in requests]
+    batches: list[list[RunningRequest]] = []
+    for running in sorted(requests, key=lambda r: (r.pending, r.slot)):
+        last = batches[-1] if batches else []
+        fits = bool(last) and (len(last) + 1) * running.pending <= max_tokens
+        if (
+            fits
+            and running.pending <= 2 * last[0].pending
+            and (running.pending == 1) == (last[0].pending == 1)
+        ):
+            last.append(running)
+        else:
+            batches.append([running])
+    return [sorted(batch, key=lambda r: r.slot) for batch in batches]

