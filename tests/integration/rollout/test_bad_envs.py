@@ -22,7 +22,7 @@ from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.group_plan import GroupPlan
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.rollout.store import TrajectoryStore
+from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.seeds import env_seed
 from agenticrun_workers.types import StopReason, Stream
 from rollout_fakes import FakeEngine

@@ -19,7 +19,7 @@ from agenticrun_workers.rollout.endpoints import Peers
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker, agent_limits, describe_envs
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.rollout.store import TrajectoryStore
+from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory, Turn
 from rollout_fakes import FakeEngine, Remote

@@ -20,7 +20,7 @@ from agenticrun_workers.rollout.replay import (
     fetch,
     record_or_replay,
 )
-from agenticrun_workers.rollout.store import TrajectoryStore
+from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 

@@ -24,7 +24,7 @@ from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.group_plan import GroupPlan
 from agenticrun_workers.rollout.group_runner import PlayedGroup, play_group
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, as_episode
-from agenticrun_workers.rollout.store import TrajectoryStore
+from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from rollout_fakes import Remote, result

@@ -1,18 +1,18 @@
 """Agents: coroutines that drive an environment with a policy, one episode at a time."""
 
 from agenticrun_workers.agents.agent import Agent, AgentLimits, Episode, Generate
-from agenticrun_workers.agents.bundles import (
-    BundledGenerationOutputs,
-    EpisodeEnded,
-    Prompt,
-    ScoredSequence,
-)
 from agenticrun_workers.agents.chat import ChatFormat, ChatTemplateError
 from agenticrun_workers.agents.generation_config import GenerationConfig
 from agenticrun_workers.agents.math_multi_turn import MathMultiTurnAgent
 from agenticrun_workers.agents.multi_turn import MultiTurnAgent
 from agenticrun_workers.agents.outside import OutsideAgent
 from agenticrun_workers.agents.queued import QueuedAgent, Request
+from agenticrun_workers.agents.queued_types import (
+    BundledGenerationOutputs,
+    EpisodeEnded,
+    Prompt,
+    ScoredSequence,
+)
 from agenticrun_workers.agents.random_policy import random_valid_policy
 from agenticrun_workers.agents.registry import (
     AgentConfigError,

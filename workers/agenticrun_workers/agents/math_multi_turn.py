@@ -17,15 +17,15 @@ from itertools import accumulate
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from agenticrun_workers.agents.bundles import (
+from agenticrun_workers.agents.chat import ChatFormat
+from agenticrun_workers.agents.generation_config import GenerationConfig
+from agenticrun_workers.agents.queued import Request
+from agenticrun_workers.agents.queued_types import (
     BundledGenerationOutputs,
     EpisodeEnded,
     Prompt,
     ScoredSequence,
 )
-from agenticrun_workers.agents.chat import ChatFormat
-from agenticrun_workers.agents.generation_config import GenerationConfig
-from agenticrun_workers.agents.queued import Request
 from agenticrun_workers.agents.registry import register_agent
 from agenticrun_workers.envs.service import EnvironmentService
 

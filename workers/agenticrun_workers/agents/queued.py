@@ -19,10 +19,10 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate
-from agenticrun_workers.agents.bundles import BundledGenerationOutputs, Prompt, ScoredSequence
 from agenticrun_workers.agents.chat import ChatFormat
 from agenticrun_workers.agents.generation_config import GenerationConfig
 from agenticrun_workers.agents.queued_episode import QueuedEpisode
+from agenticrun_workers.agents.queued_types import BundledGenerationOutputs, Prompt, ScoredSequence
 from agenticrun_workers.agents.service_view import view_of
 from agenticrun_workers.envs import Env
 from agenticrun_workers.envs.service import EnvironmentService, ServiceCalls

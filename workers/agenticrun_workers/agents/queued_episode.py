@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate, answered
-from agenticrun_workers.agents.bundles import (
+from agenticrun_workers.agents.chat import ChatFormat
+from agenticrun_workers.agents.generation_config import GenerationConfig
+from agenticrun_workers.agents.queued_types import (
     BundledGenerationOutputs,
     EpisodeEnded,
     Prompt,
     ScoredSequence,
 )
-from agenticrun_workers.agents.chat import ChatFormat
-from agenticrun_workers.agents.generation_config import GenerationConfig
 from agenticrun_workers.agents.sampled_tree import SampledTree
 from agenticrun_workers.agents.service_view import ServiceView
 from agenticrun_workers.envs import EnvFault

@@ -19,7 +19,7 @@ from agenticrun_workers.placement import Placement, check_placement, options_for
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.groups import EpisodeResult
-from agenticrun_workers.rollout.store import TrajectoryStore
+from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.trainer.rank import CRITIC, REFERENCE
 from agenticrun_workers.trainer.reference_and_critic import CriticActor, ReferenceActor

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from agenticrun_workers.agents.outside.api import Asked
 from agenticrun_workers.agents.outside.messages import ChatMessage
-from agenticrun_workers.agents.outside.requests import Asked
 from agenticrun_workers.types import FinishReason, Generation
 
 

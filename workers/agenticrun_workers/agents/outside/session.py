@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate, answered
 from agenticrun_workers.agents.chat import ChatFormat
+from agenticrun_workers.agents.outside.api import Asked, chat_request, completion_request
 from agenticrun_workers.agents.outside.errors import ApiError, refused
 from agenticrun_workers.agents.outside.messages import ChatMessage
 from agenticrun_workers.agents.outside.recorded import Answer, Recorded
-from agenticrun_workers.agents.outside.requests import Asked, chat_request, completion_request
 from agenticrun_workers.agents.outside.responses import Choice, Response
 from agenticrun_workers.agents.outside.tool_calls import answer_message
 from agenticrun_workers.agents.sampled_tree import Sampled
