@@ -10,8 +10,8 @@ import numpy as np
 from openai import AsyncOpenAI
 
 from agenticrun_workers.agents import AgentLimits, ChatFormat, Episode, OutsideAgent
+from agenticrun_workers.agents.outside.messages import HERMES
 from agenticrun_workers.agents.outside.session import Policy, Session
-from agenticrun_workers.agents.outside.tool_calls import HERMES
 from agenticrun_workers.plugins import compile_pattern
 from agenticrun_workers.types import (
     EpisodeKey,

@@ -20,8 +20,7 @@ from agenticrun_workers.rollout.controller import RolloutController, RolloutPosi
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.group_plan import GroupPlan
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, GroupTask
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.seeds import env_seed
 from agenticrun_workers.types import StopReason, Stream

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from agenticrun_workers.agents import AgentLimits, OutsideAgent
-from agenticrun_workers.agents.outside.errors import ApiError
+from agenticrun_workers.agents.outside.messages import ApiError
 from agenticrun_workers.types import StopReason, Trajectory
 from outside_agents import (
     CHAT,

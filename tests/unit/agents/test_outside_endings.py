@@ -16,7 +16,7 @@ import pytest
 
 from agenticrun_workers.agents import AgentConfigError, AgentLimits, OutsideAgent, make_agent
 from agenticrun_workers.agents.outside import endpoint, program
-from agenticrun_workers.agents.outside.errors import ApiError
+from agenticrun_workers.agents.outside.messages import ApiError
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason
 from outside_agents import (
     EPISODE,

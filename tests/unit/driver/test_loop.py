@@ -24,8 +24,7 @@ from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.group_plan import GroupPlan
-from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupPlan, GroupTask
 from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
 from agenticrun_workers.types import Stream
 from agenticrun_workers.weights.sync import SyncReport

@@ -18,8 +18,13 @@ from agenticrun_workers.rollout.controller import (
     TooManyRejected,
 )
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.group_plan import GroupFilter, GroupPlan, zero_variance
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.groups import (
+    EpisodeResult,
+    GroupFilter,
+    GroupPlan,
+    GroupTask,
+    zero_variance,
+)
 from agenticrun_workers.types import StopReason
 from rollout_fakes import FakePlayers
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
+from agenticrun_workers.rollout.env_worker import Outbox
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
-from agenticrun_workers.rollout.result_mailbox import Outbox
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream
 from rollout_fakes import Remote, result

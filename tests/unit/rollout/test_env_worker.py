@@ -15,10 +15,9 @@ from agenticrun_workers.agents import ChatFormat, Episode
 from agenticrun_workers.envs import FrozenLake, StepResult
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer, words_of
-from agenticrun_workers.rollout.endpoints import Peers
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker, agent_limits, describe_envs
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, Peers
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory, Turn

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import Episode
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.rollout.group_plan import GroupPlan
-from agenticrun_workers.rollout.groups import EpisodeResult, tag_cycle
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, tag_cycle
 from agenticrun_workers.seeds import derive, env_seed, sampling_seed
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn

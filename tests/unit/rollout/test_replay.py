@@ -13,8 +13,8 @@ from agenticrun_api import Pipeline
 from agenticrun_workers.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.rollout.controller import Batch, RolloutCounts, RolloutPosition
 from agenticrun_workers.rollout.groups import EpisodeResult, Group
-from agenticrun_workers.rollout.recording import Recording
-from agenticrun_workers.rollout.replay import (
+from agenticrun_workers.rollout.recording import (
+    Recording,
     RecordingRollout,
     ReplayRollout,
     fetch,

@@ -21,9 +21,8 @@ from agenticrun_workers.envs import FrozenLake
 from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
-from agenticrun_workers.rollout.group_plan import GroupPlan
 from agenticrun_workers.rollout.group_runner import PlayedGroup, play_group
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, as_episode
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, GroupTask, as_episode
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn

@@ -2,14 +2,13 @@
 
 from agenticrun_workers.agents.agent import Agent, AgentLimits, Episode, Generate
 from agenticrun_workers.agents.chat import ChatFormat, ChatTemplateError
-from agenticrun_workers.agents.generation_config import GenerationConfig
 from agenticrun_workers.agents.math_multi_turn import MathMultiTurnAgent
-from agenticrun_workers.agents.multi_turn import MultiTurnAgent
 from agenticrun_workers.agents.outside import OutsideAgent
 from agenticrun_workers.agents.queued import QueuedAgent, Request
 from agenticrun_workers.agents.queued_types import (
     BundledGenerationOutputs,
     EpisodeEnded,
+    GenerationConfig,
     Prompt,
     ScoredSequence,
 )
@@ -22,8 +21,7 @@ from agenticrun_workers.agents.registry import (
     make_agent,
     register_agent,
 )
-from agenticrun_workers.agents.step_wise import StepWiseAgent
-from agenticrun_workers.agents.turn_based import TurnBasedAgent
+from agenticrun_workers.agents.turn_based import MultiTurnAgent, StepWiseAgent, TurnBasedAgent
 
 __all__ = [
     "Agent",

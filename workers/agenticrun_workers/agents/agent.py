@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from agenticrun_workers.envs import MetricMode, StepResult
 from agenticrun_workers.envs.env import Env, EnvFault
 from agenticrun_workers.seeds import env_seed, sampling_seed
 from agenticrun_workers.types import (
@@ -112,3 +113,44 @@ def answered(generation: Generation) -> Generation:
     if not len(generation.tokens_T):
         raise EnvFault(StopReason.PARSE_ERROR, "the policy's response is empty")
     return generation
+
+
+LAST_BY_DEFAULT = ("success",)
+
+
+class EpisodeMetrics:
+    """Metrics of one episode. The mode that came with a name's first value holds."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+        self._modes: dict[str, MetricMode] = {}
+
+    def add(self, name: str, value: float, mode: MetricMode | None = None) -> None:
+        """One step's value."""
+        self._values.setdefault(name, []).append(value)
+        self._modes.setdefault(name, mode or ("last" if name in LAST_BY_DEFAULT else "sum"))
+
+    def add_step(self, result: StepResult) -> None:
+        """All values of a step."""
+        for name, value in result.metrics.items():
+            self.add(name, float(value), result.modes.get(name))
+
+    def totals(self) -> dict[str, float]:
+        """One value per name."""
+        return {name: _combined(values, self._modes[name]) for name, values in self._values.items()}
+
+
+def _combined(values: list[float], mode: MetricMode) -> float:
+    match mode:
+        case "sum":
+            return sum(values)
+        case "mean":
+            return sum(values) / len(values)
+        case "min":
+            return min(values)
+        case "max":
+            return max(values)
+        case "first":
+            return values[0]
+        case "last":
+            return values[-1]

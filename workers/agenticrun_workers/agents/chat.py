@@ -8,6 +8,7 @@ would have rendered for the whole conversation.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -136,3 +137,24 @@ class ChatFormat:
 
     def _encode(self, text: str) -> IntArray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+NUMBERS = ("turn", "turns_left", "max_tokens", "step_count", "history_length")
+"""Placeholders that become digits."""
+
+
+def check_template(template: str, fields: Sequence[str]) -> None:
+    """Raise `ValueError` if a template asks for anything but these fields."""
+    try:
+        template.format_map(dict.fromkeys(fields, ""))
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"template {template!r}: {error!r}; known fields are {', '.join(fields)}"
+        ) from error
+
+
+def fixed_text(template: str) -> list[str]:
+    """What a template writes itself: its text without the placeholders, and digits if it writes numbers."""
+    text = re.sub(r"\{(\w*)\}", "", template)
+    writes_numbers = any(f"{{{name}}}" in template for name in NUMBERS)
+    return [text, *"0123456789"] if writes_numbers else [text]

@@ -18,11 +18,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from agenticrun_workers.agents.chat import ChatFormat
-from agenticrun_workers.agents.generation_config import GenerationConfig
 from agenticrun_workers.agents.queued import Request
 from agenticrun_workers.agents.queued_types import (
     BundledGenerationOutputs,
     EpisodeEnded,
+    GenerationConfig,
     Prompt,
     ScoredSequence,
 )

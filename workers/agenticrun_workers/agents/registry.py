@@ -12,9 +12,9 @@ from typing import Any, cast, overload
 from transformers import PreTrainedTokenizerBase
 
 from agenticrun_workers.agents.agent import Agent, AgentLimits
-from agenticrun_workers.agents.generation_config import GenerationConfig
+from agenticrun_workers.agents.chat import fixed_text
 from agenticrun_workers.agents.queued import QueuedAgent
-from agenticrun_workers.agents.templates import fixed_text
+from agenticrun_workers.agents.queued_types import GenerationConfig
 from agenticrun_workers.plugins import (
     ErrorTypes,
     PluginConfigError,

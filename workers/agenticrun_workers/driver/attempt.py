@@ -28,8 +28,8 @@ from agenticrun_workers.reporting.clock import rfc3339
 from agenticrun_workers.reporting.trackers import build_trackers
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.group_plan import GroupPlan
-from agenticrun_workers.rollout.replay import record_or_replay
+from agenticrun_workers.rollout.groups import GroupPlan
+from agenticrun_workers.rollout.recording import record_or_replay
 
 log = logging.getLogger(__name__)
 

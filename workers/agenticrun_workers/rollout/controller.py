@@ -13,9 +13,8 @@ import numpy as np
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.rollout.env_pool import Players
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.group_plan import GroupPlan
 from agenticrun_workers.rollout.group_runner import PlayedGroup, play_group
-from agenticrun_workers.rollout.groups import EpisodeResult, Group
+from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupPlan
 from agenticrun_workers.rollout.log_once import Once
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ import ray
 import ray.exceptions
 
 from agenticrun_workers.errors import RolloutFailed
-from agenticrun_workers.rollout.endpoints import Peers
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, Peers
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory
 

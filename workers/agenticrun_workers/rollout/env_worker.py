@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,11 +18,8 @@ from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.models.tokenizer import TokenizerCorpus, TokenizerSource, load_tokenizer
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.plugins import PluginConfigError, PluginError
-from agenticrun_workers.rollout.endpoints import Peers
-from agenticrun_workers.rollout.env_cache import step_timeout
-from agenticrun_workers.rollout.episode_runner import EpisodePlayer, Played, Sources
-from agenticrun_workers.rollout.groups import EpisodeResult
-from agenticrun_workers.rollout.result_mailbox import Outbox
+from agenticrun_workers.rollout.episode_runner import EpisodePlayer, Played, Sources, step_timeout
+from agenticrun_workers.rollout.groups import EpisodeResult, Peers
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
@@ -225,3 +223,42 @@ def agent_limits(pipeline: Pipeline, spec: EnvSpec, stream: Stream) -> AgentLimi
 
 def _field_of(error: PluginError) -> str:
     return "config" if isinstance(error, PluginConfigError) else "type"
+
+
+T = TypeVar("T")
+
+
+class Outbox(Generic[T]):
+    """Results waiting for whoever asks. One taker at a time."""
+
+    def __init__(self, gather_seconds: float = 0.002) -> None:
+        self._items: list[T] = []
+        self._failure: BaseException | None = None
+        self._filled = asyncio.Event()
+        self._gather_seconds = gather_seconds
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        self._filled.set()
+
+    def fail(self, error: BaseException) -> None:
+        """There may be items that never come: every `take` raises this from now on."""
+        self._failure = self._failure or error
+        self._filled.set()
+
+    async def take(self, patience: float = 5.0) -> list[T]:
+        """All items; waits for the first one at most `patience` seconds (then: none) and for its neighbours a moment.
+
+        Raises what `fail` was told.
+        """
+        try:
+            async with asyncio.timeout(patience):  # wait_for can swallow a cancellation
+                await self._filled.wait()
+        except TimeoutError:
+            return []
+        await asyncio.sleep(self._gather_seconds)
+        if self._failure is not None:
+            raise self._failure
+        items, self._items = self._items, []
+        self._filled.clear()
+        return items

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from agenticrun_api import Pipeline
+from agenticrun_api.environments import EnvSpec
 from agenticrun_workers.agents import Agent, ChatFormat, Episode, Generate, random_valid_policy
-from agenticrun_workers.envs import Env, EnvFault, Renders
+from agenticrun_workers.envs import Env, EnvFault, Renders, make_env
 from agenticrun_workers.envs.calls import one_line
-from agenticrun_workers.envs.isolated import IsolatedEnv
+from agenticrun_workers.envs.isolated import IsolatedEnv, Isolation
 from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.rollout.camera import Filmed, animated_gif
 from agenticrun_workers.rollout.datasets import EpisodeItems
 from agenticrun_workers.rollout.demonstrations import Demonstrations
-from agenticrun_workers.rollout.env_cache import EnvSupply, step_timeout
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, as_episode
 from agenticrun_workers.rollout.log_once import Once
 from agenticrun_workers.rollout.rewards import JudgePanel, judged_episode
-from agenticrun_workers.rollout.transcript import transcript
 from agenticrun_workers.types import (
     EpisodeKey,
     Generation,
@@ -237,3 +237,97 @@ def _counted(generate: Generate, played: Played) -> Generate:
         return generation
 
     return counting
+
+
+STEP_TIMEOUT_SECONDS = 60.0
+"""Default of `envs[].stepTimeoutSeconds`, in runs that are not deterministic."""
+
+BUILD_TIMEOUT_SECONDS = 300.0
+"""An isolated environment may read its data first."""
+
+
+def step_timeout(pipeline: Pipeline, spec: EnvSpec) -> float | None:
+    """Seconds that a reset or step of this environment may take; None: any."""
+    return spec.step_timeout_seconds or (None if pipeline.deterministic else STEP_TIMEOUT_SECONDS)
+
+
+class EnvSupply:
+    """Take an environment for an episode, and give it back."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._idle: dict[str, list[Env]] = defaultdict(list)
+        timeout = None if pipeline.deterministic else BUILD_TIMEOUT_SECONDS
+        self._isolations = {
+            spec.tag: Isolation(spec.type, spec.config, timeout)
+            for spec in pipeline.envs
+            if spec.isolated
+        }
+
+    async def take(self, tag: str) -> Env:
+        """One that plays no other episode. Raises what building it raises; `EnvFault` if it is isolated."""
+        if self._idle[tag]:
+            return self._idle[tag].pop()
+        if tag in self._isolations:
+            return await self._isolations[tag].start()
+        spec = self._pipeline.env(tag)
+        return make_env(spec.type, spec.config)
+
+    def give_back(self, tag: str, env: Env) -> None:
+        """After an episode in which nothing went wrong."""
+        if getattr(env, "reusable", True) and not (isinstance(env, IsolatedEnv) and env.worn_out):
+            self._idle[tag].append(env)
+        else:
+            self.give_up(env)
+
+    def give_up(self, env: Env) -> None:
+        """Nobody knows which state it is in."""
+        if isinstance(env, IsolatedEnv):
+            env.end()
+
+
+MAX_CHARACTERS = 32_768
+"""Of one transcript: what does not fit is left out as whole turns from the middle of the episode."""
+MAX_PART = 4_096
+"""Characters of one prompt or answer; what lies in the middle of a longer one is left out."""
+
+
+def transcript(trajectory: Trajectory, chat: ChatFormat) -> str:
+    """The whole episode, turn by turn, and how it ended."""
+    blocks = [_turn(number, turn, chat) for number, turn in enumerate(trajectory.turns, start=1)]
+    reason = (
+        f"{trajectory.stop_reason}: {trajectory.error}"
+        if trajectory.error
+        else trajectory.stop_reason.value
+    )
+    return "".join(
+        [*_within_bounds(blocks), f"--- end: {reason}, score {trajectory.score:.4g} ---\n"]
+    )
+
+
+def _turn(number: int, turn: Turn, chat: ChatFormat) -> str:
+    action = "none" if turn.action is None else repr(turn.action)
+    return (
+        f"--- turn {number} ---\n{_shortened(chat.shown(turn.prompt_T))}\n"
+        f"--- answer {number}: action {action}, {'valid' if turn.valid else 'not valid'}, reward {turn.reward:.4g} ---\n"
+        f"{_shortened(chat.shown(turn.response_T))}\n"
+    )
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_PART:
+        return text
+    half = MAX_PART // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+def _within_bounds(blocks: list[str]) -> list[str]:
+    """The first and the last turns, as many as fit: the last one first, then from the beginning."""
+    room = MAX_CHARACTERS - sum(map(len, blocks[-1:]))
+    kept = 0
+    while kept < len(blocks) - 1 and len(blocks[kept]) <= room:
+        room -= len(blocks[kept])
+        kept += 1
+    left_out = len(blocks) - 1 - kept
+    gap = [f"--- {left_out} turns left out ---\n"] if left_out > 0 else []
+    return [*blocks[:kept], *gap, *blocks[-1:]]

@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from agenticrun_workers.rollout.env_pool import Players
-from agenticrun_workers.rollout.group_plan import GroupPlan
-from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupTask, every_trajectory
+from agenticrun_workers.rollout.groups import (
+    EpisodeResult,
+    Group,
+    GroupPlan,
+    GroupTask,
+    every_trajectory,
+)
 from agenticrun_workers.types import StopReason, Stream
 
 

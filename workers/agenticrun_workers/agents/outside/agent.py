@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate
+from agenticrun_workers.agents.agent import AgentLimits, Episode, EpisodeMetrics, Generate
 from agenticrun_workers.agents.chat import ChatFormat
-from agenticrun_workers.agents.episode_metrics import EpisodeMetrics
 from agenticrun_workers.agents.outside.endpoint import serving
+from agenticrun_workers.agents.outside.messages import HERMES
 from agenticrun_workers.agents.outside.program import (
     Task,
     called,
@@ -22,9 +22,7 @@ from agenticrun_workers.agents.outside.program import (
     function_at,
     function_program,
 )
-from agenticrun_workers.agents.outside.recorded import Answer
-from agenticrun_workers.agents.outside.session import Policy, Session
-from agenticrun_workers.agents.outside.tool_calls import HERMES
+from agenticrun_workers.agents.outside.session import Answer, Policy, Session
 from agenticrun_workers.agents.registry import register_agent
 from agenticrun_workers.envs import Env, EnvCalls, EnvFault
 from agenticrun_workers.plugins import compile_pattern

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from agenticrun_workers.agents.outside.errors import ApiError
+from agenticrun_workers.agents.outside.messages import ApiError
 from agenticrun_workers.agents.outside.session import Session
 
 log = logging.getLogger(__name__)

@@ -1,13 +1,40 @@
-"""Chat messages as a client sends them: checked, and compared with those that were sent before."""
+"""What a client is told when a request cannot be answered, in the shape of OpenAI's API."""
 
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agenticrun_workers.agents.outside.errors import refused
+from agenticrun_workers.plugins import last_group
+
+
+class ApiError(Exception):
+    """A refusal. `param` names what is wrong in the request, `code` is one of OpenAI's words where there is one."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
+
+
+def refused(param: str, message: str, code: str | None = None) -> ApiError:
+    """Status 400: `param` is what the client has to change."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
 
 KEYS = {
     "system": {"content"},
@@ -152,3 +179,40 @@ def _calls(values: Sequence[Any], path: str) -> tuple[ToolCall, ...]:
         raise refused(
             path, "each call must be {id, type: function, function: {name, arguments}}"
         ) from error
+
+
+HERMES = r"<tool_call>\s*(.*?)\s*</tool_call>"
+"""How Hermes, Qwen and many others call tools: JSON with `name` and `arguments` between two marks."""
+
+
+def answer_message(text: str, pattern: re.Pattern[str]) -> tuple[ChatMessage, bool]:
+    """The answer with its tool calls, and whether all of them could be read.
+
+    The last group of the pattern is the call. A call that cannot be read stays part of the text.
+    """
+    calls: list[ToolCall] = []
+    readable = True
+
+    def take(match: re.Match[str]) -> str:
+        nonlocal readable
+        call = _call(last_group(match))
+        if call is None:
+            readable = False
+            return match.group()
+        calls.append(call)
+        return ""
+
+    rest = pattern.sub(take, text)
+    return ChatMessage("assistant", rest.strip() if calls else text, tuple(calls)), readable
+
+
+def _call(text: str) -> ToolCall | None:
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(f"call_{secrets.token_hex(12)}", value["name"], text)
