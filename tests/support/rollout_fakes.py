@@ -1,4 +1,4 @@
-"""Players that need no Ray: episodes end as the test says."""
+"""RolloutBackend that need no Ray: episodes end as the test says."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def result(
     )
 
 
-class FakePlayers:
+class FakeBackend:
     """Plays at once, or when `release` says so for groups in `held`.
 
-    Members finish in the order of their numbers, with `scores(task, member)`. Beyond `task.enough` they are aborted after
+    Members finish in the order of their numbers, with `scores(task, member)`. Beyond `task.stop_after` they are aborted after
     half of their tokens.
     """
 
@@ -76,7 +76,7 @@ class FakePlayers:
     def hold(self, *groups: int) -> None:
         self.held = {group: asyncio.Event() for group in groups}
 
-    async def play(self, task: GroupTask) -> list[EpisodeResult]:
+    async def run(self, task: GroupTask) -> list[EpisodeResult]:
         self.tasks.append(task)
         version = self.version
         if task.stream is Stream.TRAIN and task.group in self.held:
@@ -84,7 +84,9 @@ class FakePlayers:
         await asyncio.sleep(0)
         played: list[EpisodeResult] = []
         for member in task.members:
-            late = task.enough is not None and sum(r.trainable for r in played) >= task.enough
+            late = (
+                task.stop_after is not None and sum(r.trainable for r in played) >= task.stop_after
+            )
             played.append(
                 result(
                     task.group,

@@ -104,7 +104,7 @@ class World:
         store = actor(TrajectoryStore)
         self._actors += [engine, store]
         await self.pool.start()
-        await self.pool.set_peers({"engine-0": engine}, [store])
+        await self.pool.set_endpoints({"engine-0": engine}, [store])
 
     async def stop(self) -> None:
         await self.pool.stop()
@@ -112,7 +112,7 @@ class World:
             ray.kill(actor)
 
     async def play(self, *groups: GroupTask) -> list[list[EpisodeResult]]:
-        playing = asyncio.gather(*map(self.pool.play, groups))
+        playing = asyncio.gather(*map(self.pool.run, groups))
         done, _ = await asyncio.wait({playing}, timeout=120)
         assert done, f"{self.made} workers were made: {await self._state()}"
         return await playing

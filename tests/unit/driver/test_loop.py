@@ -29,7 +29,7 @@ from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
 from agenticrun_workers.types import Stream
 from agenticrun_workers.weights.sync import SyncReport
 from agenticrun_workers.weights.transport import Transport
-from rollout_fakes import FakePlayers
+from rollout_fakes import FakeBackend
 
 
 class Sink:
@@ -49,20 +49,20 @@ class Sink:
         self.update(progress)
 
 
-class Players(FakePlayers):
+class LoggingBackend(FakeBackend):
     """Notes when a stream begins to play."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
         self.events = events
 
-    async def play(self, task: GroupTask) -> list[EpisodeResult]:
+    async def run(self, task: GroupTask) -> list[EpisodeResult]:
         if task.group == 0 or task.stream is Stream.TRAIN:
             who = " randomly" if task.random_policy else ""
             event = f"play {task.stream}{who}"
             if self.events[-1:] != [event]:
                 self.events.append(event)
-        return await super().play(task)
+        return await super().run(task)
 
 
 class Run:
@@ -83,7 +83,7 @@ class Run:
         self.events: list[str] = []
         self.logged: list[tuple[int, Mapping[str, float]]] = []
         self.discarded: list[EpisodeResult] = []
-        self.players = Players(self.events)
+        self.backend = LoggingBackend(self.events)
         self.sink = Sink()
         self.requests = Requests()
         self.savers = {"actor_train": self.save}
@@ -94,7 +94,7 @@ class Run:
         )
         position = RolloutPosition(resume.next_group, resume.again) if resume else RolloutPosition()
         self.rollout = RolloutController(
-            self.players, gate, GroupPlan.of(self.pipeline), discard=self.discard, position=position
+            self.backend, gate, GroupPlan.of(self.pipeline), discard=self.discard, position=position
         )
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.store = CheckpointStore(folder, "uid", keep=5)
@@ -103,7 +103,7 @@ class Run:
             trainers=self,
             engines=self,
             rollout=self.rollout,
-            validator=Validator(self.players, self.pipeline),
+            validator=Validator(self.backend, self.pipeline),
             warmup=self,  # type: ignore[arg-type]
             discard=self.discard,
             checkpoints=self.store,
@@ -153,7 +153,7 @@ class Run:
         self, weights: Any, version: int, handover: Callable[[], Awaitable[None]] | None
     ) -> SyncReport:
         assert (weights, handover) == ("weights", None)
-        self.players.version = version
+        self.backend.version = version
         self.events.append(f"sync {version}")
         return SyncReport(Transport.DISK, 64, 0.25, {})
 
@@ -228,19 +228,19 @@ async def test_a_resumed_run_warms_up_no_more_and_continues_its_numbers(tmp_path
         "play validation",
         "save step-3",
     ]
-    assert [task.group for task in run.players.tasks if task.stream is Stream.TRAIN] == [4, 5]
+    assert [task.group for task in run.backend.tasks if task.stream is Stream.TRAIN] == [4, 5]
     assert run.sink.snapshots[-1].metrics["val/A/random_success"] == 0.02
     assert run.logged[-1][1]["val/success/best"] == 0.9
 
 
 async def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.players.hold(2)
+    run.backend.hold(2)
     running = asyncio.create_task(run.loop.run())
     while (
-        run.players.tasks[-1:] == []
-        or run.players.tasks[-1].group != 3
-        or run.players.tasks[-1].stream is not Stream.TRAIN
+        run.backend.tasks[-1:] == []
+        or run.backend.tasks[-1].group != 3
+        or run.backend.tasks[-1].stream is not Stream.TRAIN
     ):
         await asyncio.sleep(0.01)
     run.requests.apply(Commands(stop=True))
@@ -302,7 +302,7 @@ async def test_checkpoints_come_when_due_and_when_asked_for(tmp_path: Path) -> N
 
 async def test_a_part_that_cannot_be_kept_alive_ends_the_attempt(tmp_path: Path) -> None:
     run = Run(tmp_path, evalSteps=0)
-    run.players.hold(0)
+    run.backend.hold(0)
     running = asyncio.create_task(run.loop.run())
     await asyncio.sleep(0.05)
     run.failure.set_exception(RolloutFailed("engines died"))
@@ -324,7 +324,7 @@ async def test_snapshots_are_what_the_api_accepts_and_grow_in_sequence(tmp_path:
 async def test_validation_plays_the_same_levels_each_time(tmp_path: Path) -> None:
     run = Run(tmp_path)
     await run.loop.run()
-    validated = [task for task in run.players.tasks if task.stream is Stream.VALIDATION]
+    validated = [task for task in run.backend.tasks if task.stream is Stream.VALIDATION]
     assert sorted(task.group for task in validated) == sorted([*range(6)] * 4)
 
 

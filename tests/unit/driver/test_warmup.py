@@ -12,7 +12,7 @@ from agenticrun_workers.driver.warmup import CHUNK_STEPS, Warmup
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream
-from rollout_fakes import FakePlayers
+from rollout_fakes import FakeBackend
 
 Keys = list[list[tuple[EpisodeKey, int]]]
 
@@ -32,7 +32,7 @@ class Run:
             }
         )
         self.parts = ranks
-        self.players = FakePlayers(
+        self.backend = FakeBackend(
             lambda task, member: (
                 StopReason.ENV_ERROR if task.group in fails else StopReason.COMPLETED
             )
@@ -42,10 +42,9 @@ class Run:
         self.most_kept = 0
         self.warmup = Warmup(self, self, pipeline, self.discard)  # type: ignore[arg-type]
 
-    async def play(self, task: GroupTask) -> list[EpisodeResult]:
+    async def run(self, task: GroupTask) -> list[EpisodeResult]:
         results = [
-            replace(r, key=replace(r.key, stream=task.stream))
-            for r in await self.players.play(task)
+            replace(r, key=replace(r.key, stream=task.stream)) for r in await self.backend.run(task)
         ]
         self.kept |= {result.key for result in results if result.trainable}
         self.most_kept = max(self.most_kept, len(self.kept))
@@ -80,13 +79,13 @@ async def test_random_play_is_of_the_training_environments_and_a_data_set_plays_
     ):
         run = Run(steps=2, batchSize=2, source=source, dataset=dataset)
         await run.metrics()
-        assert {(t.stream, t.random_policy, t.demonstration) for t in run.players.tasks} == {
+        assert {(t.stream, t.random_policy, t.demonstration) for t in run.backend.tasks} == {
             (Stream.WARMUP, random_policy, not random_policy)
         }
-        assert [(t.group, t.members) for t in run.players.tasks] == [
+        assert [(t.group, t.members) for t in run.backend.tasks] == [
             (group, (0,)) for group in range(4)
         ]
-        assert [t.tag for t in run.players.tasks] == ["A", "B", "A", "B"]
+        assert [t.tag for t in run.backend.tasks] == ["A", "B", "A", "B"]
 
 
 async def test_what_fails_is_left_out_of_its_own_step_and_counted() -> None:
@@ -114,4 +113,4 @@ async def test_stores_are_emptied_chunk_by_chunk() -> None:
 async def test_without_warmup_nothing_happens() -> None:
     run = Run()
     assert await run.metrics() == []
-    assert run.players.tasks == []
+    assert run.backend.tasks == []

@@ -26,7 +26,7 @@ from agenticrun_workers.rollout.groups import (
     zero_variance,
 )
 from agenticrun_workers.types import StopReason
-from rollout_fakes import FakePlayers
+from rollout_fakes import FakeBackend
 
 
 class Run:
@@ -34,7 +34,7 @@ class Run:
 
     def __init__(
         self,
-        players: FakePlayers,
+        backend: FakeBackend,
         *,
         size: int = 2,
         staleness: float = 0,
@@ -42,10 +42,10 @@ class Run:
         position: RolloutPosition | None = None,
         **plan: Any,
     ) -> None:
-        self.players = players
+        self.backend = backend
         self.discarded: list[EpisodeResult] = []
         self.controller = RolloutController(
-            players,
+            backend,
             StalenessGate(size, 16, staleness),
             GroupPlan(("A",), group_size, **plan),
             discard=self._discard,
@@ -56,7 +56,7 @@ class Run:
         self.discarded += results
 
     def advance(self, version: int) -> None:
-        self.players.version = version
+        self.backend.version = version
         self.controller.advance(version)
 
     async def batch(self) -> list[int]:
@@ -65,49 +65,49 @@ class Run:
 
 
 async def settled() -> None:
-    """All that needs no clock has happened. Episodes of `FakePlayers` take some ticks of the loop."""
+    """All that needs no clock has happened. Episodes of `FakeBackend` take some ticks of the loop."""
     for _ in range(200):
         await asyncio.sleep(0)
 
 
 async def test_without_staleness_batches_are_the_groups_in_order() -> None:
-    run = Run(FakePlayers())
+    run = Run(FakeBackend())
     served = []
     for version in range(3):
         run.advance(version)
         served.append(await run.batch())
     assert served == [[0, 1], [2, 3], [4, 5]]
-    assert len(run.players.tasks) == 6
+    assert len(run.backend.tasks) == 6
 
 
 async def test_nothing_begins_before_the_weights_of_the_next_version_are_there() -> None:
-    run = Run(FakePlayers())
+    run = Run(FakeBackend())
     run.advance(0)
     await run.batch()
     await settled()
-    assert len(run.players.tasks) == 2
+    assert len(run.backend.tasks) == 2
 
 
 async def test_finished_groups_do_not_wait_for_an_older_one_that_is_slow() -> None:
-    players = FakePlayers()
-    players.hold(0)
-    run = Run(players, staleness=1)
+    backend = FakeBackend()
+    backend.hold(0)
+    run = Run(backend, staleness=1)
     run.advance(0)
     assert await run.batch() == [1, 2]
-    players.held[0].set()
+    backend.held[0].set()
     run.advance(1)
     assert await run.batch() == [0, 3]
 
 
 async def test_a_group_that_grew_too_old_is_thrown_away_and_replaced() -> None:
-    players = FakePlayers()
-    players.hold(0)
-    run = Run(players, staleness=1)
+    backend = FakeBackend()
+    backend.hold(0)
+    run = Run(backend, staleness=1)
     run.advance(0)
     await run.batch()
     run.advance(1)
     await run.batch()
-    players.held[0].set()
+    backend.held[0].set()
     await settled()
     run.advance(2)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
@@ -125,7 +125,7 @@ async def test_an_episode_that_fails_is_played_again_with_another_seed() -> None
             else StopReason.COMPLETED
         )
 
-    run = Run(FakePlayers(first_try_fails))
+    run = Run(FakeBackend(first_try_fails))
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [(r.key.group, r.key.member, r.attempt) for r in batch.results] == [
@@ -140,7 +140,7 @@ async def test_an_episode_that_fails_is_played_again_with_another_seed() -> None
 
 async def test_a_group_trains_with_fewer_members_after_the_last_reroll() -> None:
     run = Run(
-        FakePlayers(
+        FakeBackend(
             lambda task, member: StopReason.TIMEOUT if member == 0 else StopReason.COMPLETED
         ),
         group_size=3,
@@ -148,30 +148,30 @@ async def test_a_group_trains_with_fewer_members_after_the_last_reroll() -> None
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [(r.key.group, r.key.member) for r in batch.results] == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    assert [task.attempt for task in run.players.tasks if task.group == 0] == [0, 1, 2]
+    assert [task.attempt for task in run.backend.tasks if task.group == 0] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("rerolls", [0, 1, 5])
 async def test_an_episode_is_played_again_at_most_max_rerolls_times(rerolls: int) -> None:
-    players = FakePlayers(
+    backend = FakeBackend(
         lambda task, member: StopReason.TIMEOUT if member == 0 else StopReason.COMPLETED
     )
-    run = Run(players, size=1, group_size=3, max_rerolls=rerolls)
+    run = Run(backend, size=1, group_size=3, max_rerolls=rerolls)
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert batch.counts.rerolled == rerolls
     assert len(batch.counts.untrainable) == rerolls + 1
-    assert [task.members for task in players.tasks] == [(0, 1, 2), *[(0,)] * rerolls]
+    assert [task.members for task in backend.tasks] == [(0, 1, 2), *[(0,)] * rerolls]
 
 
 async def test_the_first_members_to_finish_make_a_redundant_group_and_the_others_are_stopped() -> (
     None
 ):
-    run = Run(FakePlayers(), size=1, group_size=2, redundancy=2)
+    run = Run(FakeBackend(), size=1, group_size=2, redundancy=2)
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [r.key.member for r in batch.results] == [0, 1]
-    assert [(task.members, task.enough) for task in run.players.tasks] == [((0, 1, 2, 3), 2)]
+    assert [(task.members, task.stop_after) for task in run.backend.tasks] == [((0, 1, 2, 3), 2)]
     assert batch.counts.untrainable == []
     assert batch.counts.rerolled == 0
     kept, stopped = batch.results[0].response_tokens, 2
@@ -180,11 +180,11 @@ async def test_the_first_members_to_finish_make_a_redundant_group_and_the_others
 
 
 async def test_redundant_members_stand_in_for_failed_ones_and_unneeded_ones_are_discarded() -> None:
-    class LatePlayers(FakePlayers):
+    class LatePlayers(FakeBackend):
         """All of them finish before the word to stop arrives."""
 
-        async def play(self, task: GroupTask) -> list[EpisodeResult]:
-            return await super().play(replace(task, enough=None))
+        async def run(self, task: GroupTask) -> list[EpisodeResult]:
+            return await super().run(replace(task, stop_after=None))
 
     run = Run(
         LatePlayers(
@@ -207,10 +207,10 @@ async def test_too_few_of_a_redundant_group_are_filled_up_by_rerolls_of_which_on
     def fate(task: GroupTask, member: int) -> StopReason:
         return StopReason.COMPLETED if member == 0 or task.attempt else StopReason.ENV_ERROR
 
-    run = Run(FakePlayers(fate), size=1, group_size=2, redundancy=2)
+    run = Run(FakeBackend(fate), size=1, group_size=2, redundancy=2)
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
-    assert [(task.members, task.enough) for task in run.players.tasks] == [
+    assert [(task.members, task.stop_after) for task in run.backend.tasks] == [
         ((0, 1, 2, 3), 2),
         ((1, 2, 3), 1),
     ]
@@ -227,7 +227,7 @@ async def test_groups_that_the_filter_refuses_are_replaced_and_counted() -> None
     def scores(task: GroupTask, member: int) -> float:
         return float(member) if task.group % 2 else 1.0
 
-    run = Run(FakePlayers(scores=scores), filter=GroupFilter("zero_variance", zero_variance, 8))
+    run = Run(FakeBackend(scores=scores), filter=GroupFilter("zero_variance", zero_variance, 8))
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [group.group for group in batch.groups] == [1, 3]
@@ -237,13 +237,13 @@ async def test_groups_that_the_filter_refuses_are_replaced_and_counted() -> None
 
 
 async def test_a_filter_may_refuse_max_rejected_groups_for_each_batch() -> None:
-    run = Run(FakePlayers(), filter=refusing(4, rejections=4))
+    run = Run(FakeBackend(), filter=refusing(4, rejections=4))
     run.advance(0)
     assert await run.batch() == [4, 5]
 
 
 async def test_a_filter_that_refuses_more_ends_in_an_error_that_says_what_to_change() -> None:
-    run = Run(FakePlayers(), filter=refusing(4, rejections=5))
+    run = Run(FakeBackend(), filter=refusing(4, rejections=5))
     run.advance(0)
     with pytest.raises(
         TooManyRejected,
@@ -253,7 +253,7 @@ async def test_a_filter_that_refuses_more_ends_in_an_error_that_says_what_to_cha
 
 
 async def test_a_filter_that_fails_reaches_whoever_waits_for_a_batch() -> None:
-    run = Run(FakePlayers(), filter=GroupFilter("mine:broken", lambda scores: bool(1 / 0), 4))
+    run = Run(FakeBackend(), filter=GroupFilter("mine:broken", lambda scores: bool(1 / 0), 4))
     run.advance(0)
     with pytest.raises(ZeroDivisionError):
         await run.batch()
@@ -266,7 +266,7 @@ async def test_a_filter_that_fails_reaches_whoever_waits_for_a_batch() -> None:
 async def test_fractional_staleness_begins_a_part_of_the_next_batch_ahead_and_wastes_nothing(
     staleness: float, begun: list[int]
 ) -> None:
-    run = Run(FakePlayers(), size=4, staleness=staleness)
+    run = Run(FakeBackend(), size=4, staleness=staleness)
     served: list[int] = []
     seen: list[int] = []
     for version in range(3):
@@ -276,7 +276,7 @@ async def test_fractional_staleness_begins_a_part_of_the_next_batch_ahead_and_wa
         assert batch.counts.stale == 0
         assert all(version - group.oldest_version <= math.ceil(staleness) for group in batch.groups)
         await settled()
-        seen.append(len(run.players.tasks))
+        seen.append(len(run.backend.tasks))
     assert served == list(range(12))
     assert seen == begun
 
@@ -285,7 +285,7 @@ async def test_an_environment_s_error_is_told_once_however_often_it_happens(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = Run(
-        FakePlayers(
+        FakeBackend(
             lambda task, member: StopReason.ENV_ERROR if task.attempt == 0 else StopReason.COMPLETED
         ),
         size=8,
@@ -305,7 +305,7 @@ async def test_transcripts_and_frames_are_asked_of_the_first_try_of_so_many_grou
     None
 ):
     run = Run(
-        FakePlayers(
+        FakeBackend(
             lambda task, member: StopReason.ENV_ERROR if task.attempt == 0 else StopReason.COMPLETED
         ),
         transcripts=1,
@@ -314,11 +314,11 @@ async def test_transcripts_and_frames_are_asked_of_the_first_try_of_so_many_grou
     for version in range(2):
         run.advance(version)
         await run.batch()
-    told = [(task.group, task.attempt) for task in run.players.tasks if task.transcript]
+    told = [(task.group, task.attempt) for task in run.backend.tasks if task.transcript]
     assert (
         told
         == [(0, 0), (2, 0)]
-        == [(task.group, task.attempt) for task in run.players.tasks if task.frames]
+        == [(task.group, task.attempt) for task in run.backend.tasks if task.frames]
     )
 
 
@@ -326,7 +326,7 @@ async def test_a_group_with_one_good_member_is_dropped_and_another_begins() -> N
     def group_zero_fails(task: GroupTask, member: int) -> StopReason:
         return StopReason.ENV_ERROR if task.group == 0 and member else StopReason.COMPLETED
 
-    run = Run(FakePlayers(group_zero_fails), group_size=3)
+    run = Run(FakeBackend(group_zero_fails), group_size=3)
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [group.group for group in batch.groups] == [1, 2]
@@ -335,7 +335,7 @@ async def test_a_group_with_one_good_member_is_dropped_and_another_begins() -> N
 
 
 async def test_an_environment_that_always_fails_ends_in_an_error_that_says_why() -> None:
-    run = Run(FakePlayers(lambda task, member: StopReason.ENV_ERROR))
+    run = Run(FakeBackend(lambda task, member: StopReason.ENV_ERROR))
     run.advance(0)
     with pytest.raises(TooManyDropped, match="env_error"):
         await run.batch()
@@ -343,26 +343,26 @@ async def test_an_environment_that_always_fails_ends_in_an_error_that_says_why()
 
 async def test_what_the_players_raise_reaches_whoever_waits_for_a_batch() -> None:
     def broken(task: GroupTask, member: int) -> StopReason:
-        raise RuntimeError("no players left")
+        raise RuntimeError("no backend left")
 
-    run = Run(FakePlayers(broken))
+    run = Run(FakeBackend(broken))
     run.advance(0)
-    with pytest.raises(RuntimeError, match="no players left"):
+    with pytest.raises(RuntimeError, match="no backend left"):
         await run.batch()
 
 
 async def test_a_resumed_controller_plays_again_what_was_begun_and_not_trained_on() -> None:
-    players = FakePlayers()
-    players.hold(0)
-    run = Run(players, staleness=1)
+    backend = FakeBackend()
+    backend.hold(0)
+    run = Run(backend, staleness=1)
     run.advance(0)
     await run.batch()
     await settled()
     position = run.controller.position
     await run.controller.stop()
-    assert position == RolloutPosition(next_group=4, again=(0, 3))
+    assert position == RolloutPosition(next_group=4, pending_groups=(0, 3))
 
-    resumed = Run(FakePlayers(), position=position)
+    resumed = Run(FakeBackend(), position=position)
     resumed.advance(0)
     assert await resumed.batch() == [0, 3]
     resumed.advance(1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
-from agenticrun_workers.rollout.env_worker import Outbox
+from agenticrun_workers.rollout.env_worker import ResultMailbox
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream
@@ -27,12 +27,12 @@ class MortalWorker:
 
     def __init__(self, kills: Kills) -> None:
         self._kills = kills
-        self._outbox: Outbox[EpisodeResult] = Outbox(0.0)
+        self._outbox: ResultMailbox[EpisodeResult] = ResultMailbox(0.0)
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def abort(self, episodes: Any) -> None: ...
 
-    async def play(self, tasks: bytes) -> None:
+    async def submit(self, tasks: bytes) -> None:
         for task in unpack(tasks):
             for member in task.members:
                 asyncio.get_running_loop().create_task(self._play_one(task, member))
@@ -71,7 +71,7 @@ class World:
     async def play(self, *tasks: GroupTask) -> list[list[EpisodeResult]]:
         await self.pool.start()
         try:
-            return await asyncio.wait_for(asyncio.gather(*map(self.pool.play, tasks)), 20)
+            return await asyncio.wait_for(asyncio.gather(*map(self.pool.run, tasks)), 20)
         finally:
             await self.pool.stop()
 
@@ -108,9 +108,9 @@ async def test_a_group_that_was_given_up_is_a_suspect_when_it_is_rerolled() -> N
     world = World(lambda task: task.group == 1, 1)
     again = [GroupTask(Stream.TRAIN, 1, "A", (0, 1), attempt) for attempt in (1, 2)]
     await world.pool.start()
-    first = await asyncio.gather(*map(world.pool.play, groups(3)))
+    first = await asyncio.gather(*map(world.pool.run, groups(3)))
     assert world.made == 4
-    rerolled = [await world.pool.play(task) for task in again]
+    rerolled = [await world.pool.run(task) for task in again]
     async with asyncio.timeout(60):
         while world.made < 6:
             await asyncio.sleep(0.01)
@@ -164,9 +164,9 @@ async def test_a_worker_that_fails_and_lives_ends_the_run_with_its_own_words(
     pool = EnvPool(spawn, 1)
     await pool.start()
     with pytest.raises(type(error), match=words):
-        await asyncio.wait_for(pool.play(groups(1)[0]), 20)
+        await asyncio.wait_for(pool.run(groups(1)[0]), 20)
     with pytest.raises(type(error), match=words):
-        await pool.play(groups(1)[0])
+        await pool.run(groups(1)[0])
     await pool.stop()
 
 
@@ -187,7 +187,7 @@ async def test_a_worker_that_ray_cannot_reach_is_ended_before_others_play_its_gr
 
     pool = EnvPool(spawn, 1)
     await pool.start()
-    played = await asyncio.wait_for(pool.play(groups(1)[0]), 20)
+    played = await asyncio.wait_for(pool.run(groups(1)[0]), 20)
     await pool.stop()
     assert reasons([played]) == [{StopReason.COMPLETED}]
     assert ended == made[:1]

@@ -17,7 +17,7 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer, words_of
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker, agent_limits, describe_envs
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, Peers
+from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupTask
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory, Turn
@@ -87,15 +87,13 @@ class World:
 
         pool = EnvPool(spawn, 1)
         await pool.start()
-        await pool.set_peers({"engine-0": Remote(self.engine)}, [Remote(self.store)])
+        await pool.set_endpoints({"engine-0": Remote(self.engine)}, [Remote(self.store)])
         return pool
 
     async def play(self, *tasks: GroupTask) -> list[EpisodeResult]:
         pool = await self.pool()
         try:
-            played = await asyncio.wait_for(
-                asyncio.gather(*(pool.play(task) for task in tasks)), 60
-            )
+            played = await asyncio.wait_for(asyncio.gather(*(pool.run(task) for task in tasks)), 60)
         finally:
             await pool.stop()
         return [result for results in played for result in results]
@@ -118,13 +116,15 @@ async def test_a_result_is_told_when_its_trajectory_lies_in_the_store(tmp_path: 
 async def test_calls_that_overtake_each_other_change_nothing(tmp_path: Path) -> None:
     """Ray promises no order for the calls of an async actor."""
     world = World(pipeline(), tmp_path)
-    newest = Peers(2, {"engine-0": Remote(world.engine)}, [Remote(world.store)])
+    newest = Endpoints(2, {"engine-0": Remote(world.engine)}, [Remote(world.store)])
     worker = await world.spawn()
-    playing = asyncio.create_task(worker.play(pack([task()])))
+    playing = asyncio.create_task(worker.submit(pack([task()])))
     await asyncio.sleep(0.01)
     assert not playing.done()
-    await worker.set_peers(newest)
-    await worker.set_peers(Peers(1, {"engine-1": Remote(FakeEngine(CHAT.answer("Down")))}, []))
+    await worker.set_endpoints(newest)
+    await worker.set_endpoints(
+        Endpoints(1, {"engine-1": Remote(FakeEngine(CHAT.answer("Down")))}, [])
+    )
     await asyncio.wait_for(playing, 60)
     results: list[EpisodeResult] = []
     while len(results) < 2:
@@ -136,8 +136,10 @@ async def test_calls_that_overtake_each_other_change_nothing(tmp_path: Path) -> 
 async def test_what_goes_wrong_in_the_worker_itself_is_told_to_who_collects(tmp_path: Path) -> None:
     world = World(pipeline(), tmp_path)
     worker = await world.spawn()
-    await worker.set_peers(Peers(1, {"engine-0": Remote(world.engine)}, [Remote(BrokenStore())]))
-    await worker.play(pack([task()]))
+    await worker.set_endpoints(
+        Endpoints(1, {"engine-0": Remote(world.engine)}, [Remote(BrokenStore())])
+    )
+    await worker.submit(pack([task()]))
     with pytest.raises(OSError, match="no memory left"):
         await collected_for_ever(worker)
 
@@ -145,8 +147,10 @@ async def test_what_goes_wrong_in_the_worker_itself_is_told_to_who_collects(tmp_
 async def test_an_engine_that_cannot_be_listened_to_is_told_to_who_collects(tmp_path: Path) -> None:
     world = World(pipeline(), tmp_path)
     worker = await world.spawn()
-    await worker.set_peers(Peers(1, {"engine-0": Remote(Mumbling())}, [Remote(world.store)]))
-    await worker.play(pack([task()]))
+    await worker.set_endpoints(
+        Endpoints(1, {"engine-0": Remote(Mumbling())}, [Remote(world.store)])
+    )
+    await worker.submit(pack([task()]))
     with pytest.raises(TypeError, match="no address"):
         await collected_for_ever(worker)
 
@@ -203,7 +207,7 @@ async def test_members_beyond_enough_are_stopped_also_in_the_engine_and_their_to
 ) -> None:
     world = World(pipeline(), tmp_path)
     world.engine.ignores = lambda request: request.request_id in ("train-0-1-2", "train-0-3-2")
-    results = await world.play(task(members=4, enough=2))
+    results = await world.play(task(members=4, stop_after=2))
     assert [(r.key.member, r.stop_reason, r.response_tokens) for r in results] == [
         (0, "max_turns", 6),
         (2, "max_turns", 6),

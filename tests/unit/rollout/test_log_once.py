@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from agenticrun_workers.rollout.log_once import MAX_TOLD, Once
+from agenticrun_workers.rollout.log_once import MAX_TOLD, LogOnce
 
 CELL = "episodes of 'lake4' end with env_error: KeyError: cell {} is none of 16 (maze.py:31)"
 
 
 def told(*messages: str) -> list[str]:
     lines: list[str] = []
-    once = Once(lines.append)
+    once = LogOnce(lines.append)
     passed = [message for message in messages if once(message)]
     assert passed == lines
     return lines

@@ -69,7 +69,7 @@ class Controller:
 
     def __init__(self, stores: list[Any], next_group: int = 0) -> None:
         self._stores = stores
-        self.position = RolloutPosition(next_group, again=(77,))
+        self.position = RolloutPosition(next_group, pending_groups=(77,))
         self.stopped = False
         self.versions: list[int] = []
 
@@ -78,7 +78,7 @@ class Controller:
 
     async def batch(self) -> Batch:
         first = self.position.next_group
-        self.position = RolloutPosition(first + 2, again=(77,))
+        self.position = RolloutPosition(first + 2, pending_groups=(77,))
         return Batch(
             (await self._group(first), await self._group(first + 1)),
             RolloutCounts(rerolled=1),
@@ -231,7 +231,7 @@ async def test_a_batch_whose_writing_was_given_up_is_played_again(tmp_path: Path
     await asyncio.wait_for(stuck[0].asked.wait(), 60)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
-    assert rollout.position == RolloutPosition(2, again=(0, 1, 77))
+    assert rollout.position == RolloutPosition(2, pending_groups=(0, 1, 77))
 
 
 class _Stuck:

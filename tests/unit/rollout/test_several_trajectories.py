@@ -21,7 +21,7 @@ from agenticrun_workers.envs import FrozenLake
 from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
-from agenticrun_workers.rollout.group_runner import PlayedGroup, play_group
+from agenticrun_workers.rollout.group_runner import FinishedGroup, run_group
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, GroupTask, as_episode
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import unpack
@@ -33,14 +33,14 @@ Scores = list[list[float]]
 
 
 class Branching:
-    """Players whose members make as many trajectories as there are scores; `broken` names (member, branch) with env_error."""
+    """RolloutBackend whose members make as many trajectories as there are scores; `broken` names (member, branch) with env_error."""
 
     def __init__(self, scores: Scores, broken: frozenset[tuple[int, int]] = frozenset()) -> None:
         self.scores = scores
         self.broken = broken
         self.tasks: list[GroupTask] = []
 
-    async def play(self, task: GroupTask) -> list[EpisodeResult]:
+    async def run(self, task: GroupTask) -> list[EpisodeResult]:
         self.tasks.append(task)
         return [
             as_episode([self.trajectory(task, m, b) for b in range(len(self.scores[m]))])
@@ -57,9 +57,9 @@ class Branching:
 
 def played(
     scores: Scores, *broken: tuple[int, int], size: int | None = None
-) -> tuple[PlayedGroup, Branching]:
-    players = Branching(scores, frozenset(broken))
-    return asyncio.run(play_group(players, GroupPlan(("A",), size or len(scores)), 7)), players
+) -> tuple[FinishedGroup, Branching]:
+    backend = Branching(scores, frozenset(broken))
+    return asyncio.run(run_group(backend, GroupPlan(("A",), size or len(scores)), 7)), backend
 
 
 def pipeline(name: str, agent: str = "multi_turn") -> Pipeline:
@@ -116,16 +116,16 @@ def test_the_baseline_of_a_group_is_over_all_of_its_trajectories(name: str, scor
 
 
 def test_a_broken_trajectory_is_left_out_and_its_episode_is_not_played_again() -> None:
-    found, players = played([[1.0, 2.0, 3.0], [4.0]], (0, 0))
+    found, backend = played([[1.0, 2.0, 3.0], [4.0]], (0, 0))
     assert found.group is not None
     assert [(r.key.member, r.key.branch) for r in found.group.results] == [(0, 1), (0, 2), (1, 0)]
     assert [(r.key.member, r.key.branch) for r in found.untrainable] == [(0, 0)]
-    assert (found.rerolled, len(players.tasks)) == (0, 1)
+    assert (found.rerolled, len(backend.tasks)) == (0, 1)
 
 
 def test_an_episode_whose_trajectories_are_all_broken_is_played_again() -> None:
-    found, players = played([[1.0, 2.0], [4.0]], (0, 0), (0, 1))
-    assert [task.members for task in players.tasks] == [(0, 1), (0,), (0,)]
+    found, backend = played([[1.0, 2.0], [4.0]], (0, 0), (0, 1))
+    assert [task.members for task in backend.tasks] == [(0, 1), (0,), (0,)]
     assert found.group is None
     assert len(found.untrainable) == 6
     assert [r.score for r in found.surplus] == [4.0]
@@ -202,10 +202,10 @@ async def _play(asked: Pipeline, folder: Path, store: TrajectoryStore) -> list[E
 
     pool = EnvPool(spawn, 1)
     await pool.start()
-    await pool.set_peers({}, [Remote(store)])
+    await pool.set_endpoints({}, [Remote(store)])
     try:
         return await asyncio.wait_for(
-            pool.play(GroupTask(Stream.TRAIN, 0, "A", (0, 1), transcript=True)), 20
+            pool.run(GroupTask(Stream.TRAIN, 0, "A", (0, 1), transcript=True)), 20
         )
     finally:
         await pool.stop()

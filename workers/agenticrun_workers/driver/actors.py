@@ -295,7 +295,7 @@ class RunActors:
         return actor
 
     async def _engines_changed(self, engines: dict[str, Any]) -> None:
-        await self.envs.set_peers(engines, self.stores)
+        await self.envs.set_endpoints(engines, self.stores)
 
 
 def cpus(quantity: str) -> float:

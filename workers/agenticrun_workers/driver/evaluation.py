@@ -16,7 +16,7 @@ from agenticrun_workers.driver.actors import RunActors
 from agenticrun_workers.driver.metrics import Metrics, validation_metrics
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.source import ModelSource
-from agenticrun_workers.rollout.env_pool import Players
+from agenticrun_workers.rollout.env_pool import RolloutBackend
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, every_trajectory, tag_cycle
 from agenticrun_workers.types import Stream
 
@@ -29,9 +29,9 @@ class Validator:
     """
 
     def __init__(
-        self, players: Players, pipeline: Pipeline, *, transcripts: int = 0, frames: bool = False
+        self, backend: RolloutBackend, pipeline: Pipeline, *, transcripts: int = 0, frames: bool = False
     ) -> None:
-        self._players = players
+        self._backend = backend
         self._pipeline = pipeline
         self._transcripts = transcripts
         self._frames = frames
@@ -73,7 +73,7 @@ class Validator:
                 frames=shown and self._frames,
             )
             async with running:
-                return await self._players.play(task)
+                return await self._backend.run(task)
 
         groups = range(self._pipeline.val_batch_size // envs.group_size)
         return [
@@ -235,13 +235,13 @@ class _PlayingCluster(RunActors):
 
 @dataclass
 class _Counted:
-    """Players that tell how far they are."""
+    """Report the progress of an evaluation while `backend` runs its groups."""
 
-    players: Players
+    backend: RolloutBackend
     progressed: Progressed
 
-    async def play(self, task: GroupTask) -> list[EpisodeResult]:
-        """See `Players`."""
-        results = await self.players.play(task)
+    async def run(self, task: GroupTask) -> list[EpisodeResult]:
+        """See `RolloutBackend`."""
+        results = await self.backend.run(task)
         self.progressed(len(results))
         return results

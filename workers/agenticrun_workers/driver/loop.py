@@ -291,7 +291,7 @@ class Loop:
         state = DriverState(
             step=self._step,
             next_group=position.next_group,
-            again=position.again,
+            again=position.pending_groups,
             best_success=self._best,
             baselines=self._baselines,
             parts={KL_PART: self._training_step.kl_coef, GUARDS_PART: self._guards.state},

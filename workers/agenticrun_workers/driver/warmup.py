@@ -12,7 +12,7 @@ from agenticrun_api import Pipeline
 from agenticrun_workers.driver.trainer_group import TrainerGroup, balance
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.controller import Discard
-from agenticrun_workers.rollout.env_pool import Players
+from agenticrun_workers.rollout.env_pool import RolloutBackend
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, every_trajectory, tag_cycle
 from agenticrun_workers.trainer.rank import Metrics
 from agenticrun_workers.types import Stream
@@ -25,9 +25,9 @@ class Warmup:
     """`pipeline.warmup`, step by step."""
 
     def __init__(
-        self, players: Players, trainers: TrainerGroup, pipeline: Pipeline, discard: Discard
+        self, backend: RolloutBackend, trainers: TrainerGroup, pipeline: Pipeline, discard: Discard
     ) -> None:
-        self._players = players
+        self._backend = backend
         self._trainers = trainers
         self._pipeline = pipeline
         self._discard = discard
@@ -70,7 +70,7 @@ class Warmup:
 
     async def _play(self, groups: range) -> list[EpisodeResult]:
         """One result per group, in order."""
-        played = await asyncio.gather(*(self._players.play(self._task(group)) for group in groups))
+        played = await asyncio.gather(*(self._backend.run(self._task(group)) for group in groups))
         return [result for results in played for result in results]
 
     def _task(self, group: int) -> GroupTask:

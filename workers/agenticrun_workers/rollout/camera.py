@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from agenticrun_workers.envs import Renders
-from agenticrun_workers.rollout.log_once import Once
+from agenticrun_workers.rollout.log_once import LogOnce
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ MAX_BYTES = 1_048_576
 """Of one GIF: pictures are scaled down until it fits."""
 FRAME_MS, LAST_FRAME_MS = 500, 1500
 
-_warn = Once(log.warning)
+_warn = LogOnce(log.warning)
 
 
 class Filmed:

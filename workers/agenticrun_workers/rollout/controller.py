@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from agenticrun_workers.errors import RolloutFailed
-from agenticrun_workers.rollout.env_pool import Players
+from agenticrun_workers.rollout.env_pool import RolloutBackend
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.group_runner import PlayedGroup, play_group
+from agenticrun_workers.rollout.group_runner import FinishedGroup, run_group
 from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupPlan
-from agenticrun_workers.rollout.log_once import Once
+from agenticrun_workers.rollout.log_once import LogOnce
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class RolloutCounts:
     """What happened since the last batch."""
 
     rerolled: int = 0
-    """Episodes played again."""
+    """Episodes finished again."""
     dropped: int = 0
     """Groups given up: fewer than two (one, for groups of one) members could be trained on."""
     stale: int = 0
@@ -68,10 +68,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class RolloutPosition:
-    """What a checkpoint keeps: groups below `next_group` were begun, those in `again` must be played again."""
+    """What a checkpoint keeps: groups below `next_group` were begun, those in `again` must be finished again."""
 
     next_group: int = 0
-    again: tuple[int, ...] = ()
+    pending_groups: tuple[int, ...] = ()
 
 
 Discard = Callable[[list[EpisodeResult]], Awaitable[None]]
@@ -81,7 +81,7 @@ class RolloutController:
     """Keeps the gate full and serves batches.
 
     Args:
-        players: plays groups.
+        backend: plays groups.
         gate: says how many may begin.
         plan: what a group is.
         discard: called with trajectories that will not be trained on and lie in a store.
@@ -90,31 +90,31 @@ class RolloutController:
 
     def __init__(
         self,
-        players: Players,
+        backend: RolloutBackend,
         gate: StalenessGate,
         plan: GroupPlan,
         *,
         discard: Discard,
         position: RolloutPosition,
     ) -> None:
-        self._players = players
+        self._backend = backend
         self._gate = gate
         self._plan = plan
         self._discard = discard
         self._max_age = math.ceil(gate.max_staleness)
         self._next_group = position.next_group
-        self._again = sorted(position.again)
+        self._pending = sorted(position.pending_groups)
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ready: list[Group] = []
         self._changed = asyncio.Event()
         self._counts = RolloutCounts()
         self._failure: BaseException | None = None
-        self._warn = Once(log.warning)
+        self._warn = LogOnce(log.warning)
 
     @property
     def position(self) -> RolloutPosition:
-        """Everything begun and not yet in a batch is played again after a resume."""
-        unfinished = {*self._again, *self._running, *(group.group for group in self._ready)}
+        """Everything begun and not yet in a batch is finished again after a resume."""
+        unfinished = {*self._pending, *self._running, *(group.group for group in self._ready)}
         return RolloutPosition(self._next_group, tuple(sorted(unfinished)))
 
     def advance(self, version: int) -> None:
@@ -150,8 +150,8 @@ class RolloutController:
 
     def _begin(self) -> None:
         for _ in range(self._gate.capacity):
-            if self._again:
-                number = self._again.pop(0)
+            if self._pending:
+                number = self._pending.pop(0)
             else:
                 number, self._next_group = self._next_group, self._next_group + 1
             self._gate.begin()
@@ -160,8 +160,8 @@ class RolloutController:
     async def _run(self, number: int) -> None:
         transcript = number % self._gate.groups_per_batch < self._plan.transcripts
         try:
-            played = await play_group(self._players, self._plan, number, transcript=transcript)
-            await self._settle(played)
+            finished = await run_group(self._backend, self._plan, number, transcript=transcript)
+            await self._record_group(finished)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # handed to whoever waits for a batch
@@ -172,21 +172,21 @@ class RolloutController:
                 self._begin()
         self._changed.set()
 
-    async def _settle(self, played: PlayedGroup) -> None:
+    async def _record_group(self, finished: FinishedGroup) -> None:
         """A group is over: it is ready, or another one may begin in its place."""
-        self._counts.rerolled += played.rerolled
-        self._counts.aborted_tokens += played.aborted_tokens
-        self._counts.untrainable += played.untrainable
-        for result in played.untrainable:
+        self._counts.rerolled += finished.rerolled
+        self._counts.aborted_tokens += finished.aborted_tokens
+        self._counts.untrainable += finished.untrainable
+        for result in finished.untrainable:
             self._warn(f"episodes of {result.tag!r} end with {result.stop_reason}: {result.error}")
-        group, chosen = played.group, self._plan.filter
+        group, chosen = finished.group, self._plan.filter
         refused = group is not None and chosen is not None and chosen.refuses(group.scores)
-        await self._discard([*played.surplus, *(group.results if group and refused else ())])
+        await self._discard([*finished.surplus, *(group.results if group and refused else ())])
         if group is None or refused:
             self._gate.cancel()
             self._counts.dropped += group is None
             self._counts.filtered += refused
-            self._check_bounds(played.untrainable)
+            self._check_bounds(finished.untrainable)
         else:
             self._gate.accept()
             self._ready.append(group)

@@ -17,7 +17,7 @@ import ray
 import ray.exceptions
 
 from agenticrun_workers.errors import RolloutFailed
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, Peers
+from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupTask
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory
 
@@ -30,11 +30,11 @@ SUSPECT_AFTER = 2
 """Deaths of workers that make a suspect of a group which was under way."""
 
 
-class Players(Protocol):
+class RolloutBackend(Protocol):
     """Whoever can play groups."""
 
-    async def play(self, task: GroupTask) -> list[EpisodeResult]:
-        """One result per member of the task, in its order; with `task.enough` in the order of finishing.
+    async def run(self, task: GroupTask) -> list[EpisodeResult]:
+        """One result per member of the task, in its order; with `task.stop_after` in the order of finishing.
 
         Raises `RolloutFailed` if that is hopeless.
         """
@@ -61,8 +61,8 @@ class _Open:
     def has_enough(self) -> bool:
         """Whether the members that are still missing are not needed."""
         return (
-            self.task.enough is not None
-            and sum(result.trainable for result in self.results.values()) >= self.task.enough
+            self.task.stop_after is not None
+            and sum(result.trainable for result in self.results.values()) >= self.task.stop_after
         )
 
     @property
@@ -71,7 +71,7 @@ class _Open:
 
     def finish(self) -> None:
         if not self.done.done():
-            in_order = sorted(self.results) if self.task.enough is None else self.results
+            in_order = sorted(self.results) if self.task.stop_after is None else self.results
             self.done.set_result([self.results[member] for member in in_order])
 
     def give_up(self, error: BaseException) -> None:
@@ -107,7 +107,7 @@ class EnvPool:
         self._workers: list[_Worker] = []
         self._waiting: list[_Open] = []
         self._flush_planned = False
-        self._peers = Peers()
+        self._endpoints = Endpoints()
         self._deaths = 0
         self._guilty: set[tuple[Stream, int]] = set()
         """Groups that were given up: when they are played again, they are suspects from the beginning."""
@@ -119,8 +119,8 @@ class EnvPool:
         for handle in await asyncio.gather(*(self._spawn() for _ in range(self._count))):
             self._add(handle)
 
-    async def play(self, task: GroupTask) -> list[EpisodeResult]:
-        """See `Players`."""
+    async def run(self, task: GroupTask) -> list[EpisodeResult]:
+        """See `RolloutBackend`."""
         if self._failure is not None:
             raise self._failure
         guilty = (task.stream, task.group) in self._guilty
@@ -136,10 +136,10 @@ class EnvPool:
                     del worker.open[_name(task)]
             self._assign_waiting()
 
-    async def set_peers(self, engines: Mapping[str, Any], stores: Sequence[Any]) -> None:
+    async def set_endpoints(self, engines: Mapping[str, Any], stores: Sequence[Any]) -> None:
         """Tell every worker, now and later, the engines to ask and the stores to fill. None plays before the first call."""
-        self._peers = Peers(self._peers.number + 1, engines, stores)
-        calls = (worker.handle.set_peers.remote(self._peers) for worker in self._workers)
+        self._endpoints = Endpoints(self._endpoints.number + 1, engines, stores)
+        calls = (worker.handle.set_endpoints.remote(self._endpoints) for worker in self._workers)
         await asyncio.gather(
             *calls, return_exceptions=True
         )  # a dead worker is the watcher's business
@@ -153,8 +153,8 @@ class EnvPool:
     def _add(self, handle: Any) -> None:
         worker = _Worker(handle)
         self._workers.append(worker)
-        if self._peers.number:
-            handle.set_peers.remote(self._peers)
+        if self._endpoints.number:
+            handle.set_endpoints.remote(self._endpoints)
         watcher = asyncio.create_task(self._watch(worker), name="env-worker")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
@@ -185,7 +185,7 @@ class EnvPool:
         for worker in self._workers:
             if worker.outgoing:
                 tasks, worker.outgoing = worker.outgoing, []
-                worker.handle.play.remote(pack(tasks))
+                worker.handle.submit.remote(pack(tasks))
 
     async def _watch(self, worker: _Worker) -> None:
         """Replace a worker when it dies. One that lives and fails, or that cannot be replaced, ends the attempt."""
@@ -226,9 +226,9 @@ class EnvPool:
             raise RolloutFailed(
                 f"{self._deaths} env workers died in a row without finishing an episode: {death}"
             )
-        self._play_again(worker, death)
+        self._reassign(worker, death)
 
-    def _play_again(self, worker: _Worker, error: BaseException) -> None:
+    def _reassign(self, worker: _Worker, error: BaseException) -> None:
         """What a dead worker had under way goes to others, except its suspect."""
         for opened in worker.open.values():
             if opened.done.done():

@@ -18,15 +18,20 @@ from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.models.tokenizer import TokenizerCorpus, TokenizerSource, load_tokenizer
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.plugins import PluginConfigError, PluginError
-from agenticrun_workers.rollout.episode_runner import EpisodePlayer, Played, Sources, step_timeout
-from agenticrun_workers.rollout.groups import EpisodeResult, Peers
+from agenticrun_workers.rollout.episode_runner import (
+    EpisodeRunner,
+    RunningEpisode,
+    Sources,
+    step_timeout,
+)
+from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
 
 
 class EnvWorker:
-    """Call `describe`, then `setup`; then `set_peers`, `play`, `abort` and `collect` in any order.
+    """Call `describe`, then `setup`; then `set_endpoints`, `play`, `abort` and `collect` in any order.
 
     Args:
         name: unique among the env workers of a run, also those that were replaced.
@@ -37,16 +42,16 @@ class EnvWorker:
         self._name = name
         self._pipeline = pipeline
         self._limit = asyncio.Semaphore(pipeline.train_envs.max_envs_per_worker)
-        self._peers = Peers()
-        self._has_peers = asyncio.Event()
+        self._endpoints = Endpoints()
+        self._has_endpoints = asyncio.Event()
         self._unstored: list[tuple[list[Trajectory], EpisodeResult]] = []
         self._unstored_event = asyncio.Event()
-        self._outbox: Outbox[EpisodeResult] = Outbox()
+        self._outbox: ResultMailbox[EpisodeResult] = ResultMailbox()
         self._client = GenerationClient(
             name, derive(pipeline.seed, "engine-choice", name), self._keep
         )
         self._tasks: set[asyncio.Task[None]] = set()
-        self._playing: dict[tuple[EpisodeKey, int], asyncio.Task[None]] = {}
+        self._running: dict[tuple[EpisodeKey, int], asyncio.Task[None]] = {}
         """By episode and attempt, from its beginning until its trajectory is there."""
 
     async def placement(self) -> Placement:
@@ -66,33 +71,33 @@ class EnvWorker:
         """Load the tokenizer and build the agents. Raises `InvalidConfig`."""
         tokenizer = load_tokenizer(source)
         agents = build_agents(self._pipeline, tokenizer)
-        self._player = EpisodePlayer(
+        self._runner = EpisodeRunner(
             self._pipeline, ChatFormat(tokenizer), agents, self._sources, self._client
         )
         self._keep(asyncio.create_task(self._store_finished(), name="store-finished"))
 
-    async def set_peers(self, peers: Peers) -> None:
+    async def set_endpoints(self, peers: Endpoints) -> None:
         """The engines to ask and the stores to fill, from now on; those of a call that was overtaken are left."""
-        if peers.number > self._peers.number:
-            self._peers = peers
+        if peers.number > self._endpoints.number:
+            self._endpoints = peers
             self._client.set_engines(peers.engines)
-            self._has_peers.set()
+            self._has_endpoints.set()
 
-    async def play(self, tasks: bytes) -> None:
+    async def submit(self, tasks: bytes) -> None:
         """Begin these `list[GroupTask]`, once there are peers. Every member ends as one result of `collect`."""
-        await self._has_peers.wait()
+        await self._has_endpoints.wait()
         for task in unpack(tasks):
             for member in task.members:
-                played = Played(task, task.key(member))
-                running = asyncio.create_task(self._play_one(played))
-                self._playing[played.key, task.attempt] = running
+                episode = RunningEpisode(task, task.key(member))
+                running = asyncio.create_task(self._run_episode(episode))
+                self._running[episode.key, task.attempt] = running
                 self._keep(running)
 
     async def abort(self, episodes: list[tuple[EpisodeKey, int]]) -> None:
         """Stop these attempts at episodes where they are: they end with stop reason aborted. Others are no error."""
         for name in episodes:
-            if name in self._playing:
-                self._playing[name].cancel()
+            if name in self._running:
+                self._running[name].cancel()
 
     async def collect(self) -> bytes:
         """Finished episodes, a packed `list[EpisodeResult]`; empty if none finishes for some seconds.
@@ -111,25 +116,25 @@ class EnvWorker:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._outbox.fail(error)
 
-    async def _play_one(self, played: Played) -> None:
-        task = played.task
+    async def _run_episode(self, episode: RunningEpisode) -> None:
+        task = episode.task
         try:
             async with self._limit:
-                await self._player.play(played)
-            await self._player.judge(played)
+                await self._runner.run(episode)
+            await self._runner.judge(episode)
         except asyncio.CancelledError:  # only `abort` cancels it
-            played.trajectories = [played.abandoned()]
+            episode.trajectories = [episode.abandoned()]
         finally:
-            del self._playing[played.key, task.attempt]
+            del self._running[episode.key, task.attempt]
         keeps = task.stream is not Stream.VALIDATION
-        result = self._player.result(
-            played, store=played.key.group % len(self._peers.stores) if keeps else -1
+        result = self._runner.result(
+            episode, store=episode.key.group % len(self._endpoints.stores) if keeps else -1
         )
         if keeps and result.trainable:
             kept = {each.key for each in result.trajectories if each.trainable}
             self._unstored.append(
                 (
-                    [trajectory for trajectory in played.trajectories if trajectory.key in kept],
+                    [trajectory for trajectory in episode.trajectories if trajectory.key in kept],
                     result,
                 )
             )
@@ -149,7 +154,7 @@ class EnvWorker:
                 by_store[result.store] += trajectories
             await asyncio.gather(
                 *(
-                    self._peers.stores[store].put.remote(pack(kept))
+                    self._endpoints.stores[store].put.remote(pack(kept))
                     for store, kept in by_store.items()
                 )
             )
@@ -228,7 +233,7 @@ def _field_of(error: PluginError) -> str:
 T = TypeVar("T")
 
 
-class Outbox(Generic[T]):
+class ResultMailbox(Generic[T]):
     """Results waiting for whoever asks. One taker at a time."""
 
     def __init__(self, gather_seconds: float = 0.002) -> None:

@@ -1,4 +1,4 @@
-"""EpisodePlayer: one episode from its task to a judged trajectory, inside an env worker."""
+"""EpisodeRunner: one episode from its task to a judged trajectory, inside an env worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agenticrun_workers.rollout.camera import Filmed, animated_gif
 from agenticrun_workers.rollout.datasets import EpisodeItems
 from agenticrun_workers.rollout.demonstrations import Demonstrations
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, as_episode
-from agenticrun_workers.rollout.log_once import Once
+from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.rollout.rewards import JudgePanel, judged_episode
 from agenticrun_workers.types import (
     EpisodeKey,
@@ -50,7 +50,7 @@ class Sources:
 
 
 @dataclass
-class Played:
+class RunningEpisode:
     """An episode that is being played, or was."""
 
     task: GroupTask
@@ -80,7 +80,7 @@ class Played:
         )
 
 
-class EpisodePlayer:
+class EpisodeRunner:
     """Plays the episodes of one env worker, many at once.
 
     Args:
@@ -101,10 +101,10 @@ class EpisodePlayer:
         self._agents = agents
         self._sources = sources
         self._client = client
-        self._envs = EnvSupply(pipeline)
-        self._report = Once(log.exception)
+        self._envs = EnvCache(pipeline)
+        self._report = LogOnce(log.exception)
 
-    async def play(self, played: Played) -> None:
+    async def run(self, played: RunningEpisode) -> None:
         """Play it to its end; its environment goes back to the idle ones if nothing went wrong. Raises nothing."""
         task, key = played.task, played.key
         if task.demonstration:
@@ -128,7 +128,7 @@ class EpisodePlayer:
         finally:
             self._client.end_session(str(key))
 
-    async def _collected(self, played: Played) -> list[Trajectory]:
+    async def _collected(self, played: RunningEpisode) -> list[Trajectory]:
         task, key = played.task, played.key
         env, whole = await self._envs.take(task.tag), False
         try:
@@ -154,7 +154,7 @@ class EpisodePlayer:
             else:
                 self._envs.give_up(env)
 
-    async def judge(self, played: Played) -> None:
+    async def judge(self, played: RunningEpisode) -> None:
         """Add what the judges say of each trajectory. Random play is not judged: nothing reads it."""
         task = played.task
         if (
@@ -173,7 +173,7 @@ class EpisodePlayer:
             trajectory, judged_episode(trajectory, self._chat, self._item(task))
         )
 
-    def result(self, played: Played, store: int) -> EpisodeResult:
+    def result(self, played: RunningEpisode, store: int) -> EpisodeResult:
         """The scalars, with text and pictures if the task asks for them. Trajectories that have none end with env_error."""
         try:
             return self._result(played, store)
@@ -184,7 +184,7 @@ class EpisodePlayer:
             played.trajectories = [_nothing(played, StopReason.ENV_ERROR, one_line(error))]
             return self._result(played, store)
 
-    def _result(self, played: Played, store: int) -> EpisodeResult:
+    def _result(self, played: RunningEpisode, store: int) -> EpisodeResult:
         task = played.task
         results = [
             EpisodeResult.of(
@@ -203,7 +203,7 @@ class EpisodePlayer:
     def _item(self, task: GroupTask) -> Mapping[str, Any] | None:
         return self._sources.items.of(task.tag, task.stream, task.group)
 
-    def _filmed(self, env: Env, played: Played) -> Env:
+    def _filmed(self, env: Env, played: RunningEpisode) -> Env:
         wanted = played.task.frames and played.told
         if isinstance(env, IsolatedEnv):
             env.film = wanted
@@ -224,11 +224,11 @@ def _numbered(key: EpisodeKey, made: Trajectory | Sequence[Trajectory]) -> list[
     ]
 
 
-def _nothing(played: Played, reason: StopReason, error: str) -> Trajectory:
+def _nothing(played: RunningEpisode, reason: StopReason, error: str) -> Trajectory:
     return Trajectory(played.key, played.task.tag, (), reason, error=error)
 
 
-def _counted(generate: Generate, played: Played) -> Generate:
+def _counted(generate: Generate, played: RunningEpisode) -> Generate:
     """Remembers what was sampled, so that a stopped episode's tokens are not lost from the books."""
 
     async def counting(request: GenerationRequest) -> Generation:
@@ -251,7 +251,7 @@ def step_timeout(pipeline: Pipeline, spec: EnvSpec) -> float | None:
     return spec.step_timeout_seconds or (None if pipeline.deterministic else STEP_TIMEOUT_SECONDS)
 
 
-class EnvSupply:
+class EnvCache:
     """Take an environment for an episode, and give it back."""
 
     def __init__(self, pipeline: Pipeline) -> None:

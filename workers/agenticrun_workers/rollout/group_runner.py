@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from agenticrun_workers.rollout.env_pool import Players
+from agenticrun_workers.rollout.env_pool import RolloutBackend
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
     Group,
@@ -19,7 +19,7 @@ from agenticrun_workers.types import StopReason, Stream
 
 
 @dataclass
-class PlayedGroup:
+class FinishedGroup:
     """What came of a group."""
 
     group: Group | None = None
@@ -28,16 +28,16 @@ class PlayedGroup:
     """Trainable trajectories that are not in `group`."""
     untrainable: list[EpisodeResult] = field(default_factory=list)
     rerolled: int = 0
-    """Episodes played again."""
+    """Episodes finished again."""
     aborted_tokens: int = 0
     """Tokens that were sampled for members that came too late."""
 
 
-async def play_group(
-    players: Players, plan: GroupPlan, number: int, *, transcript: bool = False
-) -> PlayedGroup:
+async def run_group(
+    backend: RolloutBackend, plan: GroupPlan, number: int, *, transcript: bool = False
+) -> FinishedGroup:
     """Play group `number` until `plan.group_size` members can be trained on or the re-rolls are used up."""
-    played = PlayedGroup()
+    finished = FinishedGroup()
     good: list[EpisodeResult] = []
     late: list[EpisodeResult] = []
     members = tuple(range(plan.group_size + plan.redundancy))
@@ -52,32 +52,35 @@ async def play_group(
             attempt,
             transcript=told,
             frames=told and plan.frames,
-            enough=needed if needed < len(members) else None,
+            stop_after=needed if needed < len(members) else None,
         )
-        results = await players.play(task)
+        results = await backend.run(task)
         good += [result for result in results if result.trainable]
         too_late = _too_late(results) if len(good) >= plan.group_size else []
         late += too_late
         failed = [result for result in results if not result.trainable and result not in too_late]
-        played.untrainable += every_trajectory(failed)
+        finished.untrainable += every_trajectory(failed)
         members = tuple(result.key.member for result in failed)
         if len(good) >= plan.group_size or attempt == plan.max_rerolls:
             break
-        played.rerolled += len(members)
-    kept, played.surplus = _trainable(good[: plan.group_size]), _trainable(good[plan.group_size :])
-    played.untrainable += [result for result in every_trajectory(good) if not result.trainable]
-    played.aborted_tokens = sum(result.response_tokens for result in late)
+        finished.rerolled += len(members)
+    kept, finished.surplus = (
+        _trainable(good[: plan.group_size]),
+        _trainable(good[plan.group_size :]),
+    )
+    finished.untrainable += [result for result in every_trajectory(good) if not result.trainable]
+    finished.aborted_tokens = sum(result.response_tokens for result in late)
     if len(kept) < min(2, plan.group_size):
-        played.surplus = _trainable(good)
+        finished.surplus = _trainable(good)
     else:
         in_order = tuple(sorted(kept, key=lambda result: result.key))
-        played.group = Group(
+        finished.group = Group(
             number,
             plan.tag(number),
             in_order,
-            length_bias=_length_bias(kept, [*played.surplus, *late]),
+            length_bias=_length_bias(kept, [*finished.surplus, *late]),
         )
-    return played
+    return finished
 
 
 def _trainable(episodes: list[EpisodeResult]) -> list[EpisodeResult]:

@@ -41,7 +41,7 @@ class GroupTask:
     """Return pictures of the first member's episode, if its environment can draw."""
     demonstration: bool = False
     """Take the answer of the warm-up data set's item number `group` instead of playing."""
-    enough: int | None = None
+    stop_after: int | None = None
     """Stop the other members once so many have ended in a way that can be trained on; None: play all to their end."""
 
     def key(self, member: int) -> EpisodeKey:
@@ -177,7 +177,7 @@ def tag_cycle(shares: Mapping[str, int]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class Endpoints:
     """Engines to ask, by id, and stores to fill.
 
     Calls of an actor overtake each other (Ray promises no order for async actors): the highest `number` counts. 0: nobody yet.

@@ -11,7 +11,7 @@ NUMBERS = re.compile(r"\b0x[0-9a-fA-F]+\b|(?<![\w'\"/:.])-?\d+(?:\.\d+)?(?![\w'\
 """What differs each time: addresses, and numbers that are no part of a name, a version or a line (`lake4`, `'7'`, `maze.py:31`)."""
 
 
-class Once:
+class LogOnce:
     """Passes each message on once, at most `MAX_TOLD` of them; messages that differ in a number only are one. Returns whether it did."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:

@@ -250,7 +250,10 @@ class RecordingRollout:
         """The controller's, and a batch whose writing was given up is played again."""
         inner = self._inner.position
         return replace(
-            inner, again=tuple(sorted({*inner.again, *(group.group for group in self._unwritten)}))
+            inner,
+            pending_groups=tuple(
+                sorted({*inner.pending_groups, *(group.group for group in self._unwritten)})
+            ),
         )
 
     def advance(self, version: int) -> None:
