@@ -93,9 +93,16 @@ class _Worker:
     episodes: int = 0
     """Episodes under way: the load."""
 
-    @property
-    def has_suspect(self) -> bool:
-        return any(opened.suspect for opened in self.open.values())
+    def may_run(self, task: _Open) -> bool:
+        """Return False if a death of this worker would leave two candidates for its cause.
+
+        A suspect shares its worker only with groups that have seen no death: the next death of the
+        worker is then its own.
+        """
+        return not any(
+            other.deaths and task.deaths and (other.suspect or task.suspect)
+            for other in self.open.values()
+        )
 
 
 class EnvPool:
@@ -168,7 +175,7 @@ class EnvPool:
 
     def _assign(self, opened: _Open) -> None:
         """Send it to the worker with the least to do; a suspect to one that has no other, or it waits."""
-        able = [worker for worker in self._workers if not (opened.suspect and worker.has_suspect)]
+        able = [worker for worker in self._workers if worker.may_run(opened)]
         if not able:
             self._waiting.append(opened)
             return
