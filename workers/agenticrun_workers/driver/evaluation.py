@@ -29,7 +29,12 @@ class Validator:
     """
 
     def __init__(
-        self, backend: RolloutBackend, pipeline: Pipeline, *, transcripts: int = 0, frames: bool = False
+        self,
+        backend: RolloutBackend,
+        pipeline: Pipeline,
+        *,
+        transcripts: int = 0,
+        frames: bool = False,
     ) -> None:
         self._backend = backend
         self._pipeline = pipeline
