@@ -21,15 +21,16 @@ DEVCLUSTER = [sys.executable, str(ROOT / "tools/devcluster")]
 
 
 class Stages:
-    """Runs commands and remembers how long each took."""
+    """Run commands and remember how long each took."""
 
     def __init__(self) -> None:
         self.took: list[tuple[str, float, bool]] = []
 
     def run(self, name: str, command: list[str], env: dict[str, str] | None = None) -> bool:
-        """Run one stage in the foreground; True if it succeeded."""
+        """Run one stage in the foreground; return True if it succeeded."""
         print(
-            f"\n=== {name}: {' '.join(Path(part).name if '/' in part else part for part in command)}",
+            f"\n=== {name}:",
+            *(Path(part).name if "/" in part else part for part in command),
             flush=True,
         )
         start = time.monotonic()
@@ -47,7 +48,7 @@ class Stages:
         return ok
 
     def report(self) -> bool:
-        """Print the table; True if every stage succeeded."""
+        """Print the table; return True if every stage succeeded."""
         print("\n=== stages")
         for name, seconds, ok in self.took:
             print(f"{name:<14} {seconds / 60:6.1f} min  {'ok' if ok else 'FAILED'}")

@@ -120,7 +120,7 @@ def _environment() -> dict[str, str]:
 
 
 def engine_options(file: Path) -> list[str]:
-    """Options of `devcluster images`: the worker image with the engine that the run samples with, if it is a server of its own."""
+    """Return the options of `devcluster images` for the engine of the run, if it is a server."""
     run = next(doc for doc in yaml.safe_load_all(file.read_text()) if doc["kind"] == "AgenticRun")
     engine = (
         run["spec"]["pipeline"]
@@ -228,7 +228,11 @@ def watch(kubectl: Kubectl, name: str, steps: Steps) -> str:
 
 
 def _line(status: dict[str, Any], success: float | None) -> str:
-    """The run in one line, for logs: changes with the phase, what it does before the first step, every tenth step, each validation."""
+    """Return the run in one line, for logs.
+
+    It changes with the phase, the activity before the first step, every tenth step and each
+    validation.
+    """
     step = status.get("step", 0) or 0
     doing = (
         ""
@@ -244,7 +248,7 @@ def _line(status: dict[str, Any], success: float | None) -> str:
 
 
 def _waiting(status: dict[str, Any]) -> str:
-    """What the first condition that is not yet true waits for."""
+    """Return the message of the first condition that is not true yet."""
     return next(
         (
             c["message"]
@@ -295,7 +299,7 @@ def _view(
 
 
 def _result(run: dict[str, Any]) -> str:
-    """What the policy can do now, beside what it could before and what chance can."""
+    """Return the success of the policy beside that after warm-up and that of random actions."""
     metrics = {
         metric["name"]: float(metric["value"]) for metric in run["status"].get("metrics", [])
     }
@@ -313,13 +317,14 @@ def _result(run: dict[str, Any]) -> str:
             if f"val/{tag}/{name}" in metrics
         ]
         lines.append(
-            f"{tag}: success on unseen levels {metrics[f'val/{tag}/success']:.2f} ({', '.join(others)})"
+            f"{tag}: success on unseen levels {metrics[f'val/{tag}/success']:.2f}"
+            f" ({', '.join(others)})"
         )
     return "\n".join(lines) or run["status"].get("message", "")
 
 
 def _next_lines(name: str) -> None:
-    """What to type next."""
+    """Print what to type next."""
     context = "" if os.environ.get("CONTEXT") else 'eval "$(python3 tools/devcluster env)"\n'
     console.print(
         f"\n[bold]Next[/]\n{context}kubectl get agenticruns\nkubectl describe agenticrun {name}\n"

@@ -4,8 +4,8 @@ Stops the development cluster, purges the Debian packages that it installed, and
 and images, the Python environments and outputs of this clone, and what killed runs left in /tmp.
 After it, `make demo` and `make test` do what they do for a new user.
 
-It lists everything with its size and asks. It touches nothing while a run, a test or another command
-of AgenticRun is alive. Standard library only: it removes the environments.
+It lists everything with its size and asks. It touches nothing while a run, a test or another
+command of AgenticRun is alive. Standard library only: it removes the environments.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def docker_images() -> list[Item]:
 
 
 def shared_caches(environment: Mapping[str, str], home: Path) -> dict[str, Path]:
-    """Return the caches that set-up fills and other projects on this machine use, by description."""
+    """Return the caches that set-up shares with other projects, by description."""
     caches = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
     go_path = Path(environment.get("GOPATH", "").partition(":")[0] or home / "go")
     return {

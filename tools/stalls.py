@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
-"""Run a command as on a machine that stalls: again and again one of its processes, or all of them, get no processor for a moment.
+"""Run a command as on a machine that stalls.
+
+Again and again one of its processes, or all of them, get no processor for a moment.
 
     python3 tools/stalls.py .venv/bin/pytest -q tests/unit
 
-What fails only so depends on who is faster. The exit status is the command's. Whatever was stopped is continued, also on Ctrl-C.
+A test that fails only here depends on who is faster. The exit status is that of the command.
+Whatever was stopped is continued, also on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ def main() -> int:
     if not options.command:
         parser.error("no command")
     rng, stalls = random.Random(options.seed), 0
-    # Processes whose parents have ended become ours, so that all that the command starts are our descendants.
+    # Processes become ours when their parents end: all that the command starts descends from us.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     command = subprocess.Popen(options.command)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -74,7 +77,7 @@ def main() -> int:
 
 
 def _ended(command: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Whether the command has, within `seconds`; the orphans that have are reaped."""
+    """Return True if the command ends within `seconds`; reap orphans that have ended."""
     end = time.monotonic() + seconds
     while command.poll() is None and time.monotonic() < end:
         while (
@@ -100,7 +103,7 @@ def _stall(processes: list[int], seconds: float) -> None:
 
 
 def _descendants(root: int) -> list[int]:
-    """Those that somebody else has stopped stay so, and are left out."""
+    """Return what descends from `root`, except what others have stopped: that stays stopped."""
     children: dict[int, list[int]] = {}
     stopped = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -1,4 +1,4 @@
-"""Entry point of `python3 tools/devcluster` and of `python3 -m devcluster` with tools/ on the path."""
+"""Entry point of `python3 tools/devcluster`, and of `python3 -m devcluster` in tools/."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""The Go programs of the cluster: built from pinned modules (go/<name>/go.mod and go.sum), kept in the cache.
+"""The Go programs of the cluster: built from pinned modules, kept in the cache.
 
-The folder of a program in the cache carries a hash of its module's files and build flags: a changed version or source gives
-a new folder, an unchanged one is never built again.
+Each program has a module with committed versions in go/<name>. Its folder in the cache carries a
+hash of the module's files and of the build flags: a changed version or source gets a new folder,
+and an unchanged program is never built again.
 """
 
 import hashlib
@@ -28,15 +29,16 @@ _FOR_PEOPLE = ("kubectl", "helm")
 
 @dataclass(frozen=True)
 class GoProgram:
-    """One program.
+    """A program and how to build it.
 
     Attributes:
-        name: folder below go/, and file name of the result.
-        typical_seconds: of a build on two cores with nothing cached; shown while it runs.
+        name: of the folder below go/, and of the program.
+        typical_seconds: for a build on two cores with nothing cached; shown meanwhile.
         package: what to build: "." or a package of a required module.
         variables: linker variables, for the versions that programs print.
-        links: further names for the file; kube-all picks its command by the name it is called by.
-        module_folder: (module, folder) to keep beside the program; KubeRay's manifests come with its module.
+        links: further names of the file; kube-all runs the command that it is called by.
+        module_folder: (module, folder) to keep beside the program; KubeRay's module has its
+            manifests.
     """
 
     name: str
@@ -91,7 +93,7 @@ PROGRAMS: tuple[GoProgram, ...] = (
 
 
 def module_key(program: GoProgram, sources: Path) -> str:
-    """Hash of everything that decides what the build gives, but for the Go release."""
+    """Return a hash of everything that decides the result of a build, except the Go release."""
     digest = hashlib.sha256(repr(program).encode())
     for path in sorted(path for path in sources.iterdir() if path.is_file()):
         digest.update(f"\0{path.name}\0".encode())
@@ -103,18 +105,18 @@ class Binaries:
     """The built programs in the cache."""
 
     def __init__(self, settings: Settings, sources: Path | None = None) -> None:
-        """`sources`: the folder with one Go module per program; by default the one beside this file."""
+        """Args: `sources` has one Go module per program; by default it is go/ beside this file."""
         self._settings = settings
         self._root = settings.cache / "bin"
         self._sources = sources or Path(__file__).parent / "go"
         self._logs = settings.cache / "log"
 
     def folder(self, program: GoProgram) -> Path:
-        """Where the program is, or would be once built."""
+        """Return the folder of a program, built or not."""
         return self._root / f"{program.name}-{module_key(program, self._sources / program.name)}"
 
     def paths(self, programs: Sequence[GoProgram] = PROGRAMS) -> dict[str, Path]:
-        """Path of every program and link by name."""
+        """Return the path of every program and link by name."""
         return {
             name: self.folder(program) / name
             for program in programs
@@ -127,10 +129,10 @@ class Binaries:
         return self._root / "current"
 
     def build(self, programs: Sequence[GoProgram] = PROGRAMS) -> None:
-        """Builds what is missing, one program at a time (the compiler uses every core by itself).
+        """Build what is missing, one program at a time: the compiler uses every core by itself.
 
         Raises:
-            DevclusterError: no usable Go, or a build failed.
+            DevclusterError: there is no usable Go, or a build failed.
         """
         self._root.mkdir(parents=True, exist_ok=True)
         with exclusive(self._root / "lock"):
@@ -143,7 +145,7 @@ class Binaries:
                 try:
                     for number, program in enumerate(missing, 1):
                         title = f"[{number}/{len(missing)}] {program.name}"
-                        # Whether it worked is for the build to tell, which downloads the rest.
+                        # If it failed, the build fetches the rest or says why it cannot.
                         downloads[number - 1].wait()
                         self._build(go, program, title)
                 finally:
@@ -153,7 +155,7 @@ class Binaries:
             self._link_current()
 
     def _download(self, go: str, program: GoProgram) -> "subprocess.Popen[bytes]":
-        """Begin to fetch the modules of a program, beside the compiler that works on another one."""
+        """Begin to fetch the modules of a program while the compiler works on another one."""
         return subprocess.Popen(
             [go, "mod", "download"],
             cwd=self._sources / program.name,
@@ -228,7 +230,7 @@ class Binaries:
 
 
 class _LineCounter:
-    """How many packages `go build -v` has named so far."""
+    """Number of packages that `go build -v` has named so far."""
 
     count = 0
 
@@ -243,7 +245,7 @@ def _go_environment() -> dict[str, str]:
 
 
 def find_go(settings: Settings) -> str:
-    """Path of a Go that is recent enough; it is fetched into the cache if the machine has none.
+    """Return the path of a recent enough Go; fetch one into the cache if the machine has none.
 
     Raises:
         DevclusterError: there is none and none can be fetched; the message says what to install.
@@ -256,13 +258,13 @@ def find_go(settings: Settings) -> str:
 
 
 def recent_enough(version: str) -> bool:
-    """Whether a `go env GOVERSION` such as "go1.26.8" is at least MINIMUM_GO."""
+    """Return True if a version of `go env GOVERSION`, such as "go1.26.8", is recent enough."""
     found = re.match(r"(?:devel )?go(\d+)\.(\d+)", version)
     return found is not None and (int(found[1]), int(found[2])) >= MINIMUM_GO
 
 
 def _fetched(settings: Settings) -> str:
-    """Go in a virtual environment of its own in the cache."""
+    """Return the Go in a virtual environment in the cache, and install it there the first time."""
     environment = settings.cache / "go"
     go = environment / "bin" / "go"
     if not go.exists():
@@ -281,6 +283,7 @@ def _fetched(settings: Settings) -> str:
         except CommandFailed as error:
             wanted = ".".join(str(number) for number in MINIMUM_GO)
             raise DevclusterError(
-                f"put Go {wanted} or newer on PATH, or install python3-venv so that one can be fetched ({error})"
+                f"put Go {wanted} or newer on PATH, or install python3-venv so that one can be"
+                f" fetched ({error})"
             ) from error
     return str(go)

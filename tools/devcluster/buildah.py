@@ -1,4 +1,4 @@
-"""Building images from Dockerfiles without Docker, on a Debian base made on the spot."""
+"""Image builds from Dockerfiles without Docker, on a Debian base that debootstrap makes."""
 
 import hashlib
 import shutil
@@ -10,7 +10,8 @@ from devcluster.settings import Settings
 from devcluster.shell import run, succeeds
 
 _DEBIAN = "bookworm"
-_BASE_PACKAGES = "ca-certificates,libnuma1,python3,python3-venv"  # with what Dockerfiles would add where it is missing
+# Dockerfiles install what is missing of these, which takes longer.
+_BASE_PACKAGES = "ca-certificates,libnuma1,python3,python3-venv"
 # Documentation and package lists: half of the base.
 _NOT_NEEDED = (
     "usr/share/doc",
@@ -24,10 +25,10 @@ _CERTIFICATES_IN_BUILD = "/run/build-certificates.crt"
 
 
 class Buildah:
-    """Buildah with a store of its own in the cache, so that layers survive between builds and nobody else's are touched."""
+    """Buildah with its own store in the cache: layers survive between builds, apart from others."""
 
     def __init__(self, settings: Settings) -> None:
-        """Starts nothing."""
+        """Start nothing."""
         self._settings = settings
         store = settings.cache / "buildah"
         # Buildah's temporary files and the cache mounts of RUN lines follow TMPDIR.
@@ -44,16 +45,16 @@ class Buildah:
 
     @property
     def base(self) -> str:
-        """Name of the base image; it carries a hash of what it is made of."""
+        """Name of the base image, with a hash of what it is made of."""
         key = hashlib.sha256(f"{_DEBIAN} {_BASE_PACKAGES} {_NOT_NEEDED}".encode()).hexdigest()[:8]
         return f"localhost/agenticrun/debian:{_DEBIAN}-{key}"
 
     def has(self, image: str) -> bool:
-        """Whether the store has the image."""
+        """Return True if the store has the image."""
         return succeeds([*self._argv, "inspect", "--type", "image", image])
 
     def make_base(self) -> None:
-        """Debian with Python from the distribution's archive, unless it is there; about a minute."""
+        """Make the base image, Debian with its Python, unless it is there; takes about a minute."""
         if self.has(self.base):
             return
         root = self._settings.cache / "debian"
@@ -73,7 +74,7 @@ class Buildah:
             shutil.rmtree(root)
 
     def build(self, recipe: Recipe, image: str) -> None:
-        """Builds a Dockerfile of the repository on our base. Unchanged layers are taken from the store."""
+        """Build a Dockerfile on our base, with unchanged layers from the store."""
         root = self._settings.repository
         argv = [
             "bud",
@@ -108,7 +109,10 @@ class Buildah:
             )  # a failed build leaves its working container, which holds gigabytes
 
     def push(self, image: str, target: str) -> None:
-        """Pushes to our registry. The fastest zstd: the layers cross a local link, so the processor is what counts."""
+        """Push an image to our registry.
+
+        With the fastest zstd: on a local link the processor is the bottleneck.
+        """
         with progress(f"pushing {target}"):
             self._run(
                 "push",
@@ -120,7 +124,7 @@ class Buildah:
             )
 
     def remove(self, image: str) -> None:
-        """Removes an image; layers that another one uses stay."""
+        """Remove an image; layers that another image uses stay."""
         self._run("rmi", image)
 
     def _run(self, *arguments: str, cwd: Path | None = None, log: Path | None = None) -> str:

@@ -1,4 +1,4 @@
-"""One parent cgroup of our own for all pods, so that `down` finds every one of them. Knows cgroup v1 and v2."""
+"""The parent cgroup of all pods, v1 or v2, by which `down` finds every one of them."""
 
 import contextlib
 import os
@@ -11,12 +11,12 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def is_v2(root: Path = _ROOT) -> bool:
-    """Whether this machine has the unified hierarchy only."""
+    """Return True if this machine has the unified hierarchy only."""
     return (root / "cgroup.controllers").exists()
 
 
 def hierarchies(root: Path = _ROOT) -> list[Path]:
-    """The mounted hierarchies: the root itself in v2; in v1 one per controller, links such as cpu -> cpu,cpuacct once."""
+    """Return the mounted hierarchies: the root in v2, one per controller in v1, without links."""
     return (
         [root]
         if is_v2(root)
@@ -29,7 +29,7 @@ def hierarchies(root: Path = _ROOT) -> list[Path]:
 
 
 def create(name: str, root: Path = _ROOT) -> None:
-    """Makes the parents and gives them what pods need: the controllers (v2), the CPUs and memory nodes (v1 cpuset)."""
+    """Make the parents with what pods need: controllers (v2), CPUs and memory nodes (v1 cpuset)."""
     if is_v2(root):
         for controller in (root / "cgroup.controllers").read_text().split():
             with contextlib.suppress(
@@ -46,7 +46,7 @@ def create(name: str, root: Path = _ROOT) -> None:
 
 
 def processes(name: str, root: Path = _ROOT) -> set[int]:
-    """Pids of every process below the parents, of which some may vanish meanwhile."""
+    """Return the pids of all processes below the parents; some may have ended since."""
     found: set[int] = set()
     for hierarchy in hierarchies(root):
         for folder, _, _ in os.walk(hierarchy / name):
@@ -56,7 +56,9 @@ def processes(name: str, root: Path = _ROOT) -> set[int]:
 
 
 def remove(name: str, root: Path = _ROOT) -> None:
-    """Removes the parents with all that is below them; the pods' processes must be killed, but their last threads may still be there.
+    """Remove the parents with all that is below them.
+
+    The processes of the pods must have been killed; their last threads may still be there.
 
     Raises:
         DevclusterError: something keeps them for a minute.

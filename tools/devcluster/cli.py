@@ -1,4 +1,4 @@
-"""The command line: what people and the Makefile call.
+"""The command line of the development cluster, for people and the Makefile.
 
 stdout carries only what a caller reads (a path, JSON, exports); progress goes to stderr.
 """
@@ -24,10 +24,11 @@ _EXIT_IMPOSSIBLE = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Returns:
-        0 done; 1 failed, or `status` of a cluster that is not up; 2 wrong usage; 3 no cluster can be had on this machine.
+        0 done; 1 failed, or `status` of a cluster that is not up; 2 wrong usage; 3 this machine can
+        have no cluster.
     """
     options = _parser().parse_args(arguments)
     settings = Settings.from_environment()
@@ -75,7 +76,10 @@ def _run(options: argparse.Namespace, settings: Settings, cluster: Cluster) -> i
 
 
 def problems_that_stay(cluster: Cluster, seconds: float) -> list[str]:
-    """What keeps the cluster from being usable, if that does not pass within `seconds`; of one that is down at once."""
+    """Return the problems of the cluster that are still there after `seconds`.
+
+    A cluster that is down is not waited for.
+    """
     end = time.monotonic() + seconds
     while (problems := cluster.problems()) not in ([], ["down"]) and time.monotonic() < end:
         time.sleep(1)

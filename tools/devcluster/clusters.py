@@ -1,7 +1,8 @@
-"""The kinds of cluster, and which one this machine gets.
+"""The kinds of cluster, and the choice for this machine.
 
-In this order: the kubeconfig context named by CONTEXT=, which is only used, never started or stopped; kind, where Docker
-answers; the single node of real components on this host. The current context of a kubeconfig is never taken unasked.
+In this order: the kubeconfig context that CONTEXT= names, which is never started or stopped; kind,
+where Docker answers; the single node of real components on this host. The current context of a
+kubeconfig is never taken without CONTEXT=.
 """
 
 import json
@@ -32,32 +33,32 @@ class Cluster(Protocol):
     name: str
 
     def up(self) -> None:
-        """Makes it usable, with KubeRay; does nothing when it is."""
+        """Make it usable, with KubeRay; do nothing when it is."""
 
     def down(self, *, purge: bool) -> None:
-        """Removes it and, with `purge`, what is cached for it."""
+        """Remove it and, with `purge`, what is cached for it."""
 
     def problems(self) -> list[str]:
-        """What keeps it from being usable, one line each; empty when it is up."""
+        """Return what keeps it from being usable, one line each; nothing when it is up."""
 
     def kubeconfig(self) -> Path:
-        """A kubeconfig whose current context is this cluster."""
+        """Return a kubeconfig with this cluster as its current context."""
 
     def build(self, recipes: Sequence[Recipe]) -> None:
         """Build these images as far as that needs no cluster, so that `publish` finds them."""
 
     def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
-        """Builds these images, makes them available and returns their references by name."""
+        """Build these images, make them available and return their references by name."""
 
     def load(self, archive: Path) -> None:
-        """Makes the images of a docker-archive or oci-archive available."""
+        """Make the images of a docker-archive or oci-archive available."""
 
 
 def choose(settings: Settings) -> Cluster:
-    """The cluster of this machine.
+    """Return the cluster of this machine.
 
     Raises:
-        NoClusterPossible: it can have none.
+        NoClusterPossible: the machine can have none.
     """
     if settings.context:
         return ContextCluster(settings)
@@ -73,7 +74,7 @@ class HostCluster:
     name = "single node on this host"
 
     def __init__(self, settings: Settings) -> None:
-        """Starts nothing."""
+        """Start nothing."""
         self._settings = settings
         self._binaries = Binaries(settings)
         self._node = Node(settings, self._binaries)
@@ -133,12 +134,12 @@ class HostCluster:
 
 
 class KindCluster:
-    """kind on this machine's Docker."""
+    """A kind cluster on the Docker of this machine."""
 
     name = "kind"
 
     def __init__(self, settings: Settings) -> None:
-        """Starts nothing."""
+        """Start nothing."""
         self._settings = settings
         self._images = DockerImages(settings)
 
@@ -189,7 +190,7 @@ class KindCluster:
         run(["kind", "load", "image-archive", "--name", self._settings.name, archive])
 
     def _advertise_gpus(self, kubectl: Kubectl) -> None:
-        """Fake GPUs as extended resources in the node's capacity: there is no place for a device plugin's socket."""
+        """Add fake GPUs to the capacity of the nodes: kind has no place for a device plugin."""
         patch = [
             {
                 "op": "add",
@@ -209,10 +210,10 @@ class KindCluster:
 
 
 class ContextCluster:
-    """A cluster that somebody else runs, by its kubeconfig context. Only KubeRay is installed, if it is missing."""
+    """A cluster that others run, by its kubeconfig context. It gets KubeRay if that is missing."""
 
     def __init__(self, settings: Settings) -> None:
-        """Starts nothing."""
+        """Start nothing."""
         self._settings = settings
         self.name = f"context {settings.context}"
         self._images = DockerImages(settings)
@@ -225,7 +226,7 @@ class ContextCluster:
             install_kuberay(kubectl)
 
     def down(self, *, purge: bool) -> None:
-        """See Cluster: what others run is not stopped."""
+        """See Cluster. It is not ours to stop."""
         say(f"{self.name} is not ours: left as it is")
         if purge:
             shutil.rmtree(self._settings.cache)
@@ -252,7 +253,7 @@ class ContextCluster:
             self._images.build(recipes)
 
     def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
-        """See Cluster. Without IMAGE_REGISTRY there is nowhere to push to: the chart's own image names hold."""
+        """See Cluster. Without IMAGE_REGISTRY the chart uses its default images."""
         if not self._settings.image_registry:
             say("IMAGE_REGISTRY is not set: nothing is built, the chart's default images are used")
             return {}
@@ -263,14 +264,14 @@ class ContextCluster:
         return references
 
     def load(self, archive: Path) -> None:
-        """See Cluster: not possible here."""
+        """See Cluster. Impossible here."""
         raise DevclusterError(
-            f"{archive} can't be loaded into {self.name}; push the image to a registry that it reads"
+            f"cannot load {archive} into {self.name}; push the image to a registry that it reads"
         )
 
 
 def user_program(settings: Settings, name: str) -> str:
-    """kubectl or helm: from PATH, else built."""
+    """Return the path of kubectl or helm: from PATH, else built."""
     found = shutil.which(name)
     if found is None:
         binaries = Binaries(settings)
@@ -280,7 +281,7 @@ def user_program(settings: Settings, name: str) -> str:
 
 
 def install_kuberay(kubectl: Kubectl) -> None:
-    """KubeRay as upstream publishes it, in the namespace `default` that its manifests name; waits until it is available."""
+    """Install KubeRay from its published manifests, in namespace `default`, and wait for it."""
     kubectl.apply(_KUBERAY_MANIFESTS, kustomization=True)
     wait_for(
         "KubeRay's operator to be available",
@@ -290,7 +291,7 @@ def install_kuberay(kubectl: Kubectl) -> None:
 
 
 def kuberay_problems(kubectl: Kubectl) -> list[str]:
-    """One line if KubeRay's operator is not available."""
+    """Return one line if KubeRay's operator is not available."""
     return (
         []
         if kubectl.deployment_available("default", "kuberay-operator")

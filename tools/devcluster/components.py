@@ -1,4 +1,7 @@
-"""Which processes make the cluster, with their flags. Pure: settings and paths in, process specifications out."""
+"""The processes of the cluster with their flags.
+
+Pure: settings and paths in, process specifications out.
+"""
 
 from pathlib import Path
 
@@ -60,7 +63,7 @@ class Components:
         return self._kubernetes("kube-apiserver", flags)
 
     def controller_manager(self) -> ProcessSpec:
-        """All default controllers; the flex volume folder is moved, else it makes /usr/libexec/kubernetes."""
+        """All default controllers, with the flex volume folder out of /usr/libexec."""
         settings, pki = self._settings, self._settings.pki
         flags = {
             "kubeconfig": pki / "kube-controller-manager.kubeconfig",
@@ -87,7 +90,7 @@ class Components:
         return self._kubernetes("kube-scheduler", flags)
 
     def kubelet(self) -> ProcessSpec:
-        """The node agent; the resolv.conf that it hands to pods is empty but for cluster DNS."""
+        """The node agent; pods get a resolv.conf with nothing but cluster DNS."""
         settings = self._settings
         config = settings.etc / "kubelet.yaml"
         flags = {

@@ -21,7 +21,7 @@ def cni_plugin_folder() -> Path | None:
 
 
 def containerd(settings: Settings, cni_plugins: Path) -> str:
-    """containerd's configuration (version 2: read by 1.6, 1.7 and 2.x)."""
+    """Return the configuration of containerd, in version 2 that 1.6, 1.7 and 2.x read."""
     return f"""\
 version = 2
 root = "{settings.containerd_root}"
@@ -55,7 +55,7 @@ disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshot
 
 
 def registry_hosts(settings: Settings) -> str:
-    """Tells containerd that our registry speaks plain HTTP."""
+    """Return the entry that tells containerd that our registry speaks plain HTTP."""
     return f"""\
 server = "http://{settings.registry}"
 [host."http://{settings.registry}"]
@@ -64,7 +64,7 @@ server = "http://{settings.registry}"
 
 
 def registry(settings: Settings) -> str:
-    """The image registry: a folder in the cache, served on the host's end of the veth pair only."""
+    """Return the image registry: a folder in the cache, served on the host end of the veth pair."""
     return f"""\
 version: 0.1
 log: {{level: warn, accesslog: {{disabled: true}}}}
@@ -77,7 +77,7 @@ http:
 
 
 def cni(settings: Settings) -> str:
-    """A bridge with hairpin, addresses from the pod CIDR, host ports."""
+    """Return the pod network: a hairpin bridge, addresses from the pod CIDR, host ports."""
     bridge = {
         "type": "bridge",
         "bridge": "cni0",
@@ -101,7 +101,7 @@ def cni(settings: Settings) -> str:
 
 
 def kubelet(settings: Settings) -> str:
-    """The kubelet's configuration: works with cgroup v1 and v2, keeps its paths below our state folder."""
+    """Return the configuration of the kubelet: for cgroup v1 and v2, all paths below our state."""
     return f"""\
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
@@ -129,7 +129,10 @@ serializeImagePulls: false
 
 
 def kube_proxy(settings: Settings) -> str:
-    """kube-proxy with iptables. The conntrack sysctls are switched off: a network namespace may not write them."""
+    """Return kube-proxy with iptables, without conntrack sysctls.
+
+    A network namespace may not write those.
+    """
     return f"""\
 apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
@@ -145,7 +148,10 @@ iptables: {{minSyncPeriod: 200ms}}
 
 
 def coredns(settings: Settings) -> str:
-    """Cluster names, and NXDOMAIN for all others (a block of its own: in the same block `template` would answer first)."""
+    """Return the DNS server: cluster names, and NXDOMAIN for all others.
+
+    These have a block of their own, because `template` would answer first in the same block.
+    """
     return f"""\
 cluster.local:53 in-addr.arpa:53 {{
   bind {settings.dns_ip}

@@ -1,4 +1,4 @@
-"""Progress for people, on stderr: stdout belongs to what a script reads (kubeconfig path, JSON, exports)."""
+"""Progress for people, on stderr: stdout is for scripts (kubeconfig path, JSON, exports)."""
 
 import sys
 import threading
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _LIVE_SECONDS = 0.5  # refresh of the live line on a terminal
-_LOG_SECONDS = 20.0  # distance of the lines where output goes to a file
+_LOG_SECONDS = 20.0  # between lines where output goes to a file
 
 _started = time.monotonic()
 _lock = threading.Lock()
 
 
 def say(message: str) -> None:
-    """Prints one line with the seconds since the program started."""
+    """Print one line with the seconds since the program started."""
     with _lock:
         clear = "\r\x1b[K" if sys.stderr.isatty() else ""
         print(
@@ -24,9 +24,9 @@ def say(message: str) -> None:
 
 @contextmanager
 def progress(title: str, detail: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Shows that `title` is under way, with its elapsed time and `detail()`, until the block ends.
+    """Show that `title` is under way, with its elapsed time and `detail()`, during the block.
 
-    On a terminal one line is rewritten in place; elsewhere a line is added now and then, so that a log stays short.
+    On a terminal it rewrites one line. Elsewhere it adds a line now and then: logs stay short.
     """
     begun = time.monotonic()
     done = threading.Event()

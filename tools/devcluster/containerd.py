@@ -1,4 +1,4 @@
-"""The container runtime of the node: its command line, and images of single static files made without a build tool."""
+"""The container runtime of the node, and images of single static files for it."""
 
 import hashlib
 import io
@@ -19,10 +19,10 @@ _REMOVE_SECONDS = 60
 
 
 class Containerd:
-    """The node's container runtime; every call is in the namespace that the kubelet uses."""
+    """The container runtime of the node; every call is in the namespace that the kubelet uses."""
 
     def __init__(self, settings: Settings, imagectl: Path) -> None:
-        """Starts nothing. `imagectl`: our CRI client."""
+        """Start nothing. `imagectl` is our CRI client."""
         self._cri: list[str | Path] = [imagectl, settings.containerd_socket]
         self._ctr: list[str | Path] = [
             "ctr",
@@ -33,39 +33,43 @@ class Containerd:
         ]
 
     def answers(self) -> bool:
-        """Whether it serves requests."""
+        """Return True if it serves requests."""
         return succeeds([*self._ctr, "version"])
 
     def images(self) -> set[str]:
-        """Names of the images that are unpacked or imported."""
+        """Return the names of all images that are unpacked or imported."""
         return set(run([*self._ctr, "images", "list", "--quiet"]).split())
 
     def images_in_use(self) -> set[str]:
-        """Names of the images that containers were made from."""
+        """Return the names of the images that containers were made from."""
         lines = run([*self._ctr, "containers", "list"]).splitlines()[1:]
         return {line.split()[1] for line in lines}
 
     def load(self, archive: Path) -> None:
-        """Imports a docker-archive or oci-archive."""
+        """Import a docker-archive or oci-archive."""
         run([*self._ctr, "images", "import", archive])
 
     def tag(self, reference: str, name: str) -> None:
-        """Gives an image a second name."""
+        """Give an image a second name."""
         run([*self._ctr, "images", "tag", "--force", reference, name])
 
     def pull(self, reference: str) -> None:
-        """Pulls an image and unpacks it."""
+        """Pull an image and unpack it."""
         run([*self._cri, "pull", reference])
 
     def remove_images(self, references: Iterable[str]) -> None:
-        """Removes images with all their names; layers that nobody needs are dropped."""
+        """Remove images with all their names, and layers that nothing needs."""
         if references := sorted(references):
             run([*self._cri, "remove", *references])
 
     def remove_containers(self) -> bool:
-        """Kills every task and removes every container and its writable layer; images stay. Says whether there were any.
+        """Kill every task, remove every container with its writable layer, and keep images.
 
-        A request of the kubelet that is still under way may start or remove some meanwhile: so until none is left.
+        It repeats this until none is left: a request of the kubelet that is still under way may
+        start or remove some meanwhile.
+
+        Returns:
+            True if there were containers.
         """
         there_were = bool(self._containers())
         wait_for(
@@ -79,7 +83,7 @@ class Containerd:
         return run([*self._ctr, "containers", "list", "--quiet"]).split()
 
     def _try_to_remove_containers(self) -> bool:
-        """Says whether none is left."""
+        """Return True if none is left."""
         tasks = run([*self._ctr, "tasks", "list", "--quiet"]).split()
         for task in tasks:
             succeeds([*self._ctr, "tasks", "kill", "--signal", "SIGKILL", task])
@@ -93,7 +97,11 @@ class Containerd:
 def write_image(
     target: Path, reference: str, files: Mapping[str, Path], entrypoint: list[str]
 ) -> None:
-    """Writes an image of one layer that holds `files` (path in the image to path here), all executable and root's."""
+    """Write an image of one layer as a docker-archive, without a build tool.
+
+    Args:
+        files: path in the image to path here; all belong to root and are executable.
+    """
     layer = _tar({name: path.read_bytes() for name, path in files.items()}, mode=0o755)
     config = {
         "architecture": _ARCHITECTURES.get(platform.machine(), platform.machine()),

@@ -1,4 +1,4 @@
-"""From the source tree to images that pods can use: build what changed and hand it to the cluster."""
+"""Images of the source tree: build what changed and make it available to pods."""
 
 import json
 import urllib.error
@@ -15,25 +15,28 @@ from devcluster.shell import DevclusterError, exclusive, run, succeeds, write_if
 
 _KEPT_VERSIONS = 4
 _REGISTRY_SECONDS = 120
-"""How long the registry may take to answer: gigabytes may be on their way to the disk that it reads."""
+"""Time limit of the registry: the disk that it reads may be busy with gigabytes of layers."""
 _direct = urllib.request.build_opener(
     urllib.request.ProxyHandler({})
 )  # the registry is on this machine: never by a proxy
-_MANIFEST_TYPES = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
+_MANIFEST_TYPES = (
+    "application/vnd.oci.image.manifest.v1+json, "
+    "application/vnd.docker.distribution.manifest.v2+json"
+)
 
 
 class NodeImages:
-    """Images of the host cluster: built with buildah, pushed to the local registry, pulled by the node's containerd."""
+    """Images of the host cluster: built by buildah, pushed to our registry, pulled by the node."""
 
     def __init__(self, settings: Settings, containerd: Containerd) -> None:
-        """Starts nothing."""
+        """Start nothing."""
         self._settings = settings
         self._buildah = Buildah(settings)
         self._containerd = containerd
         self._published = settings.cache / "images" / "published.json"
 
     def references(self, recipes: Sequence[Recipe]) -> dict[str, str]:
-        """What these images of the present source tree are called, by image name; with the base."""
+        """Return the references of these images of the source tree, and of the base, by name."""
         root = self._settings.repository
         references = {
             recipe.name: self._reference(recipe.repository, recipe.tag(root, self._buildah.base))
@@ -43,7 +46,7 @@ class NodeImages:
         return {**references, "base": self._reference(repository, tag)}
 
     def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
-        """Makes these images and the base available to pods; returns their references by name.
+        """Make these images and the base available to pods; return their references by name.
 
         Raises:
             DevclusterError: the cluster's registry does not answer.
@@ -68,7 +71,7 @@ class NodeImages:
                 self._build(recipe, _local(recipe, self.references([recipe])[recipe.name]))
 
     def pull_published(self) -> None:
-        """Pulls what was published last; after a start with an emptied image store pods then start at once."""
+        """Pull what was published last, so that pods start at once with a new image store."""
         present = self._containerd.images()
         for references in self._versions().values():
             if references[-1] not in present and self._in_registry(references[-1]):
@@ -96,7 +99,10 @@ class NodeImages:
             self._containerd.pull(reference)
 
     def _forget_old(self, recipe: Recipe, newest: str) -> None:
-        """Keeps the last versions and those in use; the registry drops its share of the others at the next cold start."""
+        """Keep the last versions and those in use.
+
+        The registry drops the layers of the others at the next cold start.
+        """
         versions = self._versions()
         versions[recipe.name], old = kept_and_old(
             versions.get(recipe.name, []), newest, self._containerd.images_in_use()
@@ -111,7 +117,7 @@ class NodeImages:
         write_if_changed(self._published, json.dumps(versions, indent=2) + "\n")
 
     def _versions(self) -> dict[str, list[str]]:
-        """Published references by image name, the newest last."""
+        """Return the published references by image name, the newest last."""
         return dict(json.loads(self._published.read_text())) if self._published.exists() else {}
 
     def _reference(self, repository: str, tag: str) -> str:
@@ -121,7 +127,7 @@ class NodeImages:
         return self._digest(reference) is not None
 
     def _digest(self, reference: str) -> str | None:
-        """Digest of a tag in the registry; None when it has no such tag."""
+        """Return the digest of a tag in the registry, None if it has no such tag."""
         headers = self._ask("HEAD", reference)
         return None if headers is None else str(headers["Docker-Content-Digest"])
 
@@ -132,10 +138,10 @@ class NodeImages:
             self._ask("DELETE", f"{image}:{digest}")
 
     def _ask(self, method: str, reference: str) -> Message | None:
-        """Headers of the registry's answer about a manifest; None when it has no such manifest.
+        """Return the headers of the answer about a manifest, None if there is no such manifest.
 
         Raises:
-            DevclusterError: it answers otherwise, or not at all.
+            DevclusterError: the registry answers with another error, or not at all.
         """
         try:
             with _direct.open(
@@ -149,11 +155,16 @@ class NodeImages:
             raise DevclusterError(f"the registry answers {error} for {reference}") from error
         except OSError as error:
             raise DevclusterError(
-                f"the registry at {self._settings.registry} does not answer ({error}); is the cluster up?"
+                f"the registry at {self._settings.registry} does not answer ({error});"
+                " is the cluster up?"
             ) from error
 
     def _request(self, method: str, reference: str) -> urllib.request.Request:
-        """A request about a manifest; `reference` is registry/name:tag or registry/name:sha256:digest."""
+        """Return a request about a manifest.
+
+        Args:
+            reference: registry/name:tag or registry/name:sha256:digest.
+        """
         name, _, version = reference.removeprefix(f"{self._settings.registry}/").partition(":")
         url = f"http://{self._settings.registry}/v2/{name}/manifests/{version}"
         return urllib.request.Request(url, method=method, headers={"Accept": _MANIFEST_TYPES})
@@ -167,7 +178,7 @@ def _local(recipe: Recipe, reference: str) -> str:
 def kept_and_old(
     known: Sequence[str], newest: str, in_use: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Splits the versions of an image, the newest last, into those to keep and those to forget."""
+    """Split the versions of an image, the newest last, into those to keep and those to forget."""
     ordered = [*(reference for reference in known if reference != newest), newest]
     old = [reference for reference in ordered[:-_KEPT_VERSIONS] if reference not in in_use]
     return [reference for reference in ordered if reference not in old], old
@@ -177,14 +188,14 @@ _BASE = "python:3.11-slim-bookworm"  # the default of the Dockerfiles
 
 
 class DockerImages:
-    """Images in Docker's own store, named for the registry of IMAGE_REGISTRY if there is one."""
+    """Images in the store of Docker, named for the registry of IMAGE_REGISTRY if there is one."""
 
     def __init__(self, settings: Settings) -> None:
-        """Starts nothing."""
+        """Start nothing."""
         self._settings = settings
 
     def build(self, recipes: Sequence[Recipe]) -> dict[str, str]:
-        """Builds what is not there yet; returns references by image name."""
+        """Build what is not there yet; return references by image name."""
         return {recipe.name: self._build(recipe) for recipe in recipes}
 
     def _build(self, recipe: Recipe) -> str:

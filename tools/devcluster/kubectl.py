@@ -1,4 +1,4 @@
-"""The few things that this tool asks an apiserver, through kubectl."""
+"""The few requests that this tool makes to an apiserver, through kubectl."""
 
 import json
 from collections.abc import Mapping
@@ -11,31 +11,31 @@ from devcluster.waiting import Report, last_line, reports_of
 
 
 class Kubectl:
-    """kubectl with one kubeconfig, and a context of it if one is named."""
+    """kubectl with one kubeconfig and, if one is named, a context of it."""
 
     def __init__(
         self, program: Path | str, kubeconfig: Path | None = None, context: str = ""
     ) -> None:
-        """Without a kubeconfig kubectl's own search order holds."""
+        """Without a kubeconfig, kubectl searches in its own order."""
         self._argv: list[str | Path] = [program]
         self._argv += ["--kubeconfig", kubeconfig] if kubeconfig else []
         self._argv += ["--context", context] if context else []
 
     def __call__(self, *arguments: str | Path, stdin: str | None = None) -> str:
-        """Runs one command and returns its stdout; raises CommandFailed."""
+        """Run one command and return its stdout; raise CommandFailed if it fails."""
         return run([*self._argv, *arguments], stdin=stdin)
 
     def ok(self, *arguments: str | Path) -> bool:
-        """Whether the command succeeds."""
+        """Return True if the command succeeds."""
         return succeeds([*self._argv, *arguments])
 
     def get(self, *arguments: str) -> Mapping[str, Any]:
-        """One object or list as parsed JSON."""
+        """Return one object or list as parsed JSON."""
         parsed: Mapping[str, Any] = json.loads(self("get", *arguments, "--output=json"))
         return parsed
 
     def find(self, *arguments: str) -> Mapping[str, Any] | None:
-        """What `get` gives; None when there is no such object, or no apiserver."""
+        """Return the same as `get`, but None if there is no such object or no apiserver."""
         try:
             return self.get(*arguments)
         except CommandFailed:
@@ -77,17 +77,20 @@ class Kubectl:
         return replace(report, message=last_line(log) or report.message)
 
     def apply(self, source: Path | str, *, kustomization: bool = False) -> None:
-        """Server-side apply: the KubeRay CRDs are larger than the annotation of client-side apply may be."""
+        """Apply on the server: KubeRay's CRDs are too large for client-side apply."""
         self("apply", "--server-side", "--force-conflicts", "-k" if kustomization else "-f", source)
 
     def deployment_available(self, namespace: str, name: str) -> bool:
-        """Whether the deployment's newest generation has all its replicas available, and no others are left."""
+        """Return True if exactly the replicas of the newest generation are available."""
         found = self.find("deployment", name, f"--namespace={namespace}")
         return found is not None and rolled_out(found)
 
 
 def rolled_out(deployment: Mapping[str, Any]) -> bool:
-    """What `kubectl rollout status` waits for, read off the object: that command with a time limit says no on a machine that stalls."""
+    """Return True if a Deployment is complete, as `kubectl rollout status` judges it.
+
+    That command itself, with a time limit, says no on a machine that stalls.
+    """
     status = deployment.get("status", {})
     counts = {status.get(kind, 0) for kind in ("replicas", "updatedReplicas", "availableReplicas")}
     return status.get("observedGeneration", 0) >= deployment["metadata"][

@@ -1,7 +1,7 @@
-"""The node's own network: a network namespace tied to the host by one veth pair, with no way to anywhere else.
+"""The network of the node: a namespace with one veth pair to the host and no other way out.
 
-Everything that kube-proxy, the CNI bridge and the kubelet do to iptables, routes and sysctls stays inside it and vanishes
-with it. The host gets two routes, so that tests and people reach pods and Services by their addresses.
+What kube-proxy, the CNI bridge and the kubelet do to iptables, routes and sysctls stays inside it
+and goes with it. The host gets two routes, so that tests and people reach pods and Services.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from devcluster.shell import run, succeeds
 
 
 def plan(settings: Settings) -> list[Sequence[str]]:
-    """The commands that make the network, in order."""
+    """Return the commands that make the network, in order."""
     inside = ["ip", "-netns", settings.name]
     interface = settings.host_interface
     return [
@@ -35,9 +35,9 @@ def plan(settings: Settings) -> list[Sequence[str]]:
         [*inside, "link", "set", "lo", "up"],
         [*inside, "addr", "add", f"{settings.node_ip}/{settings.link_prefix}", "dev", "eth0"],
         [*inside, "link", "set", "eth0", "up"],
-        # The kubelet and kube-proxy want a default route; the host does not forward what is sent there.
+        # The kubelet and kube-proxy want a default route; the host forwards nothing.
         [*inside, "route", "add", "default", "via", settings.host_ip],
-        # CoreDNS listens on this address. A dummy interface would do too, but not every kernel has one.
+        # CoreDNS listens on this address. Not every kernel has dummy interfaces.
         [*inside, "addr", "add", f"{settings.dns_ip}/32", "dev", "lo"],
         ["nsenter", f"--net={settings.netns_path}", "sysctl", "-qw", "net.ipv4.ip_forward=1"],
         ["ip", "route", "add", settings.pod_cidr, "via", settings.node_ip, "dev", interface],
@@ -46,7 +46,7 @@ def plan(settings: Settings) -> list[Sequence[str]]:
 
 
 def create(settings: Settings) -> None:
-    """Makes the network unless it is whole; what a broken earlier attempt left is removed first."""
+    """Make the network unless it is complete; remove what a broken attempt left first."""
     if succeeds(["ip", "-netns", settings.name, "route", "get", settings.host_ip]) and _routed(
         settings
     ):
@@ -57,14 +57,14 @@ def create(settings: Settings) -> None:
 
 
 def remove(settings: Settings) -> None:
-    """Removes the namespace and the veth pair, and with them addresses, routes and firewall rules."""
+    """Remove the namespace and the veth pair, with their addresses, routes and firewall rules."""
     if settings.netns_path.exists() and not succeeds(["ip", "netns", "del", settings.name]):
-        settings.netns_path.unlink()  # a plain file is left of it when /run outlived the mount
+        settings.netns_path.unlink()  # /run outlived the mount: a plain file is left
     succeeds(["ip", "link", "del", settings.host_interface])
 
 
 def remove_netns_mountpoint(folder: Path = Path("/run/netns")) -> None:
-    """Undoes that `ip netns add` makes its folder a mount point, if nobody else has a namespace there."""
+    """Unmount the folder of `ip netns add`, unless others have a namespace there."""
     if not folder.is_dir() or any(folder.iterdir()):
         return
     while succeeds(["umount", folder]):  # such mounts are stacked when several tools made them

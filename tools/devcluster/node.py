@@ -1,7 +1,8 @@
 """The host cluster: one node made of the real components, in a network namespace of this machine.
 
-`up` starts what is not running and returns when a pod could run; `down` leaves nothing but the cache. A cluster does not
-outlive the machine's uptime: after a restart its state is dropped and `up` makes a new one, with the images still there.
+`up` starts what is not running and returns when a pod could run; `down` leaves nothing but the
+cache. A cluster does not survive a restart of the machine: `up` then drops the old state and makes
+a new cluster, with the images still there.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from devcluster.waiting import Observe, Report, last_line, wait_for
 
 KUBERAY_IMAGE = f"localhost/kuberay/operator:{KUBERAY_VERSION}"
 _MANIFESTS = Path(__file__).parent / "manifests"
-# Places compiled into the components, which no flag moves: `down` removes those that were not there before.
+# Paths compiled into the components. `down` removes those that were not there before.
 _FIXED_PATHS = tuple(
     Path(path)
     for path in (
@@ -44,7 +45,7 @@ _FIXED_PATHS = tuple(
 _SYSCTLS = ("vm.overcommit_memory", "kernel.panic", "kernel.panic_on_oops")
 _BEFORE = "before.json"
 _START_SECONDS = 600
-"""For any one component. Seconds are usual, but nothing is lost by patience: one that dies is noticed at once."""
+"""Time limit of a wait. Seconds are usual; a wait that cannot end well ends long before this."""
 _GONE_SECONDS = 60
 _CONNECT_SECONDS = 10
 _LOG_CHARACTERS = 2000
@@ -55,7 +56,7 @@ class Node:
     """The one-node cluster of this machine."""
 
     def __init__(self, settings: Settings, binaries: Binaries) -> None:
-        """Starts nothing. `containerd` is open to those who bring images."""
+        """Start nothing. Others bring images through `containerd`."""
         self._settings = settings
         self._binaries = binaries
         self._processes = ProcessTable(
@@ -66,10 +67,10 @@ class Node:
         self._components = Components(settings, binaries.paths())
 
     def up(self) -> None:
-        """Brings the cluster up; see the module.
+        """Bring the cluster up; see the module.
 
         Raises:
-            DevclusterError: a component did not become ready; the message names it and its log.
+            DevclusterError: a component did not become ready; the message says what it reported.
         """
         if self._left_over():
             say("removing what is left of a cluster from before the machine restarted")
@@ -107,7 +108,8 @@ class Node:
                 self._node_reports,
             )
             say(
-                f"node {self._settings.node_name} is Ready with {self._settings.fake_gpus} nvidia.com/gpu"
+                f"node {self._settings.node_name} is Ready with"
+                f" {self._settings.fake_gpus} nvidia.com/gpu"
             )
             self._wait(
                 "the default service account",
@@ -130,12 +132,12 @@ class Node:
         say(f"KubeRay {KUBERAY_VERSION} is available")
 
     def down(self, *, purge: bool = False) -> None:
-        """Stops everything that `up` started and removes what it made; with `purge` the whole cache too."""
+        """Stop all that `up` started and remove what it made; with `purge` the whole cache too."""
         settings = self._settings
         others = [name for name in self._processes.names() if name not in _NEEDS_CONTAINERS_GONE]
         self._processes.stop(others, grace_seconds=2)
         if self._processes.alive("containerd"):
-            self.containerd.remove_containers()  # while it can still say which there are
+            self.containerd.remove_containers()  # while it can still list them
         self._processes.stop(self._processes.names(), grace_seconds=3)
         _kill(self._shims())
         _kill(cgroups.processes(settings.name))  # containers of a containerd that died before
@@ -148,7 +150,7 @@ class Node:
             shutil.rmtree(settings.cache)
 
     def problems(self) -> list[str]:
-        """One line per thing that keeps the cluster from being usable; empty when it is up."""
+        """Return a line for each thing that keeps the cluster from being usable."""
         if not self._processes.names():
             return ["down"]
         found = [
@@ -164,15 +166,15 @@ class Node:
             found.append("KubeRay's operator is not available")
         return found
 
-    # --- up ---------------------------------------------------------------------------------------------------------
+    # --- up --------------------------------------------------------------------------------
 
     def _left_over(self) -> bool:
-        """Whether the state is of an earlier boot of the machine."""
+        """Return True if the state is from before the machine restarted."""
         before = self._settings.state / _BEFORE
         return before.exists() and json.loads(before.read_text())["boot"] != _boot_id()
 
     def _remember_machine(self) -> None:
-        """Notes once what `down` has to put back."""
+        """Write down once what `down` has to restore."""
         before = self._settings.state / _BEFORE
         if not before.exists():
             absent = [str(path) for path in _FIXED_PATHS if not path.exists()]
@@ -196,12 +198,12 @@ class Node:
         self._processes.start(self._components.apiserver())
 
     def _start_runtime(self, first_start: bool) -> None:
-        """containerd, without containers of an earlier life, with the images that pods need from the first second."""
+        """Start containerd without old containers, with the images that the first pods need."""
         spec = self._components.containerd()
         self._processes.start(spec)
         self._wait("containerd to answer", spec.name, self.containerd.answers)
         if first_start and self.containerd.remove_containers():
-            # Its CRI part has read them already; it forgets them only by a restart.
+            # Its CRI plugin has read them already and forgets them only when it restarts.
             self._processes.stop([spec.name])
             self._processes.start(spec)
             self._wait("containerd to answer", spec.name, self.containerd.answers)
@@ -212,7 +214,7 @@ class Node:
             KUBERAY_IMAGE: ("/manager", paths["kuberay-operator"]),
         }
         for reference, (name, program) in static.items():
-            # The tag alone does not tell whether the image holds this build of the program.
+            # The tag alone does not say that the image holds this build of the program.
             mark = f"{reference}-{program.parent.name}"
             if {reference, mark} <= present:
                 continue
@@ -224,7 +226,10 @@ class Node:
         say("containerd is ready")
 
     def _install_base(self) -> None:
-        """RBAC and StorageClass, then KubeRay: its CRDs are 4 MB of YAML, so this goes beside the node's start."""
+        """Apply RBAC and StorageClass, then KubeRay.
+
+        Its CRDs are 4 MB of YAML, so this runs while the node starts.
+        """
         applied = self._settings.etc / f"applied-{self._manifests_key()}"
         if applied.exists():
             return
@@ -237,14 +242,14 @@ class Node:
         applied.touch()
 
     def _manifests_key(self) -> str:
-        """Changes when something has to be applied anew."""
+        """Return a hash that changes when the manifests have to be applied again."""
         digest = hashlib.sha256(self._binaries.paths()["kuberay-operator"].parent.name.encode())
         for path in sorted(path for path in _MANIFESTS.rglob("*") if path.is_file()):
             digest.update(path.read_bytes())
         return digest.hexdigest()[:12]
 
     def _node_ready(self) -> bool:
-        """Ready, with its GPUs in place."""
+        """Return True if the node is Ready and has its GPUs."""
         node = self._kubectl.find("node", self._settings.node_name)
         if node is None or not is_ready(node):
             return False
@@ -276,9 +281,8 @@ class Node:
 
         def met() -> bool:
             if not self._processes.alive(component):
-                raise DevclusterError(
-                    f"{component} ended; the end of {log}:\n{log.read_text(errors='replace')[-_LOG_CHARACTERS:]}"
-                )
+                end = log.read_text(errors="replace")[-_LOG_CHARACTERS:]
+                raise DevclusterError(f"{component} ended; the end of {log}:\n{end}")
             return condition()
 
         def log_line() -> list[Report]:
@@ -291,10 +295,13 @@ class Node:
 
         wait_for(what, met, observe or log_line, seconds=_START_SECONDS)
 
-    # --- down -------------------------------------------------------------------------------------------------------
+    # --- down ------------------------------------------------------------------------------
 
     def _shims(self) -> set[int]:
-        """Pids of the containers' shims, which outlive containerd by design; ours name our socket on their command line."""
+        """Return the pids of our container shims, which outlive containerd by design.
+
+        Ours have our socket on their command line.
+        """
         socket = str(self._settings.containerd_socket).encode()
         found = set()
         for folder in Path("/proc").iterdir():
@@ -305,7 +312,7 @@ class Node:
         return found
 
     def _unmount(self) -> None:
-        """Unmounts everything below our folders, the innermost first; mounts can be stacked, so until none is left."""
+        """Unmount everything below our folders, the innermost first, until nothing is mounted."""
 
         def unmounted() -> bool:
             mounted = [
@@ -349,7 +356,7 @@ def _accepts(address: str, port: int) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder in which a process on its way out may still write."""
+    """Remove a folder in which a process that is ending may still write."""
 
     def removed() -> bool:
         shutil.rmtree(folder, ignore_errors=True)
@@ -363,7 +370,7 @@ def _remove(folder: Path) -> None:
 
 
 def _kill(pids: Iterable[int]) -> None:
-    """Kills processes and waits until they are gone."""
+    """Kill processes and wait until they are gone."""
     pids = set(pids)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -376,7 +383,7 @@ def _kill(pids: Iterable[int]) -> None:
 
 
 def mounts_below(root: Path, table: Path = Path("/proc/mounts")) -> list[str]:
-    """Mount points below `root`, as the kernel lists them."""
+    """Return the mount points below `root`, as the kernel lists them."""
     points = [
         line.split()[1].encode().decode("unicode_escape") for line in table.read_text().splitlines()
     ]

@@ -1,4 +1,4 @@
-"""The cluster's certificate authority, its certificates and kubeconfigs, made with openssl (no Python package needed)."""
+"""The certificate authority of the cluster, its certificates and kubeconfigs, made with openssl."""
 
 import base64
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ _DONE = ".complete"
 
 @dataclass(frozen=True)
 class Certificate:
-    """A leaf certificate: file name, X.509 subject, extended key usages, subject alternative names."""
+    """A leaf certificate: file name, X.509 subject, extended key usages, alternative names."""
 
     name: str
     subject: str
@@ -23,7 +23,10 @@ class Certificate:
 
 
 def certificates(settings: Settings) -> list[Certificate]:
-    """Every leaf certificate of the cluster. The subject is the user and group that RBAC and the Node authorizer see."""
+    """Return every leaf certificate of the cluster.
+
+    The subject is the user and group that RBAC and the Node authorizer see.
+    """
     apiserver_names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc"]
     apiserver_names += ["kubernetes.default.svc.cluster.local", "localhost"]
     apiserver_ips = ["127.0.0.1", settings.apiserver_service_ip, settings.node_ip]
@@ -59,7 +62,7 @@ def certificates(settings: Settings) -> list[Certificate]:
 def kubeconfig(
     settings: Settings, user: str, authority: bytes, certificate: bytes, key: bytes
 ) -> str:
-    """A kubeconfig with everything inside, so that it can be copied."""
+    """Return a kubeconfig that includes its certificates, so that it can be copied."""
 
     def encoded(data: bytes) -> str:
         return base64.b64encode(data).decode()
@@ -85,7 +88,7 @@ current-context: {settings.name}
 
 
 def create(settings: Settings) -> None:
-    """Makes the whole PKI once; a complete one is left alone, a half-made one is made again."""
+    """Make the whole PKI; leave a complete one alone and replace an incomplete one."""
     folder = settings.pki
     if (folder / _DONE).exists():
         return
@@ -132,7 +135,7 @@ def _key(path: Path) -> None:
 
 
 def _issue(settings: Settings, certificate: Certificate) -> None:
-    """Writes key, certificate and kubeconfig of one leaf."""
+    """Write key, certificate and kubeconfig of one leaf."""
     folder = settings.pki
     key, request, signed = (
         folder / f"{certificate.name}.{suffix}" for suffix in ("key", "csr", "crt")

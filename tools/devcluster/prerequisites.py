@@ -1,4 +1,4 @@
-"""What the machine must have: root, Linux, and a few Debian packages, which are installed when they are missing."""
+"""The prerequisites of a node: Linux, root, and a few Debian packages, installed if missing."""
 
 import os
 import platform
@@ -31,7 +31,7 @@ _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 
 def missing_packages() -> list[str]:
-    """Debian packages whose files this machine lacks."""
+    """Return the Debian packages that this machine lacks, judged by their files."""
     missing = [package for command, package in PACKAGES.items() if shutil.which(command) is None]
     if cni_plugin_folder() is None:
         missing.append("containernetworking-plugins")
@@ -41,7 +41,7 @@ def missing_packages() -> list[str]:
 
 
 def host_refusal() -> str | None:
-    """Why this machine can't be a node, in one line; None when it can."""
+    """Return why this machine cannot be a node, in one line; None if it can."""
     if platform.system() != "Linux":
         return f"{platform.system()} is not Linux"
     if os.geteuid() != 0:
@@ -56,23 +56,28 @@ def host_refusal() -> str | None:
 
 
 def lacking_capabilities(status: str) -> list[str]:
-    """Which of the capabilities that a node needs a process lacks; `status` is its /proc/<pid>/status."""
+    """Return the capabilities of a node that a process lacks.
+
+    Args:
+        status: /proc/<pid>/status of the process.
+    """
     (line,) = [line for line in status.splitlines() if line.startswith("CapEff:")]
     effective = int(line.split()[1], 16)
     return [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]
 
 
 def require_host() -> None:
-    """Raises NoClusterPossible, with the reasons of all kinds of cluster in one line."""
+    """Raise NoClusterPossible, with one line for all kinds of cluster, if there can be none."""
     refusal = host_refusal()
     if refusal is not None:
         raise NoClusterPossible(
-            f"no Kubernetes can be had here: no CONTEXT= given, no Docker with kind, and no single node on this host ({refusal})"
+            "this machine can have no Kubernetes: no CONTEXT= given, no Docker with kind, and no"
+            f" single node on this host ({refusal})"
         )
 
 
 def install_packages(settings: Settings) -> None:
-    """Install what is missing, and record what that brought, so that tools/fresh.sh can purge it.
+    """Install what is missing and record all new packages, so that tools/fresh.sh can purge them.
 
     Raises:
         CommandFailed: apt-get failed.

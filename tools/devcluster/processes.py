@@ -1,7 +1,7 @@
-"""Starting, finding and stopping our own processes.
+"""Start, find and stop the processes of the cluster.
 
-A process is known by its pid AND its start time (field 22 of /proc/<pid>/stat), so that a recycled pid is never
-signalled: not after a crash, not after a restart of the machine.
+A process is known by its pid AND its start time (field 22 of /proc/<pid>/stat), so that a recycled
+pid is never signalled, also after a crash or a restart of the machine.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ class ProcessSpec:
 
     @property
     def digest(self) -> str:
-        """Changes when the process would have to be started anew: other binary, flags or configuration."""
+        """Hash of program, flags and configuration; a change means that it must be replaced."""
         files = {str(path): content for path, content in sorted(self.files.items())}
         return hashlib.sha256(json.dumps([self.argv, files, self.in_netns]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """What is written down about a started process."""
+    """The record of a process that was started."""
 
     pid: int
     start_ticks: int
@@ -56,9 +56,10 @@ class ProcessRecord:
 
 
 def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """Start time of a living process in clock ticks since boot; None when it is gone or a zombie.
+    """Return the start time of a process in clock ticks since boot; None if it is gone or a zombie.
 
-    One whose first thread alone has ended is listed as a zombie too, but the others hold its ports and files until they have ended.
+    A process is listed as a zombie when its first thread has ended. While others run, they hold its
+    ports and files, so it counts as alive.
     """
     try:
         text = (proc / str(pid) / "stat").read_text(errors="replace")
@@ -72,16 +73,16 @@ def start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
 
 
 class ProcessTable:
-    """The processes that this tool started, as files in `folder`, one per name."""
+    """The processes that this tool started, with one record file for each name."""
 
     def __init__(self, folder: Path, logs: Path, netns: Path) -> None:
-        """Args: folder for the records, folder for the logs, path of the network namespace."""
+        """Use a folder for records, a folder for logs, and a network namespace by its path."""
         self._folder = folder
         self._logs = logs
         self._netns = netns
 
     def record(self, name: str) -> ProcessRecord | None:
-        """The record of `name` if that very process is alive."""
+        """Return the record of `name` if that very process is alive."""
         try:
             record = ProcessRecord(**json.loads((self._folder / f"{name}.json").read_text()))
         except (
@@ -93,19 +94,23 @@ class ProcessTable:
         return record if start_ticks(record.pid) == record.start_ticks else None
 
     def alive(self, name: str) -> bool:
-        """Whether the process is running."""
+        """Return True if the process is running."""
         return self.record(name) is not None
 
     def names(self) -> list[str]:
-        """All names on record, dead or alive."""
+        """Return all names on record, dead or alive."""
         return sorted(path.stem for path in self._folder.glob("*.json"))
 
     def log(self, name: str) -> Path:
-        """Where the process writes."""
+        """Return the log of the process."""
         return self._logs / f"{name}.log"
 
     def start(self, spec: ProcessSpec) -> bool:
-        """Starts a process unless it runs as specified; one that runs otherwise is replaced. Says whether it started."""
+        """Start a process unless it runs as specified; replace one that runs differently.
+
+        Returns:
+            True if it started the process.
+        """
         running = self.record(spec.name)
         if running is not None:
             if running.digest == spec.digest:
@@ -133,7 +138,7 @@ class ProcessTable:
         return True
 
     def stop(self, names: Iterable[str], grace_seconds: float = _TERM_THEN_KILL_SECONDS) -> None:
-        """TERM to all, KILL to what is left after the grace period; returns when they are gone.
+        """Send TERM to all, and KILL to what is left after the grace period; wait for their end.
 
         Raises:
             DevclusterError: a process survived SIGKILL for a minute.

@@ -1,4 +1,4 @@
-"""Which images there are and what decides their content. Pure but for reading the files it hashes."""
+"""The images and what decides their content. Pure, but it reads the files that it hashes."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
@@ -13,13 +13,13 @@ ENGINES = ("sglang", "vllm")
 
 @dataclass(frozen=True)
 class Recipe:
-    """One image.
+    """An image and what it is built from.
 
     Attributes:
         name: "operator", "worker" or "worker-<engine>"; the image is agenticrun/<name>.
-        folder: where its Dockerfile lies, below images/.
-        inputs: files and folders, relative to the repository, that its Dockerfile copies; the Dockerfile itself with them.
-        arguments: build arguments beside the base.
+        folder: of its Dockerfile, below images/.
+        inputs: the Dockerfile and what it copies, as paths relative to the repository.
+        arguments: build arguments other than the base.
     """
 
     name: str
@@ -38,11 +38,14 @@ class Recipe:
         return f"images/{self.folder}/Dockerfile"
 
     def build_arguments(self, **more: str) -> list[str]:
-        """Flags that docker and buildah share."""
+        """Return the build arguments as flags of docker and buildah."""
         return [f"--build-arg={name}={value}" for name, value in {**self.arguments, **more}.items()]
 
     def tag(self, root: Path, base: str) -> str:
-        """A tag that changes exactly when the image would: it hashes the inputs' paths, modes and bytes, the arguments and the base."""
+        """Return a tag that changes exactly when the image would.
+
+        It hashes paths, modes and bytes of the inputs, the arguments and the base.
+        """
         digest = hashlib.sha256("\0".join([base, *self.build_arguments()]).encode())
         for path in self._files(root):
             digest.update(f"\0{path.relative_to(root)}\0{path.stat().st_mode & 0o111:o}\0".encode())
@@ -88,10 +91,10 @@ RECIPES = (Recipe("operator", "operator", _OPERATOR), Recipe("worker", "worker",
 
 
 def variants(engines: Collection[str], *, gpus: bool) -> tuple[Recipe, ...]:
-    """The worker image with an inference engine, for each of these engines.
+    """Return the worker image with an inference engine, for each of these engines.
 
     Args:
-        gpus: the engines are those for GPUs, not those for machines that have none.
+        gpus: the engines for GPUs instead of those for machines without.
     """
     return tuple(
         Recipe(

@@ -12,16 +12,16 @@ HELM_VERSION = "v3.19.2"
 
 @dataclass(frozen=True)
 class Settings:
-    """Where the cluster lives and what it is called.
+    """Places and names of the cluster.
 
     Attributes:
         repository: root of the source tree.
-        cache: things that are expensive to make (binaries, base image, image stores); kept by `down`.
+        cache: what is expensive to make (programs, base image, image stores); kept by `down`.
         state: everything that a running cluster writes; removed by `down`.
-        context: kubeconfig context named by CONTEXT=, or "" to bring up a cluster of our own.
+        context: kubeconfig context that CONTEXT= names, or "" for a cluster of our own.
         image_registry: where images go when `context` is used, from IMAGE_REGISTRY.
-        name: of the network namespace, of the cgroup and, with suffixes, of the node and the interface.
-        fake_gpus: how many nvidia.com/gpu the node advertises.
+        name: of the network namespace, of the cgroup and, with suffixes, of node and interface.
+        fake_gpus: number of nvidia.com/gpu that the node advertises.
     """
 
     repository: Path
@@ -45,7 +45,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Settings":
-        """Reads AGENTICRUN_CACHE, AGENTICRUN_DEVCLUSTER_STATE, CONTEXT and IMAGE_REGISTRY."""
+        """Read AGENTICRUN_CACHE, AGENTICRUN_DEVCLUSTER_STATE, CONTEXT and IMAGE_REGISTRY."""
         home = Path(environment.get("HOME") or Path.home())
         return cls(
             repository=Path(__file__).resolve().parents[2],
@@ -89,7 +89,7 @@ class Settings:
 
     @property
     def installed_packages(self) -> Path:
-        """Names of the Debian packages that `up` installed: beside the state, because it outlives it."""
+        """Names of the Debian packages that `up` installed; beside the state, to outlive it."""
         return self.state.with_name(f"{self.state.name}-packages.txt")
 
     @property
@@ -114,5 +114,5 @@ class Settings:
 
     @property
     def containerd_root(self) -> Path:
-        """containerd's content and snapshots; in the cache, because unpacking the worker image takes minutes."""
+        """Images and snapshots of containerd; in the cache, as unpacking them takes minutes."""
         return self.cache / "containerd"

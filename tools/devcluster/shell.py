@@ -19,7 +19,7 @@ class DevclusterError(Exception):
 
 
 class NoClusterPossible(DevclusterError):
-    """This machine can have none of the kinds of cluster; the message is one line that says why. Exit code 3."""
+    """This machine can have no cluster; the message is one line that says why. Exit code 3."""
 
 
 class CommandFailed(DevclusterError):
@@ -34,7 +34,7 @@ def run(
     env: Mapping[str, str] | None = None,
     log: Path | None = None,
 ) -> str:
-    """Runs a command to its end and returns its stdout.
+    """Run a command to its end and return its stdout.
 
     Args:
         env: added to this process's environment.
@@ -74,14 +74,13 @@ def run(
             "" if done.returncode == 0 else f"{log}:\n{log.read_text(errors='replace')}",
         )
     if done.returncode != 0:
-        raise CommandFailed(
-            f"{' '.join(words[:6])} ended with {done.returncode}: {shown[-_ERROR_CHARACTERS:].strip()}"
-        )
+        end = shown[-_ERROR_CHARACTERS:].strip()
+        raise CommandFailed(f"{' '.join(words[:6])} ended with {done.returncode}: {end}")
     return output
 
 
 def succeeds(argv: Sequence[str | Path]) -> bool:
-    """Whether the command exists and ends with status 0; its output is dropped."""
+    """Return True if the command exists and ends with status 0; drop its output."""
     try:
         return (
             subprocess.run(
@@ -94,7 +93,11 @@ def succeeds(argv: Sequence[str | Path]) -> bool:
 
 
 def write_if_changed(path: Path, content: str, mode: int = 0o644) -> bool:
-    """Writes a file only when its content differs (kube-proxy exits when its file is touched); says whether it wrote."""
+    """Write a file only if its content differs: kube-proxy exits when its file is touched.
+
+    Returns:
+        True if it wrote.
+    """
     if path.is_file() and path.read_text() == content:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +115,8 @@ def write_if_changed(path: Path, content: str, mode: int = 0o644) -> bool:
 def exclusive(path: Path) -> Iterator[None]:
     """Hold a lock for the block, after waiting for the process that has it.
 
-    The file at `path` stays and names its last holder. The kernel frees the lock of a process that was killed.
+    The file at `path` stays and names its last holder. The kernel frees the lock of a process that
+    was killed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:

@@ -1,7 +1,8 @@
 """Waiting for the cluster: say every 20 s what for, and stop early when it can no longer happen.
 
-A wait reads what the objects report: events, states of containers, the condition of the node, the log of a process. It
-prints the last report, and ends with a report that does not go away by itself (CANNOT_PASS).
+A wait reads what the objects report: events, states of containers, the condition of the node, the
+log of a process. It prints the last report, and ends with a report that does not go away by itself
+(CANNOT_PASS).
 """
 
 import time
@@ -72,7 +73,7 @@ class Rule:
 
 
 CANNOT_PASS: tuple[Rule, ...] = (
-    # The kubelet tries again every 10 to 15 s. A CNI plugin or a runtime that is not there does not come by itself.
+    # The kubelet tries again every 10 to 15 s. A missing CNI plugin does not come by itself.
     Rule(
         ("FailedCreatePodSandBox",),
         seconds=30,
@@ -83,8 +84,8 @@ CANNOT_PASS: tuple[Rule, ...] = (
     Rule(("ErrImagePull", "ImagePullBackOff"), seconds=40),
     Rule(("InvalidImageName", "ErrImageNeverPull")),
     Rule(("CreateContainerConfigError", "CreateContainerError", "RunContainerError"), seconds=40),
-    # Quota, admission webhooks and pod security refuse pods here. A service account that is still being made does, too, but
-    # not for long: controllers try again at once, and then less and less often.
+    # Quota, admission webhooks and pod security refuse pods here. So does a service account that is
+    # still being made, but not for long: controllers try again at once, then less and less often.
     Rule(
         ("FailedCreate", "FailedToCreateHeadPod", "FailedToCreateWorkerPod"),
         seconds=30,
@@ -207,11 +208,11 @@ def wait_for(
 
 
 def reports_of(items: Sequence[Mapping[str, Any]]) -> list[Report]:
-    """Return what objects report, the newest last: their events, then the containers that cannot run.
+    """Return what objects report, the newest last: events, then containers that cannot run.
 
     Args:
-        items: objects and events as `kubectl get` prints them. Only events of these objects count, so that one of an object
-            that is gone, or scaled to nothing, does not.
+        items: objects and events as `kubectl get` prints them. Only events of these objects count,
+            none of an object that is gone or scaled to nothing.
     """
     objects = [item for item in items if item["kind"] != "Event"]
     present = {item["metadata"]["uid"] for item in objects if _wanted(item)}
@@ -236,7 +237,7 @@ def _wanted(item: Mapping[str, Any]) -> bool:
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> list[Report]:
-    """Add up the events of each object and reason: the kubelet writes a new one for each sandbox id."""
+    """Add up the events of each object and reason: each failed sandbox has one of its own."""
     newest: dict[tuple[str, str], Mapping[str, Any]] = {}
     counts: dict[tuple[str, str], int] = {}
     for event in sorted(events, key=_when):
@@ -274,7 +275,7 @@ def _name(reference: Mapping[str, Any]) -> str:
 
 
 def _containers(pod: Mapping[str, Any]) -> list[Report]:
-    """Return a report for each container that waits with a message; how it ended last is part of it."""
+    """Return a report for each container that waits with a message, or with its last end."""
     status = pod.get("status", {})
     found = []
     for container in [
