@@ -108,7 +108,7 @@ class Learner:
         self._weights = folder / "weights"
         self._weights.mkdir()
         self._trainer.open_buckets(
-            buckets_of(self._trainer.weight_shapes(), BUCKET_BYTES),
+            buckets_of(self._trainer.tensor_specs(), BUCKET_BYTES),
             str(self._weights),
             deltas=False,
         )

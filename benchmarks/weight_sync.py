@@ -40,7 +40,7 @@ from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.types import GenerationRequest, SamplingParams
-from agenticrun_workers.weights.node_weights import NodeWeights
+from agenticrun_workers.weights.node import NodeWeights
 from agenticrun_workers.weights.sync import Receiver, WeightSync
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "frozen-lake.yaml"
@@ -114,12 +114,12 @@ class Trainer(Meets, TrainerActor):
 
     def export_weights(self) -> Iterator[Any]:
         """The actor's method, and what it asks of its strategy."""
-        yield from self._sender.send(self._held)
+        yield from self._writer.write(self._held)
 
-    def weight_shapes(self) -> Any:
-        from agenticrun_workers.weights.sender import shapes_of
+    def tensor_specs(self) -> Any:
+        from agenticrun_workers.weights.export import tensor_specs
 
-        return shapes_of(self._held)
+        return tensor_specs(self._held)
 
     def change(self, share: float, seed: int) -> None:
         """Flip the lowest bit of this share of the elements."""

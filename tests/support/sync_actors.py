@@ -26,9 +26,7 @@ from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.trainer import OptimizerSpec, TorchPolicy
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.types import GenerationRequest, SamplingParams
-from agenticrun_workers.weights.adapter_node import AdapterNode
-from agenticrun_workers.weights.node_weights import NodeWeights
-from agenticrun_workers.weights.shared_folder import SHARED_MEMORY
+from agenticrun_workers.weights.node import SHARED_MEMORY, AdapterNode, NodeWeights
 from agenticrun_workers.weights.sync import Receiver, SyncReport, WeightSync
 from waiting import eventually_in_loop
 
@@ -207,7 +205,7 @@ class Drill:
 
     Args:
         trainer: the handle of a rank that can `become` a version.
-        node: makes the actor of a place that receives whole weights; `expanding`, one that receives adapters.
+        node: makes the actor of a place that receives whole weights; `adapter_node`, one that receives adapters.
         home: the trainer's place.
         spec: fields of `weightSync`.
     """
@@ -217,7 +215,7 @@ class Drill:
         trainer: Any,
         run: str,
         node: Spawn,
-        expanding: Spawn | None = None,
+        adapter_node: Spawn | None = None,
         home: str = "home",
         **spec: Any,
     ) -> None:
@@ -230,7 +228,7 @@ class Drill:
             [trainer],
             home,
             self._kept(node),
-            expanding and self._kept(expanding),
+            adapter_node and self._kept(adapter_node),
         )
 
     def _kept(self, make: Spawn) -> Spawn:
@@ -243,7 +241,7 @@ class Drill:
     async def shapes_known(self, version: int) -> None:
         """Let the trainer become this version without a pause, and ask it what it exports, so that an update begins with its export."""
         await self.trainer.become.remote(version)
-        await self.sync._whole.shapes()
+        await self.sync._whole.tensor_specs()
 
     async def update(
         self, engines: dict[str, tuple[Any, str]], version: int, *change: Any

@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from agenticrun_api import Outcome, parse_run
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.source import ModelSource
-from agenticrun_workers.weights.adapter_node import AdapterNode
-from agenticrun_workers.weights.node_weights import NodeWeights
+from agenticrun_workers.weights.node import AdapterNode, NodeWeights
 from agenticrun_workers.weights.sync import Receiver
 from sync_actors import (
     BUCKET_BYTES,
@@ -72,11 +71,11 @@ def drill(trainer: Any, folder: Path) -> Iterator[Callable[..., Drill]]:
         def whole(_place: str, *arguments: Any) -> Any:
             return spawn(NodeWeights, *arguments, calls=4)
 
-        def expanding(place: str, *arguments: Any) -> Any:
+        def adapter_node(place: str, *arguments: Any) -> Any:
             cls, base = (node, files) if place == "away" else (AdapterNode, folder)
             return spawn(cls, *arguments, ModelSource(str(base)), BUCKET_BYTES, 1, calls=4)
 
-        return Drill(trainer, RUN, whole, expanding, **spec)
+        return Drill(trainer, RUN, whole, adapter_node, **spec)
 
     with drills(RUN, make) as making:
         yield making

@@ -17,7 +17,7 @@ import ray
 
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.pool import EnginePool
-from agenticrun_workers.weights.node_weights import NodeWeights
+from agenticrun_workers.weights.node import NodeWeights
 from agenticrun_workers.weights.sync import Receiver
 from sync_actors import (
     Drill,

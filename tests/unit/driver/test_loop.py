@@ -28,7 +28,7 @@ from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupPlan, G
 from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
 from agenticrun_workers.types import Stream
 from agenticrun_workers.weights.sync import SyncReport
-from agenticrun_workers.weights.transport import Transport
+from agenticrun_workers.weights.transports import Transport
 from rollout_fakes import FakeBackend
 
 

@@ -29,7 +29,7 @@ from agenticrun_workers.trainer import torch_critic
 from agenticrun_workers.trainer.actor_metrics import nothing_learned
 from agenticrun_workers.types import StopReason
 from agenticrun_workers.weights.sync import SyncReport
-from agenticrun_workers.weights.transport import Transport
+from agenticrun_workers.weights.transports import Transport
 from rollout_fakes import result
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from agenticrun_workers.storage import DamagedFile, Folder
-from agenticrun_workers.weights import disk
+from agenticrun_workers.weights.node import publish_bucket, read_version, seal_version
 
 
 def payload(seed: int) -> np.ndarray:
@@ -18,11 +18,11 @@ def payload(seed: int) -> np.ndarray:
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_sealed_version_comes_back(tmp_path: Path, scheme: str) -> None:
     folder = Folder(str(tmp_path / "v1") if scheme == "file" else "memory://weights/v1")
-    files = [disk.publish(folder, index, payload(index), delta=index == 1) for index in range(3)]
+    files = [publish_bucket(folder, index, payload(index), delta=index == 1) for index in range(3)]
     with pytest.raises(FileNotFoundError):
-        list(disk.fetch(folder))
-    disk.seal(folder, files)
-    fetched = list(disk.fetch(folder))
+        list(read_version(folder))
+    seal_version(folder, files)
+    fetched = list(read_version(folder))
     assert [(found.index, found.delta) for found, _ in fetched] == [
         (0, False),
         (1, True),
@@ -34,7 +34,7 @@ def test_a_sealed_version_comes_back(tmp_path: Path, scheme: str) -> None:
 
 def test_an_altered_file_is_found_out(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
-    disk.seal(folder, [disk.publish(folder, 0, payload(0), delta=False)])
+    seal_version(folder, [publish_bucket(folder, 0, payload(0), delta=False)])
     (tmp_path / "bucket-00000.data").write_bytes(payload(1).tobytes())
     with pytest.raises(DamagedFile, match=r"bucket-00000\.data was altered"):
-        list(disk.fetch(folder))
+        list(read_version(folder))

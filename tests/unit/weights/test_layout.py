@@ -11,42 +11,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from agenticrun_workers.weights.buckets import ITEM_BYTES, Shape, buckets_of
-from agenticrun_workers.weights.mapping import MappedBucket
+from agenticrun_workers.weights.buckets import ITEM_BYTES, MappedBucket, TensorSpec, buckets_of
 
 shapes = st.lists(
     st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=3)),
     max_size=12,
 ).map(
     lambda found: [
-        Shape(f"layer.{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(found)
+        TensorSpec(f"layer.{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(found)
     ]
 )
 
 
 @given(shapes, st.integers(1, 400))
 def test_buckets_hold_every_parameter_once_in_order_within_their_size(
-    found: list[Shape], size: int
+    found: list[TensorSpec], size: int
 ) -> None:
     buckets = buckets_of(found, size)
-    assert [shape for bucket in buckets for shape in bucket.shapes] == found
+    assert [shape for bucket in buckets for shape in bucket.tensors] == found
     for number, bucket in enumerate(buckets):
         assert bucket.index == number
-        assert len({shape.dtype for shape in bucket.shapes}) == 1
-        assert bucket.data_bytes <= size or len(bucket.shapes) == 1
+        assert len({shape.dtype for shape in bucket.tensors}) == 1
+        assert bucket.data_bytes <= size or len(bucket.tensors) == 1
     for one, other in pairwise(buckets):
-        first = other.shapes[0]
-        assert one.shapes[0].dtype != first.dtype or one.data_bytes + first.nbytes > size
+        first = other.tensors[0]
+        assert one.tensors[0].dtype != first.dtype or one.data_bytes + first.nbytes > size
 
 
 def test_a_parameter_that_is_exported_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="exports a twice"):
-        buckets_of([Shape("a", "F32", (1,)), Shape("a", "F32", (1,))], 100)
+        buckets_of([TensorSpec("a", "F32", (1,)), TensorSpec("a", "F32", (1,))], 100)
 
 
 def test_safetensors_reads_a_bucket(tmp_path: Path) -> None:
     [bucket] = buckets_of(
-        [Shape("vector", "BF16", (3,)), Shape("näme", "BF16", (2, 2)), Shape("scalar", "BF16", ())],
+        [
+            TensorSpec("vector", "BF16", (3,)),
+            TensorSpec("näme", "BF16", (2, 2)),
+            TensorSpec("scalar", "BF16", ()),
+        ],
         1000,
     )
     mapped = MappedBucket(tmp_path, bucket)

@@ -16,13 +16,16 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.lora import Adapters, LoraSpec, add_lora, whole_weights
 from agenticrun_workers.models.pretrained import load_model, write_model
 from agenticrun_workers.models.source import ModelSource
-from agenticrun_workers.weights.adapter_node import AdapterNode
-from agenticrun_workers.weights.buckets import buckets_of
-from agenticrun_workers.weights.lora_merge import Expander, expansion_of
-from agenticrun_workers.weights.merge_plan import Expansion
-from agenticrun_workers.weights.reading import PartReader
-from agenticrun_workers.weights.sender import Sender, shapes_of
-from agenticrun_workers.weights.written import CorruptBucket, Part
+from agenticrun_workers.weights.buckets import (
+    CorruptBucket,
+    MergePlan,
+    SafetensorsReader,
+    WeightFile,
+    buckets_of,
+)
+from agenticrun_workers.weights.export import BucketWriter, tensor_specs
+from agenticrun_workers.weights.lora_merge import AdapterMerger, plan_merge
+from agenticrun_workers.weights.node import AdapterNode
 
 FILE = "model.safetensors"
 LORA = LoraSpec(rank=3, alpha=6.0)
@@ -82,9 +85,9 @@ def adapters_of(model: PreTrainedModel, rank: int = 0) -> Adapters:
     return found
 
 
-def described(model: PreTrainedModel, folder: Path, served: str = "float32") -> Expansion:
-    found = expansion_of(adapters_of(model), ModelSource(str(folder), dtype=served))
-    assert isinstance(found, Expansion), found
+def described(model: PreTrainedModel, folder: Path, served: str = "float32") -> MergePlan:
+    found = plan_merge(adapters_of(model), ModelSource(str(folder), dtype=served))
+    assert isinstance(found, MergePlan), found
     return found
 
 
@@ -104,7 +107,7 @@ def edit(folder: Path, change: Edit) -> Path:
     ],
 )
 @pytest.mark.parametrize("served", ["float32", "bfloat16"])
-def test_expanded_weights_are_the_trainers_bit_for_bit(
+def test_merged_weights_are_the_trainers_bit_for_bit(
     tmp_path: Path, kind: str, stored: str, held: str, served: str
 ) -> None:
     """`held` in bfloat16 is how DeepSpeed computes; FSDP2 holds float32 masters."""
@@ -114,7 +117,7 @@ def test_expanded_weights_are_the_trainers_bit_for_bit(
         name: value.to(getattr(torch, served)) for name, value in whole_weights(model, as_it_is)
     }
     found = dict(
-        Expander(described(model, folder, served), str(folder)).weights(
+        AdapterMerger(described(model, folder, served), str(folder)).weights(
             dict(adapters_of(model).weights())
         )
     )
@@ -156,7 +159,9 @@ def test_the_files_of_a_large_model_are_found_by_their_index(tmp_path: Path) -> 
     assert len(list(folder.glob("*.safetensors"))) > 2
     expected = dict(whole_weights(model, as_it_is))
     found = dict(
-        Expander(described(model, folder), str(folder)).weights(dict(adapters_of(model).weights()))
+        AdapterMerger(described(model, folder), str(folder)).weights(
+            dict(adapters_of(model).weights())
+        )
     )
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -183,7 +188,7 @@ def test_files_that_do_not_hold_the_base_as_the_trainer_has_it_are_refused(
     tmp_path: Path, change: Edit, reason: str
 ) -> None:
     model = trained(written(tmp_path))
-    found = expansion_of(adapters_of(model), ModelSource(str(edit(tmp_path, change))))
+    found = plan_merge(adapters_of(model), ModelSource(str(edit(tmp_path, change))))
     assert isinstance(found, str)
     assert reason in found
 
@@ -202,7 +207,7 @@ def test_a_folder_without_safetensors_files_is_refused_after_all_parameters_were
                 yield name, value
 
     (tmp_path / FILE).unlink()
-    found = expansion_of(Counting(model, as_it_is, 0), ModelSource(str(tmp_path)))
+    found = plan_merge(Counting(model, as_it_is, 0), ModelSource(str(tmp_path)))
     assert isinstance(found, str)
     assert "holds no safetensors files that can be read" in found
     assert gathered == [name for name, _ in whole_weights(model, as_it_is)]
@@ -211,17 +216,17 @@ def test_a_folder_without_safetensors_files_is_refused_after_all_parameters_were
 def test_a_node_with_other_files_than_the_trainers_is_told_so(tmp_path: Path) -> None:
     here, there = written(tmp_path / "here"), written(tmp_path / "there")
     model = trained(here)
-    expansion = described(model, here)
+    plan = described(model, here)
     edit(there, lambda w: {**w, "model.norm.weight": w["model.norm.weight"] + 1})
     weights = dict(adapters_of(model).weights())
     with pytest.raises(
         InvalidConfig,
         match=r"spec.model.path: .*there holds another model.norm.weight here than where the trainers run",
     ):
-        list(Expander(expansion, str(there)).weights(weights))
+        list(AdapterMerger(plan, str(there)).weights(weights))
     (there / FILE).unlink()
     with pytest.raises(InvalidConfig, match=r"spec.model.path: .*there holds no safetensors files"):
-        Expander(expansion, str(there))
+        AdapterMerger(plan, str(there))
 
 
 @pytest.fixture
@@ -235,13 +240,13 @@ def node(
     def make(
         model: PreTrainedModel, source: ModelSource
     ) -> tuple[AdapterNode, Callable[[PreTrainedModel], list[int]]]:
-        expansion = expansion_of(adapters_of(model), source)
-        assert isinstance(expansion, Expansion), expansion
-        buckets = buckets_of(shapes_of(adapters_of(model).weights()), 1024)
-        nodes.append(AdapterNode("unit", buckets, expansion, source, BUCKET_BYTES, 1))
-        sender = Sender(Path(nodes[-1].folder()), buckets, deltas=False)
+        plan = plan_merge(adapters_of(model), source)
+        assert isinstance(plan, MergePlan), plan
+        buckets = buckets_of(tensor_specs(adapters_of(model).weights()), 1024)
+        nodes.append(AdapterNode("unit", buckets, plan, source, BUCKET_BYTES, 1))
+        writer = BucketWriter(Path(nodes[-1].folder()), buckets, deltas=False)
         return nodes[-1], lambda newer: [
-            one.checksum for one in sender.send(adapters_of(newer).weights())
+            one.checksum for one in writer.write(adapters_of(newer).weights())
         ]
 
     yield make
@@ -250,11 +255,11 @@ def node(
     torch.set_num_threads(threads)
 
 
-def read(parts: list[Part]) -> Weights:
+def read(parts: list[WeightFile]) -> Weights:
     return {
         name: value.clone()
         for part in parts
-        for name, value in PartReader().parameters(Path(part.path))
+        for name, value in SafetensorsReader().parameters(Path(part.path))
     }
 
 
@@ -270,7 +275,7 @@ def test_a_node_overwrites_its_whole_weights_at_each_sync(
     inodes = []
     for seed in (1, 2):
         newer = trained(folder, seed=seed)
-        parts = list(made.expand(send(newer)))
+        parts = list(made.merge(send(newer)))
         found = read(parts)
         assert all(
             torch.equal(found[name], value) for name, value in whole_weights(newer, as_it_is)
@@ -292,7 +297,7 @@ def test_damaged_adapters_make_nothing(tmp_path: Path, node: Callable[..., objec
         file.seek(-1, 2)
         file.write(b"\x55")
     with pytest.raises(CorruptBucket, match=f"{last} is not what the trainer wrote"):
-        next(made.expand(checksums))
+        next(made.merge(checksums))
     assert not (Path(made.folder()) / "whole").exists()
 
 
@@ -300,9 +305,9 @@ def test_parameters_are_read_one_at_a_time(tmp_path: Path) -> None:
     """No second model lies in memory: what is not asked for yet is not made."""
     folder = written(tmp_path)
     model = trained(folder)
-    expander = Expander(described(model, folder), str(folder))
+    merger = AdapterMerger(described(model, folder), str(folder))
     asked: list[str] = []
-    get = expander._stored.get
-    expander._stored.get = lambda name: asked.append(name) or get(name)  # type: ignore[func-returns-value, method-assign]
-    weights = expander.weights(dict(adapters_of(model).weights()))
+    get = merger._files.get
+    merger._files.get = lambda name: asked.append(name) or get(name)  # type: ignore[func-returns-value, method-assign]
+    weights = merger.weights(dict(adapters_of(model).weights()))
     assert [name for name, _ in (next(weights), next(weights))] == asked

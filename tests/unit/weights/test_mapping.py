@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from agenticrun_workers.weights.mapping import Verifier
+from agenticrun_workers.weights.buckets import Verifier
 
 
 def test_files_are_forgotten_while_a_thread_still_checks_others(

@@ -1,4 +1,4 @@
-"""From a sender's folder to a receiver's: files, checksums and deltas."""
+"""From a writer's folder to a receiver's: files, checksums and deltas."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agenticrun_workers.weights.buckets import Bucket, buckets_of
-from agenticrun_workers.weights.mapping import Verifier
-from agenticrun_workers.weights.reading import PartReader
-from agenticrun_workers.weights.receiver import Receiver
-from agenticrun_workers.weights.sender import Sender, shapes_of
-from agenticrun_workers.weights.written import CorruptBucket, Written, delta_file
+from agenticrun_workers.weights.buckets import (
+    Bucket,
+    CorruptBucket,
+    MappedBucket,
+    SafetensorsReader,
+    Verifier,
+    WrittenBucket,
+    buckets_of,
+)
+from agenticrun_workers.weights.export import BucketWriter, tensor_specs
 
 BUCKET_BYTES = 40_000
 Weights = dict[str, Tensor]
@@ -30,14 +34,14 @@ def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Weights:
 
 
 def buckets_for(weights: Weights) -> tuple[Bucket, ...]:
-    return buckets_of(shapes_of(weights.items()), BUCKET_BYTES)
+    return buckets_of(tensor_specs(weights.items()), BUCKET_BYTES)
 
 
 def held(folder: Path, buckets: tuple[Bucket, ...]) -> Weights:
     return {
         name: value.clone()
         for bucket in buckets
-        for name, value in PartReader().parameters(folder / bucket.file)
+        for name, value in SafetensorsReader().parameters(folder / bucket.file)
     }
 
 
@@ -65,21 +69,19 @@ def test_a_receiver_follows_a_sender_through_deltas_exactly(
     buckets = buckets_for(weights)
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
-    sender, receiver = (
-        Sender(tmp_path / "here", buckets, deltas=True),
-        Receiver(tmp_path / "there", buckets),
-    )
+    writer = BucketWriter(tmp_path / "here", buckets, deltas=True)
+    received = [MappedBucket(tmp_path / "there", bucket) for bucket in buckets]
     shares = []
     for step in range(4):
         moved = 0
-        for written in sender.send(weights.items()):
+        for written in writer.write(weights.items()):
             index = written.bucket.index
             if written.delta_bytes is None:
-                receiver.write(index, np.asarray(held_bytes(tmp_path / "here", written)))
+                received[index].write(held_bytes(tmp_path / "here", written))
                 moved += written.nbytes
             else:
-                receiver.patch(
-                    index, np.fromfile(delta_file(tmp_path / "here", written.bucket), np.uint8)
+                received[index].patch(
+                    np.fromfile(tmp_path / "here" / written.bucket.delta_file, np.uint8)
                 )
                 moved += written.delta_bytes
             Verifier().check(tmp_path / "there" / written.bucket.file, written.checksum)
@@ -90,15 +92,15 @@ def test_a_receiver_follows_a_sender_through_deltas_exactly(
     assert max(shares[1:]) < 0.08
 
 
-def held_bytes(folder: Path, written: Written) -> np.ndarray:
+def held_bytes(folder: Path, written: WrittenBucket) -> np.ndarray:
     content = np.fromfile(folder / written.bucket.file, np.uint8)
     return content[len(written.bucket.header) :]
 
 
 def test_the_checksum_is_xxh3_of_the_whole_file_and_changes_with_any_bit(tmp_path: Path) -> None:
     weights = model()
-    sender = Sender(tmp_path, buckets_for(weights), deltas=False)
-    for written in sender.send(weights.items()):
+    writer = BucketWriter(tmp_path, buckets_for(weights), deltas=False)
+    for written in writer.write(weights.items()):
         file = tmp_path / written.bucket.file
         assert written.checksum == xxhash.xxh3_64_intdigest(file.read_bytes())
         with file.open("r+b") as content:
@@ -116,19 +118,19 @@ def test_special_values_and_signs_of_zero_count_as_changes_and_arrive(tmp_path: 
     )
     before, after = {"x": bits.view(torch.float32)}, {"x": bits.flip(0).view(torch.float32)}
     buckets = buckets_for(before)
-    sender = Sender(tmp_path, buckets, deltas=True)
-    list(sender.send(before.items()))
-    [again] = sender.send(before.items())
-    [written] = sender.send(after.items())
+    writer = BucketWriter(tmp_path, buckets, deltas=True)
+    list(writer.write(before.items()))
+    [again] = writer.write(before.items())
+    [written] = writer.write(after.items())
     assert (again.changed, written.changed) == (0, 4)
     assert same(held(tmp_path, buckets), after)
 
 
 def test_a_bucket_that_changed_all_over_is_sent_whole(tmp_path: Path) -> None:
     weights = model()
-    sender = Sender(tmp_path, buckets_for(weights), deltas=True)
-    first = list(sender.send(weights.items()))
-    second = list(sender.send(model(1).items()))
+    writer = BucketWriter(tmp_path, buckets_for(weights), deltas=True)
+    first = list(writer.write(weights.items()))
+    second = list(writer.write(model(1).items()))
     assert [written.delta_bytes for written in (*first, *second)] == [None] * (
         len(first) + len(second)
     )
@@ -137,26 +139,26 @@ def test_a_bucket_that_changed_all_over_is_sent_whole(tmp_path: Path) -> None:
 
 def test_what_is_not_looked_for_counts_as_changed(tmp_path: Path) -> None:
     weights = model()
-    sender = Sender(tmp_path, buckets_for(weights), deltas=False)
-    list(sender.send(weights.items()))
+    writer = BucketWriter(tmp_path, buckets_for(weights), deltas=False)
+    list(writer.write(weights.items()))
     assert all(
-        w.changed == w.elements and w.delta_bytes is None for w in sender.send(weights.items())
+        w.changed == w.elements and w.delta_bytes is None for w in writer.write(weights.items())
     )
 
 
 def test_files_are_kept_and_overwritten(tmp_path: Path) -> None:
     weights = model()
-    sender = Sender(tmp_path, buckets_for(weights), deltas=False)
-    list(sender.send(weights.items()))
+    writer = BucketWriter(tmp_path, buckets_for(weights), deltas=False)
+    list(writer.write(weights.items()))
     inodes = {file.name: file.stat().st_ino for file in tmp_path.iterdir()}
-    list(sender.send(model(1).items()))
+    list(writer.write(model(1).items()))
     assert {file.name: file.stat().st_ino for file in tmp_path.iterdir()} == inodes
 
 
 def test_views_that_are_not_contiguous_are_written_as_they_read(tmp_path: Path) -> None:
     weights = {"x": torch.arange(12.0).reshape(3, 4).T, "y": torch.arange(10.0)[::2]}
     buckets = buckets_for(weights)
-    list(Sender(tmp_path, buckets, deltas=False).send(weights.items()))
+    list(BucketWriter(tmp_path, buckets, deltas=False).write(weights.items()))
     assert same(
         held(tmp_path, buckets), {name: value.contiguous() for name, value in weights.items()}
     )
@@ -167,8 +169,8 @@ def test_views_that_are_not_contiguous_are_written_as_they_read(tmp_path: Path) 
     [
         (lambda w: {n: v for n, v in w.items() if n != "last"}, "does not export last any more"),
         (lambda w: {**w, "more": torch.zeros(1)}, "exports more, which it did not export at first"),
-        (lambda w: {**w, "small": torch.zeros(6)}, "at first it was Shape.name='small'"),
-        (lambda w: {**w, "small": w["small"].double()}, "at first it was Shape.name='small'"),
+        (lambda w: {**w, "small": torch.zeros(6)}, "at first it was TensorSpec.name='small'"),
+        (lambda w: {**w, "small": w["small"].double()}, "at first it was TensorSpec.name='small'"),
     ],
     ids=["missing", "more", "shape", "dtype"],
 )
@@ -176,10 +178,10 @@ def test_another_export_than_the_first_is_refused(
     tmp_path: Path, change: object, message: str
 ) -> None:
     weights = model()
-    sender = Sender(tmp_path, buckets_for(weights), deltas=False)
+    writer = BucketWriter(tmp_path, buckets_for(weights), deltas=False)
     other: Weights = change(weights)  # type: ignore[operator]
     with pytest.raises(ValueError, match=message):
-        list(sender.send(other.items()))
+        list(writer.write(other.items()))
 
 
 def test_a_bucket_is_told_before_the_next_one_is_exported(tmp_path: Path) -> None:
@@ -193,24 +195,24 @@ def test_a_bucket_is_told_before_the_next_one_is_exported(tmp_path: Path) -> Non
             yield name, value
 
     buckets = buckets_for(weights)
-    sending = Sender(tmp_path, buckets, deltas=False).send(export())
+    sending = BucketWriter(tmp_path, buckets, deltas=False).write(export())
     assert next(sending).bucket == buckets[0]
-    assert asked == [shape.name for shape in buckets[0].shapes]
+    assert asked == [tensor.name for tensor in buckets[0].tensors]
 
 
 def test_who_keeps_files_mapped_sees_what_is_sent_next_and_files_that_replaced_them(
     tmp_path: Path,
 ) -> None:
-    reader, verifier = PartReader(), Verifier()
+    reader, verifier = SafetensorsReader(), Verifier()
     buckets = buckets_for(model())
-    sender = Sender(tmp_path, buckets, deltas=False)
+    writer = BucketWriter(tmp_path, buckets, deltas=False)
     for seed in (0, 1, 2):
         if seed == 2:
             for file in tmp_path.iterdir():
                 file.unlink()
-            sender = Sender(tmp_path, buckets, deltas=False)
+            writer = BucketWriter(tmp_path, buckets, deltas=False)
         found: Weights = {}
-        for written in sender.send(model(seed).items()):
+        for written in writer.write(model(seed).items()):
             path = tmp_path / written.bucket.file
             verifier.check(path, written.checksum)
             found |= {name: value.clone() for name, value in reader.parameters(path)}
@@ -218,7 +220,7 @@ def test_who_keeps_files_mapped_sees_what_is_sent_next_and_files_that_replaced_t
 
 
 def test_a_file_written_anew_under_its_name_is_read_as_it_is_now(tmp_path: Path) -> None:
-    reader, file = PartReader(), tmp_path / "part.safetensors"
+    reader, file = SafetensorsReader(), tmp_path / "part.safetensors"
     for names in (["a"], ["a", "b"], ["b"]):
         weights = {
             name: torch.full((len(names) * 5000,), float(number))

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from agenticrun_workers.weights.shared_folder import PREFIX, SharedFolder
+from agenticrun_workers.weights.node import PREFIX, SharedFolder
 from waiting import eventually
 
 PROGRAM = """
 import sys, time
-from agenticrun_workers.weights.shared_folder import SharedFolder
+from agenticrun_workers.weights.node import SharedFolder
 folder = SharedFolder("drill")
 (folder.path / "bucket").write_bytes(bytes(1000))
 print(folder.path, flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agenticrun_workers.weights.transport import Transport, UnusableTransport, choose
+from agenticrun_workers.weights.transports import Transport, UnusableTransport, choose_transport
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ from agenticrun_workers.weights.transport import Transport, UnusableTransport, c
 def test_auto_takes_shared_memory_where_all_engines_are_at_home(
     asked: str, nodes: list[str], chosen: Transport
 ) -> None:
-    assert choose(asked, "home", nodes) is chosen
+    assert choose_transport(asked, "home", nodes) is chosen
 
 
 def test_shared_memory_does_not_reach_another_node() -> None:
     with pytest.raises(UnusableTransport, match="1 engines are on other nodes"):
-        choose("SharedMemory", "home", ["home", "away"])
+        choose_transport("SharedMemory", "home", ["home", "away"])

@@ -24,10 +24,8 @@ from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.trainer.rank import CRITIC, REFERENCE
 from agenticrun_workers.trainer.reference_and_critic import CriticActor, ReferenceActor
 from agenticrun_workers.types import EpisodeKey
-from agenticrun_workers.weights.adapter_node import AdapterNode
-from agenticrun_workers.weights.buckets import Bucket
-from agenticrun_workers.weights.merge_plan import Expansion
-from agenticrun_workers.weights.node_weights import NodeWeights
+from agenticrun_workers.weights.buckets import Bucket, MergePlan
+from agenticrun_workers.weights.node import AdapterNode, NodeWeights
 from agenticrun_workers.weights.sync import WeightSync
 
 log = logging.getLogger(__name__)
@@ -269,7 +267,7 @@ class RunActors:
         return self._memory_of_node(NodeWeights, node_id, run, buckets)
 
     def _spawn_adapter_node(
-        self, node_id: str, run: str, buckets: tuple[Bucket, ...], expansion: Expansion
+        self, node_id: str, run: str, buckets: tuple[Bucket, ...], plan: MergePlan
     ) -> Any:
         """It computes while the engines of its pod wait for it, on all that the pod has."""
         spec = self._run.spec
@@ -277,7 +275,7 @@ class RunActors:
         arguments = (
             run,
             buckets,
-            expansion,
+            plan,
             self._source.result(),
             self._pipeline.weight_sync.bucket_bytes,
             threads,

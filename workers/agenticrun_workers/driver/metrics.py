@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from agenticrun_workers.rollout.controller import Batch
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.types import StopReason
-from agenticrun_workers.weights.transport import Transport
+from agenticrun_workers.weights.transports import Transport
 
 if TYPE_CHECKING:
     from agenticrun_workers.inference import EngineStats

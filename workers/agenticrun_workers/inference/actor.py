@@ -25,9 +25,7 @@ from agenticrun_workers.inference.request_port import Address, RequestPort
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.types import Generation, GenerationRequest
-from agenticrun_workers.weights.buckets import TORCH_NAMES, Shape
-from agenticrun_workers.weights.mapping import Verifier
-from agenticrun_workers.weights.written import CorruptBucket
+from agenticrun_workers.weights.buckets import TORCH_NAMES, CorruptBucket, TensorSpec, Verifier
 
 LOG_FOLDER = "AGENTICRUN_LOG_FOLDER"
 """Environment variable: folder for logs of engine servers. Default: Ray's, for its dashboard."""
@@ -158,7 +156,7 @@ class EngineActor:
         """Join the collective of the trainer and the other engines. Raises `EngineError`."""
         await self._broadcast_engine().join_broadcast(host, port, first_rank, world)
 
-    async def update_from_broadcast(self, shapes: tuple[Shape, ...], version: int) -> None:
+    async def update_from_broadcast(self, shapes: tuple[TensorSpec, ...], version: int) -> None:
         """Load these parameters, as the trainer broadcasts them, as policy version `version`.
 
         Raises:

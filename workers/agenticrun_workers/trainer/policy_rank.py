@@ -22,9 +22,8 @@ from agenticrun_workers.trainer.rank import (
     combine,
 )
 from agenticrun_workers.types import EpisodeKey
-from agenticrun_workers.weights.buckets import Bucket, Shape
-from agenticrun_workers.weights.merge_plan import Expansion
-from agenticrun_workers.weights.written import BroadcastFailed, Written
+from agenticrun_workers.weights.broadcast import BroadcastFailed
+from agenticrun_workers.weights.buckets import Bucket, MergePlan, TensorSpec, WrittenBucket
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -172,46 +171,46 @@ class TrainerActor(ReferenceUpdateMixin):
         """How often this policy was trained on a batch."""
         return self._strategy.policy_version
 
-    def expansion(self) -> Expansion | str | None:
+    def merge_plan(self) -> MergePlan | str | None:
         """On all ranks of a policy that trains adapters; collective.
 
         Returns:
             on rank 0, what nodes need to make whole weights of the adapters, or why they cannot.
         """
-        from agenticrun_workers.weights.lora_merge import expansion_of
+        from agenticrun_workers.weights.lora_merge import plan_merge
 
         adapters = self._adapters()
         if self._rank == 0:
-            return expansion_of(adapters, self._source)
+            return plan_merge(adapters, self._source)
         deque(adapters.base(), maxlen=0)
         return None
 
-    def weight_shapes(self, adapters: bool = False) -> list[Shape]:
+    def tensor_specs(self, adapters: bool = False) -> list[TensorSpec]:
         """The parameters that `export_weights` will write, on rank 0. Collective."""
-        from agenticrun_workers.weights.sender import shapes_of
+        from agenticrun_workers.weights.export import tensor_specs
 
-        return shapes_of(self._exported(adapters))
+        return tensor_specs(self._exported(adapters))
 
     def open_buckets(
         self, buckets: tuple[Bucket, ...], folder: str, deltas: bool, adapters: bool = False
     ) -> None:
-        """On rank 0: where `export_weights` writes; see `Sender`. Whole weights and adapters have buckets of their own."""
-        from agenticrun_workers.weights.sender import Sender
+        """On rank 0: where `export_weights` writes; see `BucketWriter`. Whole weights and adapters have buckets of their own."""
+        from agenticrun_workers.weights.export import BucketWriter
 
-        sender = Sender(Path(folder), buckets, deltas=deltas)
+        writer = BucketWriter(Path(folder), buckets, deltas=deltas)
         if adapters:
-            self._adapter_sender = sender
+            self._adapter_writer = writer
         else:
-            self._sender = sender
+            self._writer = writer
 
     def close_whole_buckets(self) -> None:
         """On rank 0: let go of the memory of whole weights."""
-        del self._sender
+        del self._writer
 
-    def export_weights(self, adapters: bool = False) -> Iterator[Written]:
+    def export_weights(self, adapters: bool = False) -> Iterator[WrittenBucket]:
         """On rank 0: write all parameters, or the adapters, into their buckets, and say so one by one. Collective with `assist_export`."""
-        sender = self._adapter_sender if adapters else self._sender
-        yield from sender.send(self._exported(adapters))
+        writer = self._adapter_writer if adapters else self._writer
+        yield from writer.write(self._exported(adapters))
 
     def host_broadcast(self, host: str, port: int, world: int) -> None:
         """On rank 0: meet the engines, at its last `rendezvous`. Raises `BroadcastFailed`."""

@@ -18,7 +18,7 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.serialization import unpack
 from agenticrun_workers.types import EpisodeKey, Trajectory
-from agenticrun_workers.weights.mapping import Verifier
+from agenticrun_workers.weights.buckets import Verifier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,10 +116,10 @@ class ReferenceUpdateMixin(RankActor):
         self._part(REFERENCE).load_weights(self._parameters())
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        from agenticrun_workers.weights.reading import PartReader
+        from agenticrun_workers.weights.buckets import SafetensorsReader
 
         for path in self._arrived:
-            yield from PartReader().parameters(path)
+            yield from SafetensorsReader().parameters(path)
 
 
 def combine(steps: list[Metrics]) -> Metrics:

@@ -1,5 +1,5 @@
-"""Weights on their way from trainers to engines: buckets in shared memory, their checksums, and what changed between two versions.
+"""Weights in motion: from the trainers' export to the engines' parameters.
 
-A bucket is a safetensors file with some whole parameters. Its place in the file system and its layout stay for the whole attempt;
-each sync overwrites it. torch is imported where tensors are written and read only: the driver imports the rest.
+Read `sync` first: it follows one sync from top to bottom. torch is imported only by the modules
+that read or write tensors (`export`, `collective`, `lora_merge`); the driver imports the others.
 """

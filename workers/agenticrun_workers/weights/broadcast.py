@@ -1,47 +1,55 @@
-"""Broadcasting: a weight sync by a collective of the first trainer rank and all engines."""
+"""Transport Broadcast: one collective of the first trainer rank and all engines.
+
+This is the driver's side: it makes the group, calls both ends, and repeats the broadcast without
+engines that die. The ends themselves are `collective.WeightGroup`s. The group lasts from sync to
+sync, until its members change or a broadcast fails.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray.exceptions
 
-from agenticrun_workers.weights.buckets import Shape
-from agenticrun_workers.weights.written import BroadcastFailed
-
-if TYPE_CHECKING:
-    from agenticrun_workers.weights.sync import Receiver
+from agenticrun_workers.weights.buckets import TensorSpec
+from agenticrun_workers.weights.transports import Receiver
 
 log = logging.getLogger(__name__)
 
 
-class Broadcasting:
-    """The group is made anew when its members change, and after a failure.
+class BroadcastFailed(Exception):
+    """A collective broke off: a member has died, or was late."""
+
+
+class BroadcastSync:
+    """Broadcasts the policy's weights to engines.
 
     Args:
         trainers: the policy's ranks.
-        shapes: what they export.
+        tensors: what they export.
     """
 
-    def __init__(self, trainers: Sequence[Any], shapes: Sequence[Shape]) -> None:
+    def __init__(self, trainers: Sequence[Any], tensors: Sequence[TensorSpec]) -> None:
         self._trainers = trainers
-        self._shapes = tuple(shapes)
+        self._tensors = tuple(tensors)
         self._members: frozenset[str] = frozenset()
         """Engines of the group."""
 
     async def update(
         self, receivers: Mapping[str, Receiver], version: int
     ) -> dict[str, BaseException]:
-        """Give all engines the trainers' weights as they are now. When one dies meanwhile, the others get them in another attempt.
+        """Load the trainers' current weights into all engines.
+
+        When an engine dies meanwhile, the others get the weights in another attempt.
 
         Returns:
-            the engines that did not take them, and why.
+            The engines that did not load them, and why.
 
         Raises:
-            InvalidConfig: an engine takes no broadcasts.
+            InvalidConfig: an engine supports no broadcasts.
         """
         failed: dict[str, BaseException] = {}
         while remaining := {
@@ -56,17 +64,17 @@ class Broadcasting:
             if sent is not None and not isinstance(sent, BroadcastFailed):
                 raise sent
             self._members = frozenset()
-            gone = {
+            dead = {
                 name: error
                 for name, error in broken.items()
                 if isinstance(error, ray.exceptions.RayActorError)
             }
-            failed |= gone or broken
-            if not gone:
+            failed |= dead or broken
+            if not dead:
                 break
             log.warning(
                 "%s died in mid-broadcast: the others get version %d in another one",
-                ", ".join(gone),
+                ", ".join(dead),
                 version,
             )
         return failed
@@ -74,15 +82,15 @@ class Broadcasting:
     async def _attempt(
         self, receivers: Mapping[str, Receiver], version: int
     ) -> tuple[BaseException | None, dict[str, BaseException | None]]:
-        """What the sender and each engine raised."""
+        """Broadcast once. Returns the errors of the trainer and of each engine."""
         first, *others = self._trainers
         if self._members != receivers.keys():
-            met = await self._meet(receivers)
-            if any(isinstance(error, BaseException) for error in met.values()):
-                return BroadcastFailed("the engines did not meet"), met
+            joined = await self._make_group(receivers)
+            if any(isinstance(error, BaseException) for error in joined.values()):
+                return BroadcastFailed("the engines did not meet"), joined
             self._members = frozenset(receivers)
         calls = [
-            receiver.handle.update_from_broadcast.remote(self._shapes, version)
+            receiver.handle.update_from_broadcast.remote(self._tensors, version)
             for receiver in receivers.values()
         ]
         assisting = [other.assist_export.remote() for other in others]
@@ -92,8 +100,10 @@ class Broadcasting:
         await asyncio.gather(*assisting)
         return sent, dict(zip(receivers, outcomes, strict=True))
 
-    async def _meet(self, receivers: Mapping[str, Receiver]) -> dict[str, BaseException | None]:
-        """Make the group; what each engine raised."""
+    async def _make_group(
+        self, receivers: Mapping[str, Receiver]
+    ) -> dict[str, BaseException | None]:
+        """Make the group. Returns the error of each engine."""
         first = self._trainers[0]
         answers = await asyncio.gather(
             *(r.handle.broadcast_ranks.remote() for r in receivers.values()), return_exceptions=True

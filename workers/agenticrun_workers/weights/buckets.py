@@ -1,15 +1,37 @@
-"""How parameters are laid out in buckets. Decided once per attempt, from their names, dtypes and shapes."""
+"""Buckets: safetensors files of fixed layout in shared memory, and what processes say about them.
+
+A bucket holds some whole parameters of one dtype. Layout and path are decided once per attempt,
+from the parameters' names, dtypes and shapes; each sync overwrites the data in place. Processes
+keep the files mapped between syncs, because faulting in pages of a new mapping costs more than
+copying them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from agenticrun_workers.weights.delta import patch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEADER_ALIGNMENT = 64
-"""Data begin at a multiple of it, so that every element is aligned in memory."""
+"""Data start at a multiple of this many bytes, so that every element is aligned in memory."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format."""
 
 ITEM_BYTES = {
     "F64": 8,
@@ -23,7 +45,7 @@ ITEM_BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Bytes of an element by its dtype, as safetensors names it."""
+"""Bytes of an element, by the dtype's name in safetensors."""
 
 TORCH_NAMES = {
     "F64": "float64",
@@ -37,12 +59,19 @@ TORCH_NAMES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""The same as torch names them."""
+"""Names of the same dtypes in torch."""
+
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Unsigned integers by their bytes."""
+
+
+class CorruptBucket(Exception):
+    """A bucket's file is not what the trainer wrote: its checksum differs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A parameter as the trainer exports it."""
+class TensorSpec:
+    """Name, dtype and shape of a parameter that the trainer exports."""
 
     name: str
     dtype: str
@@ -56,32 +85,37 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One safetensors file: its header, then the parameters in the order of their export, all of one dtype."""
+    """The layout of a safetensors file: a header, then parameters of one dtype in export order."""
 
     index: int
-    shapes: tuple[Shape, ...]
+    tensors: tuple[TensorSpec, ...]
 
     @property
     def file(self) -> str:
         return f"bucket-{self.index:05d}.safetensors"
 
     @property
+    def delta_file(self) -> str:
+        """The file next to `file` with what the last sync changed."""
+        return f"bucket-{self.index:05d}.delta"
+
+    @property
     def item_bytes(self) -> int:
-        return ITEM_BYTES[self.shapes[0].dtype]
+        return ITEM_BYTES[self.tensors[0].dtype]
 
     @property
     def header(self) -> bytes:
-        """Length and JSON of the safetensors format, padded with spaces."""
+        """Length and JSON as safetensors defines them, padded with spaces."""
         offsets = [0]
-        for shape in self.shapes:
-            offsets.append(offsets[-1] + shape.nbytes)
+        for tensor in self.tensors:
+            offsets.append(offsets[-1] + tensor.nbytes)
         entries = {
-            shape.name: {
-                "dtype": shape.dtype,
-                "shape": list(shape.shape),
+            tensor.name: {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
                 "data_offsets": list(span),
             }
-            for shape, span in zip(self.shapes, pairwise(offsets), strict=True)
+            for tensor, span in zip(self.tensors, pairwise(offsets), strict=True)
         }
         text = json.dumps(
             {"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")
@@ -91,25 +125,166 @@ class Bucket:
 
     @property
     def data_bytes(self) -> int:
-        return sum(shape.nbytes for shape in self.shapes)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def buckets_of(shapes: Iterable[Shape], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Parameters in their order, split where a bucket would exceed `bucket_bytes` of data, and where the dtype changes.
+def buckets_of(tensors: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Lay out parameters in buckets, keeping their order.
+
+    A bucket ends where it would exceed `bucket_bytes` of data, and where the dtype changes.
 
     Raises:
-        ValueError: a dtype that safetensors has no name for here, or two parameters of one name.
+        ValueError: two parameters have the same name.
     """
-    groups: list[list[Shape]] = []
+    groups: list[list[TensorSpec]] = []
     names: set[str] = set()
     size = 0
-    for shape in shapes:
-        if shape.name in names:
-            raise ValueError(f"the trainer exports {shape.name} twice")
-        names.add(shape.name)
-        if not groups or groups[-1][0].dtype != shape.dtype or size + shape.nbytes > bucket_bytes:
+    for tensor in tensors:
+        if tensor.name in names:
+            raise ValueError(f"the trainer exports {tensor.name} twice")
+        names.add(tensor.name)
+        if not groups or groups[-1][0].dtype != tensor.dtype or size + tensor.nbytes > bucket_bytes:
             groups.append([])
             size = 0
-        groups[-1].append(shape)
-        size += shape.nbytes
+        groups[-1].append(tensor)
+        size += tensor.nbytes
     return tuple(Bucket(index, tuple(group)) for index, group in enumerate(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenBucket:
+    """A new version of a bucket, as the trainer reports it."""
+
+    bucket: Bucket
+    checksum: int
+    """xxh3_64 of the whole file."""
+    base: int | None
+    """Checksum of the previous version, which the delta applies to; None at the first sync."""
+    delta_bytes: int | None
+    """Size of `Bucket.delta_file`; None where the whole bucket must be sent."""
+    changed: int
+    """Elements that differ from the previous version; all of them where deltas are off."""
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole bucket's data."""
+        return self.bucket.data_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A safetensors file with some whole parameters, ready to be loaded."""
+
+    path: str
+    checksum: int
+    """xxh3_64 of the whole file."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergePlan:
+    """All that a node needs to merge LoRA adapters into the base in the model's files.
+
+    See `lora_merge.py`. It is declared here because the driver passes it on without torch.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    """All parameters in the order of the trainers' whole export, in the served dtype."""
+    base_dtype: str
+    """The trainers' dtype of the base, as torch names it. The files may have another one."""
+    rules: Mapping[str, tuple[float, bool]]
+    """`MergeRule` of the weights that have adapters."""
+    checksums: Mapping[str, int]
+    """By name, xxh3_64 of the elements in the files that the trainers have loaded."""
+
+
+class MappedBucket:
+    """The writable file of `bucket` in `folder`, mapped as long as this object lives.
+
+    A missing file is created with its header and zeros.
+    """
+
+    def __init__(self, folder: Path, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.path = folder / bucket.file
+        header = bucket.header
+        if not self.path.exists():
+            with self.path.open("xb") as file:
+                file.write(header)
+                file.truncate(len(header) + bucket.data_bytes)
+        with self.path.open("r+b") as file:
+            self._bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+        self.data: NDArray[np.uint8] = self._bytes[len(header) :]
+        """All parameters, as they are in memory."""
+        self.header: NDArray[np.uint8] = self._bytes[: len(header)]
+        self.elements_N = self.data.view(UNSIGNED[bucket.item_bytes])
+
+    def write(self, data: NDArray[np.uint8]) -> None:
+        """Overwrite all parameters."""
+        np.copyto(self.data, data)
+
+    def patch(self, delta: NDArray[np.uint8]) -> None:
+        """Apply a delta (see `delta.py`). The bucket must hold the delta's base."""
+        patch(self.elements_N, delta)
+
+
+class Verifier:
+    """Compares files with their checksums."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, tuple[tuple[int, int], mmap.mmap]] = {}
+        """By path: the file's inode and size, and its content."""
+
+    def check(self, path: Path, checksum: int) -> None:
+        """Check one file.
+
+        Raises:
+            CorruptBucket: the trainer wrote another content.
+        """
+        status = path.stat()
+        identity = status.st_ino, status.st_size
+        known = self._maps.get(path)
+        if known is None or known[0] != identity:
+            with path.open("rb") as file:
+                known = self._maps[path] = (
+                    identity,
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
+                )
+        if xxhash.xxh3_64_intdigest(known[1]) != checksum:
+            raise CorruptBucket(f"{path} is not what the trainer wrote")
+
+    def forget(self) -> None:
+        """Unmap deleted files. Threads of a failed update may still be inside `check`."""
+        self._maps = {path: entry for path, entry in list(self._maps.items()) if path.exists()}
+
+
+class SafetensorsReader:
+    """Reads parameters from safetensors files, which stay mapped for the next update."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, tuple[tuple[int, bytes], Any]] = {}
+        """By path: the file's inode and header, and its reader."""
+
+    def parameters(self, path: Path) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors. The tensors are views of the file: copy what must last.
+
+        Raises:
+            OSError: the file cannot be read.
+            safetensors.SafetensorError: it is not in this format.
+        """
+        identity = path.stat().st_ino, _read_header(path)
+        known = self._open.get(path)
+        if known is None or known[0] != identity:
+            known = self._open[path] = identity, safe_open(path, "pt")
+        for name in known[1].keys():  # noqa: SIM118 - the file is no mapping
+            yield name, known[1].get_tensor(name)
+
+    def forget(self) -> None:
+        """Unmap deleted files."""
+        self._open = {path: entry for path, entry in self._open.items() if path.exists()}
+
+
+def _read_header(path: Path) -> bytes:
+    """Read the header, which differs where a new file of the same name has another layout."""
+    with path.open("rb") as file:
+        return file.read(min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES))

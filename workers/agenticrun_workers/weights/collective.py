@@ -1,4 +1,8 @@
-"""Weights by a collective, from the trainer's process into those that compute with them: NCCL between GPUs, gloo without."""
+"""The process group of the first trainer rank and all engines, which weights are broadcast in.
+
+NCCL connects GPUs, gloo CPUs. `broadcast.BroadcastSync` makes both ends; engine servers have an end
+of their own in their plug-ins.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,23 @@ import torch.distributed
 from torch import Tensor
 
 dist: Any = torch.distributed
-"""torch's type stubs lack what is used of it here."""
+"""torch's type stubs lack the parts that are used here."""
 
 PREFIX = "agenticrun-weights"
 TIMEOUT = timedelta(seconds=120)
-"""For the meeting, and for each tensor."""
+"""For joining, and for each tensor."""
 
 
 class WeightGroup:
-    """A process group beside torch.distributed's default one. Rank 0 is the trainer, and hosts the store that the others meet at.
+    """A process group next to torch.distributed's default one.
 
-    Its connections close when it is garbage: the others then fail at once. A group in which a member was lost is of no more use: `close`
-    it, because the traceback of an error keeps it alive.
+    Rank 0 is the trainer, and hosts the store at which the others join. The connections close when
+    this object is collected, and the other members then fail at once. After the loss of a member
+    the group is useless: `close` it, because the traceback of an error keeps it alive.
 
     Args:
-        device: of the tensors; the same kind everywhere.
-        listener: of rank 0, which listens at that port before the others are told of it.
+        device: of the tensors; the same kind on all ranks.
+        listener: of rank 0, which listens at `port` before the others learn of it.
     """
 
     def __init__(
@@ -50,17 +55,25 @@ class WeightGroup:
             self._group = dist.ProcessGroupGloo(self._store, rank, world, TIMEOUT)
 
     def send(self, tensor: Tensor) -> None:
-        """To all. Raises RuntimeError when one is gone, or late."""
+        """Send a tensor to all other ranks.
+
+        Raises:
+            RuntimeError: a member has died, or is late.
+        """
         self._broadcast(tensor.detach().to(self._device).contiguous())
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What the trainer sends next. Raises RuntimeError when it is gone, or late."""
+        """Return the trainer's next tensor.
+
+        Raises:
+            RuntimeError: the trainer has died, or is late.
+        """
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         self._broadcast(tensor)
         return tensor
 
     def close(self) -> None:
-        """Leave: others who wait for this member fail at once. Nothing is sent or received any more."""
+        """Leave the group. Members that wait for this one fail at once."""
         del self._group, self._store
 
     def _broadcast(self, tensor: Tensor) -> None:

@@ -1,7 +1,10 @@
-"""The elements of a bucket that changed, exactly: bits are compared, so that -0.0, infinities and NaNs of any payload survive.
+"""Deltas: the elements of a bucket that changed in a sync, encoded exactly.
 
-Encoded as [number of values, uint64][values][gaps, uint16]. A gap is the distance to the changed element before it (the first one's to the
-bucket's begin); `ESCAPE` adds that much to the gap that follows.
+Elements are compared as bits, so that -0.0, infinities and NaNs of any payload survive.
+
+Encoding: [number of values, uint64][values][gaps, uint16]. A gap is the distance to the previous
+changed element (of the first: to the start of the bucket). The code `ESCAPE` adds that much to the
+gap that follows.
 """
 
 from __future__ import annotations
@@ -16,14 +19,14 @@ Bits = NDArray[np.unsignedinteger]
 
 
 def encode(indices_K: NDArray[np.int64], values_K: Bits) -> NDArray[np.uint8]:
-    """`indices_K` ascend; `values_K` are the new elements there."""
-    codes = _codes(np.diff(indices_K, prepend=0))
+    """Encode the new elements `values_K` at the ascending `indices_K`."""
+    codes = _gap_codes(np.diff(indices_K, prepend=0))
     parts = (np.array([len(values_K)], np.uint64), np.ascontiguousarray(values_K), codes)
     return np.concatenate([part.view(np.uint8) for part in parts])
 
 
 def encoded_bytes(changed: int, elements: int, item_bytes: int) -> int:
-    """At most the size of `encode` for so many changed elements of so many."""
+    """Return an upper bound of the size of `encode`, for `changed` of `elements`."""
     return 8 + changed * (item_bytes + 2) + 2 * (elements // ESCAPE)
 
 
@@ -38,7 +41,7 @@ def patch(elements_N: Bits, delta: NDArray[np.uint8]) -> int:
     return count
 
 
-def _codes(gaps_K: NDArray[np.int64]) -> NDArray[np.uint16]:
+def _gap_codes(gaps_K: NDArray[np.int64]) -> NDArray[np.uint16]:
     if gaps_K.max(initial=0) < ESCAPE:
         return gaps_K.astype(np.uint16)
     escapes_K, rest_K = np.divmod(gaps_K, ESCAPE)

@@ -1,4 +1,8 @@
-"""The trainer's side: writes exported parameters into the buckets of its node, and says for each what was written."""
+"""The trainer's side: write exported parameters into the buckets of its node.
+
+One pass over each bucket compares, copies and hashes it in chunks that stay in the CPU's cache,
+because the pass over memory costs more than the arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -12,76 +16,89 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agenticrun_workers.weights.buckets import TORCH_NAMES, Bucket, Shape
+from agenticrun_workers.weights.buckets import (
+    TORCH_NAMES,
+    UNSIGNED,
+    Bucket,
+    MappedBucket,
+    TensorSpec,
+    WrittenBucket,
+)
 from agenticrun_workers.weights.delta import encode, encoded_bytes
-from agenticrun_workers.weights.mapping import UNSIGNED, MappedBucket
-from agenticrun_workers.weights.written import Written, delta_file
 
 CHUNK_BYTES = 256 << 10
-"""Copied, then summed while it is in the cache."""
+"""Fits into the cache of a core."""
 
 DTYPES = {getattr(torch, name): dtype for dtype, name in TORCH_NAMES.items()}
 
 
-def shapes_of(weights: Iterable[tuple[str, Tensor]]) -> list[Shape]:
-    """What an export holds. Raises `ValueError` for a dtype that no engine reads."""
-    shapes = []
+def tensor_specs(weights: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
+    """Describe an export.
+
+    Raises:
+        ValueError: safetensors has no name for a dtype.
+    """
+    specs = []
     for name, tensor in weights:
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} is of {tensor.dtype}, which safetensors files cannot hold")
-        shapes.append(Shape(name, DTYPES[tensor.dtype], tuple(tensor.shape)))
-    return shapes
+        specs.append(TensorSpec(name, DTYPES[tensor.dtype], tuple(tensor.shape)))
+    return specs
 
 
-class Sender:
-    """Writes into the buckets' files in `folder`, which hold what was sent last.
+class BucketWriter:
+    """Overwrites the buckets in `folder` with each export.
 
     Args:
-        deltas: also find what changed since then, and leave it beside the bucket where it is smaller.
+        deltas: also find what changed since the last export, and write it next to the bucket where
+            it is smaller.
     """
 
     def __init__(self, folder: Path, buckets: tuple[Bucket, ...], *, deltas: bool) -> None:
         self._folder = folder
         self._buckets = [MappedBucket(folder, bucket) for bucket in buckets]
         self._deltas = deltas
-        self._sent: dict[int, int] = {}
-        """Checksum of each bucket that was sent."""
+        self._checksums: dict[int, int] = {}
+        """Of the last export, by bucket."""
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Written]:
-        """Write one export, bucket by bucket. Nobody may be reading the files.
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[WrittenBucket]:
+        """Write one export, bucket by bucket. No process may read the files meanwhile.
 
         Raises:
             ValueError: the export has other parameters than the buckets.
         """
         exported = iter(weights)
         for mapped in self._buckets:
-            written = _Pass(mapped, deltas=self._deltas and mapped.bucket.index in self._sent)
-            for shape in mapped.bucket.shapes:
-                written.take(_bytes_of(shape, next(exported, None)))
-            yield self._close(mapped.bucket, written)
+            overwrite = _Overwrite(mapped, deltas=self._deltas and self._was_written(mapped.bucket))
+            for tensor in mapped.bucket.tensors:
+                overwrite.append(_bytes_of(tensor, next(exported, None)))
+            yield self._finish(mapped.bucket, overwrite)
         if (more := next(exported, None)) is not None:
             raise ValueError(f"the trainer exports {more[0]}, which it did not export at first")
 
-    def _close(self, bucket: Bucket, written: _Pass) -> Written:
-        delta = written.delta()
+    def _was_written(self, bucket: Bucket) -> bool:
+        return bucket.index in self._checksums
+
+    def _finish(self, bucket: Bucket, overwrite: _Overwrite) -> WrittenBucket:
+        delta = overwrite.delta()
         if delta is not None:
-            delta_file(self._folder, bucket).write_bytes(delta.data)
-        base = self._sent.get(bucket.index)
-        self._sent[bucket.index] = checksum = written.hash.intdigest()
+            (self._folder / bucket.delta_file).write_bytes(delta.data)
+        base = self._checksums.get(bucket.index)
+        self._checksums[bucket.index] = checksum = overwrite.hash.intdigest()
         elements = bucket.data_bytes // bucket.item_bytes
-        return Written(
+        return WrittenBucket(
             bucket=bucket,
             checksum=checksum,
             base=base,
             delta_bytes=None if delta is None else len(delta),
-            changed=written.changed if written.deltas else elements,
+            changed=overwrite.changed if overwrite.deltas else elements,
             elements=elements,
         )
 
 
 @dataclass
-class _Pass:
-    """One overwriting of a bucket."""
+class _Overwrite:
+    """One pass over a bucket."""
 
     mapped: MappedBucket
     deltas: bool
@@ -89,51 +106,51 @@ class _Pass:
     def __post_init__(self) -> None:
         self.hash = xxhash.xxh3_64(self.mapped.header.data)
         self.changed = 0
-        self._at = 0
+        self._position = 0
         self._indices: list[NDArray[np.int64]] = []
         bucket = self.mapped.bucket
-        self._most = bucket.data_bytes
+        self._max_bytes = bucket.data_bytes
         self._elements = bucket.data_bytes // bucket.item_bytes
 
-    def take(self, new: NDArray[np.uint8]) -> None:
-        """The next bytes of the bucket."""
+    def append(self, new: NDArray[np.uint8]) -> None:
+        """Overwrite the next bytes of the bucket."""
         for start in range(0, len(new), CHUNK_BYTES):
             chunk = new[start : start + CHUNK_BYTES]
-            held = self.mapped.data[self._at : self._at + len(chunk)]
+            held = self.mapped.data[self._position : self._position + len(chunk)]
             if self.deltas:
                 self._compare(held, chunk)
             np.copyto(held, chunk)
             self.hash.update(held.data)
-            self._at += len(chunk)
+            self._position += len(chunk)
 
     def delta(self) -> NDArray[np.uint8] | None:
-        """What changed; None where the whole bucket is smaller."""
-        if not self.deltas or self._too_large():
+        """Encode what changed; None where the whole bucket is not larger."""
+        if not self.deltas or self._is_too_large():
             return None
         indices_K = np.concatenate([np.zeros(0, np.int64), *self._indices])
         return encode(indices_K, self.mapped.elements_N[indices_K])
 
     def _compare(self, held: NDArray[np.uint8], new: NDArray[np.uint8]) -> None:
-        unsigned = UNSIGNED[self.mapped.bucket.item_bytes]
+        item_bytes = self.mapped.bucket.item_bytes
+        unsigned = UNSIGNED[item_bytes]
         changed_K = np.flatnonzero(held.view(unsigned) != new.view(unsigned))
         self.changed += len(changed_K)
-        if not self._too_large():
-            self._indices.append(changed_K + self._at // self.mapped.bucket.item_bytes)
+        if not self._is_too_large():
+            self._indices.append(changed_K + self._position // item_bytes)
 
-    def _too_large(self) -> bool:
-        return (
-            encoded_bytes(self.changed, self._elements, self.mapped.bucket.item_bytes) >= self._most
-        )
+    def _is_too_large(self) -> bool:
+        size = encoded_bytes(self.changed, self._elements, self.mapped.bucket.item_bytes)
+        return size >= self._max_bytes
 
 
-def _bytes_of(shape: Shape, exported: tuple[str, Tensor] | None) -> NDArray[np.uint8]:
-    """The elements of a parameter, which must be the one that the layout says."""
+def _bytes_of(expected: TensorSpec, exported: tuple[str, Tensor] | None) -> NDArray[np.uint8]:
+    """Return the bytes of an exported parameter, which must be the one of the layout."""
     if exported is None:
-        raise ValueError(f"the trainer does not export {shape.name} any more")
+        raise ValueError(f"the trainer does not export {expected.name} any more")
     name, tensor = exported
-    found = Shape(name, DTYPES[tensor.dtype], tuple(tensor.shape))
-    if found != shape:
-        raise ValueError(f"the trainer exports {found}, at first it was {shape}")
+    found = TensorSpec(name, DTYPES[tensor.dtype], tuple(tensor.shape))
+    if found != expected:
+        raise ValueError(f"the trainer exports {found}, at first it was {expected}")
     flat: NDArray[np.uint8] = (
         tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     )

@@ -1,51 +1,54 @@
-"""Whole weights out of adapters and the model's files: whether that can be done, and doing it.
+"""Merge LoRA adapters into whole weights on the engines' nodes, so that only adapters travel.
 
-Imports torch, but not transformers: nodes load no model.
+The base never changes, and every node can read it from the model's files. On rank 0, `plan_merge`
+checks that the trainers' base is, bit for bit, what those files hold; on each node, an
+`AdapterMerger` repeats the check with checksums and computes what the trainers would export.
+
+torch is imported, transformers is not: nodes load no model.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.models.lora import adapter_names, merge
+from agenticrun_workers.models.lora import Adapters, adapter_names, merge
 from agenticrun_workers.models.source import ModelSource, local_folder
-from agenticrun_workers.weights.buckets import TORCH_NAMES, Shape
-from agenticrun_workers.weights.merge_plan import Expansion
-from agenticrun_workers.weights.sender import DTYPES
-from agenticrun_workers.weights.stored import StoredWeights, UnreadableFiles
-
-if TYPE_CHECKING:
-    from agenticrun_workers.models.lora import Adapters
+from agenticrun_workers.weights.buckets import TORCH_NAMES, MergePlan, TensorSpec
+from agenticrun_workers.weights.export import DTYPES
 
 
-def expansion_of(adapters: Adapters, source: ModelSource) -> Expansion | str:
-    """How nodes that have `source` make a policy's weights; or why they cannot: its base is not, bit for bit, what the files hold.
+def plan_merge(adapters: Adapters, source: ModelSource) -> MergePlan | str:
+    """Plan how nodes that can read `source` compute the policy's whole weights.
 
-    On rank 0, while the other ranks go through `Adapters.base`.
+    Called on rank 0, while the other ranks iterate over `Adapters.base`.
+
+    Returns:
+        The plan, or the reason why nodes cannot read the base from the model's files.
     """
     with source.folder() as path:
-        comparison = _Comparison(path, DTYPES[getattr(torch, source.dtype)])
-        for (
-            name,
-            value,
-        ) in adapters.base():  # to its end, whatever is found: the other ranks take part in it
-            comparison.look(name, value)
-    return comparison.refusal or Expansion(
-        tuple(comparison.shapes),
+        comparison = _BaseComparison(path, DTYPES[getattr(torch, source.dtype)])
+        # to the end, whatever is found: the other ranks take part in it
+        for name, value in adapters.base():
+            comparison.compare(name, value)
+    return comparison.refusal or MergePlan(
+        tuple(comparison.tensors),
         str(comparison.dtype).removeprefix("torch."),
         adapters.rules(),
         comparison.checksums,
     )
 
 
-class Expander:
-    """Makes whole weights, as the trainers would export them.
+class AdapterMerger:
+    """Computes whole weights as the trainers would export them.
 
     Args:
         folder: name on the hub or folder of the model that the trainers have loaded.
@@ -54,67 +57,110 @@ class Expander:
         InvalidConfig: it cannot be read here.
     """
 
-    def __init__(self, expansion: Expansion, folder: str) -> None:
-        self._expansion = expansion
+    def __init__(self, plan: MergePlan, folder: str) -> None:
+        self._plan = plan
         self._folder = folder
-        self._dtype: torch.dtype = getattr(torch, expansion.base_dtype)
+        self._dtype: torch.dtype = getattr(torch, plan.base_dtype)
         try:
-            self._stored = StoredWeights(local_folder(folder))
+            self._files = ModelFiles(local_folder(folder))
         except UnreadableFiles as error:
             raise InvalidConfig("spec.model.path", str(error)) from error
-        self._compared: set[str] = set()
-        """Parameters whose files were found to hold what the trainers' do."""
+        self._verified: set[str] = set()
+        """Parameters that the files were found to hold as the trainers do."""
 
     def weights(self, adapters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """All parameters, one at a time. Raises `InvalidConfig` where the files hold another base than the trainers have."""
-        for shape in self._expansion.shapes:
-            value, rule = self._base(shape), self._expansion.rules.get(shape.name)
-            if rule is not None:
-                a, b = (adapters[name] for name in adapter_names(shape.name))
-                value = merge(value, a, b, rule)
-            yield shape.name, value.to(getattr(torch, TORCH_NAMES[shape.dtype]))
+        """Yield all parameters, one at a time.
 
-    def _base(self, shape: Shape) -> Tensor:
-        stored = self._stored.get(shape.name)
-        if shape.name not in self._compared:
-            if stored is None or _checksum(stored) != self._expansion.checksums[shape.name]:
+        Raises:
+            InvalidConfig: the files hold another base than the trainers have.
+        """
+        for tensor in self._plan.tensors:
+            value, rule = self._base(tensor.name), self._plan.rules.get(tensor.name)
+            if rule is not None:
+                a, b = (adapters[name] for name in adapter_names(tensor.name))
+                value = merge(value, a, b, rule)
+            yield tensor.name, value.to(getattr(torch, TORCH_NAMES[tensor.dtype]))
+
+    def _base(self, name: str) -> Tensor:
+        stored = self._files.get(name)
+        if name not in self._verified:
+            if stored is None or _checksum(stored) != self._plan.checksums[name]:
                 raise InvalidConfig(
                     "spec.model.path",
-                    f"{self._folder} holds another {shape.name} here than where the trainers run",
+                    f"{self._folder} holds another {name} here than where the trainers run",
                 )
-            self._compared.add(shape.name)
-        assert stored is not None, "it was compared"
+            self._verified.add(name)
+        assert stored is not None, "it was verified"
         return stored.to(self._dtype)
 
 
-class _Comparison:
-    """Of a base, parameter by parameter, with the files in `folder`.
+class UnreadableFiles(Exception):
+    """A folder holds no safetensors files of a model, or broken ones."""
+
+
+class ModelFiles:
+    """The parameters in the safetensors files of a Hugging Face folder.
+
+    The files are mapped and read on access, so that no second model lies in memory.
+
+    Raises:
+        UnreadableFiles
+    """
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        try:
+            names = (
+                sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                if index.exists()
+                else ["model.safetensors"]
+            )
+            files: list[Any] = [safe_open(folder / name, "pt") for name in names]
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise UnreadableFiles(
+                f"{folder} holds no safetensors files that can be read: {error}"
+            ) from error
+        self._file_of = {
+            name: file
+            for file in files
+            for name in file.keys()  # noqa: SIM118 - the file is no mapping
+        }
+
+    def get(self, name: str) -> Tensor | None:
+        """Return a view of the file in its own dtype, or None for an unknown name."""
+        file = self._file_of.get(name)
+        tensor: Tensor | None = None if file is None else file.get_tensor(name)
+        return tensor
+
+
+class _BaseComparison:
+    """Compares a base with the files in `folder`, parameter by parameter.
 
     Args:
-        served: dtype of what engines get, as safetensors names it.
+        served: dtype that engines serve, as safetensors names it.
     """
 
     def __init__(self, folder: str, served: str) -> None:
         self.refusal = ""
         """Why nodes cannot read the base from the files."""
-        self.shapes: list[Shape] = []
+        self.tensors: list[TensorSpec] = []
         self.checksums: dict[str, int] = {}
         self.dtype: torch.dtype | None = None
         self._served = served
         try:
-            self._stored = StoredWeights(local_folder(folder))
+            self._files = ModelFiles(local_folder(folder))
         except (UnreadableFiles, InvalidConfig) as error:
             self.refusal = str(error)
 
-    def look(self, name: str, value: Tensor) -> None:
-        """Compare one, unless another one differs already."""
+    def compare(self, name: str, value: Tensor) -> None:
+        """Compare one parameter, unless another one differs already."""
         if not self.refusal:
             self.refusal = self._difference(name, value)
 
     def _difference(self, name: str, value: Tensor) -> str:
         self.dtype = self.dtype or value.dtype
-        self.shapes.append(Shape(name, self._served, tuple(value.shape)))
-        stored = self._stored.get(name)
+        self.tensors.append(TensorSpec(name, self._served, tuple(value.shape)))
+        stored = self._files.get(name)
         if stored is None:
             return f"the model's files have no parameter {name}"
         if value.dtype != self.dtype:

@@ -1,63 +1,95 @@
-"""WeightSync: the policy's weights from the trainers to the engines, versioned and checked.
+"""One weight sync, from the trainers to the engines: the driver's side.
 
-    trainer rank 0 --writes--> its node's shared memory --mapped by--> engines of that node
-                                       |
-                                       +--ObjectStore or Disk--> shared memory of other nodes --mapped by--> their engines
+    trainer rank 0 --export--> buckets of its node --transport--> buckets of other nodes
+                                       |                                   |
+                                 (merge LoRA)                        (merge LoRA)
+                                       |                                   |
+                                  weight files                        weight files
+                                       |                                   |
+                               engines mapping them                engines mapping them
 
-How they flow through files is `FileSync`, and by a collective `Broadcasting`. The weights never pass through the driver, which only
-tells who may read what.
+`WeightSync.update` is one sync: it chooses the transport, and `FileSync.publish` runs the picture
+above. The weights never pass through the driver, which only tells each process what it may read.
+Transport Broadcast goes another way: see `broadcast.py`.
+
+Everything streams. While the trainer writes a bucket, those before it travel and are loaded. The
+next sync overwrites the files, so it starts only when every receiver is done with this one. Where
+adapters alone travel, each node merges them into whole weights when all of them have arrived.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import ray
 
 from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.weights.broadcasting import Broadcasting
-from agenticrun_workers.weights.buckets import Bucket
-from agenticrun_workers.weights.file_sync import FileSync, Receiver, Sent, Spawn
-from agenticrun_workers.weights.merge_plan import Expansion
-from agenticrun_workers.weights.transport import Transport, UnusableTransport, choose
-from agenticrun_workers.weights.transports import DiskMover, Mover, ObjectStoreMover
-from agenticrun_workers.weights.written import CorruptBucket
+from agenticrun_workers.weights.broadcast import BroadcastSync
+from agenticrun_workers.weights.buckets import (
+    Bucket,
+    CorruptBucket,
+    MergePlan,
+    TensorSpec,
+    WeightFile,
+    WrittenBucket,
+    buckets_of,
+)
+from agenticrun_workers.weights.transports import (
+    ArrivalStreams,
+    DiskTransport,
+    NodeHandle,
+    ObjectStoreTransport,
+    Receiver,
+    ReplayStream,
+    Transport,
+    UnusableTransport,
+    WeightTransport,
+    choose_transport,
+)
 
 __all__ = ["Receiver", "SyncReport", "WeightSync"]
 
 log = logging.getLogger(__name__)
 
-SpawnExpanding = Callable[[str, str, tuple[Bucket, ...], Expansion], Any]
-"""As `Spawn`, of an actor that makes whole weights of adapters."""
+SpawnNode = Callable[[str, str, tuple[Bucket, ...]], Any]
+"""Makes the `NodeWeights` actor of a node, from the node's id, the run and the buckets."""
+
+SpawnAdapterNode = Callable[[str, str, tuple[Bucket, ...], MergePlan], Any]
+"""Makes the `AdapterNode` actor of a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """How a sync went."""
+    """The outcome of a sync."""
 
     transport: Transport
     nbytes: int
-    """Brought to the nodes of the receivers: whole buckets, or what changed in them."""
+    """Sent to the nodes of the receivers: whole buckets, or deltas."""
     changed_share: float
-    """Elements that differ from the last sync, of what travels; 1 where nobody looked."""
+    """Elements that differ from the last sync, of those exported; 1 where deltas are off."""
     failed: Mapping[str, BaseException]
-    """Receivers that did not take the weights, and why: they have died, or must not serve."""
+    """Receivers that did not load the weights, and why: they are dead, or must not serve."""
     adapters: bool = False
-    """Adapters travelled, and nodes made whole weights of them."""
+    """True if adapters travelled, and nodes merged them into whole weights."""
 
 
 class WeightSync:
-    """Syncs and joins must not overlap: the caller sees to that.
+    """Loads the policy's weights into engines, versioned and checked by checksums.
+
+    Calls must not overlap: the caller sees to that.
 
     Args:
-        run: a name that is the run's alone, for folders.
+        run: a name that only this run has, for folders.
         trainers: the policy's ranks.
-        home: the node of the first of them.
-        spawn: makes the `NodeWeights` actor of a node.
-        spawn_expanding: makes the `AdapterNode` of a node, in a run that trains adapters alone.
+        home: the node of the first rank.
+        spawn: makes the actor of a node.
+        spawn_adapter_node: the same, for a run that trains only adapters.
     """
 
     def __init__(
@@ -66,21 +98,21 @@ class WeightSync:
         run: str,
         trainers: Sequence[Any],
         home: str,
-        spawn: Spawn,
-        spawn_expanding: SpawnExpanding | None = None,
+        spawn: SpawnNode,
+        spawn_adapter_node: SpawnAdapterNode | None = None,
     ) -> None:
         self._spec = spec
         self._run = run
         self._trainers = trainers
         self._home = home
-        self._spawn_expanding = spawn_expanding
+        self._spawn_adapter_node = spawn_adapter_node
         self._whole = FileSync(
             run, trainers, home, spawn, bucket_bytes=spec.bucket_bytes, delta=spec.delta
         )
-        self._of_engines: FileSync | None = None
-        self._broadcasting: Broadcasting | None = None
-        self._object_store = ObjectStoreMover()
-        self._disk = DiskMover(f"{spec.uri}/{run}/weights") if spec.uri else None
+        self._engine_files: FileSync | None = None
+        self._broadcast: BroadcastSync | None = None
+        self._object_store = ObjectStoreTransport()
+        self._disk = DiskTransport(f"{spec.uri}/{run}/weights") if spec.uri else None
         self.version: int | None = None
         """The version of the last sync."""
 
@@ -90,120 +122,380 @@ class WeightSync:
         version: int,
         handover: Callable[[], Awaitable[None]] | None = None,
     ) -> SyncReport:
-        """Give all engines the trainers' weights as they are now. A sync in which a bucket was damaged is done again, once, as a whole.
+        """Load the trainers' current weights into all engines.
+
+        A sync in which a bucket was damaged is repeated once, with whole buckets.
 
         Args:
-            handover: called when the trainers have written everything and no receiver has taken anything, because they cannot
-                compute at the same time. The trainers are then out of reach: nothing is done again.
+            handover: called when the trainers have written everything and no receiver has loaded
+                anything, because both cannot use the devices at the same time. The trainers are
+                out of reach afterwards, so that nothing can be repeated.
 
         Raises:
-            InvalidConfig: the transport that was asked for does not reach a receiver, or a receiver's node has other model files.
+            InvalidConfig: the transport in the spec does not reach a receiver, or the node of a
+                receiver has other model files than the trainers.
         """
         transport = self._transport({receiver.node_id for receiver in receivers.values()})
-        files = await self._files_of_engines()
+        files = await self._files_for_engines()
         if transport is Transport.BROADCAST:
-            return await self._broadcast(receivers, version)
-        mover = self._mover(transport)
-        sent = await files.send(mover, receivers, version, handover)
+            return await self._update_by_broadcast(receivers, version)
+        by = self._weight_transport(transport)
+        report = await files.publish(by, receivers, version, handover)
         if handover is None and any(
-            isinstance(error, CorruptBucket) for error in sent.failed.values()
+            isinstance(error, CorruptBucket) for error in report.failed.values()
         ):
-            files.forget()
-            sent = await files.send(mover, receivers, version)
-        _raise_any(sent, InvalidConfig)
+            files.forget_contents()
+            report = await files.publish(by, receivers, version)
+        _raise_failure(report, InvalidConfig)
         self.version = version
-        return SyncReport(transport, sent.nbytes, sent.changed_share, sent.failed, files.adapters)
+        return SyncReport(
+            transport, report.nbytes, report.changed_share, report.failed, files.adapters
+        )
 
     async def copy_to(self, receivers: Mapping[str, Receiver]) -> None:
-        """Give others than engines the trainers' weights as they are now: whole, by files whatever `transport` says.
+        """Load the trainers' current weights into receivers that are no engines.
 
-        Raises what they raise.
+        They get whole weights by files, whatever transport engines use.
+
+        Raises:
+            BaseException: the first error of a receiver.
         """
-        sent = await self._whole.send(self._object_store, receivers, 0)
-        _raise_any(sent, BaseException)
-        if await self._files_of_engines() is not self._whole:
+        report = await self._whole.publish(self._object_store, receivers, 0)
+        _raise_failure(report, BaseException)
+        if await self._files_for_engines() is not self._whole:
             await self._whole.release()
 
     async def join(self, receiver: Receiver) -> None:
-        """Give one engine the version of the last sync, from its node's copy, or the first trainer's. The trainers may be busy.
+        """Load the version of the last sync into one engine, while the trainers may be busy.
 
-        A broadcast leaves no copy: after one, the trainers are asked when they are free, and their version is served.
+        The weights come from the engine's node, or from the first trainer's. A broadcast leaves no
+        copy on nodes: after one, this waits for the trainers and loads their version.
         """
         assert self.version is not None, "there was no sync yet"
         if self._spec.transport == "Broadcast":
             version = await self._trainers[0].policy_version.remote()
-            _raise_any(
-                await self._whole.send(self._object_store, {"": receiver}, version), BaseException
-            )
+            report = await self._whole.publish(self._object_store, {"": receiver}, version)
+            _raise_failure(report, BaseException)
             return
-        files = await self._files_of_engines()
-        await files.send_again(
-            self._mover(self._transport([receiver.node_id])), receiver, self.version
-        )
+        files = await self._files_for_engines()
+        by = self._weight_transport(self._transport({receiver.node_id}))
+        await files.republish(by, receiver, self.version)
 
     async def stop(self) -> None:
-        """Free the memory of all nodes, and the folder on disk."""
-        for files in {self._whole, self._of_engines or self._whole}:
+        """Free the memory of all nodes, and delete the folder on disk."""
+        for files in {self._whole, self._engine_files or self._whole}:
             await files.stop(self._disk.uri if self._disk else None)
 
-    async def _broadcast(self, receivers: Mapping[str, Receiver], version: int) -> SyncReport:
-        shapes = await self._whole.shapes()
-        if self._broadcasting is None:
-            self._broadcasting = Broadcasting(self._trainers, shapes)
-        failed = await self._broadcasting.update(receivers, version)
+    async def _update_by_broadcast(
+        self, receivers: Mapping[str, Receiver], version: int
+    ) -> SyncReport:
+        tensors = await self._whole.tensor_specs()
+        if self._broadcast is None:
+            self._broadcast = BroadcastSync(self._trainers, tensors)
+        failed = await self._broadcast.update(receivers, version)
         self.version = version
-        size = sum(shape.nbytes for shape in shapes)
+        size = sum(tensor.nbytes for tensor in tensors)
         return SyncReport(Transport.BROADCAST, size * (len(receivers) - len(failed)), 1.0, failed)
 
-    async def _files_of_engines(self) -> FileSync:
-        """What engines get: adapters alone where nodes can make whole weights of them, else whole weights. Decided once."""
-        if self._of_engines is None:
-            self._of_engines = await self._adapters() or self._whole
-        return self._of_engines
+    async def _files_for_engines(self) -> FileSync:
+        """Return the sync of adapters where nodes can merge them, else of whole weights.
 
-    async def _adapters(self) -> FileSync | None:
-        spawn = self._spawn_expanding
+        Decided once.
+        """
+        if self._engine_files is None:
+            self._engine_files = await self._adapter_files() or self._whole
+        return self._engine_files
+
+    async def _adapter_files(self) -> FileSync | None:
+        spawn = self._spawn_adapter_node
         if spawn is None:
             return None
-        found: Expansion | str = (
+        plan: MergePlan | str = (
             "a broadcast goes into the engines themselves, which know of no adapters"
         )
         if self._spec.transport != "Broadcast":
-            found, *_ = await asyncio.gather(
-                *(trainer.expansion.remote() for trainer in self._trainers)
+            plan, *_ = await asyncio.gather(
+                *(trainer.merge_plan.remote() for trainer in self._trainers)
             )
-        if isinstance(found, str):
+        if isinstance(plan, str):
             log.warning(
                 "engines get whole weights with the adapters merged, not the adapters alone: %s",
-                found,
+                plan,
             )
             return None
-        expansion = found
+        merge_plan = plan
         return FileSync(
             self._run,
             self._trainers,
             self._home,
-            lambda node_id, run, buckets: spawn(node_id, run, buckets, expansion),
+            lambda node_id, run, buckets: spawn(node_id, run, buckets, merge_plan),
             bucket_bytes=self._spec.bucket_bytes,
             delta=self._spec.delta,
             adapters=True,
         )
 
-    def _transport(self, places: set[str] | list[str]) -> Transport:
+    def _transport(self, nodes: set[str]) -> Transport:
         try:
-            return choose(self._spec.transport, self._home, places)
+            return choose_transport(self._spec.transport, self._home, nodes)
         except UnusableTransport as error:
             raise InvalidConfig("spec.pipeline.weightSync.transport", str(error)) from error
 
-    def _mover(self, transport: Transport) -> Mover:
+    def _weight_transport(self, transport: Transport) -> WeightTransport:
         if transport is Transport.DISK:
             assert self._disk is not None, "transport Disk has a uri"
             return self._disk
         return self._object_store
 
 
-def _raise_any(sent: Sent, kind: type[BaseException]) -> None:
-    """An error of this kind that a receiver ended with."""
-    for error in sent.failed.values():
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """The outcome of one export; fields as of `SyncReport`."""
+
+    nbytes: int
+    changed_share: float
+    failed: Mapping[str, BaseException]
+
+
+class FileSync:
+    """Exports weights into the memory of nodes, and loads them into receivers there.
+
+    Calls must not overlap: the caller sees to that.
+
+    Args:
+        run: a name that only this run has, for folders.
+        trainers: the policy's ranks.
+        home: the node of the first rank.
+        spawn: makes an `AdapterNode` where `adapters` travel, else a `NodeWeights`.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        trainers: Sequence[Any],
+        home: str,
+        spawn: SpawnNode,
+        *,
+        bucket_bytes: int,
+        delta: bool,
+        adapters: bool = False,
+    ) -> None:
+        self._run = run
+        self._trainers = trainers
+        self._home = home
+        self._spawn = spawn
+        self._bucket_bytes = bucket_bytes
+        self._delta = delta
+        self.adapters = adapters
+        self._export_options = {"adapters": True} if adapters else {}
+        self._tensors: list[TensorSpec] | None = None
+        self._buckets: tuple[Bucket, ...] | None = None
+        self._nodes: dict[str, NodeHandle] = {}
+        self._opened: Path | None = None
+        """The folder that the trainer writes into."""
+        self._written: list[WrittenBucket] = []
+        """The buckets of the last export."""
+
+    async def tensor_specs(self) -> list[TensorSpec]:
+        """Return what the trainers export. They are asked once."""
+        if self._tensors is None:
+            self._tensors, *_ = await asyncio.gather(
+                *(trainer.tensor_specs.remote(**self._export_options) for trainer in self._trainers)
+            )
+        assert self._tensors is not None
+        return self._tensors
+
+    async def publish(
+        self,
+        transport: WeightTransport,
+        receivers: Mapping[str, Receiver],
+        version: int,
+        handover: Callable[[], Awaitable[None]] | None = None,
+    ) -> PublishReport:
+        """Export the current weights and load them into all receivers.
+
+        Four kinds of tasks run side by side, connected by streams: the export, the transport, one
+        per node that prepares weight files, one per receiver that loads them.
+
+        Args:
+            handover: see `WeightSync.update`.
+        """
+        places = {receiver.node_id for receiver in receivers.values()}
+        nodes = {node_id: await self._node(node_id) for node_id in places | {self._home}}
+        home = nodes[self._home]
+        away = [node for node in nodes.values() if node is not home]
+        arrivals: dict[str, ReplayStream[WrittenBucket]] = {
+            node_id: ReplayStream() for node_id in nodes
+        }
+        files: dict[str, ReplayStream[WeightFile]] = {node_id: ReplayStream() for node_id in places}
+        loading: list[asyncio.Task[None]] = []
+        sending = [asyncio.create_task(self._export(home, arrivals[self._home]))]
+        if away:
+            sending.append(asyncio.create_task(self._transfer(transport, arrivals, home, away)))
+        preparing = [
+            asyncio.create_task(self._prepare_files(nodes[place], arrivals[place], files[place]))
+            for place in places
+        ]
+        try:
+            if handover is not None:
+                await sending[0]
+                await handover()
+            loading += [
+                asyncio.create_task(_load(receiver, files[receiver.node_id], version))
+                for receiver in receivers.values()
+            ]
+            outcomes = await asyncio.gather(*loading, return_exceptions=True)
+            exported, *transferred = [await task for task in sending]
+            await asyncio.gather(*preparing)
+        finally:
+            for task in (*loading, *sending, *preparing):
+                task.cancel()
+        failed = {
+            name: error
+            for name, error in zip(receivers, outcomes, strict=True)
+            if isinstance(error, BaseException)
+        }
+        changed = sum(written.changed for written in self._written)
+        elements = sum(written.elements for written in self._written)
+        nbytes = sum(transferred) + (exported if self._home in places else 0)
+        return PublishReport(nbytes, changed / elements, failed)
+
+    async def republish(self, transport: WeightTransport, receiver: Receiver, version: int) -> None:
+        """Load the last export into one receiver, from its node's memory or the first trainer's.
+
+        The trainers may be busy.
+        """
+        home, node = await self._node(self._home), await self._node(receiver.node_id)
+        missing = [written for written in self._written if not node.holds(written)]
+        if node is not home and missing:
+            arrivals = {node.node_id: ReplayStream[WrittenBucket]()}
+            await transport.transfer(ReplayStream(missing), home, [node], arrivals)
+        files: ReplayStream[WeightFile] = ReplayStream()
+        preparing = asyncio.create_task(
+            self._prepare_files(node, ReplayStream(self._written), files)
+        )
+        try:
+            await _load(receiver, files, version)
+            await preparing
+        finally:
+            preparing.cancel()
+
+    def forget_contents(self) -> None:
+        """Assume that nodes hold nothing, so that the next export is sent as a whole."""
+        for node in self._nodes.values():
+            node.checksums.clear()
+
+    async def stop(self, published: str | None) -> None:
+        """Free the memory of all nodes, and delete the versions on disk. Nothing follows."""
+        calls = [node.handle.release.remote() for node in self._nodes.values()]
+        if published is not None and self._home in self._nodes:
+            calls.append(self._nodes[self._home].handle.delete.remote(published))
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def release(self) -> None:
+        """Free the memory of all nodes until the next export, and the trainer's mapping of it."""
+        nodes, self._nodes, self._opened = list(self._nodes.values()), {}, None
+        await self._trainers[0].close_whole_buckets.remote()
+        await asyncio.gather(
+            *(node.handle.release.remote() for node in nodes), return_exceptions=True
+        )
+        for node in nodes:
+            ray.kill(node.handle)
+
+    async def _export(self, home: NodeHandle, arrivals: ReplayStream[WrittenBucket]) -> int:
+        """Have the trainers write into `home`. Returns the bytes of deltas or whole buckets."""
+        first, *others = self._trainers
+        self._written = []
+        changed = 0
+        try:
+            if self._opened != home.folder:
+                await first.open_buckets.remote(
+                    self._buckets, str(home.folder), self._delta, **self._export_options
+                )
+                self._opened = home.folder
+            assisting = [other.assist_export.remote(**self._export_options) for other in others]
+            async for item in first.export_weights.options(num_returns="streaming").remote(
+                **self._export_options
+            ):
+                written: WrittenBucket = await item
+                changed += written.nbytes if written.delta_bytes is None else written.delta_bytes
+                home.checksums[written.bucket.index] = written.checksum
+                self._written.append(written)
+                arrivals.put(written)
+            await asyncio.gather(*assisting)
+        except BaseException as error:
+            arrivals.close(error)
+            raise
+        arrivals.close()
+        return changed
+
+    async def _transfer(
+        self,
+        transport: WeightTransport,
+        arrivals: ArrivalStreams,
+        home: NodeHandle,
+        away: list[NodeHandle],
+    ) -> int:
+        """Send buckets from `home` to the other nodes as they are written."""
+        try:
+            nbytes = await transport.transfer(arrivals[home.node_id], home, away, arrivals)
+        except BaseException as error:
+            for node in away:
+                arrivals[node.node_id].close(error)
+            raise
+        for node in away:
+            arrivals[node.node_id].close()
+        return nbytes
+
+    async def _prepare_files(
+        self,
+        node: NodeHandle,
+        arrivals: ReplayStream[WrittenBucket],
+        files: ReplayStream[WeightFile],
+    ) -> None:
+        """Turn the buckets that arrive at a node into files to load. Errors go to the receivers."""
+        try:
+            async for file in self._files(node, arrivals):
+                files.put(file)
+        except Exception as error:
+            files.close(error)
+        files.close()
+
+    async def _files(
+        self, node: NodeHandle, arrivals: ReplayStream[WrittenBucket]
+    ) -> AsyncIterator[WeightFile]:
+        if not self.adapters:
+            async for written in arrivals:
+                yield WeightFile(node.path(written), written.checksum)
+            return
+        checksums = [written.checksum async for written in arrivals]
+        async for item in node.handle.merge.options(num_returns="streaming").remote(checksums):
+            yield await item
+
+    async def _node(self, node_id: str) -> NodeHandle:
+        """Return the living actor of a node. A new one holds no weights."""
+        if self._buckets is None:
+            self._buckets = buckets_of(await self.tensor_specs(), self._bucket_bytes)
+        known = self._nodes.get(node_id)
+        if known is not None and await known.is_alive():
+            return known
+        handle = self._spawn(node_id, self._run, self._buckets)
+        self._nodes[node_id] = NodeHandle(node_id, handle, Path(await handle.folder.remote()))
+        return self._nodes[node_id]
+
+
+async def _load(receiver: Receiver, files: ReplayStream[WeightFile], version: int) -> None:
+    """Update one receiver. It goes on with its old weights until the first file is there."""
+    calls: list[Any] = []
+    async for file in files:
+        if not calls:
+            await receiver.handle.begin_update.remote(version)
+        calls.append(receiver.handle.take_bucket.remote(file.path, file.checksum))
+    await asyncio.gather(*calls)
+    await receiver.handle.finish_update.remote()
+
+
+def _raise_failure(report: PublishReport, kind: type[BaseException]) -> None:
+    """Raise the first error of this kind that a receiver ended with."""
+    for error in report.failed.values():
         if isinstance(error, kind):
             raise error

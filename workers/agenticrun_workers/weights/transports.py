@@ -1,99 +1,241 @@
-"""Buckets on their way from the first trainer's node to other nodes."""
+"""Transports of buckets from the first trainer's node to the nodes of other engines.
+
+Engines on the trainer's own node need none: they map the files that the trainer writes. Ray's
+object store carries buckets one by one while the trainer is still writing. A shared disk serves
+clusters where nodes reach each other only through storage.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterable, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
-from agenticrun_workers.weights.broadcast_stream import Feed
-from agenticrun_workers.weights.node_copy import NodeCopy
-from agenticrun_workers.weights.written import Written
+import ray.exceptions
 
-IN_FLIGHT = 2
-"""Buckets that travel at once: one leaves the object store when it has reached all nodes."""
+from agenticrun_workers.weights.buckets import WrittenBucket
 
-Feeds = Mapping[str, Feed[Written]]
-"""By node: the buckets that have reached it."""
+MAX_IN_FLIGHT = 2
+"""Buckets that travel at once. One leaves the object store when it has reached all nodes."""
+
+T = TypeVar("T")
 
 
-class Mover(Protocol):
+class Transport(StrEnum):
+    """Values of `spec.pipeline.weightSync.transport`, without Auto."""
+
+    SHARED_MEMORY = "SharedMemory"
+    OBJECT_STORE = "ObjectStore"
+    DISK = "Disk"
+    BROADCAST = "Broadcast"
+
+
+class UnusableTransport(Exception):
+    """The transport in the spec cannot reach the engines."""
+
+
+def choose_transport(requested: str, home: str, nodes: Collection[str]) -> Transport:
+    """Return the transport of a sync from node `home` to engines on `nodes`.
+
+    Raises:
+        UnusableTransport: the requested one does not reach them.
+    """
+    away = sum(node != home for node in nodes)
+    if requested == "Auto":
+        return Transport.OBJECT_STORE if away else Transport.SHARED_MEMORY
+    if requested == Transport.SHARED_MEMORY and away:
+        raise UnusableTransport(
+            f"{away} engines are on other nodes than the first trainer: "
+            "choose Auto, ObjectStore or Disk"
+        )
+    return Transport(requested)
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """An actor that loads weights: an engine, or a rank of the reference."""
+
+    handle: Any
+    node_id: str
+
+
+@dataclass
+class NodeHandle:
+    """The driver's record of a node: its `NodeWeights` or `AdapterNode` actor and its buckets."""
+
+    node_id: str
+    handle: Any
+    folder: Path
+    checksums: dict[int, int] = field(default_factory=dict)
+    """Version of each bucket that the node holds."""
+
+    def path(self, written: WrittenBucket) -> str:
+        return str(self.folder / written.bucket.file)
+
+    def holds(self, written: WrittenBucket) -> bool:
+        """Return True if the node has this version."""
+        return self.checksums.get(written.bucket.index) == written.checksum
+
+    def can_patch(self, written: WrittenBucket) -> bool:
+        """Return True if the node needs only the delta."""
+        return (
+            written.delta_bytes is not None
+            and self.checksums.get(written.bucket.index) == written.base
+        )
+
+    async def is_alive(self) -> bool:
+        try:
+            await self.handle.folder.remote()
+        except ray.exceptions.RayActorError:
+            return False
+        return True
+
+
+class ReplayStream(Generic[T]):
+    """A stream of items for any number of readers, each of which sees all items.
+
+    Iterating yields the items so far, then waits for more until `close`.
+    """
+
+    def __init__(self, items: Iterable[T] | None = None) -> None:
+        """With `items`, make a closed stream of them."""
+        self._items: list[T] = list(items or ())
+        self._error: BaseException | None = None
+        self._closed = items is not None
+        self._changed = asyncio.Event()
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        self._wake_readers()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the stream. Readers raise `error` after the last item. Only the first call counts."""
+        if not self._closed:
+            self._closed, self._error = True, error
+            self._wake_readers()
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        seen = 0
+        while True:
+            while seen < len(self._items):
+                yield self._items[seen]
+                seen += 1
+            if self._closed:
+                break
+            await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _wake_readers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+ArrivalStreams = Mapping[str, ReplayStream[WrittenBucket]]
+"""By node: the buckets that have arrived there."""
+
+
+class WeightTransport(Protocol):
     """Brings buckets to nodes."""
 
-    async def move(
-        self, written: AsyncIterable[Written], home: NodeCopy, nodes: list[NodeCopy], feeds: Feeds
+    async def transfer(
+        self,
+        written: AsyncIterable[WrittenBucket],
+        home: NodeHandle,
+        nodes: list[NodeHandle],
+        arrivals: ArrivalStreams,
     ) -> int:
-        """Bring what `home` holds to `nodes`, and put each bucket into a node's feed when it is there.
+        """Bring buckets of `home` to `nodes`, and put each into a node's stream on arrival.
 
-        A node that dies ends its own feed with the error. Returns the bytes that went to all nodes.
+        The stream of a node that dies ends with the error.
+
+        Returns:
+            The bytes that went to all nodes together.
         """
         ...
 
 
-class ObjectStoreMover:
-    """Through Ray objects, bucket by bucket."""
+class ObjectStoreTransport:
+    """Sends buckets through Ray's object store, one by one."""
 
-    async def move(
-        self, written: AsyncIterable[Written], home: NodeCopy, nodes: list[NodeCopy], feeds: Feeds
+    async def transfer(
+        self,
+        written: AsyncIterable[WrittenBucket],
+        home: NodeHandle,
+        nodes: list[NodeHandle],
+        arrivals: ArrivalStreams,
     ) -> int:
-        """See `Mover`."""
-        moved = 0
-        in_flight: deque[tuple[Written, asyncio.Task[int]]] = deque()
+        """See `WeightTransport`."""
+        total = 0
+        in_flight: deque[tuple[WrittenBucket, asyncio.Task[int]]] = deque()
         alive = list(nodes)
 
-        async def land() -> int:
+        async def finish_oldest() -> int:
             bucket, task = in_flight.popleft()
-            moved = await task
+            nbytes = await task
             for node in alive:
-                feeds[node.node_id].put(bucket)
-            return moved
+                arrivals[node.node_id].put(bucket)
+            return nbytes
 
         async for bucket in written:
-            if len(in_flight) == IN_FLIGHT:
-                moved += await land()
-            in_flight.append((bucket, asyncio.create_task(self._carry(bucket, home, alive, feeds))))
+            if len(in_flight) == MAX_IN_FLIGHT:
+                total += await finish_oldest()
+            in_flight.append(
+                (bucket, asyncio.create_task(self._send(bucket, home, alive, arrivals)))
+            )
         while in_flight:
-            moved += await land()
-        return moved
+            total += await finish_oldest()
+        return total
 
-    async def _carry(
-        self, written: Written, home: NodeCopy, alive: list[NodeCopy], feeds: Feeds
+    async def _send(
+        self,
+        written: WrittenBucket,
+        home: NodeHandle,
+        alive: list[NodeHandle],
+        arrivals: ArrivalStreams,
     ) -> int:
-        """One bucket to all nodes that live; those found dead leave `alive`."""
+        """Send one bucket to all nodes in `alive`, and remove the dead ones from it."""
         index, nodes = written.bucket.index, list(alive)
         delta = all(node.can_patch(written) for node in nodes)
         payload = home.handle.read.remote(index, delta)
-        answers = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(node.handle.receive.remote(index, payload, delta) for node in nodes),
             return_exceptions=True,
         )
         return sum(
-            arrived(node, written, answer, alive, feeds, delta=delta)
-            for node, answer in zip(nodes, answers, strict=True)
+            _record_arrival(node, written, outcome, alive, arrivals, delta=delta)
+            for node, outcome in zip(nodes, outcomes, strict=True)
         )
 
 
-class DiskMover:
-    """Through a folder that all nodes reach: nodes read a version when all of it is written.
+class DiskTransport:
+    """Publishes buckets in a folder that all nodes reach, and has nodes load complete versions.
 
     Args:
-        uri: the run's own folder; versions are folders below, and only the newest is kept.
+        uri: the run's own folder. Versions are folders below it; only the newest is kept.
     """
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
-        self._made = 0
+        self._versions = 0
 
-    async def move(
-        self, written: AsyncIterable[Written], home: NodeCopy, nodes: list[NodeCopy], feeds: Feeds
+    async def transfer(
+        self,
+        written: AsyncIterable[WrittenBucket],
+        home: NodeHandle,
+        nodes: list[NodeHandle],
+        arrivals: ArrivalStreams,
     ) -> int:
-        """See `Mover`."""
-        if not self._made:
-            await home.handle.delete.remote(self.uri)  # what an attempt left that was killed
-        folder = f"{self.uri}/sync-{self._made:06d}"
-        self._made += 1
-        buckets: list[tuple[Written, bool]] = []
+        """See `WeightTransport`."""
+        if not self._versions:
+            await home.handle.delete.remote(self.uri)  # left by an attempt that was killed
+        folder = f"{self.uri}/sync-{self._versions:06d}"
+        self._versions += 1
+        buckets: list[tuple[WrittenBucket, bool]] = []
         files: list[Any] = []
         async for bucket in written:
             delta = all(node.can_patch(bucket) for node in nodes)
@@ -101,34 +243,34 @@ class DiskMover:
             files.append(home.handle.publish.remote(folder, bucket.bucket.index, delta))
         await home.handle.seal.remote(folder, await asyncio.gather(*files))
         alive = list(nodes)
-        answers = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(node.handle.fetch.remote(folder) for node in nodes), return_exceptions=True
         )
-        moved = 0
-        for node, answer in zip(nodes, answers, strict=True):
+        total = 0
+        for node, outcome in zip(nodes, outcomes, strict=True):
             for bucket, delta in buckets:
-                moved += arrived(node, bucket, answer, alive, feeds, delta=delta)
+                total += _record_arrival(node, bucket, outcome, alive, arrivals, delta=delta)
         for node in alive:
             for bucket, _ in buckets:
-                feeds[node.node_id].put(bucket)
+                arrivals[node.node_id].put(bucket)
         await home.handle.delete.remote(folder)
-        return moved
+        return total
 
 
-def arrived(
-    node: NodeCopy,
-    written: Written,
-    answer: BaseException | None,
-    alive: list[NodeCopy],
-    feeds: Feeds,
+def _record_arrival(
+    node: NodeHandle,
+    written: WrittenBucket,
+    outcome: BaseException | None,
+    alive: list[NodeHandle],
+    arrivals: ArrivalStreams,
     *,
     delta: bool,
 ) -> int:
-    """Note what a node says about a bucket that was sent to it. Returns the bytes that it took."""
-    if isinstance(answer, BaseException):
+    """Record that a node has a bucket, or that it failed. Returns the bytes that it received."""
+    if isinstance(outcome, BaseException):
         if node in alive:
             alive.remove(node)
-            feeds[node.node_id].close(answer)
+            arrivals[node.node_id].close(outcome)
         return 0
-    node.held[written.bucket.index] = written.checksum
+    node.checksums[written.bucket.index] = written.checksum
     return (written.delta_bytes or 0) if delta else written.nbytes

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.inference.engine import EngineError
+from agenticrun_workers.weights.buckets import SafetensorsReader
 from agenticrun_workers.weights.collective import WeightGroup
-from agenticrun_workers.weights.reading import PartReader
 
 
 class EngineWeights:
@@ -27,7 +27,7 @@ class EngineWeights:
             name: tuple(parameter.shape) for name, parameter in self._parameters.items()
         }
         self._seen: set[int] = set()
-        self._reader = PartReader()
+        self._reader = SafetensorsReader()
         self._device = model.device
         self._group: WeightGroup | None = None
 
