@@ -1,15 +1,21 @@
-"""How long does an engine wait for new weights? A sync through shared memory against a plain copy of the same bytes, in the same run.
+"""Time of a weight sync through shared memory, relative to a plain copy of the same bytes.
 
     python benchmarks/weight_sync.py [--quick] [--dtypes bfloat16,float32] [--syncs N] [--json FILE]
 
-The product's own `WeightSync` on a Ray of its own: a trainer process with parameters of the shape of Qwen2.5-0.5B (random, in memory), and
-an embedded engine in another process that serves that model. Timed is `WeightSync.update`, from the call to the engine having
-the new version, checksums of both sides included; `sync_over_copy` is its median over that of `copy_` between two allocated tensors of the
-same size in the trainer's process. The first sync, which makes the files, stands beside it, and a gloo broadcast of the same
-tensors between the same processes. Then 2 % of the elements, chosen at random, change between two syncs: `delta_bytes_share` is
-what moves of the whole. After each kind of sync the engine's parameters are compared with the
-trainer's by checksum, and it samples a token.
-`--quick` takes two layers and a small vocabulary. Memory: four times the parameters.
+The product's own `WeightSync` runs on a Ray of its own, between a trainer process with random
+parameters of Qwen2.5-0.5B's shape and an embedded engine in another process that serves the model.
+`WeightSync.update` is timed from the call until the engine has the new version, with the checksums
+of both sides. All times are divided by that of `copy_` between two allocated tensors of the same
+size in the trainer's process:
+
+- `sync_over_copy`: the median sync; `first_sync_over_copy`: the first one, which makes the files.
+- `gloo_broadcast_over_copy`: a gloo broadcast of the same tensors between the same processes.
+- `delta_over_copy`: syncs in which 2 % of the elements, chosen at random, have changed, and
+  `delta_bytes_share`: the bytes that they send, of the whole.
+
+After each kind of sync, the engine's parameters are compared with the trainer's by checksum, and it
+samples a token. `--quick` takes two layers and a small vocabulary. Memory: four times the
+parameters.
 """
 
 from __future__ import annotations
@@ -242,7 +248,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's name. Its default of 15 would measure what else runs here
+    # Ray's default of 15 would measure the other processes of this machine
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's name
     ray.init(
         address="local",
         num_cpus=1,

@@ -1,4 +1,4 @@
-"""Actors at the two ends of a weight sync: a trainer whose weights a test chooses, and engines that tell theirs."""
+"""Actors at both ends of a weight sync: trainers with chosen weights, engines that show theirs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ BUCKET_BYTES = 8192
 
 
 def spawn(cls: type, *arguments: Any, calls: int = 100) -> Any:
-    """An actor without a run around it, which may be inside so many calls at once."""
+    """Start an actor outside of a run, with so many concurrent calls."""
     return ray.remote(cls).options(num_cpus=0, max_concurrency=calls).remote(*arguments)
 
 
 async def killed(actor: Any) -> None:
-    """Kill an actor of a node's weights. Ray only asks for it: returns when it is dead."""
+    """Kill the actor of a node, and wait until it is dead."""
     ray.kill(actor)
     while True:
         try:
@@ -53,19 +53,19 @@ async def killed(actor: Any) -> None:
 
 
 def left_in_memory(run: str) -> list[str]:
-    """Folders of a run in this machine's shared memory."""
+    """Return the folders of a run in this machine's shared memory."""
     return [path.name for path in SHARED_MEMORY.glob(f"agenticrun-{run}-*")]
 
 
 async def all_gone(run: str, left: int = 0) -> None:
-    """So many folders of the run stay in memory, after a while."""
+    """Wait until only `left` folders of the run are in memory."""
     await eventually_in_loop(
         lambda: len(left_in_memory(run)) == left, 60, f"{left} folders of the run are in memory"
     )
 
 
 def make_model(folder: Path) -> None:
-    """A model of about 50 kB of parameters."""
+    """Make a model with about 50 kB of parameters."""
     initialize_model(
         folder,
         InitializeSpec(
@@ -75,7 +75,7 @@ def make_model(folder: Path) -> None:
 
 
 def version_of(folder: Path, version: int, share: float = 1.0) -> dict[str, Tensor]:
-    """The parameters of a version: the model's, with one step of `share` of the elements per version."""
+    """Return the parameters of a version: each version changes `share` of the elements."""
     weights = {name: value.detach() for name, value in load_model(str(folder)).named_parameters()}
     for step in range(1, version + 1):
         random = torch.Generator().manual_seed(step)
@@ -88,9 +88,9 @@ def version_of(folder: Path, version: int, share: float = 1.0) -> dict[str, Tens
 
 
 class _Policy:
-    """As much of a `TrainStrategy` as an export needs. `pause` seconds pass before each parameter.
+    """The part of a `TrainStrategy` that an export needs.
 
-    An export that has reached its fourth parameter makes the file `marker`.
+    It sleeps `pause` seconds before each parameter, and makes the file `marker` before the fourth.
     """
 
     def __init__(self) -> None:
@@ -118,17 +118,17 @@ class Exporter(TrainerActor):
     def become(
         self, version: int, share: float = 1.0, pause: float = 0.0, marker: Path = Path()
     ) -> None:
-        """Serve this version. With a pause, `marker` says that an export is at work."""
+        """Switch to this version. With a pause, an export makes the file `marker`."""
         self._strategy.weights = version_of(self._folder, version, share)
         self._strategy.pause, self._strategy.marker = pause, marker
         self._strategy.policy_version = version
 
 
 class AdapterTrainer(TrainerActor):
-    """A trainer rank of which adapters alone train: another choice of them per version.
+    """A trainer rank with adapters, which are random by version.
 
     Args:
-        files: where nodes find the base.
+        files: the folder in which nodes find the base.
     """
 
     def __init__(self, folder: Path, pipeline: Pipeline, files: Path | None = None) -> None:
@@ -146,7 +146,7 @@ class AdapterTrainer(TrainerActor):
         self._strategy.policy_version = version
 
     def whole(self) -> dict[str, np.ndarray]:
-        """All weights, merged."""
+        """Return all weights, merged."""
         return {name: value.numpy().copy() for name, value in self._strategy.export_weights()}
 
     def adapter_bytes(self) -> int:
@@ -154,22 +154,22 @@ class AdapterTrainer(TrainerActor):
 
 
 class Engine(EngineActor):
-    """The embedded engine, without a run around it."""
+    """The embedded engine, outside of a run."""
 
     async def serve(self, folder: Path) -> int:
-        """Start. Returns the process id."""
+        """Start the engine. Returns the process id."""
         torch.set_num_threads(1)
         self._engine = TransformersEngine(lambda: load_model(str(folder)), max_length=64)
         await self._engine.start()
         return os.getpid()
 
     async def held(self) -> dict[str, np.ndarray]:
-        """Its parameters now."""
+        """Return its current parameters."""
         model: Any = self._engine._model  # type: ignore[attr-defined]
         return {name: value.detach().numpy().copy() for name, value in model.named_parameters()}
 
     async def version_sampled(self) -> int:
-        """The version of a token that it samples."""
+        """Sample a token and return its version."""
         request = GenerationRequest(
             str(time.monotonic_ns()), "s", np.arange(5, dtype=np.int32), SamplingParams(1)
         )
@@ -177,7 +177,7 @@ class Engine(EngineActor):
 
 
 class Lossy:
-    """A node that turns one bit of the first bucket that it is sent."""
+    """A node that flips one bit of the first bucket it receives."""
 
     _damaged = False
 
@@ -190,22 +190,23 @@ class Lossy:
 
 
 class LossyNode(Lossy, NodeWeights):
-    """Of whole weights."""
+    """A lossy node of whole weights."""
 
 
 class LossyAdapterNode(Lossy, AdapterNode):
-    """Of adapters."""
+    """A lossy node of adapters."""
 
 
 Spawn = Callable[..., Any]
 
 
 class Drill:
-    """A `WeightSync` whose places are names: each gets memory of its own, though all are on this machine.
+    """A `WeightSync` between places on this machine, each with shared memory of its own.
 
     Args:
         trainer: the handle of a rank that can `become` a version.
-        node: makes the actor of a place that receives whole weights; `adapter_node`, one that receives adapters.
+        node: makes the actor of a place that receives whole weights.
+        adapter_node: makes the actor of a place that receives adapters.
         home: the trainer's place.
         spec: fields of `weightSync`.
     """
@@ -239,14 +240,18 @@ class Drill:
         return spawning
 
     async def shapes_known(self, version: int) -> None:
-        """Let the trainer become this version without a pause, and ask it what it exports, so that an update begins with its export."""
+        """Ask the trainer, at this version, what it exports: the next update starts to export."""
         await self.trainer.become.remote(version)
         await self.sync._whole.tensor_specs()
 
     async def update(
         self, engines: dict[str, tuple[Any, str]], version: int, *change: Any
     ) -> SyncReport:
-        """Send a version to engines, each with its place. `change`: the rest of what the trainer's `become` takes."""
+        """Sync a version to engines, each with its place.
+
+        Args:
+            change: further arguments of the trainer's `become`.
+        """
         await self.trainer.become.remote(version, *change)
         receivers = {name: Receiver(handle, place) for name, (handle, place) in engines.items()}
         return await asyncio.wait_for(self.sync.update(receivers, version), 120)
@@ -259,7 +264,7 @@ class Drill:
 
 @contextmanager
 def drills(run: str, make: Callable[..., Drill]) -> Iterator[Callable[..., Drill]]:
-    """Stops the drills that are made, and sees that they leave no memory behind."""
+    """Make drills, stop them at the end, and check that they leave no memory behind."""
     made: list[Drill] = []
 
     def making(**options: Any) -> Drill:
@@ -273,7 +278,7 @@ def drills(run: str, make: Callable[..., Drill]) -> Iterator[Callable[..., Drill
 
 
 def serving(folder: Path) -> dict[str, Any]:
-    """An engine where the trainer is and one elsewhere."""
+    """Start two engines, for the trainer's place and for another one."""
     handles = {name: spawn(Engine, name) for name in ("near", "far")}
     ray.get([handle.serve.remote(folder) for handle in handles.values()])
     return handles

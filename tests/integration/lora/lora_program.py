@@ -1,4 +1,4 @@
-"""The training of adapters that test_lora_ranks.py compares; as a program, one rank of two, with the arguments MODEL WORK."""
+"""Train adapters for test_lora_ranks.py. As a program (MODEL WORK): one rank of two."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STRATEGIES: dict[str, Callable[[Callable[[], PreTrainedModel]], Policy]] = {
 
 
 def adapted(model: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """With adapters that have learned something: else those of A had no gradient."""
+    """Load a model with nonzero adapters: A has no gradient while B is zero."""
     network = add_lora(load_model(str(model), dtype), LORA)
     generator = torch.Generator().manual_seed(7)
     for name, parameter in network.named_parameters():
@@ -56,7 +56,7 @@ def part(samples: list[Sample], policy: Policy) -> list[Sample]:
 
 
 def weights(policy: Policy) -> dict[str, np.ndarray]:
-    """As they are now, merged, on rank 0."""
+    """Return the current merged weights, on rank 0."""
     return {name: weight.numpy().copy() for name, weight in policy.export_weights()}
 
 
@@ -75,7 +75,7 @@ def expanded(policy: Policy) -> dict[str, np.ndarray]:
 
 
 def base(policy: Policy) -> dict[str, Tensor]:
-    """The parameters that do not train, whole, on every rank, under the names that they have without adapters."""
+    """Return the whole frozen parameters under their names without adapters, on all ranks."""
     get = (
         policy._engine.whole
         if isinstance(policy, DeepSpeedPolicy)

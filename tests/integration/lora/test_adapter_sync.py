@@ -1,4 +1,4 @@
-"""Adapters alone from a trainer's process to nodes that make whole weights of them for their engines, on a real Ray."""
+"""Adapters travel alone to nodes, which merge them into whole weights, on a real Ray."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def engines(ray_node: None, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def drill(trainer: Any, folder: Path) -> Iterator[Callable[..., Drill]]:
-    """Makes drills. `node` and `files`: the class of nodes away from the trainer, and where they find the base."""
+    """Make drills. `node`, `files`: class and model folder of nodes away from the trainer."""
 
     def make(
         trainer: Any = trainer, node: type = AdapterNode, files: Path = folder, **spec: Any
@@ -82,7 +82,7 @@ def drill(trainer: Any, folder: Path) -> Iterator[Callable[..., Drill]]:
 
 
 async def check(engine: Any, trainer: Any, version: int) -> None:
-    """The engine has exactly the trainer's weights, and serves them as this version."""
+    """Check that the engine has exactly the trainer's weights, and serves this version."""
     held, expected = await engine.held.remote(), await trainer.whole.remote()
     assert held.keys() == expected.keys()
     for name, value in expected.items():
@@ -138,7 +138,7 @@ async def test_an_engine_that_joins_on_a_new_node_gets_the_last_version_while_th
 async def test_adapters_damaged_on_the_way_are_found_and_sent_again(
     drill: Any, engines: dict[str, Any], trainer: Any
 ) -> None:
-    """Before an engine has begun to take anything: it never stops in vain."""
+    """The damage is found before an engine stops to load anything."""
     syncing = drill(node=LossyAdapterNode, transport="ObjectStore")
     report = await syncing.update(
         {"far": (engines["far"], "away"), "near": (engines["near"], "home")}, 4
@@ -186,15 +186,15 @@ async def test_a_broadcast_moves_whole_weights(
     assert (report.failed, report.adapters) == ({}, False)
     await check(engines["near"], trainer, 1)
     assert (
-        "engines get whole weights with the adapters merged, not the adapters alone: a broadcast goes into"
-        in caplog.text
+        "engines get whole weights with the adapters merged, not the adapters alone: "
+        "a broadcast goes into" in caplog.text
     )
     await syncing.sync.join(Receiver(engines["far"], "away"))
     await check(engines["far"], trainer, 1)
 
 
 def other_files(folder: Path, other: Path, name: str) -> Path:
-    """The model with another name of its last norm, or another value."""
+    """Copy the model with another name or value of its last norm."""
     other.mkdir()
     for file in folder.iterdir():
         (other / file.name).write_bytes(file.read_bytes())
@@ -219,7 +219,8 @@ async def test_whole_weights_travel_where_the_files_are_not_the_trainers_base(
         assert (report.failed, report.adapters) == ({}, False)
         await check(engines["near"], trainer, version)
     assert [record.message for record in caplog.records if "merged" in record.message] == [
-        "engines get whole weights with the adapters merged, not the adapters alone: the model's files have no parameter model.norm.weight"
+        "engines get whole weights with the adapters merged, not the adapters alone: "
+        "the model's files have no parameter model.norm.weight"
     ]
     ray.kill(trainer)
 
@@ -227,7 +228,7 @@ async def test_whole_weights_travel_where_the_files_are_not_the_trainers_base(
 async def test_a_node_with_another_model_ends_the_run(
     drill: Any, folder: Path, tmp_path: Path
 ) -> None:
-    """Engines there would serve a policy that nobody trained."""
+    """Engines there would serve a policy that was never trained."""
     engine = spawn(Engine, "engine")
     await engine.serve.remote(folder)
     syncing = drill(
@@ -235,7 +236,8 @@ async def test_a_node_with_another_model_ends_the_run(
     )
     with pytest.raises(
         InvalidConfig,
-        match=r"spec.model.path: .*other holds another model.norm.weight here than where the trainers run",
+        match=r"spec.model.path: .*other holds another model.norm.weight here "
+        r"than where the trainers run",
     ):
         await syncing.update({"far": (engine, "away")}, 1)
     ray.kill(engine)
@@ -247,7 +249,7 @@ LORA = {"lora": {"rank": 2, "alpha": 4}, "training": {"learningRate": 0.02, "min
 async def test_a_run_syncs_adapters_alone_and_its_engines_say_what_its_trainer_says(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Engines that are killed are replaced by such that have the last version; the reference is the base."""
+    """Replacements of killed engines have the last version; the reference is the base."""
     caplog.set_level(logging.INFO)
     document = tiny_document(
         maxSteps=4, evalSteps=0, actorTrain=LORA, algorithm={"lossKl": {"coef": 0.01}}

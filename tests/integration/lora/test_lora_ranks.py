@@ -1,4 +1,4 @@
-"""Adapters trained by two real gloo ranks, under FSDP2 and every stage of ZeRO, become what one process makes of them."""
+"""Two gloo ranks, by FSDP2 and every stage of ZeRO, train adapters as one process does."""
 
 from __future__ import annotations
 

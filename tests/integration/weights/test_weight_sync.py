@@ -1,4 +1,4 @@
-"""Weights from a trainer's process to engines in others, on a real Ray: transports, deltas, deaths and damage."""
+"""Weight syncs between processes, on a real Ray: transports, deltas, deaths and damage."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def engines(ray_node: None, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def drill(trainer: Any) -> Iterator[Callable[..., Drill]]:
-    """Makes drills. `node`: the class of nodes away from the trainer."""
+    """Make drills. `node`: the class of nodes away from the trainer."""
 
     def make(node: type = NodeWeights, **spec: Any) -> Drill:
         def whole(place: str, *arguments: Any) -> Any:
@@ -75,7 +75,7 @@ def drill(trainer: Any) -> Iterator[Callable[..., Drill]]:
 
 
 async def exporting(running: asyncio.Task[Any], folder: Path) -> None:
-    """The trainer's export, which leaves `exporting` in the folder, is at work."""
+    """Wait until the trainer has made the file `exporting` in the folder."""
     await eventually_in_loop(
         lambda: running.done() or (folder / "exporting").exists(), 120, "the trainer exports"
     )
@@ -83,7 +83,7 @@ async def exporting(running: asyncio.Task[Any], folder: Path) -> None:
 
 
 async def check(engine: Any, folder: Path, version: int, share: float = 1.0) -> None:
-    """The engine has exactly these weights, and serves them as this version."""
+    """Check that the engine has exactly these weights, and serves them as this version."""
     held = await engine.held.remote()
     expected = version_of(folder, version, share)
     assert held.keys() == expected.keys()
@@ -174,7 +174,7 @@ async def test_an_engine_killed_in_mid_sync_does_not_fail_it(
 async def test_a_replaced_engine_serves_the_current_version_from_the_first_token(
     drill: Any, folder: Path, tmp_path: Path
 ) -> None:
-    """Killed in mid-sync, it is replaced while the sync goes on; the new one is told to nobody before it has the weights."""
+    """The new engine serves no requests before it has the weights."""
     pids: dict[str, int] = {}
     seen: list[dict[str, int]] = []
     pool: EnginePool

@@ -1,4 +1,4 @@
-"""Models that no trainer offers are refused before anything is loaded, with what to do."""
+"""Models that no trainer supports are refused before their weights are loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_a_mixture_of_experts_is_refused(model_type: str, tmp_path: Path) -> Non
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(
         ModelLoadError,
-        match=rf"is a mixture of experts \({model_type}\), which is not offered yet: train a dense model",
+        match=rf"is a mixture of experts \({model_type}\), which is not offered yet: "
+        "train a dense model",
     ):
         load_model(str(tmp_path))
 
@@ -41,7 +42,8 @@ def test_a_model_of_several_modalities_is_refused(model_type: str, tmp_path: Pat
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(
         ModelLoadError,
-        match=rf"is a model of several modalities \({model_type}\), which is not offered yet: train a text",
+        match=rf"is a model of several modalities \({model_type}\), which is not offered yet: "
+        "train a text",
     ):
         load_model(str(tmp_path))
 

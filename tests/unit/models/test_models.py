@@ -148,7 +148,11 @@ def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_changes_its_logits_after_the_output_layer_is_refused() -> None:
     config = Gemma2Config(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.01,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)

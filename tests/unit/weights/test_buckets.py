@@ -1,4 +1,4 @@
-"""Buckets: which parameters they hold, and that their files are what safetensors reads."""
+"""Buckets: their layout, their files as safetensors reads them, and their verification."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from agenticrun_workers.weights.buckets import ITEM_BYTES, MappedBucket, TensorSpec, buckets_of
+from agenticrun_workers.weights.buckets import (
+    ITEM_BYTES,
+    MappedBucket,
+    TensorSpec,
+    Verifier,
+    buckets_of,
+)
 
 shapes = st.lists(
     st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=3)),
@@ -28,10 +35,10 @@ def test_buckets_hold_every_parameter_once_in_order_within_their_size(
     found: list[TensorSpec], size: int
 ) -> None:
     buckets = buckets_of(found, size)
-    assert [shape for bucket in buckets for shape in bucket.tensors] == found
+    assert [tensor for bucket in buckets for tensor in bucket.tensors] == found
     for number, bucket in enumerate(buckets):
         assert bucket.index == number
-        assert len({shape.dtype for shape in bucket.tensors}) == 1
+        assert len({tensor.dtype for tensor in bucket.tensors}) == 1
         assert bucket.data_bytes <= size or len(bucket.tensors) == 1
     for one, other in pairwise(buckets):
         first = other.tensors[0]
@@ -61,3 +68,22 @@ def test_safetensors_reads_a_bucket(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("näme"), values[3:7].reshape(2, 2))
         assert file.get_tensor("scalar").item() == 7
     assert len(bucket.header) % 64 == 0
+
+
+def test_files_are_forgotten_while_a_thread_still_checks_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verifier, first, second = Verifier(), tmp_path / "first", tmp_path / "second"
+    for file in (first, second):
+        file.write_bytes(b"weights")
+    checksum = xxhash.xxh3_64_intdigest(b"weights")
+    verifier.check(first, checksum)
+
+    def meanwhile(path: Path) -> bool:
+        """Check another file, as another thread would."""
+        verifier.check(second, checksum)
+        return True
+
+    monkeypatch.setattr(Path, "exists", meanwhile)
+    verifier.forget()
+    verifier.check(first, checksum)

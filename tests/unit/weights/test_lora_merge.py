@@ -1,4 +1,4 @@
-"""Whole weights that a node makes of adapters and the model's files: those of the trainer, or a refusal."""
+"""Nodes merge adapters into the trainer's whole weights, bit for bit, or refuse."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Edit = Callable[[Weights], Weights]
 
 
 def written(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
-    """A model's folder."""
+    """Write a model into `folder`."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=dtype)
     write_model(folder, model, dict(model.named_parameters()))
@@ -64,7 +64,7 @@ def written(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float3
 
 
 def trained(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 7) -> PreTrainedModel:
-    """With adapters that have learned something; everything is held in `dtype`, also by a trainer that computes in it."""
+    """Load a model with nonzero adapters, all of it in `dtype`."""
     model = add_lora(load_model(str(folder), torch.promote_types(dtype, torch.float32)), LORA).to(
         dtype
     )
@@ -110,7 +110,7 @@ def edit(folder: Path, change: Edit) -> Path:
 def test_merged_weights_are_the_trainers_bit_for_bit(
     tmp_path: Path, kind: str, stored: str, held: str, served: str
 ) -> None:
-    """`held` in bfloat16 is how DeepSpeed computes; FSDP2 holds float32 masters."""
+    """DeepSpeed holds bfloat16, FSDP2 float32 masters."""
     folder = written(tmp_path, kind, getattr(torch, stored))
     model = trained(folder, getattr(torch, held))
     expected = {
@@ -196,7 +196,7 @@ def test_files_that_do_not_hold_the_base_as_the_trainer_has_it_are_refused(
 def test_a_folder_without_safetensors_files_is_refused_after_all_parameters_were_gathered(
     tmp_path: Path,
 ) -> None:
-    """The other ranks take part in it, and would wait for ever."""
+    """The other ranks take part in the gathering, and would wait for ever."""
     model = trained(written(tmp_path))
     gathered: list[str] = []
 
@@ -213,7 +213,7 @@ def test_a_folder_without_safetensors_files_is_refused_after_all_parameters_were
     assert gathered == [name for name, _ in whole_weights(model, as_it_is)]
 
 
-def test_a_node_with_other_files_than_the_trainers_is_told_so(tmp_path: Path) -> None:
+def test_a_node_with_other_files_than_the_trainers_is_refused(tmp_path: Path) -> None:
     here, there = written(tmp_path / "here"), written(tmp_path / "there")
     model = trained(here)
     plan = described(model, here)
@@ -221,7 +221,8 @@ def test_a_node_with_other_files_than_the_trainers_is_told_so(tmp_path: Path) ->
     weights = dict(adapters_of(model).weights())
     with pytest.raises(
         InvalidConfig,
-        match=r"spec.model.path: .*there holds another model.norm.weight here than where the trainers run",
+        match=r"spec.model.path: .*there holds another model.norm.weight here "
+        r"than where the trainers run",
     ):
         list(AdapterMerger(plan, str(there)).weights(weights))
     (there / FILE).unlink()
@@ -233,9 +234,9 @@ def test_a_node_with_other_files_than_the_trainers_is_told_so(tmp_path: Path) ->
 def node(
     tmp_path: Path,
 ) -> Iterator[Callable[..., tuple[AdapterNode, Callable[[PreTrainedModel], list[int]]]]]:
-    """A node of a model, and a way to send it adapters, which tells their checksums."""
+    """Make a node of a model, and a function that writes adapters and returns checksums."""
     nodes: list[AdapterNode] = []
-    threads = torch.get_num_threads()  # a node takes one for all of its process
+    threads = torch.get_num_threads()  # a node sets them for its whole process
 
     def make(
         model: PreTrainedModel, source: ModelSource
@@ -287,7 +288,7 @@ def test_a_node_overwrites_its_whole_weights_at_each_sync(
     assert all(Path(part.path).stat().st_size < max(BUCKET_BYTES, largest) + 2000 for part in parts)
 
 
-def test_damaged_adapters_make_nothing(tmp_path: Path, node: Callable[..., object]) -> None:
+def test_damaged_adapters_are_not_merged(tmp_path: Path, node: Callable[..., object]) -> None:
     folder = written(tmp_path)
     model = trained(folder)
     made, send = node(model, ModelSource(str(folder)))  # type: ignore[misc]
@@ -301,13 +302,18 @@ def test_damaged_adapters_make_nothing(tmp_path: Path, node: Callable[..., objec
     assert not (Path(made.folder()) / "whole").exists()
 
 
-def test_parameters_are_read_one_at_a_time(tmp_path: Path) -> None:
-    """No second model lies in memory: what is not asked for yet is not made."""
+def test_parameters_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second model lies in memory."""
     folder = written(tmp_path)
     model = trained(folder)
     merger = AdapterMerger(described(model, folder), str(folder))
     asked: list[str] = []
     get = merger._files.get
-    merger._files.get = lambda name: asked.append(name) or get(name)  # type: ignore[func-returns-value, method-assign]
+
+    def recording(name: str) -> Tensor | None:
+        asked.append(name)
+        return get(name)
+
+    monkeypatch.setattr(merger._files, "get", recording)
     weights = merger.weights(dict(adapters_of(model).weights()))
     assert [name for name, _ in (next(weights), next(weights))] == asked

@@ -1,14 +1,25 @@
-"""Versions in a folder: complete or not there."""
+"""A node's memory: freed with its process; versions on disk: complete or not there."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from agenticrun_workers.storage import DamagedFile, Folder
-from agenticrun_workers.weights.node import publish_bucket, read_version, seal_version
+from agenticrun_workers.weights.node import (
+    PREFIX,
+    SharedFolder,
+    publish_bucket,
+    read_version,
+    seal_version,
+)
+from waiting import eventually
 
 
 def payload(seed: int) -> np.ndarray:
@@ -38,3 +49,44 @@ def test_an_altered_file_is_found_out(tmp_path: Path) -> None:
     (tmp_path / "bucket-00000.data").write_bytes(payload(1).tobytes())
     with pytest.raises(DamagedFile, match=r"bucket-00000\.data was altered"):
         list(read_version(folder))
+
+
+PROGRAM = """
+import sys, time
+from agenticrun_workers.weights.node import SharedFolder
+folder = SharedFolder("drill")
+(folder.path / "bucket").write_bytes(bytes(1000))
+print(folder.path, flush=True)
+time.sleep(600)
+"""
+
+
+def gone(path: Path) -> bool:
+    return eventually(lambda: not path.exists(), 60, f"{path} is removed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_a_killed_process(number: signal.Signals) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    owner = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    assert owner.stdout is not None
+    path = Path(owner.stdout.readline().strip())
+    assert path.name.startswith(f"{PREFIX}drill-")
+    assert (path / "bucket").stat().st_size == 1000
+    os.killpg(owner.pid, number)
+    owner.wait()
+    assert gone(path)
+
+
+def test_a_deleted_folder_is_gone_at_once_and_may_be_deleted_again() -> None:
+    folder = SharedFolder("drill")
+    assert folder.path.is_dir()
+    folder.delete()
+    assert not folder.path.exists()
+    folder.delete()
