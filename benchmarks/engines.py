@@ -1,14 +1,19 @@
-"""What does our way to an engine cost? Tokens per second through GenerationClient, Ray and engine over those of the engine's own client.
+"""Cost of our way to an engine: its tokens per second relative to the engine's own client.
+
+Our way is GenerationClient, the actor and the engine.
 
     python benchmarks/engines.py [--engines NAME ...] [--quick] [--json FILE]
 
-Both sides ask the same engine for the same prompts with the same number in flight, in turn, several times; figures are ratios of medians.
-The other side is the faster of the engine's own benchmark client (run in the engine's environment) and a loop that posts the same requests
-with aiohttp and reads no more than it must; for the transformers engine, which is no server, calls of `generate` in its own process.
+Both sides send the same prompts to the same engine with the same number in flight, alternately and
+several times; figures are ratios of medians. The other side is the faster of the engine's own
+benchmark client (in the engine's environment) and a minimal loop that posts the same requests with
+aiohttp. For the transformers engine, which is not a server, it is calls of `generate` in its own
+process.
 
-All responses of a round are equally long, so they end together, and the engine idles while the next ones are on their way: the worst case.
-`client_share_*` is at 128 tokens each, the default of `vllm bench serve` (SGLang's is 1,024); `client_share_short_*` at 64, no limit.
-`--quick` asks for an eighth of the prompts, once.
+All responses of a round are equally long, so they end together and the engine idles until the next
+requests arrive: the worst case. `client_share_*` is at 128 tokens each, the default of
+`vllm bench serve` (SGLang's is 1,024); `client_share_short_*` at 64, without a limit. `--quick`
+sends an eighth of the prompts, once.
 """
 
 from __future__ import annotations

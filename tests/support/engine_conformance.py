@@ -1,8 +1,9 @@
-"""What every inference engine must do, on the real engine. A test module subclasses one of the classes and offers two engines.
+"""Conformance tests of inference engines, on the real engine.
 
-Both serve `tiny_model`s: `engine` the weights of seed 0 (A) and later others, `fresh` those of seed 1 (B), which restarts responses
-when new weights come. Each is started once for the whole module. The tests are in `sampling_conformance`, `request_conformance` and
-`update_conformance`, in this order.
+A test module subclasses one of the classes and offers two engines. Both serve `tiny_model`s:
+`engine` the weights of seed 0 (A) and later others; `fresh` those of seed 1 (B), and it restarts
+responses when new weights come. Each starts once for the whole module. The tests are in
+`sampling_conformance`, `request_conformance` and `update_conformance`, in this order.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ __all__ = [
 
 
 class EngineConformance(UpdateConformance):
-    """Of every engine. `engine`, `fresh` and `models` are fixtures of the module; the loop is the module's too."""
+    """Tests of every engine. The module has the fixtures `engine`, `fresh` and `models`, and a loop."""
 
 
 class ServerEngine(InferenceEngine, SupportsBroadcast, Protocol):
@@ -63,7 +64,7 @@ async def meet(engine: SupportsBroadcast) -> WeightGroup:
 
 
 def processes(engine: ServerEngine) -> list[int]:
-    """The keeper's stand-in, the keeper, the server, and what the server started."""
+    """Return the pids of relay, supervisor, server, and what the server started."""
     assert engine._process is not None
     assert engine._process._supervisor is not None
     return family(engine._process._supervisor.pid)
@@ -75,7 +76,7 @@ class ServerConformance(EngineConformance):
     async def test_the_same_seed_samples_the_same_as_in_the_embedded_engine(
         self, engine: InferenceEngine, models: Models
     ) -> None:
-        """Also where top_k, top_p or min_p cut the distribution, and after a pause in the middle of the response."""
+        """Also with top_k, top_p or min_p, and after a pause in the middle of the response."""
         embedded = TransformersEngine(partial(load_model, str(models.a)), max_length=CONTEXT)
         await embedded.start()
         cuts: list[dict[str, object]] = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}]
@@ -108,7 +109,7 @@ class ServerConformance(EngineConformance):
         same_logprobs(models.plain_b, request, generation)
         assert set(generation.versions_T.tolist()) == {version}
 
-    async def test_a_trainer_that_is_lost_in_its_broadcast_leaves_an_engine_that_takes_the_next_weights(
+    async def test_after_a_trainer_is_lost_in_its_broadcast_the_engine_takes_the_next_weights(
         self, engine: ServerEngine, models: Models
     ) -> None:
         weights = load_file(models.b / "model.safetensors")

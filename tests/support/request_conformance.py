@@ -1,4 +1,4 @@
-"""How requests come and go."""
+"""Requests: refused, aborted, paused and waiting."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class SamplingConformance:
     async def test_log_probs_are_of_the_whole_distribution_at_each_requests_temperature(
         self, engine: InferenceEngine, models: Models
     ) -> None:
-        """Whatever is cut off it for sampling, and with requests of other temperatures in the same batch."""
+        """Also with top_k, top_p and min_p, and with other temperatures in the same batch."""
         cases = [
             (1.0, {}, 1.0),
             (0.7, {}, 0.7),

@@ -1,4 +1,4 @@
-"""The generation client against real engine actors: few calls, sticky sessions, and engines that die."""
+"""The generation client on real engine actors: few calls, sticky sessions, engines that die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deterministic mode: what is sampled for a request depends on that request alone, bit for bit. And responses of one version."""
+"""Deterministic mode: no bit of a response depends on other requests; responses of one version."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ async def interrupted(folder: Path, **options: Any) -> tuple[Generation, int]:
         return answer, engine.stats().aborted_tokens
 
 
-async def test_without_partial_rollout_a_response_has_one_version_and_what_is_thrown_away_is_counted(
+async def test_without_partial_rollout_a_response_has_one_version_and_dropped_tokens_are_counted(
     folder: Path,
 ) -> None:
     answer, thrown_away = await interrupted(folder, restart_on_update=True)

@@ -1,4 +1,4 @@
-"""Which Python an engine's server runs in, and whether it is the version that we were tested with."""
+"""The Python interpreter of an engine's server, and the check of the engine's version."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.used = True
         self.answer(body.get("status", 200), json.dumps(body).encode())
     def answer(self, status, data):
-        self.send_response(status); self.send_header("Content-Length", str(len(data))); self.end_headers(); self.wfile.write(data)
+        self.send_response(status); self.send_header("Content-Length", str(len(data)))
+        self.end_headers(); self.wfile.write(data)
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
@@ -93,7 +94,7 @@ async def test_requests_fail_with_the_servers_last_words_when_it_ends(http: Serv
         await http.post("/echo", {})
 
 
-async def test_last_words_are_waited_for_while_a_keeper_is_slow_to_end(
+async def test_last_words_are_waited_for_while_a_supervisor_is_slow_to_end(
     http: ServerClient, process: ServerProcess
 ) -> None:
     """On a machine that is busy with other things."""

@@ -1,4 +1,4 @@
-"""A server as a child process: started, watched, and gone without a trace, on real processes and ports."""
+"""A server as a child process: started, watched and removed, on real processes and ports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ port, tokens = int(sys.argv[1]), sys.argv[2:]
 print("one line of the log", flush=True)
 tempfile.mkstemp()
 if "child" in tokens:  # one in a session of its own, as a process group's kill would not reach it
-    subprocess.Popen([sys.executable, "-c", "import time; print('child', flush=True); time.sleep(600)"], start_new_session=True)
+    code = "import time; print('child', flush=True); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 if "misnamed" in tokens:  # as a long name of several bytes a letter, which the kernel cuts
     code = "import ctypes, time; ctypes.CDLL(None).prctl(15, bytes([195]), 0, 0, 0); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
@@ -45,7 +46,8 @@ if "slow" in tokens:
     import time; time.sleep(600)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200); self.end_headers(); self.wfile.write(os.environ.get("WORD", "").encode())
+        self.send_response(200); self.end_headers()
+        self.wfile.write(os.environ.get("WORD", "").encode())
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
@@ -78,7 +80,7 @@ async def test_a_started_server_answers_and_a_stopped_one_leaves_no_process_no_p
     await process.start()
     port = int(process.url.rpartition(":")[2])
     pids = the_processes_of(process)
-    assert len(pids) == 4, "the keeper and its stand-in, the server and its child"
+    assert len(pids) == 4, "the relay and the supervisor, the server and its child"
     assert process.alive
     await process.stop()
     await process.stop()
@@ -153,13 +155,13 @@ async def test_a_server_that_is_killed_is_noticed_and_takes_its_children_along(
 ) -> None:
     process = ServerProcess(a_server(tmp_path, "child"))
     await process.start()
-    stand_in, keeper, server, child = the_processes_of(process)
+    relay, supervisor, server, child = the_processes_of(process)
     os.kill(server, signal.SIGKILL)
     assert "toy was killed" in await asyncio.wait_for(process.wait(), 60)
     assert not process.alive
     assert not lives(child)
-    assert not lives(keeper)
-    assert not lives(stand_in)
+    assert not lives(supervisor)
+    assert not lives(relay)
 
 
 async def test_processes_with_names_that_are_no_text_are_found_and_killed_too(
@@ -177,7 +179,7 @@ async def test_processes_with_names_that_are_no_text_are_found_and_killed_too(
     assert not lives(child)
 
 
-SLOW_KEEPER = """
+SLOW_SUPERVISOR = """
 import os, subprocess, sys, time
 sys.path.insert(0, sys.argv[2])
 import process_supervisor
@@ -197,18 +199,18 @@ def test_a_server_that_is_stopped_as_it_starts_leaves_nothing(tmp_path: Path) ->
     command = [
         sys.executable,
         "-c",
-        SLOW_KEEPER,
+        SLOW_SUPERVISOR,
         str(folder),
         str(Path(server_process.__file__).parent),
     ]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as stand_in:
-        assert stand_in.stdout is not None
-        assert stand_in.stdout.readline() == "started\n"
-        pids = family(stand_in.pid)
-        stand_in.terminate()
-        assert stand_in.wait(60) == 128 + signal.SIGTERM, "the server's"
+    ) as relay:
+        assert relay.stdout is not None
+        assert relay.stdout.readline() == "started\n"
+        pids = family(relay.pid)
+        relay.terminate()
+        assert relay.wait(60) == 128 + signal.SIGTERM, "the server's"
     eventually(lambda: not any(map(lives, pids)), 60, "the processes end")
     assert not folder.exists()
 
@@ -219,7 +221,9 @@ from pathlib import Path
 tempfile.tempdir = sys.argv[2]
 from agenticrun_workers.inference.server_process import ServerProcess, ServerSpec
 async def main():
-    process = ServerProcess(ServerSpec("toy", lambda port: [sys.executable, "-c", sys.argv[1], str(port), "child"], Path(sys.argv[2], "logs")))
+    def command(port):
+        return [sys.executable, "-c", sys.argv[1], str(port), "child"]
+    process = ServerProcess(ServerSpec("toy", command, Path(sys.argv[2], "logs")))
     await process.start()
     print(process._supervisor.pid, flush=True)
     await asyncio.sleep(600)
@@ -243,11 +247,11 @@ async def test_semaphores_of_a_server_that_is_killed_are_removed(tmp_path: Path)
 
 
 async def test_nothing_is_left_when_the_programs_own_children_are_killed(tmp_path: Path) -> None:
-    # as Ray does with an actor's children when it ends the actor
+    # Ray does so with the children of an actor that it ends
     process = ServerProcess(a_server(tmp_path / "logs", "child"))
     await process.start()
-    stand_in, *others = the_processes_of(process)
-    os.kill(stand_in, signal.SIGKILL)
+    relay, *others = the_processes_of(process)
+    os.kill(relay, signal.SIGKILL)
     await process.wait()
     eventually(lambda: not any(map(lives, others)), 60, "the others end")
     eventually(
@@ -261,7 +265,7 @@ def test_nothing_is_left_when_the_program_that_started_a_server_is_killed(tmp_pa
     ) as parent:
         assert parent.stdout is not None
         pids = family(int(parent.stdout.readline()))
-        assert len(pids) == 4, "the keeper and its stand-in, the server and its child"
+        assert len(pids) == 4, "the relay and the supervisor, the server and its child"
         parent.kill()
     eventually(lambda: not any(map(lives, pids)), 60, "the processes end")
     eventually(

@@ -15,7 +15,8 @@ from processes import lives
 PARENT = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+code = "import time; time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(600)
 """

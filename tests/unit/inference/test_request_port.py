@@ -1,4 +1,4 @@
-"""What a client gives up is not sampled, however soon it gives it up, and wherever the request waits."""
+"""Aborted requests are not sampled, however soon they are aborted, and wherever they wait."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def generation(tokens_T: IntArray, finish: FinishReason) -> Generation:
 
 
 class Engine:
-    """Samples for ever, or what the prompt says if that is not empty. Only what it samples can be aborted, as everywhere."""
+    """Samples forever, or repeats the prompt unless that is empty.
+
+    Only requests that it samples can be aborted, as in every engine.
+    """
 
     def __init__(self) -> None:
         self.begun = 0
@@ -131,9 +134,7 @@ async def test_a_request_whose_client_leaves_in_the_same_breath_is_stopped() -> 
     assert (engine.begun, engine.in_flight) == (1, {})
 
 
-async def test_an_id_that_is_asked_for_again_after_its_abort_is_aborted_when_the_client_leaves() -> (
-    None
-):
+async def test_an_id_that_is_repeated_after_its_abort_is_aborted_when_the_client_leaves() -> None:
     engine = Engine()
     port = RequestPort(engine.generate, engine.abort)
     frames = await connect(await port.address(), "w")
@@ -148,7 +149,7 @@ async def test_an_id_that_is_asked_for_again_after_its_abort_is_aborted_when_the
 async def asked_while_it_sleeps(
     engine: Engine, requests: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[EngineActor, Frames]:
-    """The actor of a sleeping engine that has read these requests, and the connection of who asked."""
+    """Return the actor of a sleeping engine that has read these requests, and a client's connection."""
     made = actor(engine, monkeypatch)
     await made.sleep()
     frames = await connect(await made.requests_address(), "w")

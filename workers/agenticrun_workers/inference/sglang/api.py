@@ -68,7 +68,7 @@ def computed_prompt_tokens(answer: dict[str, Any]) -> int:
 
 
 class SglangControl:
-    """Controls a server. Methods return when the server is done and raise `EngineError` if it fails."""
+    """Control of a server. Methods return when it is done, and raise `EngineError` if it fails."""
 
     def __init__(self, http: ServerClient) -> None:
         self._http = http

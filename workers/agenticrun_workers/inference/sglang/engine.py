@@ -51,7 +51,7 @@ from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 BOUNDLESS_TEMPERATURE = 1e6
 FLAT = 0.01
 ABORT_SECONDS = 0.05
-"""Time after which an abort is sent again: the server drops it if the request has not arrived yet."""
+"""Time after which an abort is repeated: the server drops it if the request has not arrived yet."""
 PATIENCE_SECONDS = 1.0
 """How long to wait for aborts by a paused server: it does not answer requests that it holds."""
 DRAIN_SECONDS = 5.0
@@ -160,7 +160,7 @@ class SglangEngine:
         with self._busy.running():
             try:
                 while True:
-                    # Ids have one length, because SGLang aborts every request with the given prefix.
+                    # Ids have one length: SGLang aborts every request with the given prefix.
                     flight.rid, flight.restarts = f"{next(self._rids):016x}", False
                     generation = await self._post(request, flight)
                     if not flight.restarts or generation.finish is not FinishReason.ABORT:

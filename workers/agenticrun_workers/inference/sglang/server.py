@@ -12,8 +12,7 @@ from agenticrun_workers.inference.server_command import command_line, find_engin
 from agenticrun_workers.inference.server_process import HOST, ServerSpec
 
 VERSIONS = "==0.5.23"
-"""The version we test with. The HTTP API and the internals that our plug-in hooks into change between
-versions."""
+"""The version we test with. The HTTP API and the internals that our plug-in hooks into are unstable."""
 HERE = Path(__file__).parent
 OWNED = {
     "model_path": "spec.model",
@@ -46,9 +45,9 @@ CPU_DEFAULTS: Mapping[str, Any] = {
     "mem_fraction_static": 0.9,
     "max_running_requests": 64,
 }
-"""`sleep_on_idle`: otherwise an idle server takes a whole core. `mem_fraction_static`: the cache has a
-fixed size, `max_total_tokens`, and a small fraction would only make the start of larger models fail,
-or a start while other processes allocate memory."""
+"""`sleep_on_idle`: otherwise an idle server takes a whole core. `mem_fraction_static`: the cache has
+a fixed size, `max_total_tokens`. A small fraction would only make the start fail for larger models,
+or while other processes allocate memory."""
 GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
 """`enable_memory_saver`: lets `sleep` free the memory for a trainer."""
 DTYPES = ("float32", "bfloat16", "float16")

@@ -32,7 +32,7 @@ ID_PREFIX = "generate-tokens-"
 """The server's prefix of request ids. `/abort_requests` ignores ids without it."""
 SEED_BITS = 2**64 - 1
 ABORT_SECONDS = 0.05
-"""Time after which an abort is sent again: the server drops it if the request has not arrived yet."""
+"""Time after which an abort is repeated: the server drops it if the request has not arrived yet."""
 PROBE = GenerationRequest("probe", "probe", np.zeros(1, np.int32), SamplingParams(1))
 """The first request: a healthy server may still be unable to compute."""
 

@@ -1,7 +1,7 @@
-"""Stands where SGLang imports its compiled kernels, which exist for GPUs only.
+"""Stubs for SGLang's compiled kernels, which exist for GPUs only.
 
-On a CPU SGLang computes with plain torch, but some of its modules import names from here. Each is a function that raises if it
-is ever called.
+On a CPU SGLang computes with plain torch, but some of its modules import names from here. Each name
+is a function that raises if it is called.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
-"""What AgenticRun adds to an SGLang server: runs inside SGLang's processes and environment, so it imports nothing else of ours.
+"""AgenticRun's plug-in for SGLang servers.
 
-SGLang finds this package by its entry point on PYTHONPATH, and calls `register` in each of its processes.
+It runs inside SGLang's processes and environment, so it imports nothing else of ours. SGLang finds
+this package by its entry point on PYTHONPATH and calls `register` in each of its processes.
 """
 
 

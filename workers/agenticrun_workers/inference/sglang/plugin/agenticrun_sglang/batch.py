@@ -1,4 +1,4 @@
-"""What the requests of a batch asked for in `sampling_params.custom_params`."""
+"""The `sampling_params.custom_params` of the requests of a batch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def _empty() -> Tensor:
 
 @dataclasses.dataclass
 class RequestBatch(SamplingBatchInfo):  # type: ignore[misc]
-    """SGLang's sampling parameters of a batch, and ours. Rows join and leave as requests do."""
+    """SGLang's sampling parameters of a batch, and ours. Rows come and go with their requests."""
 
     record_temperatures: Tensor = dataclasses.field(default_factory=_empty)
-    """Of the log-probs, float32 [B, 1]."""
+    """Temperatures of the log-probs, float32 [B, 1]."""
     records_differ: bool = False
-    """Whether any row is recorded at another temperature than it is sampled at."""
+    """True if a row is recorded at another temperature than it is sampled at."""
     seeds: Tensor = dataclasses.field(default_factory=_empty)
     """int64 [B]."""
     first_positions: Tensor = dataclasses.field(default_factory=_empty)

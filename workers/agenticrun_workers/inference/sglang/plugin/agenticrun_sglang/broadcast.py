@@ -1,7 +1,8 @@
-"""The server's end of a trainer's broadcast, in place of SGLang's own group.
+"""The server's end of a trainer's broadcast. It replaces SGLang's own group.
 
-SGLang joins a group of torch.distributed's world, which the other end would have to register under the same name in the same order. Ours
-is a bare process group that needs nothing but a store, as `agenticrun_workers.weights.collective` has it.
+SGLang joins a group of torch.distributed's world. The other end would have to register it under the
+same name and in the same order. Ours is a bare process group that needs only a store, as in
+`agenticrun_workers.weights.collective`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 import torch.distributed
 
 dist: Any = torch.distributed
-"""torch's type stubs lack what is used of it here."""
+"""torch's type stubs lack the process groups."""
 
 PREFIX = "agenticrun-weights"
 TIMEOUT = timedelta(seconds=120)
-"""For the meeting, and for each tensor. Both as at the trainer's end."""
+"""For the rendezvous and for each tensor. Prefix and timeout are those of the trainer's end."""
 
 
 def join(
@@ -29,7 +30,7 @@ def join(
     group_name: str,
     *_: str,
 ) -> tuple[bool, str]:
-    """In place of `WeightUpdater.init_weights_update_group`; the backend follows from the device."""
+    """Replace `WeightUpdater.init_weights_update_group`: NCCL on GPUs, gloo on CPUs."""
     rank, device = rank_offset + updater.tp_rank, torch.device(updater.device)
     try:
         store = dist.PrefixStore(
@@ -42,7 +43,7 @@ def join(
         else:
             group = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
     except RuntimeError as error:
-        return False, f"could not meet the trainer at {master_address}:{master_port}: {error}"
+        return False, f"could not reach the trainer at {master_address}:{master_port}: {error}"
     updater._model_update_group[group_name] = group
     return True, "joined"
 
@@ -56,7 +57,10 @@ def receive(
     group_name: str,
     **_: Any,
 ) -> list[tuple[str, torch.Tensor]]:
-    """In place of `WeightUpdater.receive_weights_from_distributed`: the parameters that the trainer sends, in this order."""
+    """Replace `WeightUpdater.receive_weights_from_distributed`.
+
+    Return the parameters that the trainer sends in this order.
+    """
     group, received = updater._model_update_group[group_name], []
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=updater.device)

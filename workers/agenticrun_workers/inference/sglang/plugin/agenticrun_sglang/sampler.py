@@ -1,7 +1,8 @@
-"""Sampling that depends on the request alone, and log-probs at the temperature that it names, over the full vocabulary.
+"""Sampling that depends only on the request, and log-probs at the temperature that it asks for.
 
-Why not SGLang's own: one server reports log-probs at temperature 1 or at the sampling's, never at what a request asks for. It has
-seeds only together with deterministic kernels, not on CPUs, and not with min_p.
+Why not SGLang's own: a server reports log-probs at temperature 1 or at the sampling temperature,
+never at that of a request. It has seeds only together with deterministic kernels, not on CPUs and
+not with min_p.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def forward(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """Around `Sampler.forward`: log-probs of log_softmax(logits / record temperature).
+    """Wrap `Sampler.forward`: record log_softmax(logits / record temperature).
 
     SGLang divides `logprob_logits` by the sampling temperature, unless all rows are greedy.
     """
@@ -40,7 +41,9 @@ def forward(
 def sample_from_probs(
     _: Any, probs: Tensor, info: RequestBatch, positions: Tensor, simple: bool
 ) -> tuple[Tensor, None]:
-    """In place of `Sampler._sample_from_probs`: the token at which the cumulative sum passes the request's random number.
+    """Replace `Sampler._sample_from_probs`.
+
+    Sample the token at which the cumulative sum passes the request's random number.
 
     Args:
         probs: float32 [B, V].
@@ -62,7 +65,7 @@ def sample_from_probs(
 
 
 def _truncated(probs: Tensor, info: RequestBatch) -> Tensor:
-    """Weights with everything outside each row's top_k, top_p and min_p set to 0, float64 [B, V]."""
+    """Return weights with tokens outside top_k, top_p and min_p set to 0, float64 [B, V]."""
     ordered_BV, order_BV = probs.double().sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(probs.shape[-1], device=probs.device)
     keep_BV = ranks_V < info.top_ks[:, None]

@@ -1,4 +1,4 @@
-"""Responses end at the request's own stop tokens and at no others.
+"""Stop tokens: responses end at those of their request only.
 
 SGLang either stops at the model's end-of-sequence tokens too, or (`ignore_eos`) at none at all.
 """
@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 
 
 def ends(request: Any, new_accepted_tokens: list[int]) -> bool:
-    """In place of `Req._check_token_based_finish`."""
+    """Replace `Req._check_token_based_finish`."""
     for number, token in enumerate(new_accepted_tokens):
         if token in (request.sampling_params.stop_token_ids or ()):
             request.finished_reason = FINISH_MATCHED_TOKEN(matched=token)

@@ -9,15 +9,18 @@ import torch
 import torch.distributed
 
 dist: Any = torch.distributed
-"""torch's type stubs lack what is used of it here."""
+"""torch's type stubs lack the process groups."""
 
 PREFIX = "agenticrun-weights"
 TIMEOUT = timedelta(seconds=120)
-"""For the meeting, and for each tensor. Both as in `agenticrun_workers.weights.collective`, the trainer's end."""
+"""For the rendezvous and for each tensor. As at the trainer's end, `weights.collective`."""
 
 
 class WeightGroup:
-    """A process group beside torch.distributed's default one, which is vLLM's own. Rank 0 is the trainer and hosts the store."""
+    """A process group with the trainer, which is rank 0 and hosts the store.
+
+    It is independent of torch.distributed's default group, which is vLLM's own.
+    """
 
     def __init__(self, host: str, port: int, rank: int, world: int, device: torch.device) -> None:
         self._device = device
@@ -30,7 +33,7 @@ class WeightGroup:
             self._group = dist.ProcessGroupGloo(self._store, rank, world, TIMEOUT)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor that the trainer broadcasts. Raises RuntimeError when it is gone, or late."""
+        """Return the next tensor of the trainer. Raises RuntimeError if it is gone or late."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
         return tensor

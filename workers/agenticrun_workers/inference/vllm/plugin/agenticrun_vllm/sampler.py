@@ -1,10 +1,11 @@
-"""Sampling that depends on the request alone, and log-probs at the temperature that it names, over the full vocabulary.
+"""Sampling that depends only on the request, and log-probs at the temperature that it asks for.
 
 Why not vLLM's own:
-- One server reports log-probs at temperature 1 (`raw_logprobs`) or after temperature, top_k, top_p and min_p (`processed_logprobs`). It
-  cannot give log_softmax(logits / T) to a request with T and top_p, nor T = 1 to one request and its own T to the next.
-- Its seeds are torch generators, which on a CPU end the server when a seeded prompt is computed in pieces ("CPU Generator does not use
-  offset"), and on a GPU cost a launch for each row.
+- A server reports log-probs either at temperature 1 (`raw_logprobs`) or after temperature, top_k,
+  top_p and min_p (`processed_logprobs`). It cannot return log_softmax(logits / T) to a request with
+  T and top_p, or T = 1 to one request and its own T to the next.
+- Its seeds are torch generators. On a CPU they end the server when a seeded prompt is computed in
+  chunks ("CPU Generator does not use offset"), and on a GPU they cost a launch for each row.
 """
 
 from __future__ import annotations
@@ -26,25 +27,30 @@ from vllm.v1.sample.sampler import Sampler
 
 
 class _Row(NamedTuple):
-    """What a request in the batch asked for in `sampling_params.extra_args`."""
+    """The `sampling_params.extra_args` of a request in the batch."""
 
     seed: int
     record_temperature: float
     outputs: list[int]
-    """The server's own list of what was sampled so far: it grows."""
+    """The server's own list of the tokens sampled so far. It grows."""
 
 
 def _row(params: SamplingParams, outputs: list[int]) -> _Row:
-    """Requests of other clients than ours are sampled at random, and recorded as they are sampled."""
+    """Return the arguments of a request. Those of other clients get defaults, a random seed too."""
     arguments = params.extra_args or {}
     seed = arguments["seed"] if "seed" in arguments else secrets.randbits(64)
     return _Row(seed, arguments.get("record_temperature") or params.temperature or 1.0, outputs)
 
 
 class RequestArguments(LogitsProcessor):  # type: ignore[misc]
-    """Knows which request is in which row of the batch; changes no logits."""
+    """Tracks the request in each row of the batch. Changes no logits."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:  # noqa: ARG002
+    def __init__(
+        self,
+        vllm_config: VllmConfig,  # noqa: ARG002
+        device: torch.device,  # noqa: ARG002
+        is_pin_memory: bool,  # noqa: ARG002
+    ) -> None:
         self._rows: dict[int, _Row] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -60,14 +66,14 @@ class RequestArguments(LogitsProcessor):  # type: ignore[misc]
         return logits
 
     def uniforms(self, count: int) -> Tensor:
-        """A random number for the next token of each of the first rows, float64 [count, 1]."""
+        """Return a random number for the next token of each of the first rows, float64 [count, 1]."""
         rows = [self._rows[row] for row in range(count)]
         seeds_B = np.array([row.seed for row in rows], np.uint64)
         indices_B = np.array([len(row.outputs) for row in rows], np.uint64)
         return torch.from_numpy(uniforms(seeds_B, indices_B)[:, None])
 
     def record_temperatures(self, count: int) -> Tensor:
-        """Float32 [count, 1]."""
+        """Return the temperatures of the log-probs of the first rows, float32 [count, 1]."""
         return torch.tensor([[self._rows[row].record_temperature] for row in range(count)])
 
 
@@ -75,7 +81,7 @@ class RequestSampler(Sampler):  # type: ignore[misc]
     """vLLM's sampler with other random numbers and other log-probs."""
 
     def __init__(self) -> None:
-        # Of this mode `forward` computes no log-probs itself but takes those of `sample`.
+        # In this mode `forward` takes the log-probs from `sample`.
         super().__init__("processed_logprobs")
 
     def sample(
@@ -113,7 +119,7 @@ class RequestSampler(Sampler):  # type: ignore[misc]
 
 
 def _sample(logits_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
-    """The token at which the distribution's cumulative sum passes the uniform number, int64 [B]."""
+    """Return the token at which the cumulative probability passes the random number, int64 [B]."""
     sums_BV = logits_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
     tokens_B1 = torch.searchsorted(sums_BV, uniforms_B1 * sums_BV[:, -1:], right=True)
     return tokens_B1[:, 0].clamp(max=logits_BV.shape[-1] - 1)

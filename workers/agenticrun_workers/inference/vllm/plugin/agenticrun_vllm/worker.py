@@ -1,7 +1,8 @@
-"""Methods that each vLLM worker gets, for `POST /collective_rpc`: new weights from files or from a trainer's broadcast.
+"""Methods of each vLLM worker for `POST /collective_rpc`: weights from files or a broadcast.
 
-An update is `begin_weights`, any number of `load_weights_file` or `receive_weights`, `finish_weights`. The caller holds the server
-paused from before the first until the last has succeeded: in between, and after a failure, parameters hold nothing meaningful.
+An update is `begin_weights`, any number of `load_weights_file` or `receive_weights`, and
+`finish_weights`. The caller keeps the server paused until the last call has succeeded. During an
+update and after a failure, the parameters are meaningless.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from vllm.model_executor.model_loader.reload import (
 from .broadcast import WeightGroup
 from .sampler import RequestSampler
 
-# Linux lets a process use AMX tiles once it has asked, which vLLM's attention in bfloat16 does not: "Illegal instruction".
+# A process must ask Linux for AMX tiles before it uses them. vLLM's attention in bfloat16 does not
+# ask, and would end with "Illegal instruction".
 torch.cpu._init_amx()
 
 
 class Worker:
-    """Mixed into vLLM's worker class, whose attributes these are."""
+    """A mix-in of vLLM's worker class, which has these attributes."""
 
     vllm_config: Any
     model_runner: Any
@@ -33,36 +35,41 @@ class Worker:
     device: torch.device
 
     def sample_by_request(self) -> None:
-        """Sample and report log-probs as requests ask for it, from now on."""
+        """Install our sampler."""
         self.model_runner.sampler = RequestSampler()
 
     def begin_weights(self) -> None:
-        """Collect new weights layer by layer; each layer is processed and copied in place when it is complete."""
+        """Begin an update. A layer is processed and copied in place when it is complete."""
         with set_current_vllm_config(self.vllm_config):
-            # What an update that failed half-way had begun must not be counted as loaded.
+            # Layers of an update that failed half-way must not count as loaded.
             finalize_layerwise_reload(self._model(), self.model_runner.model_config)
             initialize_layerwise_reload(self._model())
 
     def load_weights_file(self, path: str) -> None:
-        """Take the parameters of one safetensors file, which stays as it is until `finish_weights`."""
+        """Load the parameters of a safetensors file. It must not change until `finish_weights`."""
         with set_current_vllm_config(self.vllm_config), safe_open(path, "pt") as file:
-            self._model().load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            names = file.keys()
+            self._model().load_weights((name, file.get_tensor(name)) for name in names)
 
     def finish_weights(self) -> None:
-        """Process what is left. Returns when the model is whole."""
+        """Process the remaining layers and complete the update."""
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self._model(), self.model_runner.model_config)
             for module in self._model().modules():
                 if isinstance(module, ParallelLMHead):
-                    # Tied to the embedding, it was given no weights, and on a CPU it would go on with its packed copy of the old ones.
+                    # A head that is tied to the embedding gets no weights of its own. On a CPU it
+                    # would keep its packed copy of the old ones.
                     module.quant_method.process_weights_after_loading(module)
 
     def join_weight_group(self, host: str, port: int, first_rank: int, world: int) -> None:
-        """Meet the trainer (rank 0) at its port. Workers of this server have ranks from `first_rank`. An earlier group is left."""
+        """Join the collective of the trainer, which is rank 0, and leave an earlier one.
+
+        The workers of this server have ranks from `first_rank`.
+        """
         self.weight_group = WeightGroup(host, port, first_rank + self.rank, world, self.device)
 
     def receive_weights(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
-        """Take parameters that the trainer broadcasts in this order."""
+        """Load parameters that the trainer broadcasts in this order."""
         with set_current_vllm_config(self.vllm_config):
             for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
                 value = self.weight_group.receive(tuple(shape), getattr(torch, dtype))
