@@ -9,7 +9,14 @@ from pathlib import Path
 from devcluster.configs import cni_plugin_folder
 from devcluster.console import progress
 from devcluster.settings import Settings
-from devcluster.shell import DevclusterError, NoClusterPossible, exclusive, run, write_if_changed
+from devcluster.shell import (
+    CommandFailed,
+    DevclusterError,
+    NoClusterPossible,
+    exclusive,
+    run,
+    write_if_changed,
+)
 
 # A command that each package brings, and the package.
 PACKAGES: Mapping[str, str] = {
@@ -133,7 +140,10 @@ def _removed_with(packages: Collection[str]) -> set[str]:
     """Return everything that apt-get would remove with these packages."""
     if not packages:
         return set()
-    plan = run(["apt-get", "--simulate", "purge", *sorted(packages)], env=_APT)
+    try:
+        plan = run(["apt-get", "--simulate", "purge", *sorted(packages)], env=_APT)
+    except CommandFailed:  # others need them in a way that apt-get cannot resolve
+        return {*packages, "others"}
     lines = [line.split() for line in plan.splitlines()]
     return {words[1].partition(":")[0] for words in lines if words[:1] in (["Purg"], ["Remv"])}
 

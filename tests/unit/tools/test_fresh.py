@@ -13,7 +13,7 @@ import pytest
 
 from devcluster import prerequisites
 from devcluster.settings import Settings
-from devcluster.shell import DevclusterError
+from devcluster.shell import CommandFailed, DevclusterError
 from testcluster import ROOT
 
 
@@ -321,3 +321,16 @@ def test_a_package_that_another_one_needs_by_now_stays(
 
 def test_what_the_system_cannot_do_without_is_never_purged(debian: Debian) -> None:
     assert prerequisites.purgeable(["bash", "gone"]) == []
+
+
+def test_a_package_that_apt_cannot_see_how_to_remove_stays(
+    debian: Debian, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(argv: Sequence[str], env: object = None, log: object = None) -> str:
+        if "--simulate" in argv and "libc" in argv:
+            raise CommandFailed("unmet dependencies")
+        return debian.run(argv)
+
+    debian.install("runc")
+    monkeypatch.setattr(prerequisites, "run", refuse)
+    assert prerequisites.purgeable(["libc", "runc"]) == ["runc"]
