@@ -1,19 +1,22 @@
-"""How fast are the environments? FrozenLake against gymnasium's, Sokoban against gym-sokoban 0.0.6, and whether its levels are as hard.
+"""Speed of the environments, against gymnasium's FrozenLake and gym-sokoban 0.0.6.
 
     python benchmarks/envs.py [--quick] [--json FILE]
 
-One core, side by side in one run: rounds of ours and of the reference take turns, and the ratios are of the fastest
-rounds, which other processes disturbed least. `reset`
-gets a fresh seed each time, with no cache of levels; `step` takes the text of an action and returns text, reward, ends and metrics.
-The references are behind the same text interface, as ROLL wraps them: gymnasium's FrozenLake on a new random map for each episode (4 x 4,
-frozen with 0.8, not slippery), gym-sokoban (6 x 6, one box, its own 20 steps of walk and depth 300) whose step draws a picture
-that nobody looks at. `..._without_picture` is against the same wrapper with the drawing left out, `..._without_text` against
-gymnasium's step alone, whose result no text is made of.
+One core, side by side in one run: rounds of ours and of the reference take turns, and the ratios
+are of the fastest rounds, which other processes disturbed least. `reset` gets a fresh seed each
+time, with no cache of levels; `step` takes the text of an action and returns text, reward, ends and
+metrics. The references are behind the same text interface, as ROLL wraps them: gymnasium's
+FrozenLake on a new random map for each episode (4 x 4, frozen with 0.8, not slippery), gym-sokoban
+(6 x 6, one box, its own 20 steps of walk and depth 300), which draws an unused picture in each
+step. `..._without_picture` is against the same wrapper without drawing, `..._without_text` against
+gymnasium's step alone, which produces no text.
 
-`sokoban_..._p` are p-values of two-sample Kolmogorov-Smirnov tests over 2,000 levels of each: the length of the shortest solution
-(breadth first) and the distance between box and target. Ours are drawn with the holdout left out, as training sees them.
+`sokoban_..._p` compare the difficulty of the levels. They are p-values of two-sample
+Kolmogorov-Smirnov tests over 2,000 levels of each: the length of the shortest solution (breadth
+first) and the distance between box and target. Ours are drawn without the holdout, as in training.
 
-`webshop_step_per_second` is of random valid actions in the made-up catalogue, text in and text out, searches included.
+`webshop_step_per_second` is of random valid actions in the made-up catalogue, text in and text out,
+searches included.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from sokoban_reference import ReferenceSokoban, box_distance, ks_p_value, soluti
 
 ROUNDS = 9
 ROUND_SECONDS = 0.2
-"""Of measured time, the same for ours and for the reference."""
+"""Seconds of measured time, the same for ours and for the reference."""
 LEVELS = 2000
 EPISODE_STEPS = 20
 WEBSHOP_STEPS = 15
@@ -101,7 +104,7 @@ class ReferenceFrozenLake:
 
 
 def seconds_of_reset(reset: Reset, seeds: Iterator[int]) -> float:
-    """Of one reset, each with a fresh seed."""
+    """Measure one reset, each with a fresh seed."""
     spent, done = 0.0, 0
     while spent < ROUND_SECONDS:
         chosen = [next(seeds) for _ in range(20)]
@@ -116,7 +119,7 @@ def seconds_of_reset(reset: Reset, seeds: Iterator[int]) -> float:
 def seconds_of_step(
     reset: Reset, step: Step, actions: tuple[str, ...], seeds: Iterator[int]
 ) -> float:
-    """Of one step, over episodes of random actions; resets are not counted."""
+    """Measure one step, over episodes of random actions; resets are not counted."""
     rng = random.Random(0)
     spent, done = 0.0, 0
     while spent < ROUND_SECONDS:
@@ -192,7 +195,7 @@ def speed(
 
 
 def difficulty(levels: int) -> dict[str, float]:
-    """Of Sokoban's levels, ours and the reference's."""
+    """Compare Sokoban's levels, ours and the reference's."""
     ours, reference = Sokoban(), ReferenceSokoban()
     boards = {
         "ours": [ours.reset(seed, Stream.TRAIN) for seed in range(levels)],
@@ -211,7 +214,7 @@ def difficulty(levels: int) -> dict[str, float]:
 
 
 def webshop(seconds: float) -> dict[str, float]:
-    """Of WebShop, over so many seconds spent in steps."""
+    """Measure WebShop's steps for this many seconds."""
     env, rng = WebShop(), random.Random(0)
     steps, spent, seeds = 0, 0.0, itertools.count()
     while spent < seconds:

@@ -11,10 +11,12 @@ from agenticrun_workers.envs import StepResult
 class Treasure:
     """One episode at a time; an instance plays many, one after another.
 
-    Args are the keys of `envs[].config`: `highest: 15` in YAML. A bad value is a ValueError that names the key.
+    Arguments are the keys of `envs[].config`: `highest: 15` in YAML. Raise a ValueError that names
+    the key of a bad value.
     """
 
-    # reset and step take microseconds, so they need no thread. Leave this out if yours wait for anything (files, network, a game).
+    # reset and step take microseconds, so they need no thread. Leave this out if yours wait for
+    # anything (files, network, a game).
     blocking = False
 
     def __init__(self, highest=15):
@@ -25,15 +27,21 @@ class Treasure:
         self.instruction = f"Find the number from 1 to {highest}. Answer with a number."
 
     def reset(self, seed, split):
-        """Begin an episode. The same seed and split must give the same one on any machine: draw from a generator of your own."""
+        """Begin an episode.
+
+        The same seed and split must give the same episode on any machine: use your own generator.
+        """
         draw = random.Random(seed)
-        # Training and validation share no level: validation plays every fifth number, training the others.
+        # Training and validation share no level: every fifth number is for validation.
         numbers = [n for n in range(1, self.highest + 1) if (n % 5 == 0) == (split == "validation")]
         self.treasure = draw.choice(numbers or [1])
         return "find"
 
     def step(self, action):
-        """Play the text of an answer. Any text can come: what makes no sense is a normal step with action_is_valid 0."""
+        """Play the text of an answer.
+
+        Any text can come: an answer without sense is a normal step with action_is_valid 0.
+        """
         if action not in self.valid_actions():
             return StepResult(
                 "invalid", reward=0.0, terminated=False, metrics={"action_is_valid": 0.0}
@@ -51,9 +59,15 @@ class Treasure:
         )
 
     def valid_actions(self):
-        """Optional: answers that are valid now. The warm-up teaches the format with them, and the random policy plays them."""
+        """Optional: answers that are valid now.
+
+        The warm-up teaches the format with them, and the random policy plays them.
+        """
         return [str(n) for n in range(1, self.highest + 1)]
 
     def vocabulary(self):
-        """Optional: all pieces of text, for the word-level tokenizer of a model made from scratch (`model.initialize`)."""
+        """Optional: all pieces of text.
+
+        For the word-level tokenizer of a model made from scratch (`model.initialize`).
+        """
         return [*self.valid_actions(), "find", "higher", "lower", "found", "invalid"]

@@ -1,4 +1,7 @@
-"""A quiz about the words of words.jsonl. The environment only asks; a reward function says what an answer is worth."""
+"""A quiz about the words of words.jsonl.
+
+The environment only asks; a reward function judges the answers.
+"""
 
 from agenticrun_workers.envs import StepResult
 

@@ -1,6 +1,7 @@
-"""An agent that knows nothing of AgenticRun: a script with the openai client, which asks, doubts the answer, and asks again.
+"""An agent that knows nothing of AgenticRun: a script that uses the openai client.
 
-`run: asker:play` calls it as a function; `command: [python, -m, asker]` starts it as a program for each episode.
+It asks, doubts the answer, and asks again. `run: asker:play` calls it as a function;
+`command: [python, -m, asker]` starts it as a program for each episode.
 """
 
 import json
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 from openai import DefaultHttpxClient, OpenAI
 
 CONNECTIONS = DefaultHttpxClient()
-"""Of all episodes of a worker: to make one reads TLS certificates, 50 ms each time."""
+"""Shared by all episodes of a worker: a new client reads TLS certificates for 50 ms."""
 
 
 def play(base_url, task):

@@ -15,7 +15,10 @@ OPPOSITE = {
 
 
 class Words:
-    """The right answer earns 1. There are six words only, so validation asks for the same ones as training."""
+    """The right answer earns 1.
+
+    There are only six words, so validation asks for the same ones as training.
+    """
 
     blocking = False  # steps take microseconds, so they need no thread
     instruction = "Say the opposite."

@@ -1,4 +1,4 @@
-"""What bad environments cost, in env workers that are real Ray actors: one trajectory each, told once, and nobody else's."""
+"""Bad environments in env workers (real Ray actors) cost one trajectory each, reported once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENIZER = build_task_tokenizer(["word"], 512)
 SEED = 11
 
 HANGS = 15.0
-"""Step timeout where one hangs: all others of its environment have to keep to it, on a machine that stalls too."""
+"""Step timeout in tests with a hang; the others must keep it even on a machine that stalls."""
 
 COSTS = [
     ("raise", False, StopReason.ENV_ERROR, "ValueError: bad cell"),
@@ -118,7 +118,7 @@ class World:
         return await playing
 
     async def _state(self) -> dict[str, str]:
-        """What each actor says, to find out who is stuck."""
+        """Return the state of each actor, to find one that is stuck."""
         actors = list(self._actors)
         told = [
             actor.__ray_call__.remote(

@@ -1,4 +1,4 @@
-"""How environments are called: every shape that users write works, and whatever they do wrong is one fault of their own episode."""
+"""Calls of environments: every shape works, and an error costs only its own episode."""
 
 from __future__ import annotations
 
@@ -312,9 +312,7 @@ def test_what_takes_too_long_is_a_timeout_at_once(make: Callable[[threading.Even
     assert seconds < SLOW_SECONDS
 
 
-def test_sixty_four_threads_that_hang_starve_nobody_and_an_interpreter_would_not_wait_for_them() -> (
-    None
-):
+def test_64_hanging_threads_starve_no_other_call_and_do_not_block_the_exit() -> None:
     release = threading.Event()
 
     async def play() -> int:

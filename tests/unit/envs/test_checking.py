@@ -1,4 +1,4 @@
-"""`check_env` finds each broken promise by its name, and finds nothing in the environments that we ship."""
+"""`check_env` finds each broken promise by name, and nothing in the environments we ship."""
 
 from __future__ import annotations
 

@@ -81,7 +81,10 @@ def test_a_slippery_step_goes_ahead_or_sideways_with_a_third_each() -> None:
 
 
 def test_levels_have_gymnasiums_distribution_of_holes() -> None:
-    """Chi-square over the number of holes, 3000 levels of each; the bound is the 0.999 quantile for 7 degrees of freedom."""
+    """Compare the number of holes by chi-square, 3000 levels of each.
+
+    The bound is the 0.999 quantile for 7 degrees of freedom.
+    """
     env = FrozenLake()
     ours: Counter[int] = Counter()
     for seed in range(3000):
@@ -127,7 +130,10 @@ def test_the_holdout_has_its_share_of_all_maps() -> None:
 
 
 def test_the_holdout_never_changes() -> None:
-    """A fixed sum over all maps: if it changes, checkpoints would be validated on maps that they were trained on."""
+    """The sum over all maps is fixed.
+
+    If it changed, checkpoints would be validated on maps that they were trained on.
+    """
     assert (
         sum(
             number

@@ -1,6 +1,9 @@
-"""Same seed, same episode: on any machine, in any process and in every release. Hashes of levels and whole episodes are committed.
+"""Same seed, same episode: on any machine, in any process and in every release.
 
-A change here changes what a seed means: runs are no longer comparable with older ones. If that is wanted:
+Hashes of levels and whole episodes are committed.
+
+A change here changes what a seed means, so runs cannot be compared with older ones. If that is
+wanted:
 
     python tests/unit/envs/test_golden.py > tests/data/golden/grid_worlds.json
 """
@@ -48,7 +51,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def fingerprint(type: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Hashes of 40 levels of each split, and of an episode of 30 steps, 4 of 5 of them valid, on each of them."""
+    """Hash 40 levels of each split, and on each an episode of 30 steps, 4 of 5 of them valid."""
     env: Any = make_env(type, config)
     levels, episodes = hashlib.sha256(), hashlib.sha256()
     for split in (Stream.TRAIN, Stream.VALIDATION):
@@ -62,7 +65,8 @@ def fingerprint(type: str, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _line(result: StepResult) -> bytes:
-    return f"{result.observation} {result.reward!r} {result.terminated} {sorted(result.metrics.items())}\n".encode()
+    metrics = sorted(result.metrics.items())
+    return f"{result.observation} {result.reward!r} {result.terminated} {metrics}\n".encode()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

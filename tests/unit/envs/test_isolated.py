@@ -1,4 +1,4 @@
-"""Environments in processes of their own: what they do to themselves costs one episode, and none of them outlives its worker."""
+"""Isolated environments: a crash costs one episode, and no process outlives its worker."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ async def test_any_number_of_environments_may_be_ended_and_how_the_next_one_ends
     pair = socket.socketpair
 
     def tiny_pair(*arguments: Any) -> tuple[socket.socket, socket.socket]:
-        """Of which each end has room for a few statuses."""
+        """Return a pair with room for only a few statuses at each end."""
         ends = pair(*arguments)
         for end in ends:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)

@@ -1,4 +1,4 @@
-"""Where answers stand, which are equal, and what a comparison that hangs or bursts costs."""
+"""Finding answers, comparing them, and surviving comparisons that hang or take all memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grid worlds draw from numbers of their own: side by side, in threads or tasks, they make the levels that one alone makes.
+"""Grid worlds have their own random numbers: several at once make the same levels as one alone.
 
 ROLL's environments share global random numbers (C10).
 """

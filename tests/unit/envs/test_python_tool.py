@@ -38,7 +38,9 @@ def tool_call(name: str = "python", **arguments: object) -> str:
         (tool_call(code="1 + 1"), Call("1 + 1")),
         (tool_call("code_interpreter", code="2"), Call("2")),
         (
-            f"<tool_call>{json.dumps({'name': 'python', 'arguments': json.dumps({'code': '3'})})}</tool_call>",
+            "<tool_call>"
+            f"{json.dumps({'name': 'python', 'arguments': json.dumps({'code': '3'})})}"
+            "</tool_call>",
             Call("3"),
         ),
         ("<answer> 42 </answer>", Answer("42")),

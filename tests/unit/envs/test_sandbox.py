@@ -1,4 +1,4 @@
-"""The sandbox on this machine's kernel: what breaks out elsewhere is contained here, as root and as nobody."""
+"""The sandbox on this machine's kernel contains every attack, as root and as nobody."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter, 0, 0) == 0
 from agenticrun_workers.sandbox import describe
 assert describe()["namespaces"].startswith("no: "), describe()
 """
-"""What container runtimes do to pods: no namespaces for users."""
+"""Forbid user namespaces, as container runtimes do in pods."""
 
 
 def as_nobody(interpreter: str, program: str) -> subprocess.CompletedProcess[str]:
@@ -273,7 +273,7 @@ def as_nobody(interpreter: str, program: str) -> subprocess.CompletedProcess[str
 
 
 def interpreter_of_nobody() -> str:
-    """This one; the system's of the same version where this one lies in a folder that only root may enter."""
+    """Return this Python, or the system's of the same version if only root can enter its folder."""
     wanted = (
         f"import sys; assert sys.version_info[:2] == {sys.version_info[:2]}; import numpy, pytest"
     )
@@ -321,8 +321,10 @@ def test_it_is_contained(name: str, outcomes: dict[str, dict[str, Any]], secret:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="32-bit system calls are x86's")
 def test_32_bit_system_calls_end_the_process() -> None:
     """mov eax, 2 (fork); int 0x80; ret: the numbers mean other calls there."""
-    code = "import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(bytes.fromhex('b802000000cd80c3'))\n"
-    code += "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()\nprint('broke out')"
+    code = "import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\n"
+    code += "m.write(bytes.fromhex('b802000000cd80c3'))\n"
+    code += "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()\n"
+    code += "print('broke out')"
     outcome = run_python(code)
     assert (outcome.end, outcome.stdout) == ("killed", "")
 

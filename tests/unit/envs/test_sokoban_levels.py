@@ -1,4 +1,4 @@
-"""Levels of Sokoban: state for state those of gym-sokoban's search, solvable, and never shared between training and validation."""
+"""Levels of Sokoban are gym-sokoban's state for state, solvable, and never in both splits."""
 
 from __future__ import annotations
 
@@ -133,7 +133,8 @@ def test_a_large_search_goes_on_compiled_and_a_room_too_large_for_that_in_python
 
 def test_a_small_board_loads_no_compiler() -> None:
     """Which would cost every env worker a second."""
-    code = "import sys; from agenticrun_workers.envs import Sokoban; Sokoban().reset(0, 'train'); print('numba' in sys.modules)"
+    code = "import sys; from agenticrun_workers.envs import Sokoban; "
+    code += "Sokoban().reset(0, 'train'); print('numba' in sys.modules)"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], check=True, capture_output=True, text=True
@@ -143,7 +144,10 @@ def test_a_small_board_loads_no_compiler() -> None:
 
 
 def test_the_floor_is_that_of_gym_sokobans_random_walk() -> None:
-    """Sizes of the floor by a KS test, and how often each cell is floor (5 standard deviations of a difference), 1,200 of each."""
+    """Compare 1,200 rooms of each: floor sizes by a KS test, and how often each cell is floor.
+
+    The bound is 5 standard deviations of a difference.
+    """
     rng = random.Random(1)
     random.seed(1)
     ours = np.zeros((1200, 6, 8), np.int64)
@@ -156,7 +160,10 @@ def test_the_floor_is_that_of_gym_sokobans_random_walk() -> None:
 
 
 def test_one_step_of_the_walk_stamps_what_gym_sokobans_does() -> None:
-    """Each floor that one step can make on a 5 x 6 board, by how often, 4,000 of each; 5 standard deviations of a difference."""
+    """Compare how often one step makes each floor on a 5 x 6 board, in 4,000 rooms of each.
+
+    The bound is 5 standard deviations of a difference.
+    """
     rng = random.Random(1)
     random.seed(2)
     ours = Counter(
@@ -267,6 +274,7 @@ def test_a_configuration_without_levels_is_refused_and_does_not_hang(
 ) -> None:
     with pytest.raises(
         NoLevel,
-        match=r"no train level in 10000 random ones: choose another rows, .* walkSteps or holdoutShare",
+        match=r"no train level in 10000 random ones: choose another rows, "
+        r".* walkSteps or holdoutShare",
     ):
         Sokoban(**config)

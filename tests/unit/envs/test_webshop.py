@@ -1,4 +1,4 @@
-"""WebShop played: pages, moves, episodes by seed, many at once, files of one's own, and words for a tiny model."""
+"""WebShop: pages, moves, seeds, many episodes at once, own files, and a vocabulary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRODUCT = WebShop()._shop.products[0]
 
 
 def play(env: WebShop, seed: int, split: Stream = Stream.TRAIN, steps: int = 12) -> list[str]:
-    """Everything that a customer sees who does something valid at random, and at times something that is not."""
+    """Play random actions, most of them valid, and return everything that the customer sees."""
     rng = random.Random(seed)
     seen = [env.reset(seed, split)]
     for _ in range(steps):

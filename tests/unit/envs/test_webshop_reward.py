@@ -1,4 +1,4 @@
-"""WebShop's reward against the paper's formula, with a token set ratio of the tests' own, and the kinds of goals."""
+"""WebShop's reward against the paper's formula, with our own token set ratio, and its goals."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def longest_common_subsequence(one: str, other: str) -> int:
 
 
 def token_set_ratio(one: str, other: str) -> float:
-    """The best similarity of: common words, common words with the rest of one, and with the rest of the other."""
+    """Return the best similarity of the common words and of these with the rest of each text."""
     words = [
         set(re.sub(r"[^a-z0-9]", " ", re.sub(r"[^\x00-\x7f]", "", text).lower()).split())
         for text in (one, other)

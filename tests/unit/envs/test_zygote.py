@@ -1,4 +1,4 @@
-"""The process that the sandbox's are forked from: what calls see of each other, and what is left when processes die."""
+"""The zygote of the sandbox: calls are separate, and nothing is left when processes die."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from processes import children, lives
 from waiting import eventually
 
 ENDLESS = "open('begun', 'w').close()\nwhile True: pass"
-FLOODS_WHEN_TOLD = "import os, time\nopen('begun', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)\nwhile True: print('x' * 1000)"
+FLOODS_WHEN_TOLD = """import os, time
+open('begun', 'w').close()
+while not os.path.exists('go'): time.sleep(0.01)
+while True: print('x' * 1000)"""
 OPEN_FILES = """
 import os
 for fd in range(4096):
@@ -55,14 +58,14 @@ def open_files(pid: int) -> int:
 
 @pytest.fixture(autouse=True)
 def scratches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where calls have their scratch folders."""
+    """The folder of the calls' scratch folders."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 
 
 def begun_call(scratches: Path, server: int) -> tuple[Path, int]:
-    """The scratch folder and the process of the one call that runs `ENDLESS`, or what begins like it."""
+    """Return scratch folder and process id of the one call that runs `ENDLESS` or similar code."""
     scratch = eventually(lambda: list(scratches.glob("*/begun")), 60, "the call begins")[0].parent
     return scratch, children(server)[0]
 
@@ -89,10 +92,12 @@ def program(code: str) -> subprocess.Popen[str]:
 
 def test_calls_share_a_process_to_be_forked_from_and_leave_nothing_in_it() -> None:
     pid = server()
-    first = "import builtins, json, os, sys, types\nbuiltins.left = json.left = 1\nos.environ['LEFT'] = '1'\n"
-    first += "sys.modules['left'] = types.ModuleType('left')\nopen('left', 'w').close()\nos.getppid(), os.getcwd() == os.environ['HOME']"
+    first = "import builtins, json, os, sys, types\nbuiltins.left = json.left = 1\n"
+    first += "os.environ['LEFT'] = '1'\nsys.modules['left'] = types.ModuleType('left')\n"
+    first += "open('left', 'w').close()\nos.getppid(), os.getcwd() == os.environ['HOME']"
     assert run_python(first).stdout == f"({pid}, True)\n"
-    seen = "hasattr(builtins, 'left'), hasattr(json, 'left'), 'LEFT' in os.environ, 'left' in sys.modules, os.listdir()"
+    seen = "hasattr(builtins, 'left'), hasattr(json, 'left'), 'LEFT' in os.environ, "
+    seen += "'left' in sys.modules, os.listdir()"
     assert (
         run_python(f"import builtins, json, os, sys\n{seen}").stdout
         == "(False, False, False, False, [])\n"
@@ -114,7 +119,8 @@ def test_a_call_sees_no_frames_of_the_server() -> None:
 
 
 def test_signals_are_as_in_a_fresh_python() -> None:
-    code = "import signal\nprint(*map(signal.getsignal, range(1, 32)), signal.pthread_sigmask(0, []), signal.set_wakeup_fd(-1))"
+    code = "import signal\nprint(*map(signal.getsignal, range(1, 32)), "
+    code += "signal.pthread_sigmask(0, []), signal.set_wakeup_fd(-1))"
     assert (
         run_python(code).stdout
         == subprocess.run(
@@ -208,7 +214,8 @@ def test_a_call_ends_at_its_limit_though_a_fork_of_the_caller_has_its_socket(
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "a fork lives on"])
 def test_nothing_outlives_a_caller_that_is_killed(forks: bool, scratches: Path) -> None:
-    code = "from agenticrun_workers.sandbox import Limits, run_python, zygote\nrun_python('')\nprint(zygote._zygote.process.pid, flush=True)\n"
+    code = "from agenticrun_workers.sandbox import Limits, run_python, zygote\n"
+    code += "run_python('')\nprint(zygote._zygote.process.pid, flush=True)\n"
     code += (
         f"threading.Thread(target=run_python, args=({ENDLESS!r}, Limits(60))).start()\ninput()\n"
     )
