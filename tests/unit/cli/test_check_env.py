@@ -118,7 +118,7 @@ def test_environments_of_a_run_are_checked_with_their_config_and_items() -> None
         (
             ("own_env:Judge",),
             ExitCode.INVALID_CONFIG,
-            "own_env:Judge is an EnvironmentService, whose actions only its agent knows",
+            "own_env:Judge is an EnvironmentService and only its agent knows the actions",
         ),
         (("own_env:Repeats",), 0, "no items were given to play"),
     ],

@@ -128,12 +128,12 @@ NO_STEPS = [
     (StepResult(7, 0.0, False), "an observation of int, not text"),  # type: ignore[arg-type]
     (StepResult(b"seen", 0.0, False), "an observation of bytes, not text"),  # type: ignore[arg-type]
     (StepResult(HUGE, 0.0, False), "an observation of 1,048,577 characters; 1,048,576 are allowed"),
-    (StepResult("\ud800", 0.0, False), "no valid unicode"),
+    (StepResult("\ud800", 0.0, False), "not valid unicode"),
     (StepResult("seen", NOT_A_NUMBER, False), "step returned the reward nan"),
     (StepResult("seen", -INFINITY, False), "step returned the reward -inf"),
     (StepResult("seen", 1e300, False), "step returned the reward 1e+300"),
-    (StepResult("seen", 10**400, False), "the reward of type int, which is no number"),
-    (StepResult("seen", "1.0", False), "the reward '1.0', which is no number"),  # type: ignore[arg-type]
+    (StepResult("seen", 10**400, False), "the reward of type int, which is not a number"),
+    (StepResult("seen", "1.0", False), "the reward '1.0', which is not a number"),  # type: ignore[arg-type]
     (StepResult("seen", None, False), "the reward of type NoneType"),  # type: ignore[arg-type]
     (StepResult("seen", np.zeros(2), False), "the reward of type ndarray"),  # type: ignore[arg-type]
     (StepResult("seen", 1j, False), "the reward of type complex"),  # type: ignore[arg-type]
@@ -143,10 +143,10 @@ NO_STEPS = [
     (StepResult("seen", 0.0, False, metrics={"speed": NOT_A_NUMBER}), "the metric speed = nan"),
     (
         StepResult("seen", 0.0, False, metrics={"speed": "fast"}),
-        "the metric speed = 'fast', which is no number",
+        "the metric speed = 'fast', which is not a number",
     ),  # type: ignore[dict-item]
-    (StepResult("seen", 0.0, False, metrics=[1.0]), "metrics that are no mapping"),  # type: ignore[arg-type]
-    (StepResult("seen", 0.0, False, metrics={1: 1.0}), "metrics that are no mapping from names"),  # type: ignore[dict-item]
+    (StepResult("seen", 0.0, False, metrics=[1.0]), "metrics that are not a mapping"),  # type: ignore[arg-type]
+    (StepResult("seen", 0.0, False, metrics={1: 1.0}), "metrics that are not a mapping from names"),  # type: ignore[dict-item]
     (
         StepResult("seen", 0.0, False, modes={"speed": "median"}),
         "the mode 'median' of the metric speed; known are first, last,",
@@ -158,7 +158,7 @@ NO_STEPS = [
         ("seen", 0.0, False, False, {"metrics": {"a": 1.0}, "metrics_agg_mode": {"a": "total"}}),
         "the mode 'total' of the metric a",
     ),
-    (("seen", 0.0, False, False, {"metrics": 3}), "metrics that are no mapping"),
+    (("seen", 0.0, False, False, {"metrics": 3}), "metrics that are not a mapping"),
 ]
 
 
@@ -186,7 +186,11 @@ def test_what_is_no_beginning_is_a_fault(answer: object, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [(None, "no list"), ("go", "no list"), ([1], "no list")],
+    [
+        (None, "did not return a list of strings"),
+        ("go", "did not return a list of strings"),
+        ([1], "did not return a list of strings"),
+    ],
 )
 def test_valid_actions_are_texts(answer: object, message: str) -> None:
     with pytest.raises(EnvFault, match=message):
@@ -345,8 +349,8 @@ def test_64_hanging_threads_starve_no_other_call_and_do_not_block_the_exit() -> 
 
 
 def nobody_hangs() -> bool:
-    """Waits for threads that were given up."""
-    return eventually(lambda: not hanging(), 60, "threads that were given up end")
+    """Wait for abandoned threads."""
+    return eventually(lambda: not hanging(), 60, "abandoned threads end")
 
 
 def test_waiting_for_a_free_thread_is_not_the_environments_fault(

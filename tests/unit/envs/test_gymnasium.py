@@ -276,7 +276,7 @@ def test_colours_of_drawings_become_brackets() -> None:
         ({"id": "Taxi-v4", "actions": ["north", "south"]}, "actions must be 6 words"),
         ({"id": "Taxi-v4", "actions": ["a", "b", "c", "d", "e", "A"]}, "all different"),
         ({"id": "Taxi-v4", "observation": "{taxi}"}, "no placeholder taxi .known: 0, ansi, column"),
-        ({"id": "Taxi-v4", "observation": "{0"}, "is no template"),
+        ({"id": "Taxi-v4", "observation": "{0"}, "is not a valid template"),
         ({"id": "Blackjack-v1", "observation": "{ansi}"}, "which Blackjack-v1 cannot draw"),
         ({"id": "Taxi-v4", "success": "always"}, "success must be reward or end"),
         ({"id": "Taxi-v4", "slippery": True}, "no config key 'slippery'"),

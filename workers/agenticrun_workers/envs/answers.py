@@ -75,7 +75,7 @@ def checked_actions(answer: object) -> list[str]:
         or not isinstance(answer, (list, tuple))
         or not all(isinstance(action, str) for action in answer)
     ):
-        raise _fault("valid_actions returned something that is no list of texts")
+        raise _fault("valid_actions did not return a list of strings")
     return list(answer)
 
 
@@ -103,7 +103,7 @@ def _text(value: object, what: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise _fault(f"{what} text that is no valid unicode: {error.reason}") from None
+            raise _fault(f"{what} text that is not valid unicode: {error.reason}") from None
     return value
 
 
@@ -111,7 +111,7 @@ def _number(value: object, what: str) -> float:
     try:
         number = float("x" if isinstance(value, (str, bytes)) else value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        raise _fault(f"{what} {_shortly(value)}, which is no number") from None
+        raise _fault(f"{what} {_shortly(value)}, which is not a number") from None
     if not abs(number) <= LARGEST:
         raise _fault(f"{what} {number}")
     return number
@@ -132,7 +132,7 @@ def _flag(value: object, name: str) -> bool:
 def _check_metrics(metrics: object, modes: object) -> None:
     for part, name in ((metrics, "metrics"), (modes, "modes of metrics")):
         if not isinstance(part, Mapping) or not all(isinstance(key, str) for key in part):
-            raise _fault(f"step returned {name} that are no mapping from names")
+            raise _fault(f"step returned {name} that are not a mapping from names")
     assert isinstance(metrics, Mapping)
     assert isinstance(modes, Mapping)
     for name, value in metrics.items():

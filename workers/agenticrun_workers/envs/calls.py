@@ -63,7 +63,7 @@ def _place(error: BaseException, call: Callable[..., Any]) -> str:
     return "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in where)
 
 
-class GivenUp(SystemExit):
+class Abandoned(SystemExit):
     """Raised in a thread that was abandoned."""
 
 
@@ -96,13 +96,13 @@ async def in_thread(call: Callable[[], Outcome]) -> Outcome:
     try:
         outcome = await thread.run_call(call)
     except asyncio.CancelledError:
-        thread.give_up()
+        thread.abandon()
         raise
     _idle.append(thread)
     return outcome
 
 
-async def apart(awaitable: Awaitable[Any], patience_seconds: float = 0.0) -> Outcome:
+async def in_task(awaitable: Awaitable[Any], patience_seconds: float = 0.0) -> Outcome:
     """Await it in a task of its own, so that SystemExit does not end the loop.
 
     Cancelling this coroutine cancels the task; one that does not end within `patience_seconds` of
@@ -128,8 +128,8 @@ async def _awaited(awaitable: Awaitable[Any]) -> Outcome:
 
 def hanging() -> int:
     """Return the number of abandoned threads of this process that have not ended yet."""
-    _given_up[:] = [thread for thread in _given_up if thread.is_alive()]
-    return len(_given_up)
+    _abandoned[:] = [thread for thread in _abandoned if thread.is_alive()]
+    return len(_abandoned)
 
 
 class _CallThread(threading.Thread):
@@ -147,15 +147,15 @@ class _CallThread(threading.Thread):
         self._calls.put((call, done))
         return done
 
-    def give_up(self) -> None:
-        _given_up.append(self)
+    def abandon(self) -> None:
+        _abandoned.append(self)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(self.ident or 0), ctypes.py_object(GivenUp)
+            ctypes.c_ulong(self.ident or 0), ctypes.py_object(Abandoned)
         )
         self._calls.put(None)
 
     def run(self) -> None:
-        with suppress(GivenUp):
+        with suppress(Abandoned):
             while (waiting := self._calls.get()) is not None:
                 call, done = waiting
                 _tell(done, call())
@@ -175,7 +175,7 @@ def _tell(done: asyncio.Future[Outcome], outcome: Outcome) -> None:
 
 _numbers = count()
 _idle: list[_CallThread] = []
-_given_up: list[_CallThread] = []
+_abandoned: list[_CallThread] = []
 
 
 def _idle_thread() -> _CallThread:
@@ -243,7 +243,7 @@ class EnvCalls:
             async with asyncio.timeout(self._timeout):
                 outcome = await in_thread(calling) if threaded else calling()
                 if inspect.isawaitable(outcome.value):
-                    outcome = await apart(outcome.value)
+                    outcome = await in_task(outcome.value)
         except TimeoutError:
             raise EnvFault(
                 StopReason.TIMEOUT, f"{call.__qualname__} took more than {self._timeout} s"

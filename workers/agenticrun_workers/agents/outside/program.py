@@ -15,7 +15,7 @@ from functools import partial
 from typing import IO, Any
 
 from agenticrun_workers.envs import EnvFault
-from agenticrun_workers.envs.calls import MAX_MESSAGE, apart, attempt, in_thread, raised
+from agenticrun_workers.envs.calls import MAX_MESSAGE, attempt, in_task, in_thread, raised
 from agenticrun_workers.plugins import PluginImportError, imported
 from agenticrun_workers.types import StopReason
 
@@ -162,7 +162,7 @@ async def called(function: Callable[..., Any], *arguments: Any) -> Any:
     call = partial(attempt, function, *arguments)
     outcome = call() if inspect.iscoroutinefunction(function) else await in_thread(call)
     if inspect.isawaitable(outcome.value):
-        outcome = await apart(outcome.value, PATIENCE_SECONDS)
+        outcome = await in_task(outcome.value, PATIENCE_SECONDS)
     if outcome.error is not None:
         raise raised(outcome.error, function) from outcome.error
     return outcome.value

@@ -79,8 +79,8 @@ def check_env(
 
     if getattr(make(), "is_service", False):
         raise EnvConfigError(
-            f"{named or env} is an EnvironmentService, whose actions only its agent knows: play it "
-            "with agenticrun debug"
+            f"{named or env} is an EnvironmentService and only its agent knows the actions: "
+            "play it with agenticrun debug"
         )
     chosen = range(seeds) if isinstance(seeds, int) else seeds
     subject = Subject(make, named, config, chosen, items, turns, timeout)

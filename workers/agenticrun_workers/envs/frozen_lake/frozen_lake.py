@@ -179,13 +179,13 @@ class FrozenLake:
         return list(self.actions)
 
     def vocabulary(self) -> list[str]:
-        """The pieces of text that every observation, answer and the instruction are made of."""
+        """Return the pieces that form every observation, every answer and the instruction."""
         s = self.symbols
         cells = [s.player, s.frozen, s.hole, s.goal, s.fallen, s.arrived, "\n", *self.actions]
         return cells if self._words == "cells" else [*cells, *self._rows()]
 
     def _rows(self) -> list[str]:
-        """Every row of a board during an episode, line break included."""
+        """Return every possible row of a board, line break included."""
         s = self.symbols
         upper = _with_player(itertools.product((s.frozen, s.hole), repeat=self.size), s.player)
         last = _with_player(itertools.product((s.frozen, s.hole), repeat=self.size - 1), s.player)
@@ -196,7 +196,7 @@ class FrozenLake:
         return draw_lake(to_array(self._holes, self.size), divmod(self._place, self.size + 1))
 
     def board(self) -> str:
-        """The state as rows of symbols."""
+        """Return the state as rows of symbols."""
         ground, place = self._ground, self._place
         return ground[:place] + self._player_on[ground[place]] + ground[place + 1 :]
 
@@ -217,7 +217,7 @@ class FrozenLake:
 
 
 def _with_player(rows: Iterable[tuple[str, ...]], player: str) -> list[str]:
-    """The rows as text, without the player and with it in each cell; each once."""
+    """Return the rows as text, without the player and with it in each cell; no duplicates."""
     texts: dict[str, None] = {}
     for row in rows:
         text = "".join(row)
@@ -249,7 +249,7 @@ POLE, FLAG = "#5b4636", "#d94f3d"
 
 
 def draw_lake(holes: BoolArray, position: tuple[int, int]) -> NDArray[np.uint8]:
-    """The board with its player.
+    """Return the board with its player.
 
     Args:
         holes: bool [size, size].

@@ -35,7 +35,7 @@ def random_holes(seed: int, draw: int, size: int, frozen_probability: float) -> 
 
 
 def from_array(holes: BoolArray) -> int:
-    """The map of bool [size, size], True where there is a hole."""
+    """Return the map of a bool array [size, size], True where there is a hole."""
     return _from_flat(holes.ravel())
 
 

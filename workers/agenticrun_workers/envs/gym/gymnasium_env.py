@@ -89,11 +89,11 @@ PRESETS = {
     "Taxi": TAXI,
     "Blackjack": BLACKJACK,
 }
-"""By gymnasium's name without the version."""
+"""Presets by gymnasium's name without the version."""
 
 
 def preset_of(id: str) -> Preset | None:
-    """The preset of an environment's id, whatever its version."""
+    """Return the preset of an environment's id, which may be any version."""
     return PRESETS.get(id.rpartition("-v")[0] or id)
 
 
@@ -188,7 +188,7 @@ class GymnasiumEnv:
         return StepResult(self._text, float(reward), bool(terminated), bool(truncated), metrics)
 
     def valid_actions(self) -> list[str]:
-        """Every action, or those that the environment's `action_mask` has now."""
+        """Return every action, or those that the environment's `action_mask` allows now."""
         words = self._words.all()
         if self._mask is None or len(self._mask) != len(words):
             return words
@@ -225,7 +225,7 @@ class GymnasiumEnv:
 
 
 def _make(id: str, kwargs: Mapping[str, Any]) -> Any:
-    """The environment. Raises `ValueError`."""
+    """Make the environment. Raises `ValueError`."""
     import gymnasium  # a third of a second, which only its users should wait for
 
     try:
@@ -237,7 +237,7 @@ def _make(id: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _placeholders(template: str) -> set[str]:
-    """The names in braces. Raises `ValueError`."""
+    """Return the names in braces. Raises `ValueError`."""
     try:
         return {
             re.split(r"[.\[]", name)[0]
@@ -245,7 +245,7 @@ def _placeholders(template: str) -> set[str]:
             if name is not None
         }
     except ValueError as error:
-        raise ValueError(f"observation {template!r} is no template: {error}") from error
+        raise ValueError(f"observation {template!r} is not a valid template: {error}") from error
 
 
 def _metrics(valid: bool, effective: bool = False, success: bool = False) -> dict[str, float]:

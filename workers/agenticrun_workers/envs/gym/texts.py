@@ -56,7 +56,7 @@ def parts(space: Any, value: Any, decimals: int) -> list[tuple[str, str]]:
     if isinstance(space, spaces.Dict):
         return [(name, write(part, value[name], decimals)) for name, part in space.spaces.items()]
     raise ValueError(
-        f"the observation space {space} is no text: it has to be Discrete, MultiDiscrete, "
+        f"the observation space {space} has no text form: it has to be Discrete, MultiDiscrete, "
         "MultiBinary, Text, a Box of at most "
         f"{LARGEST_BOX} numbers, or a Tuple or Dict of these; put a gymnasium.ObservationWrapper "
         "around the environment"
@@ -123,7 +123,7 @@ class ActionWords:
         ]
 
     def action(self, text: str) -> int | np.ndarray[Any, np.dtype[np.int64]] | None:
-        """The action of an answer, or None."""
+        """Return the action of an answer, or None."""
         answers = (
             [text.strip()]
             if self._single
@@ -145,7 +145,7 @@ class ActionWords:
         return chosen[0] if self._single else np.array(chosen, np.int64)
 
     def all(self) -> list[str]:
-        """Every answer, or the first ones of very many."""
+        """Return every answer, or only the first of very many."""
         return [
             " ".join(words)
             for words in itertools.islice(itertools.product(*self._names), MOST_COMBINATIONS)
@@ -167,7 +167,7 @@ class ActionWords:
 
 
 def template_names(texts: Sequence[tuple[str, str]]) -> Mapping[str, str]:
-    """The components of a Dict observation by name."""
+    """Return the components of a Dict observation by name."""
     return {name: text for name, text in texts if name}
 
 

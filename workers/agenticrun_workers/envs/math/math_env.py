@@ -99,7 +99,7 @@ class MathEnv(_Problem):
         self._turns = 0
 
     async def reset(self, seed: int, split: Stream) -> str:  # noqa: ARG002
-        """The question. Seed and split do not change it: the data set has chosen it."""
+        """Return the question. The data set chooses it, so seed and split change nothing."""
         self._turns = 0
         return self.question
 
@@ -154,7 +154,7 @@ class MathSingleStep(_Problem, EnvironmentService):
         seed: int | None = None,  # noqa: ARG002
         options: Mapping[str, Any] | None = None,  # noqa: ARG002
     ) -> str:
-        """The question."""
+        """Return the question."""
         return self.question
 
     async def step(self, action: tuple[str, Sequence[str]]) -> ServiceStep:

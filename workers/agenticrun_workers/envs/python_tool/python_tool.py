@@ -111,7 +111,7 @@ class PythonTool:
         self._result = ""
 
     def set_item(self, item: Mapping[str, Any]) -> None:
-        """The problem of the next episode."""
+        """Set the problem of the next episode."""
         missing = [column for column in self._columns if column not in item]
         if missing:
             raise ValueError(

@@ -26,7 +26,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class BadCall:
-    """A call that cannot be understood; the message says why."""
+    """A malformed call; the message says why."""
 
     message: str
 
@@ -57,7 +57,7 @@ class CallParser:
         self._answer = compile_pattern("answerPattern", answer_pattern)
 
     def parse(self, text: str) -> Call | BadCall | Answer | None:
-        """The earliest call or answer; None if there is neither."""
+        """Return the earliest call or answer; None if there is neither."""
         found: list[tuple[int, Call | BadCall | Answer]] = []
         if match := self._answer.search(text):
             found.append((match.start(), Answer(last_group(match).strip())))
@@ -101,7 +101,7 @@ def same_answer(one: str, other: str) -> bool:
 
 
 def shortened(text: str, characters: int) -> str:
-    """The beginning and the end of a text that is too long."""
+    """Return the beginning and the end of a text that is too long."""
     if len(text) <= characters:
         return text
     head = characters // 2

@@ -25,7 +25,7 @@ class Piece:
     kind: Kind
     text: str
     clicked: bool = False
-    """A chosen option, or a product that was looked at."""
+    """True for a chosen option, or a product that was opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Page:
         )
 
     def write(self, mode: ObservationMode) -> str:
-        """The page as an observation."""
+        """Return the page as an observation."""
         pieces = [piece for piece in self.pieces if piece.text]
         if mode == "text":
             return " [SEP] ".join(piece.text.strip() for piece in pieces)

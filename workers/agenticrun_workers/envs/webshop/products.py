@@ -39,7 +39,7 @@ class Product:
     description: str
     features: tuple[str, ...]
     price: float
-    """In dollars: what buying it costs."""
+    """Price of a purchase in dollars."""
     price_tag: str
     """Price on the pages: one price, or a range."""
     options: Mapping[str, tuple[str, ...]]

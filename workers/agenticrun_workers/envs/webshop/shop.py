@@ -169,12 +169,12 @@ def _load(files: Files, kind: GoalKind, search_limit: int) -> Shop:
 def _read(key: str, path: str | None) -> Any:
     if path is None:
         raise ValueError(
-            f"{key} is missing: a catalogue of one's own needs items, attributes, and "
+            f"{key} is missing: your own catalogue needs items, attributes, and "
             "humanInstructions for human goals"
         )
     try:
         with open(path, encoding="utf-8") as file:
             data: list[Any] | Mapping[str, Any] = json.load(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{key}: {path} is no JSON file that can be read: {error}") from error
+        raise ValueError(f"{key}: cannot read {path} as JSON: {error}") from error
     return data

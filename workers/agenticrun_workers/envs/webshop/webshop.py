@@ -152,7 +152,7 @@ class WebShop:
         ]
 
     def vocabulary(self) -> list[str]:
-        """The words of the shop, if it is small enough for a tiny model."""
+        """Return the words of the shop, if it is small enough for a tiny model."""
         return (
             shop_words(self._shop, self._mode)
             if len(self._shop.products) <= LARGEST_VOCABULARY
