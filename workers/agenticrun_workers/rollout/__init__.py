@@ -1,1 +1,1 @@
-"""Rollout: many episodes at once, played by env workers, stored on trainer pods, counted in the driver."""
+"""Rollout: env workers run episodes, trainer pods store them, the driver schedules and counts."""

@@ -1,4 +1,4 @@
-"""RolloutController: decides which groups begin, which count, and which make the next batch. Runs in the driver."""
+"""RolloutController: starts groups and assembles training batches. Runs in the driver."""
 
 from __future__ import annotations
 
@@ -20,35 +20,41 @@ from agenticrun_workers.rollout.log_once import LogOnce
 log = logging.getLogger(__name__)
 
 MAX_DROPPED_SHARE = 4
-"""Groups that may be dropped for each one of a batch before the run fails: an environment that always fails must not spin."""
+"""Dropped groups per group of a batch before the run fails.
+
+Without this bound an environment that always fails would be retried forever.
+"""
 
 
 class TooManyDropped(RolloutFailed):
-    """Nearly all groups are dropped, so that no batch comes together."""
+    """Nearly all groups are dropped, so no batch can be completed."""
 
 
 class TooManyRejected(RolloutFailed):
-    """The group filter refuses nearly all groups, so that no batch comes together."""
+    """The group filter rejects nearly all groups, so no batch can be completed."""
 
 
 @dataclass
 class RolloutCounts:
-    """What happened since the last batch."""
+    """Counts since the last batch."""
 
     rerolled: int = 0
-    """Episodes finished again."""
+    """Episodes that ran again."""
     dropped: int = 0
-    """Groups given up: fewer than two (one, for groups of one) members could be trained on."""
+    """Groups with fewer than two trainable members (one, for groups of one)."""
     stale: int = 0
-    """Finished groups thrown away because their policy was too old."""
+    """Finished groups discarded because their policy version was too old."""
     filtered: int = 0
-    """Groups refused by `groupFilter`."""
+    """Groups rejected by `groupFilter`."""
     aborted_tokens: int = 0
     """Tokens sampled by surplus members of redundant groups."""
     length_bias: float = 0.0
-    """Mean sampled tokens of the members that were kept minus that of all that began; 0 without redundancy."""
+    """Mean sampled tokens of the kept members minus the mean of all started ones.
+
+    0 without redundancy.
+    """
     untrainable: list[EpisodeResult] = field(default_factory=list)
-    """Every episode that could not be trained on."""
+    """All untrainable episodes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Batch:
     groups: tuple[Group, ...]
     counts: RolloutCounts
     queue_depth: int
-    """Finished groups that wait for the next batch."""
+    """Finished groups that are left for the next batch."""
 
     @property
     def results(self) -> list[EpisodeResult]:
@@ -68,7 +74,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class RolloutPosition:
-    """What a checkpoint keeps: groups below `next_group` were begun, those in `again` must be finished again."""
+    """Position saved in a checkpoint.
+
+    Groups below `next_group` were started; those in `pending_groups` must run again.
+    """
 
     next_group: int = 0
     pending_groups: tuple[int, ...] = ()
@@ -78,14 +87,14 @@ Discard = Callable[[list[EpisodeResult]], Awaitable[None]]
 
 
 class RolloutController:
-    """Keeps the gate full and serves batches.
+    """Starts as many groups as the gate allows and serves batches.
 
     Args:
-        backend: plays groups.
-        gate: says how many may begin.
-        plan: what a group is.
-        discard: called with trajectories that will not be trained on and lie in a store.
-        position: where to go on.
+        backend: runs groups.
+        gate: limits how many groups may start.
+        plan: size, tags and filter of the groups.
+        discard: called with stored trajectories that will not be trained on.
+        position: where to continue.
     """
 
     def __init__(
@@ -113,19 +122,22 @@ class RolloutController:
 
     @property
     def position(self) -> RolloutPosition:
-        """Everything begun and not yet in a batch is finished again after a resume."""
+        """The position to save. Groups that are not yet in a batch run again after a resume."""
         unfinished = {*self._pending, *self._running, *(group.group for group in self._ready)}
         return RolloutPosition(self._next_group, tuple(sorted(unfinished)))
 
     def advance(self, version: int) -> None:
-        """The engines have the weights of `version` completed steps: begin what the gate now allows."""
+        """Set the policy version of the engines and start the groups that the gate now allows."""
         self._gate.version = version
         self._begin()
 
     async def batch(self) -> Batch:
-        """The next batch: the oldest finished groups that are young enough.
+        """Return the oldest finished groups that are within the staleness limit.
 
-        Raises `TooManyDropped`, `TooManyRejected`, or what `play` raises.
+        Raises:
+            TooManyDropped: nearly all groups fail.
+            TooManyRejected: the group filter rejects nearly all groups.
+            RolloutFailed: the backend cannot run groups any more.
         """
         size = self._gate.groups_per_batch
         while True:
@@ -142,7 +154,7 @@ class RolloutController:
         return Batch(tuple(groups), counts, len(self._ready))
 
     async def stop(self) -> None:
-        """Give up what is under way."""
+        """Cancel all running groups."""
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
@@ -164,7 +176,7 @@ class RolloutController:
             await self._record_group(finished)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # handed to whoever waits for a batch
+        except Exception as error:  # `batch` raises it
             self._failure = error
         else:
             del self._running[number]
@@ -173,7 +185,7 @@ class RolloutController:
         self._changed.set()
 
     async def _record_group(self, finished: FinishedGroup) -> None:
-        """A group is over: it is ready, or another one may begin in its place."""
+        """Count a finished group. It becomes ready, or another group may start in its place."""
         self._counts.rerolled += finished.rerolled
         self._counts.aborted_tokens += finished.aborted_tokens
         self._counts.untrainable += finished.untrainable
@@ -193,7 +205,10 @@ class RolloutController:
             self._ready.sort(key=lambda ready: ready.group)
 
     async def _drop_stale(self) -> None:
-        """A fraction of a version more is begun ahead than a whole number would allow: its age is the next whole one."""
+        """Discard ready groups that exceed the staleness limit.
+
+        A fractional limit is rounded up: ages are whole versions.
+        """
         too_old = [
             group
             for group in self._ready
@@ -213,12 +228,14 @@ class RolloutController:
         if counts.dropped > MAX_DROPPED_SHARE * self._gate.groups_per_batch and untrainable:
             last = untrainable[-1]
             raise TooManyDropped(
-                f"{counts.dropped} groups were dropped for one batch: the environments fail nearly always. "
+                f"{counts.dropped} groups were dropped for one batch: "
+                "the environments fail nearly always. "
                 f"The last episode of {last.tag!r} ended with {last.stop_reason}: {last.error}"
             )
         if chosen is not None and counts.filtered > chosen.max_rejected:
             raise TooManyRejected(
-                f"trainEnvs.groupFilter {chosen.name} refused {counts.filtered} groups for one batch (maxRejected is "
-                f"{chosen.max_rejected}): the policy gets the same reward nearly everywhere. Raise trainEnvs.groupSize or "
-                "maxRejected, sample hotter, choose levels of another difficulty, or remove the filter"
+                f"trainEnvs.groupFilter {chosen.name} refused {counts.filtered} groups for one batch "
+                f"(maxRejected is {chosen.max_rejected}): the policy gets the same reward nearly "
+                "everywhere. Raise trainEnvs.groupSize or maxRejected, sample hotter, choose levels of "
+                "another difficulty, or remove the filter"
             )

@@ -1,8 +1,10 @@
-"""EnvPool: spreads episodes over the env workers, and plays again what a dying worker takes with it.
+"""EnvPool: distributes groups over env workers and reruns those lost with a dead worker.
 
-An environment that ends its process (`os._exit`, a crash in C) takes the worker with it, and all groups that it played. A group that was
-under way in two workers that died becomes a suspect: a worker plays at most one of those at a time. The suspect of a third death is given
-up, so one guilty episode costs three workers and no other episode. (`envs[].isolated` makes it cost itself only.)
+An environment that ends its process (`os._exit`, a crash in C) kills the env worker and all groups
+that run there. A group that was running in two workers that died becomes a suspect. A worker runs
+at most one suspect, and with it only groups that have seen no death. At the third death the suspect is
+given up, so a guilty episode costs three workers and no other episode. With `envs[].isolated` it
+costs only itself.
 """
 
 from __future__ import annotations
@@ -24,26 +26,29 @@ from agenticrun_workers.types import StopReason, Stream, Trajectory
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 10
-"""Workers that may die in a row without one finished episode. A guilty group is played at most five times with its re-rolls."""
+"""Worker deaths in a row, without a finished episode, that end the attempt."""
 
 SUSPECT_AFTER = 2
-"""Deaths of workers that make a suspect of a group which was under way."""
+"""Worker deaths after which a group that was running there becomes a suspect."""
 
 
 class RolloutBackend(Protocol):
-    """Whoever can play groups."""
+    """Runs groups of episodes."""
 
     async def run(self, task: GroupTask) -> list[EpisodeResult]:
-        """One result per member of the task, in its order; with `task.stop_after` in the order of finishing.
+        """Return one result per member, in the order of the task.
 
-        Raises `RolloutFailed` if that is hopeless.
+        With `task.stop_after` they come in the order of finishing.
+
+        Raises:
+            RolloutFailed: the workers cannot run episodes any more.
         """
         ...
 
 
 @dataclass(slots=True)
 class _Open:
-    """A task under way at one worker."""
+    """A task that is running at a worker, or waits for one."""
 
     task: GroupTask
     done: asyncio.Future[list[EpisodeResult]]
@@ -51,7 +56,7 @@ class _Open:
     """By member, in the order of finishing."""
     aborting: bool = False
     deaths: int = 0
-    """Workers that died while they played it."""
+    """Workers that died while they ran it."""
 
     @property
     def suspect(self) -> bool:
@@ -59,7 +64,7 @@ class _Open:
 
     @property
     def has_enough(self) -> bool:
-        """Whether the members that are still missing are not needed."""
+        """True if the missing members are not needed."""
         return (
             self.task.stop_after is not None
             and sum(result.trainable for result in self.results.values()) >= self.task.stop_after
@@ -75,8 +80,11 @@ class _Open:
             self.done.set_result([self.results[member] for member in in_order])
 
     def give_up(self, error: BaseException) -> None:
-        """Its missing members end with env_error."""
-        message = f"{self.deaths + 1} env workers died while they played it: set isolated: true ({_first_line(error)})"
+        """End the missing members with env_error."""
+        message = (
+            f"{self.deaths + 1} env workers died while they played it: "
+            f"set isolated: true ({_first_line(error)})"
+        )
         for member in self.missing:
             trajectory = Trajectory(
                 self.task.key(member), self.task.tag, (), StopReason.ENV_ERROR, error=message
@@ -91,7 +99,7 @@ class _Worker:
     open: dict[tuple[str, int, int], _Open] = field(default_factory=dict)
     outgoing: list[GroupTask] = field(default_factory=list)
     episodes: int = 0
-    """Episodes under way: the load."""
+    """Running episodes: the load."""
 
     def may_run(self, task: _Open) -> bool:
         """Return False if a death of this worker would leave two candidates for its cause.
@@ -106,7 +114,12 @@ class _Worker:
 
 
 class EnvPool:
-    """`count` env workers. `spawn` makes one that is ready to play; it is called again for each that dies."""
+    """A fixed number of env workers.
+
+    Args:
+        spawn: starts an env worker and sets it up; called again for each that dies.
+        count: number of workers.
+    """
 
     def __init__(self, spawn: Callable[[], Awaitable[Any]], count: int) -> None:
         self._spawn = spawn
@@ -117,12 +130,12 @@ class EnvPool:
         self._endpoints = Endpoints()
         self._deaths = 0
         self._guilty: set[tuple[Stream, int]] = set()
-        """Groups that were given up: when they are played again, they are suspects from the beginning."""
+        """Groups that were given up. A re-roll of one is a suspect from the start."""
         self._watchers: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
-        """Bring all workers up. Raises what `spawn` raises."""
+        """Start all workers. Raises what `spawn` raises."""
         for handle in await asyncio.gather(*(self._spawn() for _ in range(self._count))):
             self._add(handle)
 
@@ -144,7 +157,7 @@ class EnvPool:
             self._assign_waiting()
 
     async def set_endpoints(self, engines: Mapping[str, Any], stores: Sequence[Any]) -> None:
-        """Tell every worker, now and later, the engines to ask and the stores to fill. None plays before the first call."""
+        """Set engines and stores of all workers, now and later. None runs before the first call."""
         self._endpoints = Endpoints(self._endpoints.number + 1, engines, stores)
         calls = (worker.handle.set_endpoints.remote(self._endpoints) for worker in self._workers)
         await asyncio.gather(
@@ -174,7 +187,7 @@ class EnvPool:
                 self._assign(opened)
 
     def _assign(self, opened: _Open) -> None:
-        """Send it to the worker with the least to do; a suspect to one that has no other, or it waits."""
+        """Send a task to the least loaded worker that may run it, or let it wait."""
         able = [worker for worker in self._workers if worker.may_run(opened)]
         if not able:
             self._waiting.append(opened)
@@ -195,7 +208,10 @@ class EnvPool:
                 worker.handle.submit.remote(pack(tasks))
 
     async def _watch(self, worker: _Worker) -> None:
-        """Replace a worker when it dies. One that lives and fails, or that cannot be replaced, ends the attempt."""
+        """Replace a worker when it dies.
+
+        An error of a live worker, or a failure to replace it, ends the attempt.
+        """
         try:
             self._bury(worker, await self._death_of(worker))
             self._add(await self._spawn())
@@ -203,7 +219,7 @@ class EnvPool:
             self._fail(worker, error)
 
     async def _death_of(self, worker: _Worker) -> ray.exceptions.RayActorError:
-        """Bring back what a worker finishes, for as long as it lives. Raises what it raises."""
+        """Collect results until the worker dies, and return its death. Raises what it raises."""
         while True:
             try:
                 collected = await worker.handle.collect.remote()
@@ -217,7 +233,7 @@ class EnvPool:
                 self._deliver(worker, result)
 
     def _bury(self, worker: _Worker, death: ray.exceptions.RayActorError) -> None:
-        """Give its groups to others. Raises `RolloutFailed` if workers do nothing but die."""
+        """Reassign the groups of a dead worker. Raises `RolloutFailed` after too many deaths."""
         if isinstance(death, ray.exceptions.ActorUnavailableError):
             ray.kill(
                 worker.handle
@@ -236,7 +252,7 @@ class EnvPool:
         self._reassign(worker, death)
 
     def _reassign(self, worker: _Worker, error: BaseException) -> None:
-        """What a dead worker had under way goes to others, except its suspect."""
+        """Assign the tasks of a dead worker to others. Its suspect is given up."""
         for opened in worker.open.values():
             if opened.done.done():
                 continue

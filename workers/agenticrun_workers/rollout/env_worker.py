@@ -1,4 +1,4 @@
-"""EnvWorker: a Ray actor that plays many episodes as coroutines, on an env pod. Imports no torch."""
+"""EnvWorker: a Ray actor on an env pod that runs episodes as coroutines. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
 
 
 class EnvWorker:
-    """Call `describe`, then `setup`; then `set_endpoints`, `play`, `abort` and `collect` in any order.
+    """Runs episodes.
+
+    Call `describe`, then `setup`; then `set_endpoints`, `submit`, `abort` and `collect` in any
+    order.
 
     Args:
-        name: unique among the env workers of a run, also those that were replaced.
-        pipeline: what to play.
+        name: unique among the env workers of a run, including replaced ones.
+        pipeline: `spec.pipeline`.
     """
 
     def __init__(self, name: str, pipeline: Pipeline) -> None:
@@ -52,7 +55,7 @@ class EnvWorker:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[tuple[EpisodeKey, int], asyncio.Task[None]] = {}
-        """By episode and attempt, from its beginning until its trajectory is there."""
+        """Running episodes by key and attempt."""
 
     async def placement(self) -> Placement:
         return current_placement(self._name, Role.ENV)
@@ -62,7 +65,7 @@ class EnvWorker:
         await asyncio.Event().wait()
 
     async def describe(self) -> TokenizerCorpus:
-        """Build every environment, data set and judge once. Raises `InvalidConfig` with the plug-in's own words."""
+        """Build each environment, data set and judge once. Raises `InvalidConfig` if one fails."""
         texts = describe_envs(self._pipeline)
         self._sources = await asyncio.to_thread(Sources.of, self._pipeline)
         return texts
@@ -76,15 +79,15 @@ class EnvWorker:
         )
         self._keep(asyncio.create_task(self._store_finished(), name="store-finished"))
 
-    async def set_endpoints(self, peers: Endpoints) -> None:
-        """The engines to ask and the stores to fill, from now on; those of a call that was overtaken are left."""
-        if peers.number > self._endpoints.number:
-            self._endpoints = peers
-            self._client.set_engines(peers.engines)
+    async def set_endpoints(self, endpoints: Endpoints) -> None:
+        """Use these engines and stores from now on, unless a newer call came first."""
+        if endpoints.number > self._endpoints.number:
+            self._endpoints = endpoints
+            self._client.set_engines(endpoints.engines)
             self._has_endpoints.set()
 
     async def submit(self, tasks: bytes) -> None:
-        """Begin these `list[GroupTask]`, once there are peers. Every member ends as one result of `collect`."""
+        """Start a packed `list[GroupTask]`. `collect` returns one result for each member."""
         await self._has_endpoints.wait()
         for task in unpack(tasks):
             for member in task.members:
@@ -94,20 +97,20 @@ class EnvWorker:
                 self._keep(running)
 
     async def abort(self, episodes: list[tuple[EpisodeKey, int]]) -> None:
-        """Stop these attempts at episodes where they are: they end with stop reason aborted. Others are no error."""
+        """Stop these (episode, attempt) pairs: they end as aborted. Unknown ones are ignored."""
         for name in episodes:
             if name in self._running:
                 self._running[name].cancel()
 
     async def collect(self) -> bytes:
-        """Finished episodes, a packed `list[EpisodeResult]`; empty if none finishes for some seconds.
+        """Return finished episodes, a packed `list[EpisodeResult]`, empty after idle seconds.
 
-        Raises what went wrong in this worker itself: an episode may be lost then, and nobody would wait for it in vain.
+        Raises the error of a background task: an episode may be lost, and its caller must not wait.
         """
         return pack(await self._outbox.take())
 
     def _keep(self, task: asyncio.Task[None]) -> None:
-        """Hold a task until it ends. Who collects is told of one that fails."""
+        """Keep a reference to a task until it ends. `collect` raises its error if it fails."""
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -143,7 +146,7 @@ class EnvWorker:
             self._outbox.put(result)
 
     async def _store_finished(self) -> None:
-        """Carry finished trajectories to their stores; a result is told only when the bytes are there."""
+        """Send trajectories to their stores. A result is published once its tokens are stored."""
         while True:
             await self._unstored_event.wait()
             await asyncio.sleep(0.002)
@@ -163,7 +166,7 @@ class EnvWorker:
 
 
 def describe_envs(pipeline: Pipeline) -> TokenizerCorpus:
-    """Build every environment of a run and read its texts. Raises `InvalidConfig`."""
+    """Build each environment of a run and return its texts. Raises `InvalidConfig`."""
     vocabulary: list[str] = []
     texts: list[str] = []
     for index, spec in enumerate(pipeline.envs):
@@ -188,7 +191,7 @@ def describe_envs(pipeline: Pipeline) -> TokenizerCorpus:
 def build_agents(
     pipeline: Pipeline, tokenizer: PreTrainedTokenizerBase
 ) -> dict[tuple[str, Stream], Agent]:
-    """One agent per tag and stream: validation samples in its own way. Raises `InvalidConfig`."""
+    """Build one agent per tag and stream, since sampling differs. Raises `InvalidConfig`."""
     agents: dict[tuple[str, Stream], Agent] = {}
     for index, spec in enumerate(pipeline.envs):
         for stream in Stream:
@@ -205,7 +208,7 @@ def build_agents(
 
 
 def agent_limits(pipeline: Pipeline, spec: EnvSpec, stream: Stream) -> AgentLimits:
-    """What bounds this environment's episodes, and how their answers are sampled."""
+    """Return the limits and sampling settings of an environment's episodes."""
     limits = AgentLimits(
         max_turns=spec.max_steps,
         max_tokens_per_step=spec.max_tokens_per_step,
@@ -234,7 +237,11 @@ T = TypeVar("T")
 
 
 class ResultMailbox(Generic[T]):
-    """Results waiting for whoever asks. One taker at a time."""
+    """Results for one consumer that polls with `take`.
+
+    A remote call costs about a millisecond of CPU whatever it carries. So the producer puts single
+    results, and the consumer keeps one `take` running that returns all of them.
+    """
 
     def __init__(self, gather_seconds: float = 0.002) -> None:
         self._items: list[T] = []
@@ -247,14 +254,14 @@ class ResultMailbox(Generic[T]):
         self._filled.set()
 
     def fail(self, error: BaseException) -> None:
-        """There may be items that never come: every `take` raises this from now on."""
+        """Make all later calls of `take` raise this error: some results may never come."""
         self._failure = self._failure or error
         self._filled.set()
 
     async def take(self, patience: float = 5.0) -> list[T]:
-        """All items; waits for the first one at most `patience` seconds (then: none) and for its neighbours a moment.
+        """Return all results, waiting at most `patience` seconds for the first one.
 
-        Raises what `fail` was told.
+        Raises the error passed to `fail`.
         """
         try:
             async with asyncio.timeout(patience):  # wait_for can swallow a cancellation

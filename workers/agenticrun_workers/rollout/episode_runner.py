@@ -1,4 +1,4 @@
-"""EpisodeRunner: one episode from its task to a judged trajectory, inside an env worker."""
+"""EpisodeRunner: runs one episode from its task to judged trajectories, in an env worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sources:
-    """What a run's episodes are about, and who judges them."""
+    """Data sets, judges and demonstrations of a run."""
 
     items: EpisodeItems
     judges: JudgePanel
@@ -45,29 +45,29 @@ class Sources:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Sources:
-        """Reads data sets and builds judges. Blocks. Raises `InvalidConfig`."""
+        """Read the data sets and build the judges. Blocks. Raises `InvalidConfig`."""
         return cls(EpisodeItems(pipeline), JudgePanel.of(pipeline), Demonstrations.of(pipeline))
 
 
 @dataclass
 class RunningEpisode:
-    """An episode that is being played, or was."""
+    """State of one episode while it runs; `trajectories` is filled when it ends."""
 
     task: GroupTask
     key: EpisodeKey
     answers: list[Generation] = field(default_factory=list)
-    """What the engines sampled for it so far."""
+    """Generations sampled so far."""
     film: Filmed | None = None
     trajectories: list[Trajectory] = field(default_factory=list)
-    """At least one when it is over; one, unless its agent makes several."""
+    """At least one when the episode has ended."""
 
     @property
     def told(self) -> bool:
-        """Whether people want to read this episode: the first member's, where the task asks for it."""
+        """True for the first member: the one that transcripts and frames show."""
         return self.key.member == self.task.members[0]
 
     def abandoned(self) -> Trajectory:
-        """What is left of an episode that was stopped: its sampled tokens, for the books."""
+        """Return the trajectory of a stopped episode. Its sampled tokens still count in metrics."""
         turns = tuple(
             Turn(a.tokens_T[:0], a.tokens_T, a.logprobs_T, a.versions_T, 0.0) for a in self.answers
         )
@@ -81,11 +81,11 @@ class RunningEpisode:
 
 
 class EpisodeRunner:
-    """Plays the episodes of one env worker, many at once.
+    """Runs the episodes of one env worker concurrently.
 
     Args:
         agents: by tag and stream.
-        client: the way to the engines.
+        client: sends generation requests to the engines.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class EpisodeRunner:
         self._report = LogOnce(log.exception)
 
     async def run(self, played: RunningEpisode) -> None:
-        """Play it to its end; its environment goes back to the idle ones if nothing went wrong. Raises nothing."""
+        """Run an episode to its end. Its errors become stop reasons."""
         task, key = played.task, played.key
         if task.demonstration:
             assert self._sources.demonstrations is not None
@@ -155,7 +155,7 @@ class EpisodeRunner:
                 self._envs.give_up(env)
 
     async def judge(self, played: RunningEpisode) -> None:
-        """Add what the judges say of each trajectory. Random play is not judged: nothing reads it."""
+        """Add the judges' scores to each trajectory. Random episodes are not judged."""
         task = played.task
         if (
             not task.random_policy
@@ -174,7 +174,10 @@ class EpisodeRunner:
         )
 
     def result(self, played: RunningEpisode, store: int) -> EpisodeResult:
-        """The scalars, with text and pictures if the task asks for them. Trajectories that have none end with env_error."""
+        """Return the scalars, with transcript and frames if requested.
+
+        Malformed trajectories of an agent become env_error.
+        """
         try:
             return self._result(played, store)
         except Exception as error:  # an agent is a user's code and may return anything
@@ -214,7 +217,7 @@ class EpisodeRunner:
 
 
 def _numbered(key: EpisodeKey, made: Trajectory | Sequence[Trajectory]) -> list[Trajectory]:
-    """What an agent returned, each trajectory with a key of its own."""
+    """Return an agent's trajectories, each with its own key."""
     trajectories = [made] if isinstance(made, Trajectory) else list(made)
     if not trajectories:
         raise ValueError("collect_trajectory returned no trajectory")
@@ -229,7 +232,7 @@ def _nothing(played: RunningEpisode, reason: StopReason, error: str) -> Trajecto
 
 
 def _counted(generate: Generate, played: RunningEpisode) -> Generate:
-    """Remembers what was sampled, so that a stopped episode's tokens are not lost from the books."""
+    """Wrap `generate` to record its generations, so that a stopped episode's tokens are counted."""
 
     async def counting(request: GenerationRequest) -> Generation:
         generation = await generate(request)
@@ -247,12 +250,12 @@ BUILD_TIMEOUT_SECONDS = 300.0
 
 
 def step_timeout(pipeline: Pipeline, spec: EnvSpec) -> float | None:
-    """Seconds that a reset or step of this environment may take; None: any."""
+    """Return the seconds that a reset or step may take; None = no limit."""
     return spec.step_timeout_seconds or (None if pipeline.deterministic else STEP_TIMEOUT_SECONDS)
 
 
 class EnvCache:
-    """Take an environment for an episode, and give it back."""
+    """The environments of one env worker, built on demand and reused."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
@@ -265,7 +268,7 @@ class EnvCache:
         }
 
     async def take(self, tag: str) -> Env:
-        """One that plays no other episode. Raises what building it raises; `EnvFault` if it is isolated."""
+        """Return an idle or new environment. Raises `EnvFault` if it is isolated."""
         if self._idle[tag]:
             return self._idle[tag].pop()
         if tag in self._isolations:
@@ -274,26 +277,26 @@ class EnvCache:
         return make_env(spec.type, spec.config)
 
     def give_back(self, tag: str, env: Env) -> None:
-        """After an episode in which nothing went wrong."""
+        """Return an environment after an episode without faults."""
         if getattr(env, "reusable", True) and not (isinstance(env, IsolatedEnv) and env.worn_out):
             self._idle[tag].append(env)
         else:
             self.give_up(env)
 
     def give_up(self, env: Env) -> None:
-        """Nobody knows which state it is in."""
+        """Drop an environment in an unknown state."""
         if isinstance(env, IsolatedEnv):
             env.end()
 
 
 MAX_CHARACTERS = 32_768
-"""Of one transcript: what does not fit is left out as whole turns from the middle of the episode."""
+"""Length of a transcript. Whole turns from the middle are left out of a longer one."""
 MAX_PART = 4_096
-"""Characters of one prompt or answer; what lies in the middle of a longer one is left out."""
+"""Length of one prompt or answer. The middle of a longer one is left out."""
 
 
 def transcript(trajectory: Trajectory, chat: ChatFormat) -> str:
-    """The whole episode, turn by turn, and how it ended."""
+    """Return a finished episode as text: its turns, rewards and stop reason."""
     blocks = [_turn(number, turn, chat) for number, turn in enumerate(trajectory.turns, start=1)]
     reason = (
         f"{trajectory.stop_reason}: {trajectory.error}"
@@ -309,7 +312,8 @@ def _turn(number: int, turn: Turn, chat: ChatFormat) -> str:
     action = "none" if turn.action is None else repr(turn.action)
     return (
         f"--- turn {number} ---\n{_shortened(chat.shown(turn.prompt_T))}\n"
-        f"--- answer {number}: action {action}, {'valid' if turn.valid else 'not valid'}, reward {turn.reward:.4g} ---\n"
+        f"--- answer {number}: action {action}, {'valid' if turn.valid else 'not valid'}, "
+        f"reward {turn.reward:.4g} ---\n"
         f"{_shortened(chat.shown(turn.response_T))}\n"
     )
 
@@ -322,7 +326,7 @@ def _shortened(text: str) -> str:
 
 
 def _within_bounds(blocks: list[str]) -> list[str]:
-    """The first and the last turns, as many as fit: the last one first, then from the beginning."""
+    """Return the last turn and as many of the first turns as fit."""
     room = MAX_CHARACTERS - sum(map(len, blocks[-1:]))
     kept = 0
     while kept < len(blocks) - 1 and len(blocks[kept]) <= room:

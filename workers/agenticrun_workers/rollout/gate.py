@@ -1,11 +1,11 @@
-"""The staleness gate: how many groups may begin now, so that training never meets a policy that is too old.
+"""The staleness gate limits how many groups may start, which bounds the age of training data.
 
-Unit: groups (rl-semantics, "Staleness gate"). With G groups in a batch, v completed training steps and a limit of eta:
+Unit: groups. With G groups in a batch, v completed training steps and a limit of eta:
 
     capacity = min(max_concurrent - running, floor((eta + v + 1) * G) - (accepted + running))
 
-`max = 0` is the synchronous algorithm: exactly the groups of the next batch may be under way. The gate bounds what is begun,
-not its age: a batch checks the age of what it takes once more.
+`max = 0` is the synchronous algorithm: only the groups of the next batch may run. The gate bounds
+what starts, not its age: the controller checks the age again when it takes a batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from dataclasses import dataclass
 
 @dataclass
 class StalenessGate:
-    """Counts groups. Every begun group ends in `accept` or `cancel`; an accepted one that is not trained on in `reject`."""
+    """Counts groups.
+
+    Each started group ends in `accept` or `cancel`. An accepted group that is not trained on ends
+    in `reject`.
+    """
 
     groups_per_batch: int
     max_concurrent: int
@@ -25,13 +29,13 @@ class StalenessGate:
     """Completed training steps (v)."""
     running: int = 0
     accepted: int = 0
-    """Groups accepted since the run began, those of earlier batches included."""
+    """Groups accepted since the run began, including those of earlier batches."""
 
     @classmethod
     def resumed(
         cls, groups_per_batch: int, max_concurrent: int, max_staleness: float, version: int
     ) -> StalenessGate:
-        """The gate of a run that has completed `version` steps and has nothing under way."""
+        """Return the gate of a run that has completed `version` steps and runs no group."""
         return cls(
             groups_per_batch,
             max_concurrent,
@@ -42,7 +46,7 @@ class StalenessGate:
 
     @property
     def capacity(self) -> int:
-        """Groups that may begin now, never negative."""
+        """Groups that may start now, never negative."""
         allowed = math.floor((self.max_staleness + self.version + 1) * self.groups_per_batch)
         return max(
             0, min(self.max_concurrent - self.running, allowed - self.accepted - self.running)
@@ -56,9 +60,9 @@ class StalenessGate:
         self.accepted += 1
 
     def cancel(self) -> None:
-        """A running group was lost or dropped: another one may begin."""
+        """Count a running group as lost or dropped. Another one may start."""
         self.running -= 1
 
     def reject(self) -> None:
-        """An accepted group is not trained on (too old, or its bytes are lost): another one may begin."""
+        """Count an accepted group as not trained on (too old, or lost). Another one may start."""
         self.accepted -= 1

@@ -1,4 +1,4 @@
-"""Plays one group to its end: re-rolls of members that cannot be trained on, and the race of redundant ones."""
+"""Run one group to its end, with re-rolls of untrainable members and redundant members."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from agenticrun_workers.types import StopReason, Stream
 
 @dataclass
 class FinishedGroup:
-    """What came of a group."""
+    """Outcome of a group."""
 
     group: Group | None = None
-    """None: fewer than two (one, for groups of one) trajectories could be trained on."""
+    """None if fewer than two (one, for groups of one) trajectories are trainable."""
     surplus: list[EpisodeResult] = field(default_factory=list)
     """Trainable trajectories that are not in `group`."""
     untrainable: list[EpisodeResult] = field(default_factory=list)
     rerolled: int = 0
-    """Episodes finished again."""
+    """Episodes that ran again."""
     aborted_tokens: int = 0
-    """Tokens that were sampled for members that came too late."""
+    """Tokens sampled for redundant members that were stopped."""
 
 
 async def run_group(
     backend: RolloutBackend, plan: GroupPlan, number: int, *, transcript: bool = False
 ) -> FinishedGroup:
-    """Play group `number` until `plan.group_size` members can be trained on or the re-rolls are used up."""
+    """Run group `number` until `plan.group_size` members are trainable or no re-roll is left."""
     finished = FinishedGroup()
     good: list[EpisodeResult] = []
     late: list[EpisodeResult] = []
@@ -88,12 +88,15 @@ def _trainable(episodes: list[EpisodeResult]) -> list[EpisodeResult]:
 
 
 def _too_late(results: list[EpisodeResult]) -> list[EpisodeResult]:
-    """Members that were stopped because enough others had finished."""
+    """Return the members that were stopped because enough others had finished."""
     return [result for result in results if result.stop_reason is StopReason.ABORTED]
 
 
 def _length_bias(kept: list[EpisodeResult], others: list[EpisodeResult]) -> float:
-    """Mean sampled tokens of the members that are kept, minus those of all; of members that were stopped those until then."""
+    """Return the mean sampled tokens of the kept members minus the mean of all members.
+
+    Stopped members count with the tokens that they had sampled.
+    """
     if not others:
         return 0.0
     return _mean_tokens(kept) - _mean_tokens([*kept, *others])

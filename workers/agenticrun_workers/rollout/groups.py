@@ -1,4 +1,4 @@
-"""The values that pass between the driver and the env workers: what to play, and what came of it. Scalars only."""
+"""Values that driver and env workers exchange: tasks, scalar results, endpoints, plans."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from agenticrun_workers.types import (
 
 @dataclass(frozen=True, slots=True)
 class GroupTask:
-    """Members of one group to play: all of them at first, single ones when they are re-rolled."""
+    """Episodes of one group to run: all members at first, single members for a re-roll."""
 
     stream: Stream
     group: int
     tag: str
     members: tuple[int, ...]
     attempt: int = 0
-    """Which re-roll this is; 0 = the first try."""
+    """Number of the re-roll; 0 = first try."""
     random_policy: bool = False
-    """Play uniformly random valid actions instead of asking the policy."""
+    """Sample uniformly random valid actions instead of asking the policy."""
     transcript: bool = False
-    """Return the text of the first member's episode, for people."""
+    """Return the first member's episode as text."""
     frames: bool = False
-    """Return pictures of the first member's episode, if its environment can draw."""
+    """Return frames of the first member's episode if its environment can render."""
     demonstration: bool = False
-    """Take the answer of the warm-up data set's item number `group` instead of playing."""
+    """Use item number `group` of the warm-up data set instead of running an episode."""
     stop_after: int | None = None
-    """Stop the other members once so many have ended in a way that can be trained on; None: play all to their end."""
+    """Stop the other members once this many are trainable; None = run all to their end."""
 
     def key(self, member: int) -> EpisodeKey:
         return EpisodeKey(self.stream, self.group, member)
@@ -50,7 +50,10 @@ class GroupTask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeResult:
-    """The scalars of one finished trajectory. Its tokens lie in store number `store` (-1: they were not kept)."""
+    """Scalars of one finished trajectory.
+
+    Its tokens are in trajectory store number `store` (-1 = not stored).
+    """
 
     key: EpisodeKey
     tag: str
@@ -71,9 +74,9 @@ class EpisodeResult:
     error: str = ""
     transcript: str = ""
     frames: bytes = b""
-    """The episode as an animated GIF; empty where the environment has no pictures or nobody asked."""
+    """The episode as an animated GIF; empty unless requested and rendered."""
     others: tuple[EpisodeResult, ...] = ()
-    """The other trajectories of the same episode, where its agent made several. This one can be trained on if any can."""
+    """Further trajectories of the same episode. This one is trainable if any of them is."""
 
     @classmethod
     def of(
@@ -85,7 +88,7 @@ class EpisodeResult:
         transcript: str = "",
         frames: bytes = b"",
     ) -> EpisodeResult:
-        """The scalars of this trajectory. One with numbers that are not finite ends with env_error."""
+        """Return the scalars of a trajectory. Non-finite rewards or log-probs become env_error."""
         turns = trajectory.turns
         finite = all(
             np.isfinite(turn.reward) and np.isfinite(turn.logprobs_T).all() for turn in turns
@@ -111,7 +114,7 @@ class EpisodeResult:
 
     @property
     def trajectories(self) -> tuple[EpisodeResult, ...]:
-        """All of the episode."""
+        """All trajectories of the episode, this one first."""
         return (self, *self.others)
 
     @property
@@ -129,23 +132,26 @@ class EpisodeResult:
 
     @property
     def trainable(self) -> bool:
-        """Whether it counts in group statistics and in the loss (rl-semantics, unusual trajectories)."""
+        """True if it counts in group statistics and in the loss."""
         return self.stop_reason.trainable and self.response_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trainable trajectories of one group, by member number. Each has its own score and counts once in the group's statistics."""
+    """Trainable trajectories of one group, ordered by member.
+
+    Each has its own score and counts once in the group's statistics.
+    """
 
     group: int
     tag: str
     results: tuple[EpisodeResult, ...]
     length_bias: float = 0.0
-    """Mean sampled tokens of these members minus those of all that began, where the group was redundant."""
+    """Mean sampled tokens of these members minus the mean of all started ones (redundancy)."""
 
     @property
     def scores(self) -> list[float]:
-        """By trajectory."""
+        """Score of each trajectory."""
         return [result.score for result in self.results]
 
     @property
@@ -154,20 +160,20 @@ class Group:
 
 
 def every_trajectory(episodes: Iterable[EpisodeResult]) -> list[EpisodeResult]:
-    """The trajectories of these episodes, in their order."""
+    """Return all trajectories of these episodes, in order."""
     return [result for episode in episodes for result in episode.trajectories]
 
 
 def as_episode(results: Sequence[EpisodeResult]) -> EpisodeResult:
-    """Several trajectories of one episode, at least one, as its one result: told and counted together."""
+    """Combine the trajectories of one episode (at least one) into a single result."""
     first, *others = sorted(results, key=lambda result: not result.trainable)
     return replace(first, others=tuple(others))
 
 
 def tag_cycle(shares: Mapping[str, int]) -> tuple[str, ...]:
-    """The order in which groups take tags: every tag as often as its share, spread evenly.
+    """Return the cycle of tags for groups: each tag as often as its share, spread evenly.
 
-    The tag of a group is `cycle[group % len(cycle)]`, so it depends on nothing but the group's number.
+    The tag of a group is `cycle[group % len(cycle)]`: a function of the group's number only.
     """
     marks = (
         [((2 * place + 1) / (2 * share), order, tag) for place in range(share)]
@@ -178,9 +184,9 @@ def tag_cycle(shares: Mapping[str, int]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Engines to ask, by id, and stores to fill.
+    """Engines by id and trajectory stores that env workers talk to.
 
-    Calls of an actor overtake each other (Ray promises no order for async actors): the highest `number` counts. 0: nobody yet.
+    Ray does not order the calls of an async actor, so the highest `number` wins. 0 = none yet.
     """
 
     number: int = 0
@@ -189,7 +195,7 @@ class Endpoints:
 
 
 Refuses = Callable[[list[float]], bool]
-"""Whether a group with these rewards is not trained on."""
+"""Return True if a group with these scores must not be trained on."""
 
 FILTER_FIELD = "spec.pipeline.trainEnvs.groupFilter.type"
 
@@ -198,13 +204,16 @@ _filters: Registry[bool] = Registry("group filter", "agenticrun.group_filters")
 
 @_filters.register("zero_variance")
 def zero_variance(scores: list[float]) -> bool:
-    """All rewards are equal: such a group has no advantage to learn from (DAPO, Yu et al. 2025, arXiv 2503.14476)."""
+    """Return True if all scores are equal: the group has no advantage to learn from.
+
+    Source: DAPO, Yu et al. 2025, arXiv 2503.14476.
+    """
     return max(scores) == min(scores)
 
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Groups that it refuses are replaced, at most `max_rejected` for one batch."""
+    """A group filter. Rejected groups are replaced, at most `max_rejected` per batch."""
 
     name: str
     refuses: Refuses
@@ -213,14 +222,14 @@ class GroupFilter:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """What each training group is.
+    """Size, tags, re-rolls and filter of training groups.
 
     Args:
         tags: the cycle in which groups take tags (`groups.tag_cycle`).
         group_size: members that make a group.
-        redundancy: members beyond them that begin with it; the first `group_size` to finish count.
-        max_rerolls: how often an episode that cannot be trained on is played again.
-        transcripts: episodes of each batch that are told as text; with `frames` also as pictures.
+        redundancy: extra members that start too; the first `group_size` to finish count.
+        max_rerolls: how often an untrainable episode runs again.
+        transcripts: episodes per batch that are returned as text; with `frames` also as GIF.
     """
 
     tags: tuple[str, ...]
@@ -233,7 +242,7 @@ class GroupPlan:
 
     @classmethod
     def of(cls, pipeline: Pipeline, *, transcripts: int = 0, frames: bool = False) -> GroupPlan:
-        """As `pipeline.trainEnvs` says. Raises `InvalidConfig` for a filter that is not there."""
+        """Return the plan of `pipeline.trainEnvs`. Raises `InvalidConfig` for an unknown filter."""
         envs = pipeline.train_envs
         return cls(
             tags=tag_cycle(envs.shares()),

@@ -1,4 +1,4 @@
-"""Problems told once: an environment that fails a thousand times says so in one line."""
+"""Log each kind of problem once, even if an environment fails a thousand times."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from collections.abc import Callable
 MAX_TOLD = 20
 
 NUMBERS = re.compile(r"\b0x[0-9a-fA-F]+\b|(?<![\w'\"/:.])-?\d+(?:\.\d+)?(?![\w'\"/])")
-"""What differs each time: addresses, and numbers that are no part of a name, a version or a line (`lake4`, `'7'`, `maze.py:31`)."""
+"""Addresses and free-standing numbers, which differ between messages of one kind.
+
+Numbers inside names, quotes and line references (`lake4`, `'7'`, `maze.py:31`) do not match.
+"""
 
 
 class LogOnce:
-    """Passes each message on once, at most `MAX_TOLD` of them; messages that differ in a number only are one. Returns whether it did."""
+    """Calls `tell` once per kind of message, for at most `MAX_TOLD` kinds.
+
+    Messages that differ only in numbers are of one kind. Returns True if the message was new.
+    """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell

@@ -1,6 +1,6 @@
-"""TrajectoryStore: owns the bytes of finished trajectories, on a trainer pod.
+"""TrajectoryStore: holds finished trajectories on a trainer pod.
 
-A trajectory counts only when it lies here: what an env worker holds dies with its pod.
+A trajectory counts only once it is stored here: data in an env worker is lost with its pod.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ from agenticrun_workers.types import EpisodeKey, Trajectory
 
 
 class TrajectoryStore:
-    """Trajectories by key, until they are discarded. An async Ray actor without locks: every method runs to its end."""
+    """Trajectories by key, until they are discarded.
+
+    An async Ray actor without locks: no method awaits while it changes state.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[EpisodeKey, Trajectory] = {}
 
     async def put(self, trajectories: bytes) -> None:
-        """Keep this `list[Trajectory]`. A key that is here already is replaced: its episode was played again."""
+        """Store a packed `list[Trajectory]`. A rerun episode replaces its earlier trajectory."""
         for trajectory in unpack(trajectories):
             self._kept[trajectory.key] = trajectory
 
     async def get(self, keys: list[EpisodeKey]) -> bytes:
-        """`list[Trajectory]` in the order of `keys`. Raises `KeyError` for one that is not here."""
+        """Return a packed `list[Trajectory]` in the order of `keys`. Raises `KeyError`."""
         return pack([self._kept[key] for key in keys])
 
     async def discard(self, keys: list[EpisodeKey]) -> None:
-        """Forget these; keys that are not here are no error, since a lost answer makes the caller ask twice."""
+        """Delete these. Unknown keys are ignored, because callers retry after a lost reply."""
         for key in keys:
             self._kept.pop(key, None)
 
