@@ -1,4 +1,4 @@
-"""The agent protocol: a coroutine that plays one episode and returns what the policy saw and sampled."""
+"""The agent protocol: a coroutine that runs one episode and returns its trajectories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from agenticrun_workers.types import (
 )
 
 Generate = Callable[[GenerationRequest], Awaitable[Generation]]
-"""Samples one response; load balancing, retries and partial rollout happen behind it."""
+"""Samples one response. It hides load balancing, retries and partial rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Episode:
     def request(
         self, name: str, prompt_T: IntArray, sampling: SamplingParams, seed_path: Sequence[int]
     ) -> GenerationRequest:
-        """A request of this episode. `name` and the path that its seed is derived from are its own within the episode."""
+        """Return a request of this episode. `name` and `seed_path` are unique within the episode."""
         seed = int(
             np.random.SeedSequence([self.sampling_seed, *seed_path]).generate_state(1, np.uint64)[0]
         )
@@ -65,12 +65,12 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class AgentLimits:
-    """What bounds an episode and how responses are sampled: the run's settings, equal for every kind of agent."""
+    """Limits of an episode and sampling settings, the same for all kinds of agents."""
 
     max_turns: int
     max_tokens_per_step: int
     sequence_length: int
-    """Of the whole trajectory, prompts and responses; of one turn's prompt and answer for step-wise agents."""
+    """Tokens of the whole trajectory; for step-wise agents, of one turn's prompt and answer."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -81,7 +81,7 @@ class AgentLimits:
     """Seconds that the environment may take for one reset or step (None: any)."""
 
     def sampling(self, max_new_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """How a response of at most so many tokens is sampled."""
+        """Return the sampling parameters of a response."""
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
@@ -94,20 +94,23 @@ class AgentLimits:
 
 
 class Agent(Protocol):
-    """Drives environments turn by turn. One instance serves many episodes at once, so it keeps no state of an episode."""
+    """Drives environments turn by turn.
+
+    One instance runs many episodes concurrently, so it keeps no state of an episode.
+    """
 
     async def collect_trajectory(
         self, episode: Episode, env: Env, generate: Generate
     ) -> Trajectory | Sequence[Trajectory]:
-        """Play one episode. What the environment does wrong ends as a StopReason, not as an exception.
+        """Run one episode. Errors of the environment become a StopReason, not an exception.
 
-        Of several trajectories each is a member of the group, with its own score.
+        Each of several trajectories has its own score in the group.
         """
         ...
 
 
 def answered(generation: Generation) -> Generation:
-    """The generation, where an agent has no use for one that says nothing. Raises `EnvFault` if it was aborted or is empty."""
+    """Return the generation. Raises `EnvFault` if it was aborted or is empty."""
     if generation.finish is FinishReason.ABORT:
         raise EnvFault(StopReason.ABORTED, "the engine gave the request up")
     if not len(generation.tokens_T):

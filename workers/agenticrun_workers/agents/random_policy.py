@@ -1,6 +1,6 @@
-"""A policy that answers with a uniformly random valid action: the baseline, and the teacher of the format.
+"""A policy that samples uniformly random valid actions.
 
-Nothing in it knows the way. What it plays is a floor for success, and as warm-up data it teaches how an answer looks.
+Its success is a lower bound for training, and its episodes teach the answer format in warm-up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 
 
 def random_valid_policy(env: Env, chat: ChatFormat, timeout: float | None = None) -> Generate:
-    """A `Generate` for episodes in `env`, deterministic in the request's seed; log-probs and versions are 0.
+    """Return a `Generate` for episodes in `env`, deterministic in the request's seed.
+
+    Log-probs and versions are 0.
 
     It raises `EnvFault` if `valid_actions` fails or takes more than `timeout` seconds.
     """

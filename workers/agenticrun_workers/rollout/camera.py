@@ -1,4 +1,4 @@
-"""Pictures of an episode: one frame per state, as an animated GIF."""
+"""Frames of an episode, one per state, as an animated GIF."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from agenticrun_workers.rollout.log_once import LogOnce
 log = logging.getLogger(__name__)
 
 MAX_FRAMES = 100
-"""Of one GIF; of a longer episode evenly many states are shown, the last one always."""
+"""Frames of one GIF. A longer episode is sampled evenly, and always shows its last state."""
 MAX_SIDE = 512
-"""Pixels; larger pictures are scaled down."""
+"""Pixels; larger frames are scaled down."""
 MIN_SIDE = 32
 MAX_BYTES = 1_048_576
-"""Of one GIF: pictures are scaled down until it fits."""
+"""Size of one GIF: frames are scaled down until it fits."""
 FRAME_MS, LAST_FRAME_MS = 500, 1500
 
 _warn = LogOnce(log.warning)
 
 
 class Filmed:
-    """An environment with a camera: every state that `reset` and `step` lead to becomes a frame.
+    """An environment that records a frame after each `reset` and `step`.
 
-    Pictures are for people, so an environment that fails to draw loses them and not its episode.
+    Frames are for people: a failed render loses the frame and not the episode.
     """
 
     def __init__(self, env: Renders) -> None:
@@ -65,7 +65,8 @@ class Filmed:
             frame = np.asarray(self._env.render())
             if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
                 raise TypeError(
-                    f"render returned {frame.dtype} {list(frame.shape)}, not uint8 [height, width, 3]"
+                    f"render returned {frame.dtype} {list(frame.shape)}, "
+                    "not uint8 [height, width, 3]"
                 )
             self.frames.append(frame.copy())
         except Exception as error:  # an environment is a user's code and may raise anything
@@ -73,7 +74,7 @@ class Filmed:
 
 
 def animated_gif(frames: Sequence[NDArray[np.uint8]]) -> bytes:
-    """The frames as a GIF that repeats for ever, of at most `MAX_BYTES`; empty without frames."""
+    """Return the frames as a looping GIF of at most `MAX_BYTES`; empty without frames."""
     if not frames:
         return b""
     chosen = sorted(

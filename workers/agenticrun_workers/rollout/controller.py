@@ -234,8 +234,8 @@ class RolloutController:
             )
         if chosen is not None and counts.filtered > chosen.max_rejected:
             raise TooManyRejected(
-                f"trainEnvs.groupFilter {chosen.name} refused {counts.filtered} groups for one batch "
-                f"(maxRejected is {chosen.max_rejected}): the policy gets the same reward nearly "
-                "everywhere. Raise trainEnvs.groupSize or maxRejected, sample hotter, choose levels of "
-                "another difficulty, or remove the filter"
+                f"trainEnvs.groupFilter {chosen.name} refused {counts.filtered} groups for one "
+                f"batch (maxRejected is {chosen.max_rejected}): the policy gets the same reward "
+                "nearly everywhere. Raise trainEnvs.groupSize or maxRejected, sample hotter, "
+                "choose levels of another difficulty, or remove the filter"
             )

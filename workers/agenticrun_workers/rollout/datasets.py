@@ -1,14 +1,16 @@
-"""Data sets that episodes are about, with a cursor that resumes because there is none.
+"""Data sets of episodes, addressed by group number instead of a cursor.
 
-Which item a group plays is a function of (seed, stream, tag, group number) and of nothing else: not of what was played
-before, by whom, or in which order. A checkpoint keeps the numbers of the groups begun and of those to play again (the
-controller's position), so a resumed run asks for exactly the items that the uninterrupted one would have asked for, and
-a group that is played again is about the same item.
+The item of a group is a function of (seed, stream, tag, group number) only. A checkpoint keeps the
+controller's position in group numbers, so a resumed run uses exactly the items of an uninterrupted
+one, and a group that runs again gets the same item.
+
+Data come from files, folders of Hugging Face datasets, or the hub. Local paths use no network.
 
     k = how many groups of this tag have a smaller number than `group`
-    item = order[k mod n],  order = the permutation of epoch k div n,  drawn from (seed, stream, epoch)
+    item = order[k mod n]
+    order = permutation of epoch k div n, drawn from (seed, stream, epoch)
 
-k runs through 0, 1, 2 ... without gaps, so each epoch begins a group about each of the n items exactly once.
+k runs through 0, 1, 2 ... without gaps, so each epoch uses each of the n items exactly once.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from agenticrun_workers.seeds import derive
 from agenticrun_workers.types import Stream
 
 Item = Mapping[str, Any]
-"""Values of one row by column."""
+"""One row: values by column."""
 
 Rows = NDArray[np.int64]
 
 HOLDOUT_SEED = 0
-"""What is held out does not depend on the run's seed: runs of different seeds are compared on the same items."""
+"""Fixed, so that runs of different seeds are compared on the same held-out items."""
 
 
 class Dataset:
@@ -48,7 +50,8 @@ class Dataset:
         seed: pipeline.seed, for the order of each epoch.
         field: path of the spec, for messages.
 
-    Raises `InvalidConfig` with the field's path for a path, split or column that is not there, and for a split without items.
+    Raises:
+        InvalidConfig: a path, split or column does not exist, or a split has no items.
     """
 
     def __init__(self, spec: DatasetSpec, seed: int, field: str) -> None:
@@ -66,7 +69,7 @@ class Dataset:
             *spec.columns,
             *(set(self._train[0].column_names) - set(spec.columns.values())),
         }
-        """Names that every item has."""
+        """Column names of each item."""
         self._order = lru_cache(maxsize=4)(self._draw_order)
 
     def size(self, stream: Stream) -> int:
@@ -74,7 +77,10 @@ class Dataset:
         return len(self._rows(stream))
 
     def item(self, stream: Stream, number: int) -> Item:
-        """Item number `number` of the stream's endless sequence of epochs. Validation goes through the items in file order."""
+        """Return an item of the stream's endless sequence of epochs.
+
+        Validation uses file order.
+        """
         epoch, place = divmod(number, self.size(stream))
         rows = self._rows(stream)
         row = (
@@ -97,7 +103,7 @@ class Dataset:
 
 
 class EpisodeItems:
-    """What each episode of a run is about. Raises `InvalidConfig` for a data set that cannot be used."""
+    """The data set items of a run's episodes. Raises `InvalidConfig` for an unusable data set."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         train = tag_cycle(pipeline.train_envs.shares())
@@ -110,7 +116,7 @@ class EpisodeItems:
         }
 
     def of(self, tag: str, stream: Stream, group: int) -> Item | None:
-        """The item of this group, the same for all its members; None if the environment has no data set."""
+        """Return the item of a group, or None if its environment has no data set."""
         dataset = self._datasets.get(tag)
         return (
             dataset.item(stream, place_among_tag(self._cycles[stream], group)) if dataset else None
@@ -118,14 +124,14 @@ class EpisodeItems:
 
 
 def place_among_tag(cycle: tuple[str, ...], group: int) -> int:
-    """How many groups before this one have its tag, if group g has the tag cycle[g % len(cycle)]."""
+    """Return how many earlier groups have this group's tag; group g has cycle[g % len(cycle)]."""
     rounds, place = divmod(group, len(cycle))
     tag = cycle[place]
     return rounds * cycle.count(tag) + cycle[:place].count(tag)
 
 
 def _choose_rows(spec: DatasetSpec, rows: Mapping[str, Rows], field: str) -> tuple[Rows, Rows]:
-    """Rows to train on and rows to validate on, each in file order."""
+    """Return the rows to train on and the rows to validate on, each in file order."""
     for name, key in ((spec.split, "split"), (spec.val_split, "valSplit")):
         if name is not None and name not in rows:
             raise InvalidConfig(
@@ -139,7 +145,7 @@ def _choose_rows(spec: DatasetSpec, rows: Mapping[str, Rows], field: str) -> tup
 
 
 def hold_out(rows: Rows, share: float, field: str) -> tuple[Rows, Rows]:
-    """Split rows [n] into those to train on and those held out, at least one of each, each in their order."""
+    """Split rows [n] into training and held-out rows, at least one of each, in file order."""
     if len(rows) < 2:
         raise InvalidConfig(
             f"{field}.valShare", "one item cannot be both trained on and held out: set valSplit"
@@ -174,19 +180,24 @@ READERS = {
     ".csv": hf.Dataset.from_csv,
     ".parquet": hf.Dataset.from_parquet,
 }
-"""By the files' ending. `hf.load_dataset` would read them too, but it tells a server about every use."""
+"""Readers by file suffix. `hf.load_dataset` reads them too, but reports each use to a server."""
 
 FILES_SPLIT = "train"
-"""The one split of plain files."""
+"""Split name of plain files."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def read_splits(spec: DatasetSpec, field: str) -> dict[str, hf.Dataset]:
-    """Every split by its name.
+    """Return the splits by name.
 
-    `field` is the path of the spec, for messages. Raises `InvalidConfig` for what is not there or not readable, and
-    `RolloutFailed` if the hub cannot be reached.
+    Args:
+        spec: path or hub name.
+        field: path of the spec, for messages.
+
+    Raises:
+        InvalidConfig: the data do not exist or cannot be read.
+        RolloutFailed: the hub cannot be reached.
     """
     found = _find(spec.path)
     if not found and _HUB_NAME.fullmatch(spec.path) and Path(spec.path).suffix not in READERS:
@@ -201,7 +212,7 @@ def read_splits(spec: DatasetSpec, field: str) -> dict[str, hf.Dataset]:
 
 
 def _find(path: str) -> list[str]:
-    """What the path or glob matches: here, or else in the folders of PYTHONPATH, where `spec.code` lies."""
+    """Return the matches of a path or glob, relative to here or to PYTHONPATH (`spec.code`)."""
     folders = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     matches = (sorted(glob.glob(os.path.join(folder, path))) for folder in folders)
     return next(filter(None, matches), [])
@@ -212,7 +223,8 @@ def _from_files(paths: list[str], field: str) -> hf.Dataset:
     if len(suffixes) != 1 or not suffixes <= READERS.keys():
         raise InvalidConfig(
             f"{field}.path",
-            f"one kind of {', '.join(READERS)} is expected, not {', '.join(sorted(suffixes)) or 'none'}",
+            f"one kind of {', '.join(READERS)} is expected, "
+            f"not {', '.join(sorted(suffixes)) or 'none'}",
         )
     filled = [path for path in paths if Path(path).stat().st_size]
     if not filled:
@@ -229,7 +241,10 @@ def _from_folder(path: str, field: str) -> dict[str, hf.Dataset]:
     try:
         loaded = hf.load_from_disk(path)
     except (FileNotFoundError, ValueError) as error:
-        message = f"{path} is no folder that save_to_disk wrote; name plain files with a glob, for example {path}/*.jsonl"
+        message = (
+            f"{path} is no folder that save_to_disk wrote; "
+            f"name plain files with a glob, for example {path}/*.jsonl"
+        )
         raise InvalidConfig(f"{field}.path", message) from error
     return _by_name(loaded)
 
@@ -244,7 +259,8 @@ def _from_hub(name: str, field: str) -> dict[str, hf.Dataset]:
         ) from error
     except ConnectionError as error:
         raise RolloutFailed(
-            f"{field}.path: {name} is no file or folder on the env pods, and the hub does not answer: {error}"
+            f"{field}.path: {name} is no file or folder on the env pods, "
+            f"and the hub does not answer: {error}"
         ) from error
 
 

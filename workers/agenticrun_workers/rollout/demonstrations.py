@@ -1,4 +1,4 @@
-"""Answers to imitate: items of the warm-up's data set as trajectories, rendered in the policy's own chat template."""
+"""Demonstrations: items of the warm-up data set as trajectories in the policy's chat template."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ FIELD = "spec.pipeline.warmup.dataset"
 
 
 class DemonstrationError(Exception):
-    """An item that holds no prompt or no answer."""
+    """An item without a usable prompt or answer."""
 
 
 class Demonstrations:
-    """The items of `spec` in the order of `pipeline.seed`. Raises `InvalidConfig` for a data set that cannot be used.
+    """The items of `spec` in the order of `pipeline.seed`.
+
+    Raises `InvalidConfig` for an unusable data set.
 
     Args:
-        sequence_length: longer items are not trained on: an answer that is cut would teach to stop early.
+        sequence_length: longer items are skipped: a cut answer would teach to stop early.
     """
 
     def __init__(self, spec: WarmupDataset, seed: int, sequence_length: int) -> None:
@@ -43,15 +45,15 @@ class Demonstrations:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Demonstrations | None:
-        """Those of `pipeline.warmup`, if it asks for a data set."""
+        """Return the demonstrations of `pipeline.warmup`, or None if it uses no data set."""
         if pipeline.warmup is None or pipeline.warmup.dataset is None:
             return None
         return cls(pipeline.warmup.dataset, pipeline.seed, pipeline.sequence_length)
 
     def trajectory(self, key: EpisodeKey, tag: str, chat: ChatFormat) -> Trajectory:
-        """Item number `key.group` as one turn: the prompt, and the answer with its end of turn.
+        """Return item number `key.group` as one turn: prompt, and answer with its end of turn.
 
-        An item that cannot be shown ends with env_error and a message; one that is too long with context_overflow and no turn.
+        An unusable item ends with env_error, a too long one with context_overflow.
         """
         item = self._items.item(key.stream, key.group)
         try:
@@ -64,7 +66,10 @@ class Demonstrations:
             return Trajectory(key, tag, (), StopReason.ENV_ERROR, error=message)
         tokens = len(prompt_T) + len(answer_T)
         if tokens > self._sequence_length:
-            message = f"item {key.group} of the warm-up has {tokens} tokens, and sequenceLength is {self._sequence_length}"
+            message = (
+                f"item {key.group} of the warm-up has {tokens} tokens, "
+                f"and sequenceLength is {self._sequence_length}"
+            )
             return Trajectory(key, tag, (), StopReason.CONTEXT_OVERFLOW, error=message)
         size = len(answer_T)
         turn = Turn(
@@ -74,7 +79,7 @@ class Demonstrations:
 
 
 def _prompt(value: Any, chat: ChatFormat) -> IntArray:
-    """Tokens of a text (one user message) or of chat messages, up to the start of the answer."""
+    """Return the prompt tokens of a text (one user message) or of chat messages."""
     if not isinstance(value, list):
         return chat.first("", _text(value, "prompt"))
     messages = [

@@ -2,8 +2,8 @@
 
 An environment that ends its process (`os._exit`, a crash in C) kills the env worker and all groups
 that run there. A group that was running in two workers that died becomes a suspect. A worker runs
-at most one suspect, and with it only groups that have seen no death. At the third death the suspect is
-given up, so a guilty episode costs three workers and no other episode. With `envs[].isolated` it
+at most one suspect, and with it only groups that have seen no death. At the third death the suspect
+is given up, so a guilty episode costs three workers and no other episode. With `envs[].isolated` it
 costs only itself.
 """
 

@@ -1,14 +1,14 @@
-"""Recordings: the batch of each training step on disk, written by one run and trained on by another.
+"""Record and replay: one run writes the batch of each training step, another trains on them.
 
     <uri>/step-000001.npz     what step 1 trained on
 
-A file is complete or not there. It is read without pickle, so that a recording from a stranger is only numbers and text.
-Tokens are kept as they were sampled, with their log-probs and versions.
+A file is written whole or not at all. It is read without pickle, so an untrusted recording holds
+only numbers and text. Tokens keep the log-probs and versions of their sampling.
 
 Arrays of a file, for N trajectories with K turns in all, P prompt and R response tokens:
 
-    header uint8 [bytes of JSON]; turns_N; prompt_lengths_K, response_lengths_K, rewards_K float64, valid_K bool,
-    states_K uint8 [K, 32]; prompts_P int32; responses_R int32, logprobs_R float32, versions_R int32
+    header uint8 [bytes of JSON]; turns_N; prompt_lengths_K, response_lengths_K,
+    rewards_K float64, valid_K bool, states_K uint8 [K, 32]; prompts_P int32; responses_R int32, logprobs_R float32, versions_R int32
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAME = re.compile(r"step-(\d{6,})\.npz")
 
 
 class RecordingError(Exception):
-    """A recording is missing, damaged, or written by something else. The message names the file."""
+    """A recording is missing, damaged or of another format. The message names the file."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,13 @@ class RecordedStep:
 
     trajectories: tuple[Trajectory, ...]
     attempts: tuple[int, ...]
-    """Which re-roll each trajectory was."""
+    """Number of the re-roll of each trajectory."""
 
 
 class Recording:
-    """The files of one recording, in a folder or at an fsspec URL. Its methods block: call them in a thread.
+    """The files of one recording, in a folder or at an fsspec URL.
+
+    Its methods block: call them in a thread.
 
     Raises `UnusableStorage` for a URL that this process cannot use.
     """
@@ -67,15 +69,15 @@ class Recording:
         self.uri = self._folder.uri
 
     def steps(self) -> list[int]:
-        """Steps that are there, in order; none if there is no such folder."""
+        """Return the recorded steps in order; none if the folder does not exist."""
         return sorted(
             int(match[1]) for match in map(_NAME.fullmatch, self._folder.sizes()) if match
         )
 
     def begin(self, done: int) -> None:
-        """Make ready to write after `done` steps: later ones belong to an attempt that took another way, and are removed.
+        """Prepare to write after `done` steps, and remove later ones of an earlier attempt.
 
-        Raises `UnusableStorage` if nothing can be written here.
+        Raises `UnusableStorage` if the folder is not writable.
         """
         self._folder.require_writable()
         for step in self.steps():
@@ -83,11 +85,11 @@ class Recording:
                 self._folder.remove(_name(step))
 
     def write(self, step: int, recorded: RecordedStep) -> None:
-        """Put a step into its place; one that is there is replaced."""
+        """Write a step, replacing an earlier recording of it."""
         self._folder.write(_name(step), encode(recorded))
 
     def read(self, step: int) -> RecordedStep:
-        """A step. Raises `RecordingError` if it is not there or cannot be read."""
+        """Return a step. Raises `RecordingError` if it is missing or damaged."""
         try:
             content = self._folder.read(_name(step))
         except FileNotFoundError as error:
@@ -100,7 +102,7 @@ class Recording:
             ) from error
 
     def describe(self) -> str:
-        """Which steps there are, for messages."""
+        """Describe the recorded steps for messages."""
         steps = self.steps()
         return f"{self.uri} holds " + (
             f"{len(steps)} steps ({steps[0]} to {steps[-1]})" if steps else "no steps"
@@ -112,7 +114,7 @@ def _name(step: int) -> str:
 
 
 def encode(recorded: RecordedStep) -> bytes:
-    """The bytes of a step's file."""
+    """Return the file content of a step."""
     trajectories = recorded.trajectories
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     header = {
@@ -140,7 +142,7 @@ def encode(recorded: RecordedStep) -> bytes:
 
 
 def decode(content: bytes) -> RecordedStep:
-    """The inverse of `encode`."""
+    """Return the step of a file's content."""
     with np.load(io.BytesIO(content), allow_pickle=False) as archive:
         arrays: dict[str, NDArray[Any]] = dict(archive)
     header = json.loads(arrays["header"].tobytes())
@@ -234,9 +236,9 @@ class RecordingRollout:
     async def begin(
         cls, inner: RolloutController, uri: str, stores: list[Any], step: int
     ) -> RecordingRollout:
-        """Go on recording after `step` completed training steps; what the folder holds of later ones is removed.
+        """Continue recording after `step` training steps. Later recorded steps are removed.
 
-        Raises `InvalidConfig` if nothing can be written there.
+        Raises `InvalidConfig` if the folder is not writable.
         """
         try:
             recording = Recording(uri)
@@ -247,7 +249,7 @@ class RecordingRollout:
 
     @property
     def position(self) -> RolloutPosition:
-        """The controller's, and a batch whose writing was given up is played again."""
+        """The controller's position. A batch that was not written completely is pending, too."""
         inner = self._inner.position
         return replace(
             inner,
@@ -261,7 +263,7 @@ class RecordingRollout:
         self._inner.advance(version)
 
     async def batch(self) -> Batch:
-        """The controller's next batch, on disk. Raises `RolloutFailed` if it cannot be written."""
+        """Return the controller's next batch after writing it. Raises `RolloutFailed`."""
         batch = await self._inner.batch()
         self._unwritten = batch.groups
         trajectories = await fetch(self._stores, batch.results)
@@ -282,7 +284,7 @@ class RecordingRollout:
 
 
 class ReplayRollout:
-    """Serves the batches of a recording: training step v trains on the recording's step v. Nothing is sampled or played."""
+    """Serves recorded batches: training step v uses the recorded step v. Nothing is sampled."""
 
     def __init__(
         self,
@@ -296,13 +298,16 @@ class ReplayRollout:
         self._groups_per_batch = groups_per_batch
         self._version = 0
         self.position = position
-        """After the groups that were served: where a run that plays itself would go on."""
+        """Position after the served groups, where a run without replay would continue."""
 
     @classmethod
     async def open(
         cls, pipeline: Pipeline, uri: str, stores: list[Any], step: int, position: RolloutPosition
     ) -> ReplayRollout:
-        """Go on after `step` completed training steps. Raises `InvalidConfig` unless all steps up to maxSteps are recorded."""
+        """Continue after `step` training steps.
+
+        Raises `InvalidConfig` unless all steps up to maxSteps are recorded.
+        """
         try:
             recording = Recording(uri)
         except UnusableStorage as error:
@@ -328,14 +333,17 @@ class ReplayRollout:
         self._version = version
 
     async def batch(self) -> Batch:
-        """The batch that the recorded run trained on in this step; its trajectories are put into the stores."""
+        """Return the recorded batch of this step and put its trajectories into the stores."""
         try:
             recorded = await asyncio.to_thread(self._recording.read, self._version + 1)
         except RecordingError as error:
             raise InvalidConfig(REPLAY_FIELD, str(error)) from error
         groups = groups_of(recorded, stores=len(self._stores))
         if len(groups) != self._groups_per_batch:
-            message = f"step {self._version + 1} of the recording has {len(groups)} groups, and a batch here has {self._groups_per_batch}"
+            message = (
+                f"step {self._version + 1} of the recording has {len(groups)} groups, "
+                f"and a batch here has {self._groups_per_batch}"
+            )
             raise InvalidConfig("spec.pipeline.rolloutBatchSize", message)
         by_store: dict[int, list[Trajectory]] = defaultdict(list)
         for trajectory in recorded.trajectories:
@@ -353,7 +361,7 @@ class ReplayRollout:
 async def record_or_replay(
     pipeline: Pipeline, controller: RolloutController, stores: list[Any], step: int
 ) -> RolloutController | RecordingRollout | ReplayRollout:
-    """The rollout that `pipeline.record` asks for, after `step` completed training steps."""
+    """Return the rollout that `pipeline.record` asks for, after `step` training steps."""
     record = pipeline.record
     if record is not None and record.to is not None:
         return await RecordingRollout.begin(controller, record.to, stores, step)
@@ -363,7 +371,7 @@ async def record_or_replay(
 
 
 async def fetch(stores: list[Any], results: list[EpisodeResult]) -> list[Trajectory]:
-    """The trajectories of these results, in their order."""
+    """Return the stored trajectories of these results, in order."""
     by_store: dict[int, list[EpisodeKey]] = defaultdict(list)
     for result in results:
         by_store[result.store].append(result.key)
@@ -375,7 +383,7 @@ async def fetch(stores: list[Any], results: list[EpisodeResult]) -> list[Traject
 
 
 def groups_of(recorded: RecordedStep, stores: int) -> tuple[Group, ...]:
-    """The groups of a recorded batch, with the stores that their trajectories go to."""
+    """Return the groups of a recorded batch, assigned to `stores` stores."""
     pairs = zip(recorded.trajectories, recorded.attempts, strict=True)
     results = [
         EpisodeResult.of(t, attempt=attempt, store=_store(t.key, stores)) for t, attempt in pairs
