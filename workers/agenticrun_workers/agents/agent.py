@@ -56,7 +56,7 @@ class Episode:
     def request(
         self, name: str, prompt_T: IntArray, sampling: SamplingParams, seed_path: Sequence[int]
     ) -> GenerationRequest:
-        """Return a request of this episode. `name` and `seed_path` are unique within the episode."""
+        """Return a request. `name` and `seed_path` are unique within the episode."""
         seed = int(
             np.random.SeedSequence([self.sampling_seed, *seed_path]).generate_state(1, np.uint64)[0]
         )
@@ -122,24 +122,24 @@ LAST_BY_DEFAULT = ("success",)
 
 
 class EpisodeMetrics:
-    """Metrics of one episode. The mode that came with a name's first value holds."""
+    """Metrics of one episode. The mode of a name's first value applies to all its values."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
         self._modes: dict[str, MetricMode] = {}
 
     def add(self, name: str, value: float, mode: MetricMode | None = None) -> None:
-        """One step's value."""
+        """Add the value of one step."""
         self._values.setdefault(name, []).append(value)
         self._modes.setdefault(name, mode or ("last" if name in LAST_BY_DEFAULT else "sum"))
 
     def add_step(self, result: StepResult) -> None:
-        """All values of a step."""
+        """Add all values of one step."""
         for name, value in result.metrics.items():
             self.add(name, float(value), result.modes.get(name))
 
     def totals(self) -> dict[str, float]:
-        """One value per name."""
+        """Return one value per name."""
         return {name: _combined(values, self._modes[name]) for name, values in self._values.items()}
 
 

@@ -1,9 +1,9 @@
-"""The chat template, rendered piece by piece so that nothing is ever tokenised twice.
+"""Chat templates, rendered piece by piece so that no token is tokenised twice.
 
-A conversation grows by what the template puts between two responses: the end of the assistant's turn, the user's message
-and the start of the next answer. Each piece is rendered inside a small conversation with a marker where the response
-stands, and only the text after the marker is tokenised. Joined with the sampled tokens, the pieces are what the template
-would have rendered for the whole conversation.
+Between two responses a template writes the end of the assistant's turn, the user's message and the
+start of the next answer. Each piece is rendered inside a small conversation with a marker in place
+of the response, and only the text after the marker is tokenised. Sampled tokens and pieces together
+equal what the template renders for the whole conversation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from agenticrun_workers.types import IntArray
 
 Message = Mapping[str, Any]
-"""A message as chat templates take it: `role`, `content`, and for tools `tool_calls` or `tool_call_id`."""
+"""A chat message: `role`, `content`, and for tools `tool_calls` or `tool_call_id`."""
 
 _MARKER = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
 
@@ -31,9 +31,10 @@ class ChatTemplateError(Exception):
 class ChatFormat:
     """Token pieces of conversations in the tokenizer's own chat template.
 
-    `end_of_turn` is the token that ends an assistant's turn, found in the template itself; `stop_tokens` are that one and the
+    `end_of_turn` is the token that ends an assistant's turn in the template; `stop_tokens` adds the
     tokenizer's end of sequence.
-    Raises `ChatTemplateError` if the template changes or hides what an assistant said.
+
+    Raises `ChatTemplateError` if the template changes or hides an assistant's message.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -45,7 +46,8 @@ class ChatFormat:
         )
         if not self._end_text:
             raise ChatTemplateError(
-                f"after an answer the chat template writes {tail!r}, which starts with no special token"
+                f"after an answer the chat template writes {tail!r}, "
+                "which starts with no special token"
             )
         self.end_of_turn = added[self._end_text]
         self.stop_tokens: tuple[int, ...] = tuple(
@@ -54,12 +56,15 @@ class ChatFormat:
         self._cached_next = lru_cache(maxsize=4096)(self._next)
 
     def first(self, system: str, user: str) -> IntArray:
-        """Tokens up to the start of the first answer, int32 [T]. An empty `system` adds no system message."""
+        """Return the tokens up to the first answer, int32 [T]. Empty `system` = no message."""
         messages = [{"role": "system", "content": system}] if system else []
         return self.conversation([*messages, {"role": "user", "content": user}])
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> IntArray:
-        """Tokens of these chat messages up to the start of the answer, int32 [T]. `tools` are described as OpenAI's API does."""
+        """Return the tokens of messages up to the answer, int32 [T].
+
+        `tools` have the format of OpenAI's API.
+        """
         return self._encode(self._render(messages, prompt=True, tools=tools))
 
     def going_on(
@@ -70,35 +75,38 @@ class ChatFormat:
         ended: bool,
         tools: Sequence[Message] = (),
     ) -> IntArray:
-        """Tokens between an answer to `before` and the next one, where `added` messages of any roles came in between, int32 [T].
+        """Return the tokens between an answer to `before` and the answer to `added`, int32 [T].
 
-        Raises `ChatTemplateError`, and whatever the template raises for messages that it refuses.
+        Raises `ChatTemplateError`, and what the template raises for messages that it rejects.
         """
         tail = self._tail([*before, {"role": "assistant", "content": _MARKER}, *added], tools)
         return self._encode(tail.removeprefix(self._end_text) if ended else tail)
 
     def shows_tools(self, tools: Sequence[Message]) -> bool:
-        """Whether the chat template tells the policy about them."""
+        """Return True if the chat template renders these tools."""
         asked: list[Message] = [{"role": "user", "content": "?"}]
         return self._render(asked, prompt=True, tools=tools) != self._render(asked, prompt=True)
 
     def next(self, user: str, *, ended: bool) -> IntArray:
-        """Tokens between an answer and the next one, int32 [T]; `ended` says that the policy sampled the end of turn itself."""
+        """Return the tokens between an answer and the next one, int32 [T].
+
+        `ended`: the policy sampled the end-of-turn token itself.
+        """
         return self._cached_next(user, ended)
 
     def answer(self, text: str) -> IntArray:
-        """An answer as a policy would sample it, end of turn included, int32 [T]."""
+        """Return the tokens of an answer, including the end of turn, int32 [T]."""
         return np.append(self._encode(text), np.int32(self.end_of_turn))
 
     def text(self, response_T: IntArray) -> str:
-        """What a response says, without the token that ended it."""
+        """Return the text of a response without its stop token."""
         if len(response_T) and int(response_T[-1]) in self.stop_tokens:
             response_T = response_T[:-1]
         text: str = self._tokenizer.decode(response_T.tolist(), skip_special_tokens=False)
         return text
 
     def shown(self, prompt_T: IntArray) -> str:
-        """A prompt as the policy saw it, the template's marks included."""
+        """Return the text of a prompt, including special tokens."""
         text: str = self._tokenizer.decode(prompt_T.tolist(), skip_special_tokens=False)
         return text
 
@@ -140,11 +148,11 @@ class ChatFormat:
 
 
 NUMBERS = ("turn", "turns_left", "max_tokens", "step_count", "history_length")
-"""Placeholders that become digits."""
+"""Placeholders that render as digits."""
 
 
 def check_template(template: str, fields: Sequence[str]) -> None:
-    """Raise `ValueError` if a template asks for anything but these fields."""
+    """Raise `ValueError` if a template uses an unknown field."""
     try:
         template.format_map(dict.fromkeys(fields, ""))
     except (KeyError, IndexError, ValueError, AttributeError) as error:
@@ -154,7 +162,7 @@ def check_template(template: str, fields: Sequence[str]) -> None:
 
 
 def fixed_text(template: str) -> list[str]:
-    """What a template writes itself: its text without the placeholders, and digits if it writes numbers."""
+    """Return a template's text without placeholders, and the digits if it renders numbers."""
     text = re.sub(r"\{(\w*)\}", "", template)
     writes_numbers = any(f"{{{name}}}" in template for name in NUMBERS)
     return [text, *"0123456789"] if writes_numbers else [text]

@@ -1,7 +1,8 @@
-"""GenerationConfig: how an agent with queues asks for responses, inside of what the run allows.
+"""Values that agents with queues exchange with the engines.
 
-The run owns the sampling distribution, because the recorded log-probs are about it: an agent may name its values, and any other is
-refused. The agent owns how many samples it wants and how long they may be, up to `envs[].maxTokensPerStep`.
+The run owns the sampling distribution, because the recorded log-probs refer to it: an agent may
+repeat its values, and others are rejected. The agent chooses the number of samples and their
+length, up to `envs[].maxTokensPerStep`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from agenticrun_workers.plugins import camel_case, snake_case
 from agenticrun_workers.types import FinishReason, Generation, StopReason, Stream
 
 MAX_SAMPLES = 256
-"""Responses to one prompt; more would only queue up at the engine."""
+"""Responses per prompt; more would only wait at the engine."""
 
 OWNED = {
     "temperature": "actorInfer.generating.temperature",
@@ -23,17 +24,17 @@ OWNED = {
     "top_k": "actorInfer.generating.topK",
     "min_p": "actorInfer.generating.minP",
 }
-"""What the run owns, and where it is set."""
+"""Settings that the run owns, and the spec field that sets each."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """How one prompt is answered. None: as the run says."""
+    """Sampling options of one prompt. None = the run's value."""
 
     n: int = 1
-    """Responses sampled from the prompt, each with a seed of its own."""
+    """Number of responses, each with its own seed."""
     max_new_tokens: int | None = None
-    """Of each response. More than `envs[].maxTokensPerStep`, or than there is room for, is cut to that."""
+    """Length limit, capped at `envs[].maxTokensPerStep` and the room in `sequenceLength`."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -41,22 +42,26 @@ class GenerationConfig:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], limits: AgentLimits) -> GenerationConfig:
-        """From an agent's `config.gconfig`, camelCase or snake_case, with the run's values filled in. Raises `ValueError`."""
+        """Return the options of an agent's `config.gconfig` (camelCase or snake_case).
+
+        The run's values are filled in. Raises `ValueError`.
+        """
         known = {field.name for field in fields(cls)}
         values = {snake_case(key): value for key, value in config.items()}
         unknown = [key for key in config if snake_case(key) not in known]
         if unknown:
             raise ValueError(
-                f"gconfig has no key {unknown[0]!r} (known: {', '.join(map(camel_case, sorted(known)))})"
+                f"gconfig has no key {unknown[0]!r} "
+                f"(known: {', '.join(map(camel_case, sorted(known)))})"
             )
         return cls(**values).within(limits)
 
     def new(self, **changes: Any) -> Self:
-        """A copy with these values, as in AReaL: `gconfig.new(n=1)`."""
+        """Return a copy with these values, as in AReaL: `gconfig.new(n=1)`."""
         return replace(self, **changes)
 
     def within(self, limits: AgentLimits) -> GenerationConfig:
-        """With everything filled in that was None. Raises `ValueError` for what the run refuses."""
+        """Return a copy without None values. Raises `ValueError` for a forbidden value."""
         for name, value in (("n", self.n), ("maxNewTokens", self.max_new_tokens)):
             if value is not None and (
                 not isinstance(value, int) or isinstance(value, bool) or value < 1
@@ -70,7 +75,8 @@ class GenerationConfig:
             asked, owned = getattr(self, name), getattr(limits, name)
             if asked is not None and asked != owned:
                 raise ValueError(
-                    f"gconfig.{camel_case(name)} is {asked}, and the run samples with {owned}: leave it out, and set {place}"
+                    f"gconfig.{camel_case(name)} is {asked}, and the run samples with {owned}: "
+                    f"leave it out, and set {place}"
                 )
         longest = min(self.max_new_tokens or limits.max_tokens_per_step, limits.max_tokens_per_step)
         return replace(
@@ -80,12 +86,12 @@ class GenerationConfig:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The task of one episode."""
+    """The task of one episode, for the agent."""
 
     qid: str
-    """Names the episode; the first part of every request."""
+    """Id of the episode; the first part of each request."""
     token_ids: list[int]
-    """The conversation up to the first answer, in the policy's chat template. The agent may change it."""
+    """The conversation up to the first answer, in the chat template. Agents may change it."""
     text: str
     """The first user message."""
     instruction: str
@@ -99,23 +105,23 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class BundledGenerationOutputs:
-    """The n responses to one request, token for token as they were sampled, end-of-turn tokens included."""
+    """The n responses to one request, exactly as sampled, including end-of-turn tokens."""
 
     qid: str
     prompt_ids: list[int]
     output_ids: list[list[int]]
     logprobs: list[list[float]]
-    """Of each output token, over the full vocabulary at the run's temperature."""
+    """Log-prob of each output token, over the full vocabulary at the run's temperature."""
     versions: list[list[int]]
-    """The policy version that sampled each output token."""
+    """Policy version of each output token."""
     no_eos: list[bool]
-    """The response was cut at its token limit."""
+    """True if the response was cut at its token limit."""
 
     @classmethod
     def of(
         cls, qid: str, prompt_ids: list[int], generations: Sequence[Generation]
     ) -> BundledGenerationOutputs:
-        """From what the engines sampled."""
+        """Build the bundle from the engines' generations."""
         return cls(
             qid,
             prompt_ids,
@@ -127,7 +133,7 @@ class BundledGenerationOutputs:
 
     @property
     def seqs(self) -> list[list[int]]:
-        """Prompt and response of each sample; new lists, so that they can be extended to the next prompt."""
+        """Prompt and response of each sample, as new lists that can be extended."""
         return [self.prompt_ids + output for output in self.output_ids]
 
     @property
@@ -145,28 +151,28 @@ class BundledGenerationOutputs:
 class ScoredSequence:
     """One trajectory, as an agent returns it.
 
-    What the policy sampled is found by the tokens themselves, so nothing is tokenised again and no mask has to be built.
+    The sampled responses are found by their tokens, so the agent builds no mask.
     """
 
     tokens: Sequence[int]
     """One of the `seqs` of one of the bundles."""
     rewards: float | Sequence[float]
-    """Of each trained turn, or one number: of the last turn."""
+    """Reward of each trained turn, or one number for the last turn."""
     trained: Literal["all", "last"] = "all"
-    """Train on all responses in these tokens, or on the last one, with all before it as its prompt."""
+    """Train on all responses, or only on the last one, with the rest as its prompt."""
     valid: bool = True
-    """Whether the last answer was one that the environment knows; else `envs[].formatPenalty` applies."""
+    """False if the last answer had a bad format: `envs[].formatPenalty` applies."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Reported as env/<tag>/<name>; means over an episode's trajectories."""
+    """Reported as env/<tag>/<name>, averaged over the episode's trajectories."""
     stop_reason: StopReason | None = None
-    """None: completed, or what the agent was told by `EpisodeEnded`."""
+    """None = the reason of `EpisodeEnded` if it was raised, else completed."""
 
 
 class EpisodeEnded(Exception):
-    """Raised by `act_queue.get()`: there will be no more responses.
+    """Raised by `act_queue.get()` when there are no more responses.
 
-    `reason` is context_overflow (the prompt leaves no room within `sequenceLength`) or max_turns (more than `envs[].maxSteps`
-    requests). An agent may catch it and return what it has.
+    `reason` is context_overflow (no room within `sequenceLength`) or max_turns (more than
+    `envs[].maxSteps` requests). An agent may catch it and return what it has.
     """
 
     def __init__(self, reason: StopReason) -> None:

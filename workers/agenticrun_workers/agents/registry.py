@@ -1,6 +1,7 @@
-"""Agents by name: `@register_agent("mine")`, an entry point in the group `agenticrun.agents`, or `module:Class`.
+"""Agents by name: `@register_agent`, an entry point of `agenticrun.agents`, or `module:Class`.
 
-A class may be an `Agent`, or an agent with queues (`agents/queued.py`): its `collect_trajectory` tells which.
+A class is an `Agent` or an agent with queues (`agents/queued.py`). The signature of its
+`collect_trajectory` decides which.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ QUEUE_ARGUMENTS = ("prompt", "env", "obs_queue", "act_queue")
 
 
 class AgentNotFound(PluginNotFound):
-    """No agent of that name, or what has that name is no agent."""
+    """No agent has that name, or the named object is not an agent."""
 
 
 class AgentImportError(PluginImportError):
@@ -39,7 +40,7 @@ class AgentImportError(PluginImportError):
 
 
 class AgentConfigError(PluginConfigError):
-    """The agent does not know a config key, or refuses a value."""
+    """A config key is unknown to the agent, or it rejects a value."""
 
 
 _registry: Registry[Any] = Registry(
@@ -56,16 +57,24 @@ def register_agent(name: str, factory: Factory) -> Factory: ...
 
 
 def register_agent(name: str, factory: Factory | None = None) -> Any:
-    """Make a class or a factory known as `name`: `@register_agent("mine")`, or `register_agent("mine", Mine)`."""
+    """Register a class or factory.
+
+    Use it as `@register_agent("mine")` or `register_agent("mine", Mine)`.
+    """
     return _registry.register(name) if factory is None else _registry.register(name)(factory)
 
 
 def make_agent(
     type: str, config: Mapping[str, Any], *, tokenizer: PreTrainedTokenizerBase, limits: AgentLimits
 ) -> Agent:
-    """Build an agent. Raises `AgentNotFound`, `AgentImportError` or `AgentConfigError`, each saying what to do.
+    """Build an agent.
 
-    Of `tokenizer`, `limits` and `gconfig` a class gets what its constructor names; `gconfig` is made of the config's.
+    The constructor gets those of `tokenizer`, `limits` and `gconfig` that it names.
+
+    Raises:
+        AgentNotFound: no such agent.
+        AgentImportError: its module cannot be imported.
+        AgentConfigError: its config is invalid.
     """
     parameters = inspect.signature(_registry.find(type)).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -87,7 +96,7 @@ def make_agent(
 def _gconfig(
     type: str, config: Mapping[str, Any], limits: AgentLimits
 ) -> tuple[dict[str, Any], GenerationConfig]:
-    """The rest of the config, and what its `gconfig` says."""
+    """Split a config into its other keys and its `gconfig`."""
     asked = config.get("gconfig", {})
     try:
         if not isinstance(asked, Mapping):
@@ -100,9 +109,12 @@ def _gconfig(
 
 
 def _has_queues(type: str, made: Any) -> bool:
-    """Which of the two kinds of agent this is. Raises `AgentNotFound` for neither."""
+    """Return True for an agent with queues. Raises `AgentNotFound` for neither kind."""
     collect = getattr(made, "collect_trajectory", None)
-    expected = f"async def collect_trajectory(self, {', '.join(OWN_ARGUMENTS)}) or (self, {', '.join(QUEUE_ARGUMENTS)})"
+    expected = (
+        f"async def collect_trajectory(self, {', '.join(OWN_ARGUMENTS)}) "
+        f"or (self, {', '.join(QUEUE_ARGUMENTS)})"
+    )
     if not inspect.iscoroutinefunction(collect):
         raise AgentNotFound(f"agent {type!r} has no {expected}")
     signature = inspect.signature(collect)
@@ -122,9 +134,9 @@ def _takes(signature: inspect.Signature, arguments: tuple[str, ...]) -> bool:
 
 
 def agent_texts(type: str, config: Mapping[str, Any]) -> list[str]:
-    """What an agent writes beside the environment's texts: its templates, and other texts of its config.
+    """Return the texts that an agent adds to prompts: its templates and config strings.
 
-    The vocabulary of a tiny model is made of them. Raises `AgentNotFound` or `AgentImportError`.
+    A tiny tokenizer's vocabulary is built from them. Raises `AgentNotFound` or `AgentImportError`.
     """
     parameters = inspect.signature(_registry.find(type)).parameters
     values = {

@@ -1,7 +1,8 @@
-"""Everything that was sampled in one episode, as a tree: which response goes on from which, by their tokens.
+"""The responses of one episode as a tree, linked by token prefixes.
 
-A prompt goes on from the longest sampled sequence that it begins with; a prompt that begins with none is a root, a new branch.
-So log-probs, versions and masks always are those of the generation itself, whatever an agent does between two of them.
+The parent of a prompt is the longest sampled sequence that it starts with; else it is a root.
+So log-probs, versions and masks always come from the generation itself, whatever an agent does
+between two requests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from agenticrun_workers.types import Generation, IntArray, Turn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """One response, with the prompt that it answers and the response before it."""
+    """One response with its prompt and its parent response."""
 
     prompt_T: IntArray
     """The whole prompt."""
@@ -32,11 +33,11 @@ class Sampled:
 
     @property
     def added_T(self) -> IntArray:
-        """What the prompt adds to the sequence that it goes on from."""
+        """Tokens that the prompt adds to its parent's sequence."""
         return self.prompt_T[self.parent.length if self.parent else 0 :]
 
     def begins(self, prompt_T: IntArray) -> bool:
-        """Whether a prompt begins with this prompt and response."""
+        """Return True if a prompt starts with this prompt and response."""
         size = len(self.prompt_T)
         return (
             self.length <= len(prompt_T)
@@ -45,11 +46,11 @@ class Sampled:
         )
 
     def path(self) -> list[Sampled]:
-        """From the root to this one."""
+        """Return the responses from the root to this one."""
         return [*(self.parent.path() if self.parent else []), self]
 
     def turn(self, chat: ChatFormat, reward: float, *, valid: bool = True) -> Turn:
-        """As a turn of a trajectory, after its parent's."""
+        """Return the turn that follows the parent's turn."""
         generation = self.generation
         return Turn(
             self.added_T,
@@ -73,7 +74,7 @@ class SampledTree:
         self._returned: dict[bytes, int] = defaultdict(int)
 
     def add(self, prompt_T: IntArray, generation: Generation) -> None:
-        """Remember a response to this prompt, int32 [T]."""
+        """Add a response to this prompt, int32 [T]."""
         parent = max(
             (one for one in self._sampled if one.begins(prompt_T)),
             key=lambda one: one.length,
@@ -84,9 +85,9 @@ class SampledTree:
         self._by_tokens[np.concatenate([prompt_T, generation.tokens_T]).tobytes()].append(sampled)
 
     def find(self, tokens: Sequence[int]) -> Sampled | None:
-        """The response that ends with exactly these tokens, or None.
+        """Return the response with exactly these tokens, or None.
 
-        Samples that happen to be equal are told apart by order: the k-th question about the same tokens gets the k-th of them.
+        Equal samples are returned in order: the k-th call with the same tokens gets the k-th one.
         """
         key = np.asarray(tokens, np.int32).tobytes()
         equal = self._by_tokens.get(key)

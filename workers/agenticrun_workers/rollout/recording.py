@@ -8,7 +8,8 @@ only numbers and text. Tokens keep the log-probs and versions of their sampling.
 Arrays of a file, for N trajectories with K turns in all, P prompt and R response tokens:
 
     header uint8 [bytes of JSON]; turns_N; prompt_lengths_K, response_lengths_K,
-    rewards_K float64, valid_K bool, states_K uint8 [K, 32]; prompts_P int32; responses_R int32, logprobs_R float32, versions_R int32
+    rewards_K float64, valid_K bool, states_K uint8 [K, 32]; prompts_P int32;
+    responses_R int32, logprobs_R float32, versions_R int32
 """
 
 from __future__ import annotations
