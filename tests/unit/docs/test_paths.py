@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGES = sorted([*ROOT.glob("[B-Z]*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("charts/*/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("charts/*/*.md")])
 CODE = re.compile(r"`([^`\s]+)`")
 
 USERS_OWN = {"my_envs.py", "my_agent.py"}
