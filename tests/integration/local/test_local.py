@@ -100,7 +100,7 @@ def test_a_run_is_interrupted_and_gone_on_with(start: Callable[..., Command]) ->
     first.wait_for("step 2/")
     os.killpg(first.process.pid, signal.SIGINT)  # Ctrl-C reaches the whole group
     assert first.wait() == ExitCode.STOPPED, first.log.read_text()
-    assert "Stopped: stopped as asked after" in first.log.read_text()
+    assert "Stopped: stopped on request after" in first.log.read_text()
     first.leaves_nothing_behind()
     done = first.steps()[-1]
 
@@ -149,7 +149,7 @@ def test_an_interruption_while_it_starts_ends_it_at_once(start: Callable[..., Co
     command.wait_for("[starting] starting actors")
     os.killpg(command.process.pid, signal.SIGINT)
     assert command.wait() == ExitCode.STOPPED
-    assert "Stopped: stopped as asked after 0 steps" in command.log.read_text()
+    assert "Stopped: stopped on request after 0 steps" in command.log.read_text()
     command.leaves_nothing_behind()
 
 

@@ -201,7 +201,7 @@ async def test_if_all_are_damaged_the_run_does_not_silently_begin_anew(
     damage(await a_store(base).save(state(10), SAVE), kind)
     with pytest.raises(
         InvalidConfig,
-        match=rf"spec\.checkpoint\.resume: .*{NAMED[kind.split()[1]]}.* set Never to begin anew",
+        match=rf"spec\.checkpoint\.resume: .*{NAMED[kind.split()[1]]}.* set Never to start over",
     ):
         await restored_step(a_store(base))
 
@@ -223,9 +223,7 @@ async def test_a_checkpoint_of_another_format_is_refused_by_its_number(base: Fol
     saved = await a_store(base).save(state(10), SAVE)
     manifest = json.loads(Folder(saved.folder).read("manifest.json"))
     Folder(saved.folder).write("manifest.json", json.dumps({**manifest, "format": 99}).encode())
-    with pytest.raises(
-        InvalidConfig, match="is of format 99; this version of AgenticRun reads format 2"
-    ):
+    with pytest.raises(InvalidConfig, match="has format 99; this version of AgenticRun reads 2"):
         await restored_step(a_store(base))
 
 

@@ -109,7 +109,7 @@ class Run:
             checkpoints=self.store,
             trackers=[self],
             samples=SampleWriter(folder, Tracking(), self.pipeline),
-            board=ProgressReporter(
+            progress=ProgressReporter(
                 self.sink, AttemptId("uid", "run-1", 1), self.pipeline.max_steps
             ),
             requests=self.requests,

@@ -125,4 +125,4 @@ def test_a_disk_that_takes_nothing_is_told_once(
         for record in caplog.records
         if record.name == samples.__name__
     ]
-    assert told == ["sample episodes are not written"]
+    assert told == ["cannot write sample episodes"]

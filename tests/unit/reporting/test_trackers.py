@@ -116,5 +116,5 @@ def test_failures_are_told_once_until_the_tracker_works_again(
     assert flaky.steps == [1, 4]
     assert (
         lines(caplog)
-        == ["metrics.jsonl does not take metrics: OSError: No space left on device"] * 2
+        == ["metrics.jsonl does not accept metrics: OSError: No space left on device"] * 2
     )

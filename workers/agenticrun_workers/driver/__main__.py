@@ -1,7 +1,7 @@
-"""The driver on a cluster: `python -m agenticrun_workers.driver`, submitted by the operator as a Ray job on the head pod.
+"""The driver on a RayCluster: the operator submits this module as a Ray job on the head pod.
 
-It reads the mounted run, trains, and tells the reporter how it goes. Its exit code (`ExitCode`) says the same as its final
-report, for the case that the reporter is gone.
+It reads the mounted run, trains, and posts its progress to the reporter. Its exit code
+(`ExitCode`) repeats the outcome of the final report, in case the reporter is gone.
 """
 
 from __future__ import annotations
@@ -60,20 +60,18 @@ async def _attempt(document: dict[str, Any]) -> FinalReport:
     await sink.start()
     try:
         run = parse_run(document)
-        session = _session(run, attempt, sink, requests)
+        runner = _runner(run, attempt, sink, requests)
         ray.init(address="auto", namespace=run.metadata.name, logging_level=logging.WARNING)
-    except Exception as error:  # whatever keeps the attempt from beginning is its report
-        log.exception("the attempt cannot begin")
+    except Exception as error:  # any failure is reported
+        log.exception("the attempt cannot start")
         return await fail_early(sink, attempt, error)
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # after ray.init, which sets a handler of its own
+    # After ray.init, which installs handlers of its own.
+    for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, requests.stop.set)
-    return await session.execute()
+    return await runner.execute()
 
 
-def _session(
+def _runner(
     run: AgenticRun, attempt: AttemptId, sink: ProgressSink, requests: Requests
 ) -> AttemptRunner:
     checkpoint = run.spec.checkpoint

@@ -1,4 +1,4 @@
-"""RunActors: the actors of one attempt, each on the pods of its role, brought up side by side."""
+"""The actors of one attempt, each on the pods of its role, started concurrently."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from agenticrun_workers.weights.sync import WeightSync
 log = logging.getLogger(__name__)
 
 OWN_PODS = {REFERENCE: Role.REFERENCE, CRITIC: Role.CRITIC}
-SCORERS: dict[str, type] = {REFERENCE: ReferenceActor, CRITIC: CriticActor}
-"""Models that share the trainer's pods unless their role is given."""
+SCORING_ACTORS: dict[str, type] = {REFERENCE: ReferenceActor, CRITIC: CriticActor}
+"""Models that live on the trainer's pods unless the run has pods for their role."""
 
 MANY_CALLS = 10_000
-"""Calls that an async actor may have under way."""
+"""Concurrent calls of an async actor."""
 
 
 class RunActors:
-    """`start` it on an initialised Ray, and `stop` it whatever happens."""
+    """Starts and stops all actors of an attempt on an initialised Ray."""
 
     def __init__(self, run: AgenticRun) -> None:
         self._run = run
@@ -49,13 +49,13 @@ class RunActors:
         self._source: asyncio.Future[ModelSource] = loop.create_future()
         self._trainer_places: asyncio.Future[list[Placement]] = loop.create_future()
         self._devices_free = asyncio.Event()
-        """Trainers may take their devices: no engine is using them to start."""
+        """Set when trainers may use their devices: no engine is starting on them."""
         self._env_workers_made = 0
         self._watchers: list[asyncio.Task[None]] = []
         self.weights: WeightSync | None = None
         self._actors: list[Any] = []
         self.placements: list[Placement] = []
-        """Where actors were found to run, those of replaced ones included."""
+        """Placements of all actors, replaced ones included."""
         self.stores: list[Any] = []
         self.engines = EnginePool(
             self._spawn_engine, self._count(Role.INFERENCE), self._engines_changed
@@ -63,7 +63,11 @@ class RunActors:
         self.envs = EnvPool(self._spawn_env_worker, self._count(Role.ENV))
 
     async def start(self) -> None:
-        """Bring everything up. Raises `InvalidConfig` for what the run's YAML gets wrong."""
+        """Start all actors.
+
+        Raises:
+            InvalidConfig: names the field of the run that cannot work.
+        """
         starts = [
             asyncio.create_task(start)
             for start in (self.envs.start(), self._start_engines(), self._start_trainers())
@@ -78,11 +82,11 @@ class RunActors:
 
     @property
     def failures(self) -> list[asyncio.Future[None]]:
-        """Each fails when a part of the run cannot be kept alive."""
+        """Futures that fail when actors die and cannot be replaced."""
         return [self.engines.failure, *self._watchers]
 
     async def discard(self, results: list[EpisodeResult]) -> None:
-        """Free what the stores hold of these trajectories."""
+        """Delete these trajectories from the stores."""
         by_store: dict[int, list[EpisodeKey]] = {}
         for result in results:
             if result.store >= 0:
@@ -92,7 +96,7 @@ class RunActors:
         )
 
     async def stop(self) -> None:
-        """Stop watching and end the actors."""
+        """End all actors, after a failed `start` too."""
         await self.envs.stop()
         await self.engines.stop()
         for watcher in self._watchers:
@@ -115,7 +119,10 @@ class RunActors:
         return actor
 
     def _gpus(self, role: Role) -> int:
-        """GPUs of one actor, in Ray's count. Colocated engines share those of the ranks beside them."""
+        """Return the GPUs that Ray reserves for one actor.
+
+        Colocated engines reserve none: they share those of the ranks on their pod.
+        """
         spec = self._run.spec
         if role is Role.INFERENCE and spec.colocated:
             return 0
@@ -124,24 +131,29 @@ class RunActors:
 
     @property
     def _gpus_of_engine(self) -> int:
-        """GPUs that an engine computes on, alone or beside a trainer's rank."""
+        """GPUs that one engine computes on, its own or shared with trainer ranks."""
         spec = self._run.spec
         return (
             spec.pipeline.actor_infer.strategy.gpus if spec.roles.of(spec.engine_role).gpus else 0
         )
 
     def _threads(self, role: Role) -> int:
-        """Torch threads of one actor: as many as the CPUs that its pod asks for, over the pod's actors.
+        """Return the torch threads of one actor: the CPU request of its pod, divided by its actors.
 
-        Not the machine's cores: pods share those, and threads that wait for each other on busy cores are several times
-        slower than one. (Ray would allow one to an actor that takes no CPU of its count.)
+        The cores of the machine do not count, because pods share them: threads that wait for each
+        other on busy cores are several times slower than one. Ray's default would be one thread,
+        because our actors reserve no CPU.
         """
         spec = self._run.spec
         pods = spec.engine_role if role is Role.INFERENCE else role
         return max(1, int(cpus(spec.roles.of(pods).cpus)) // spec.actors_per_pod(pods)[role])
 
     async def _place(self, actor: Any) -> Placement:
-        """Where the actor is; raises `MisplacedActor` if that is not a pod of its role."""
+        """Return where the actor runs.
+
+        Raises:
+            MisplacedActor: it is not on a pod of its role.
+        """
         placement: Placement = await actor.placement.remote()
         check_placement(placement)
         self.placements.append(placement)
@@ -155,7 +167,7 @@ class RunActors:
         return placement
 
     async def _start_engines(self) -> None:
-        """Colocated engines start before the trainers load anything, and sleep until they get weights."""
+        """Start the engines; colocated ones before trainers load models, then put them to sleep."""
         if not self._run.spec.colocated:
             self._devices_free.set()
         await self.engines.start()
@@ -168,7 +180,7 @@ class RunActors:
         used = {CRITIC} if self._pipeline.uses_critic else set()
         used |= {REFERENCE} if self._pipeline.uses_reference else set()
         trainers = self._ranks(TrainerActor, Role.TRAINER, frozenset(used - own.keys()))
-        others = {part: self._ranks(SCORERS[part], role) for part, role in own.items()}
+        others = {part: self._ranks(SCORING_ACTORS[part], role) for part, role in own.items()}
         placements = await asyncio.gather(*(self._place(actor) for actor in trainers))
         self._trainer_places.set_result(placements)
         self._source.set_result(await self._make_source(trainers[0]))
@@ -207,14 +219,14 @@ class RunActors:
         ]
 
     async def _set_up(self, actors: list[Any], role: Role, sources: ModelSources) -> list[Any]:
-        """What each actor says."""
+        """Call `setup` on all ranks of one model and return the answers."""
         meeting = await actors[0].rendezvous.remote()
         return await asyncio.gather(
             *(actor.setup.remote(sources, meeting, self._threads(role)) for actor in actors)
         )
 
     async def _make_source(self, trainer: Any) -> ModelSource:
-        """The model to begin with; one of random weights is made on the first trainer pod."""
+        """Return the initial model; random weights are made on the first trainer pod."""
         model = self._run.spec.model
         source = ModelSource.of(model)
         if model.initialize is None:
@@ -243,7 +255,11 @@ class RunActors:
         return actor
 
     async def _colocated_slot(self, number: int) -> ColocatedSlot:
-        """Where a colocated engine lives. Ray's own fractions of GPUs would put two ranks onto one GPU, and know no engine of several."""
+        """Return the node and GPUs of a colocated engine.
+
+        Ray's fractional GPUs do not work here: they could put two ranks on one GPU, and cannot
+        express an engine on several GPUs.
+        """
         carried = self._run.spec.actors_per_pod(Role.TRAINER)
         slots = colocated_slots(
             await asyncio.shield(self._trainer_places),
@@ -269,7 +285,7 @@ class RunActors:
     def _spawn_adapter_node(
         self, node_id: str, run: str, buckets: tuple[Bucket, ...], plan: MergePlan
     ) -> Any:
-        """It computes while the engines of its pod wait for it, on all that the pod has."""
+        """Spawn the node's LoRA merger. It may use all CPUs of the pod: the engines wait for it."""
         spec = self._run.spec
         threads = max(1, int(cpus(spec.roles.of(spec.engine_role).cpus)))
         arguments = (
@@ -297,7 +313,7 @@ class RunActors:
 
 
 def cpus(quantity: str) -> float:
-    """`500m` -> 0.5, `2` -> 2.0"""
+    """Parse a CPU quantity of Kubernetes: `500m` -> 0.5, `2` -> 2.0."""
     return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
 
 

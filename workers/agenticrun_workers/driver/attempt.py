@@ -1,4 +1,4 @@
-"""One attempt of a run on an initialised Ray: the same for the driver on a cluster and for local mode."""
+"""One attempt of a run on an initialised Ray, on a RayCluster and in local mode alike."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ MAX_MESSAGE = 4096
 
 @dataclass(frozen=True)
 class AttemptRunner:
-    """What surrounds an attempt.
+    """Starts the actors, resumes from a checkpoint, trains, and reports the outcome.
 
     Args:
         output: folder of metrics.jsonl and TensorBoard's events.
         checkpoints: path or URI of the run's checkpoints; None saves nothing.
-        resume: as `spec.checkpoint.resume`.
+        resume: the value of `spec.checkpoint.resume`.
     """
 
     run: AgenticRun
@@ -55,31 +55,37 @@ class AttemptRunner:
     requests: Requests
 
     async def execute(self) -> FinalReport:
-        """Train to the end, report how it went to the sink, and return the report. Raises nothing; cancelling it ends it at once."""
-        board = ProgressReporter(self.sink, self.attempt, self.run.spec.pipeline.max_steps)
-        board.activity(Activity.STARTING, "starting actors")
+        """Train to the last step and report the outcome to the sink.
+
+        Cancelling this ends the attempt at once, without saving.
+
+        Returns:
+            the report, also after a failure: this raises nothing.
+        """
+        progress = ProgressReporter(self.sink, self.attempt, self.run.spec.pipeline.max_steps)
+        progress.activity(Activity.STARTING, "starting actors")
         try:
-            message = await self._train(board)
+            message = await self._train(progress)
             report = _report(Outcome.SUCCEEDED, Reason.RUN_SUCCEEDED, message, retryable=False)
         except asyncio.CancelledError:
             report = _report(
                 Outcome.STOPPED,
                 "Stopped",
-                f"interrupted after {board.step} steps, without saving",
+                f"interrupted after {progress.step} steps, without saving",
                 retryable=True,
             )
         except Exception as error:  # every failure becomes a report
-            report = report_of(error, board.step)
+            report = report_of(error, progress.step)
             log.log(
                 logging.INFO if report.outcome is Outcome.STOPPED else logging.ERROR,
                 "%s",
                 report.message,
                 exc_info=error,
             )
-        await board.finish(report)
+        await progress.finish(report)
         return report
 
-    async def _train(self, board: ProgressReporter) -> str:
+    async def _train(self, progress: ProgressReporter) -> str:
         spec = self.run.spec
         keep = spec.checkpoint.keep if spec.checkpoint else 1
         store = (
@@ -87,48 +93,46 @@ class AttemptRunner:
             if self.checkpoints
             else None
         )
-        cluster = RunActors(self.run)
+        actors = RunActors(self.run)
         try:
-            await self.requests.unless_stopped(cluster.start())
-            # A later attempt goes on from its own run's checkpoints, whatever the first one began with.
-            resume = self.resume if self.attempt.attempt == 1 else "Auto"
-            restored = await store.restore(resume, cluster.trainers.loaders) if store else None
+            await self.requests.unless_stopped(actors.start())
+            # Later attempts resume from the run's own checkpoints, unlike perhaps the first.
+            resume = self.resume if self.attempt.number == 1 else "Auto"
+            restored = await store.restore(resume, actors.trainers.loaders) if store else None
             state = restored[1] if restored else None
             if restored:
-                board.resumed(restored[1].step, checkpoint_status(restored[0]))
+                progress.resumed(restored[1].step, checkpoint_status(restored[0]))
             samples = SampleWriter(self.output, spec.tracking, spec.pipeline)
             shown = GroupPlan.of(
                 spec.pipeline, transcripts=spec.tracking.sample_logs, frames=samples.frames
             )
-            controller = _controller(self.run, cluster, shown, state)
+            controller = _controller(self.run, actors, shown, state)
             rollout = await record_or_replay(
-                spec.pipeline, controller, cluster.stores, state.step if state else 0
+                spec.pipeline, controller, actors.stores, state.step if state else 0
             )
             trackers = await asyncio.to_thread(
                 build_trackers, self.run, self.output, state.step if state else 0
             )
             parts = LoopParts(
                 pipeline=spec.pipeline,
-                trainers=cluster.trainers,
-                engines=cluster.engines,
+                trainers=actors.trainers,
+                engines=actors.engines,
                 rollout=rollout,
                 validator=Validator(
-                    cluster.envs,
+                    actors.envs,
                     spec.pipeline,
                     transcripts=spec.tracking.sample_logs,
                     frames=samples.frames,
                 ),
-                warmup=Warmup(cluster.envs, cluster.trainers, spec.pipeline, cluster.discard),
-                discard=cluster.discard,
+                warmup=Warmup(actors.envs, actors.trainers, spec.pipeline, actors.discard),
+                discard=actors.discard,
                 checkpoints=store,
                 trackers=trackers,
                 samples=samples,
-                board=board,
+                progress=progress,
                 requests=self.requests,
-                devices=SharedDevices(cluster.trainers, cluster.engines)
-                if spec.colocated
-                else None,
-                failures=cluster.failures,
+                devices=SharedDevices(actors.trainers, actors.engines) if spec.colocated else None,
+                failures=actors.failures,
             )
             loop = Loop(parts, state)
             try:
@@ -138,19 +142,19 @@ class AttemptRunner:
                 for tracker in trackers:
                     await asyncio.to_thread(tracker.close)
         finally:
-            await cluster.stop()
+            await actors.stop()
         return summary(spec.pipeline.max_steps, loop)
 
 
 async def fail_early(sink: ProgressSink, attempt: AttemptId, error: Exception) -> FinalReport:
-    """Report an attempt that failed before its session existed."""
+    """Report an attempt that failed before its `AttemptRunner` existed."""
     report = report_of(error, 0)
     await ProgressReporter(sink, attempt, 0).finish(report)
     return report
 
 
 def _controller(
-    run: AgenticRun, cluster: RunActors, plan: GroupPlan, state: DriverState | None
+    run: AgenticRun, actors: RunActors, plan: GroupPlan, state: DriverState | None
 ) -> RolloutController:
     pipeline = run.spec.pipeline
     per_batch = pipeline.rollout_batch_size // plan.group_size
@@ -158,17 +162,23 @@ def _controller(
         per_batch, pipeline.train_envs.groups, pipeline.staleness.max, state.step if state else 0
     )
     position = RolloutPosition(state.next_group, state.again) if state else RolloutPosition()
-    return RolloutController(cluster.envs, gate, plan, discard=cluster.discard, position=position)
+    return RolloutController(actors.envs, gate, plan, discard=actors.discard, position=position)
 
 
 def report_of(error: BaseException, step: int) -> FinalReport:
-    """What an exception means for the run. Ray wraps what an actor raised; the report tells the original."""
+    """Translate an exception into the outcome of the run.
+
+    Ray wraps what an actor raised; the report names the original.
+
+    Args:
+        step: completed training steps.
+    """
     cause = error
     while isinstance(cause, ray.exceptions.RayTaskError):
         cause = cause.cause
     if isinstance(cause, StopRequested):
         return _report(
-            Outcome.STOPPED, "Stopped", f"stopped as asked after {step} steps", retryable=True
+            Outcome.STOPPED, "Stopped", f"stopped on request after {step} steps", retryable=True
         )
     if isinstance(cause, InvalidConfig | InvalidRun):
         return _report(Outcome.FAILED, Reason.INVALID_CONFIG, str(cause), retryable=False)
@@ -192,7 +202,7 @@ def report_of(error: BaseException, step: int) -> FinalReport:
 
 
 def exit_code(report: FinalReport) -> ExitCode:
-    """How a process ends after this report."""
+    """Return the exit code of a process that ends with this report."""
     if report.outcome is Outcome.SUCCEEDED:
         return ExitCode.SUCCEEDED
     if report.outcome is Outcome.STOPPED:
@@ -201,7 +211,7 @@ def exit_code(report: FinalReport) -> ExitCode:
 
 
 def summary(steps: int, loop: Loop) -> str:
-    """One line for people at the end of a run."""
+    """Return the message of a run that succeeded."""
     success = success_of(loop.last_validation)
     if success is None:
         return f"trained {steps} steps"

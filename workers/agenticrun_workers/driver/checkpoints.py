@@ -1,10 +1,10 @@
 """Checkpoints: all that a run needs to go on as if nothing had happened, on any fsspec file system.
 
-A checkpoint is a folder `<base>/step-<N>`: the driver's state, and one folder per module (actor_train,
-critic, reference) that the module's ranks write. The manifest lists every other file. It is written
-last, in one piece, and makes the folder a checkpoint, because object stores have no rename: a folder
-without one is half-written and never loaded. The manifest holds the run's uid, so that a run never
-loads the weights of another run of the same name.
+A checkpoint is a folder `<base>/step-<N>`: the driver's state, and one folder per module
+(actor_train, critic, reference) that the module's ranks write. The manifest lists every other file.
+It is written last, in one piece, and makes the folder a checkpoint, because object stores have no
+rename: a folder without a manifest is half-written and never loaded. The manifest holds the run's
+uid, so that a run never loads the weights of another run of the same name.
 """
 
 from __future__ import annotations
@@ -35,10 +35,16 @@ log = logging.getLogger(__name__)
 STATE = "state.json"
 
 SaveModule = Callable[[str], Awaitable[None]]
-"""Has a module's ranks write their parts into this folder (a path or URI); all is durable when it returns."""
+"""Makes the ranks of a module write their shards into a folder (path or URI).
+
+All files are durable when it returns.
+"""
 
 LoadModule = Callable[[str], Awaitable[None]]
-"""Has a module's ranks go on from this folder. Raises `DamagedFile` for broken files, `InvalidConfig` for another model."""
+"""Makes the ranks of a module load a folder.
+
+Raises `DamagedFile` for broken files and `InvalidConfig` for another model.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,20 +55,28 @@ class DriverState:
     """Completed training steps; also the policy version."""
     next_group: int
     again: tuple[int, ...]
-    """Groups that were begun and not trained on."""
+    """Groups that were started but not trained on."""
     best_success: float | None = None
     baselines: dict[str, float] = field(default_factory=dict)
-    """Metrics that are measured once: val/<tag>/random_success, val/<tag>/warmup_success."""
+    """Metrics measured once: val/<tag>/random_success, val/<tag>/warmup_success."""
     parts: dict[str, Any] = field(default_factory=dict)
-    """What the loop's other parts keep, each under its name: the KL controller, guards, trackers, ... as JSON values."""
+    """State of other parts by name, as JSON values: the KL controller, the guards."""
 
     def to_bytes(self) -> bytes:
-        """JSON. Raises TypeError for a part that is none."""
+        """Return JSON.
+
+        Raises:
+            TypeError: a part is not a JSON value.
+        """
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> DriverState:
-        """Raises ValueError, KeyError or TypeError for anything else."""
+        """Parse the result of `to_bytes`.
+
+        Raises:
+            ValueError, KeyError, TypeError: these bytes are something else.
+        """
         state: dict[str, Any] = json.loads(data)
         if (found := state.pop("format")) != FORMAT:
             raise ValueError(f"format {found} instead of {FORMAT}")
@@ -81,7 +95,11 @@ class Checkpoint:
         return f"{self.folder}/{module}"
 
     def driver_state(self) -> DriverState:
-        """Raises `DamagedFile`."""
+        """Read the driver's state.
+
+        Raises:
+            DamagedFile: it cannot be read.
+        """
         try:
             return DriverState.from_bytes(Folder(self.folder).read(STATE))
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
@@ -91,15 +109,15 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run below `base`. One attempt at a time writes there.
+    """The checkpoints of one run in the folder `base`. One attempt at a time writes there.
 
     Args:
         base: a path or URI.
-        run_uid: goes into every manifest.
-        keep: how many complete ones are kept.
+        run_uid: written into every manifest.
+        keep: number of complete checkpoints to keep.
 
     Raises:
-        InvalidConfig: no driver for this URI.
+        InvalidConfig: there is no fsspec driver for this URI.
     """
 
     def __init__(self, base: str | os.PathLike[str], run_uid: str, keep: int) -> None:
@@ -107,13 +125,14 @@ class CheckpointStore:
         self._run_uid = run_uid
         self._keep = keep
         self._current: Checkpoint | None = None
-        """What this attempt has saved or restored last."""
+        """The checkpoint that this attempt saved or restored last."""
 
     async def save(self, state: DriverState, modules: Mapping[str, SaveModule]) -> Checkpoint:
-        """Write and publish a checkpoint; then delete what is older than the newest `keep`, half-written, or ahead of this step.
+        """Write and publish a checkpoint, then delete old ones.
 
-        What lies ahead comes from an attempt that was given up: this one went on from before. The checkpoint that was saved or
-        restored last is left alone if it is of this step: it holds the same.
+        Checkpoints older than the newest `keep`, half-written ones, and those of later steps are
+        deleted. Later steps are left from an earlier attempt; this attempt resumed before them.
+        Nothing is written if the checkpoint saved or restored last is of this step.
         """
         if (
             self._current is not None
@@ -137,12 +156,19 @@ class CheckpointStore:
     async def restore(
         self, resume: str, modules: Mapping[str, LoadModule]
     ) -> tuple[Checkpoint, DriverState] | None:
-        """Load what `spec.checkpoint.resume` says to go on from: `Auto`, `Never`, or a checkpoint's folder. None: begin anew.
+        """Load the checkpoint to resume from.
 
-        `Auto` passes over a damaged checkpoint to the newest undamaged one before it, and logs that.
+        Args:
+            resume: the value of `spec.checkpoint.resume`: `Auto`, `Never`, or the folder of a
+                checkpoint. `Auto` skips damaged checkpoints and logs them.
+            modules: loads each module.
+
+        Returns:
+            the checkpoint and the driver's state; None for a fresh start.
 
         Raises:
-            InvalidConfig: the base cannot be written; the named checkpoint, or every one of this run, is damaged or of another model.
+            InvalidConfig: the base is not writable, or the named checkpoint, or every checkpoint
+                of this run, is damaged or of another model.
         """
         await asyncio.to_thread(self._require_writable)
         if resume == "Never":
@@ -163,13 +189,12 @@ class CheckpointStore:
                     *(load(checkpoint.module_folder(name)) for name, load in modules.items())
                 )
             except DamagedFile as error:
-                damage.append(
-                    getattr(error, "cause", error)
-                )  # Ray raises a copy whose text is a traceback
+                # The text of the copy that Ray raises is a traceback.
+                damage.append(getattr(error, "cause", error))
                 log.warning("the checkpoint %s is damaged: %s", folder, damage[-1])
                 continue
             log.info(
-                "going on from %s (step %d)%s",
+                "resuming from %s (step %d)%s",
                 folder,
                 state.step,
                 ", the newest that is not damaged" if damage else "",
@@ -179,9 +204,9 @@ class CheckpointStore:
             )
             return checkpoint, state
         if damage:
-            advice = "restore that file, name another checkpoint, or set Never to begin anew"
+            advice = "restore that file, name another checkpoint, or set Never to start over"
             raise InvalidConfig(
-                "spec.checkpoint.resume", f"no checkpoint is whole: {damage[0]}; {advice}"
+                "spec.checkpoint.resume", f"no checkpoint is undamaged: {damage[0]}; {advice}"
             )
         if resume != "Auto":
             raise InvalidConfig(
@@ -190,7 +215,7 @@ class CheckpointStore:
         return None
 
     def newest(self) -> Checkpoint | None:
-        """The newest complete checkpoint of this run whose files have their sizes."""
+        """Return the newest complete checkpoint of this run; file sizes are checked."""
         return next(
             (
                 _checkpoint(folder, manifest)
@@ -201,7 +226,14 @@ class CheckpointStore:
         )
 
     def _look(self, folder: Folder, *, any_run: bool) -> tuple[Checkpoint, DriverState] | None:
-        """A checkpoint whose sizes, and the driver's files, are right. None: not published, or another run's. Raises `DamagedFile`."""
+        """Check a folder and read the driver's state from it.
+
+        Returns:
+            None for a folder that is not published or belongs to another run.
+
+        Raises:
+            DamagedFile: a file has a wrong size, or a file of the driver is damaged.
+        """
         manifest = read_manifest(folder)
         if manifest is None or not (any_run or manifest.run_uid == self._run_uid):
             return None
@@ -217,7 +249,7 @@ class CheckpointStore:
             raise InvalidConfig("spec.checkpoint.uri", str(error)) from error
 
     def _steps(self) -> list[Folder]:
-        """Folders of steps, the highest first; not all need be checkpoints."""
+        """Return the folders of steps, newest first; some may be half-written."""
         names = [
             name for name in self._base.folders() if name.startswith("step-") and name[5:].isdigit()
         ]
@@ -227,7 +259,7 @@ class CheckpointStore:
         ]
 
     def _complete(self, folder: Folder) -> Manifest | None:
-        """The manifest of this run's checkpoint in a folder, if it is published and its files have their sizes."""
+        """Return the manifest of a complete checkpoint of this run, else None."""
         try:
             manifest = read_manifest(folder)
             if manifest is None or manifest.run_uid != self._run_uid:
@@ -242,7 +274,7 @@ class CheckpointStore:
         return self._complete(Folder(folder)) is not None
 
     def _delete_old(self, step: int) -> None:
-        """Keep the newest complete ones of this run up to `step`, and what belongs to other runs."""
+        """Keep the newest complete checkpoints up to `step`, and all of other runs."""
         kept = 0
         for folder in self._steps():
             try:
@@ -258,7 +290,11 @@ class CheckpointStore:
 
 
 def folder_of(uri: str, name: str, uid: str) -> str:
-    """Where a run keeps its checkpoints below `spec.checkpoint.uri`. Raises `InvalidConfig` if there is no driver for that."""
+    """Return the folder of a run's checkpoints in `spec.checkpoint.uri`.
+
+    Raises:
+        InvalidConfig: there is no fsspec driver for this URI.
+    """
     return str(_folder(uri, "spec.checkpoint.uri") / f"{name}-{uid[:8] or 'local'}")
 
 
@@ -278,7 +314,7 @@ def _checkpoint(folder: Folder, manifest: Manifest) -> Checkpoint:
 
 
 def _delete(folder: Folder) -> None:
-    """From here on it is no checkpoint, however far the deletion comes."""
+    """Delete a checkpoint, its manifest first, so that a partial deletion leaves none."""
     if folder.exists(MANIFEST):
         folder.remove(MANIFEST)
     folder.delete()
@@ -286,12 +322,12 @@ def _delete(folder: Folder) -> None:
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""Of the manifest, of the driver's state, and of how files lie in the folder."""
+"""Version of the manifest, the driver's state, and the layout of the folder."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is and consists of."""
+    """The content of a checkpoint: run, step, modules and files."""
 
     run_uid: str
     step: int
@@ -299,7 +335,7 @@ class Manifest:
     files: dict[str, FileEntry]
     """By name relative to the checkpoint's folder."""
     modules: dict[str, dict[str, Any]]
-    """What each module's ranks say about it: architecture, parameters, hash of the shapes, ranks, version of torch, counters."""
+    """By module: architecture, parameters, hash of shapes, ranks, torch version, counters."""
     versions: dict[str, str]
 
     def to_bytes(self) -> bytes:
@@ -316,7 +352,11 @@ class Manifest:
 
 
 def publish(folder: Folder, run_uid: str, step: int, modules: Collection[str]) -> Manifest:
-    """Write the manifest of what lies in the folder. Raises `DamagedFile` if that is not what the ranks have written."""
+    """Write the manifest of a folder.
+
+    Raises:
+        DamagedFile: the files differ from what the ranks recorded.
+    """
     records = {module: _record(folder / module) for module in modules}
     claimed = _claimed(records)
     sizes = folder.sizes()
@@ -341,14 +381,18 @@ def publish(folder: Folder, run_uid: str, step: int, modules: Collection[str]) -
 
 
 def read_manifest(folder: Folder) -> Manifest | None:
-    """None if there is none. Raises `DamagedFile` for one that cannot be understood."""
+    """Read the manifest of a folder; None if it has none.
+
+    Raises:
+        DamagedFile: the manifest cannot be parsed, or has another format version.
+    """
     where = f"{folder}/{MANIFEST}"
     try:
         document = json.loads(folder.read(MANIFEST))
         if document["format"] != FORMAT:
             raise DamagedFile(
                 where,
-                f"is of format {document['format']}; this version of AgenticRun reads format {FORMAT}",
+                f"has format {document['format']}; this version of AgenticRun reads {FORMAT}",
             )
         files = {name: FileEntry.from_json(entry) for name, entry in document["files"].items()}
         return Manifest(
@@ -366,7 +410,11 @@ def read_manifest(folder: Folder) -> Manifest | None:
 
 
 def check_sizes(folder: Folder, manifest: Manifest) -> None:
-    """Raises `DamagedFile` naming the first file that is missing or of another size."""
+    """Compare the sizes of all files with the manifest.
+
+    Raises:
+        DamagedFile: names the first file that is missing or of another size.
+    """
     _check_sizes(folder, manifest.files, folder.sizes())
 
 
@@ -381,7 +429,11 @@ def _check_sizes(folder: Folder, files: dict[str, FileEntry], sizes: dict[str, i
 
 
 def check_driver_files(folder: Folder, manifest: Manifest) -> None:
-    """Compare the checksums of what no module's ranks compare while they load. Raises `DamagedFile`."""
+    """Compare the checksums of all files that no rank checks while it loads.
+
+    Raises:
+        DamagedFile: a checksum differs.
+    """
     records = {f"{module}/{MODULE_RECORD}" for module in manifest.modules} & manifest.files.keys()
     for name in sorted(records):
         _check(folder, name, manifest)
@@ -396,7 +448,7 @@ def _check(folder: Folder, name: str, manifest: Manifest) -> None:
 
 
 def _record(folder: Folder) -> dict[str, Any]:
-    """What a module's ranks have written about it; nothing if they do not."""
+    """Read the record that the ranks of a module wrote; empty if there is none."""
     try:
         record: dict[str, Any] = json.loads(folder.read(MODULE_RECORD))
     except FileNotFoundError:
@@ -405,7 +457,7 @@ def _record(folder: Folder) -> dict[str, Any]:
 
 
 def _claimed(records: dict[str, dict[str, Any]]) -> dict[str, FileEntry]:
-    """Files that modules have written and will check."""
+    """Return the files that ranks wrote and check while they load."""
     return {
         f"{module}/{name}": FileEntry.from_json(entry)
         for module, record in records.items()

@@ -22,10 +22,13 @@ from agenticrun_workers.types import Stream
 
 
 class Validator:
-    """Plays the fixed validation set: `valBatchSize` trajectories, groups 0, 1, 2 ... of the validation stream.
+    """Plays the fixed validation set: the same levels in every attempt and for every policy.
+
+    The set has `valBatchSize` episodes: groups 0, 1, 2 ... of the validation stream.
 
     Args:
-        transcripts: groups whose first episode is told as text; with `frames` also as pictures.
+        transcripts: number of groups that return the text of their first episode.
+        frames: return pictures of these episodes too.
     """
 
     def __init__(
@@ -46,17 +49,17 @@ class Validator:
         return self._pipeline.val_envs is not None and self._pipeline.eval_steps > 0
 
     def due(self, step: int) -> bool:
-        """Every `evalSteps` steps, at step 0 and at the end."""
+        """Return True every `evalSteps` steps, at step 0, and at the end."""
         return self.enabled and (
             step % self._pipeline.eval_steps == 0 or step == self._pipeline.max_steps
         )
 
     async def run(self) -> list[EpisodeResult]:
-        """The policy's trajectories, by group and member."""
+        """Play with the policy; return the trajectories by group and member."""
         return await self._play(random_policy=False)
 
     async def random_baseline(self) -> Metrics:
-        """val/<tag>/random_success of a uniformly random valid policy on the same levels."""
+        """Return val/<tag>/random_success: random valid actions on the same levels."""
         return _renamed(validation_metrics(await self._play(random_policy=True)), "random_success")
 
     async def _play(self, random_policy: bool) -> list[EpisodeResult]:
@@ -89,7 +92,7 @@ class Validator:
 
 
 def warmup_success(validated: Metrics) -> Metrics:
-    """val/<tag>/warmup_success: what the policy could do before its first RL step."""
+    """Return val/<tag>/warmup_success: the success of the policy before its first RL step."""
     return _renamed(validated, "warmup_success")
 
 
@@ -102,41 +105,47 @@ def _renamed(metrics: Metrics, name: str) -> Metrics:
 
 
 Progressed = Callable[[int], None]
-"""Told how many episodes have ended since the last call."""
+"""Called with the number of episodes that ended since the last call."""
 
 
 @dataclass(frozen=True)
 class TagResult:
-    """What a policy did in one kind of environment."""
+    """Results of a policy in the environments of one tag."""
 
     levels: int
     episodes: int
     success: float | None
-    """Share of episodes with a successful trajectory; None where the environment does not measure it."""
+    """Share of episodes with a successful trajectory; None if success is not measured."""
     pass_at: dict[int, float]
-    """pass@k by k: the probability that at least one of k episodes of a level succeeds, mean over the levels."""
+    """pass@k by k: mean over levels of the probability that one of k episodes succeeds."""
     score: float
     turns: float
     response_tokens: float
     stop: dict[str, float]
     """Share of each stop reason that occurred."""
     errors: int
-    """Episodes that the environment, a judge or a time limit broke off; they count as failures."""
+    """Episodes that an environment error, a judge or a time limit ended; they count as failures."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def pass_at(k: int, samples: int, successes: int) -> float:
-    """Unbiased estimate of the probability that one of k samples succeeds (Chen et al. 2021, arXiv 2107.03374).
+    """Estimate the probability that one of k samples succeeds (Chen et al. 2021, arXiv 2107.03374).
 
-    1 - C(n - c, k) / C(n, k): the share of the k-subsets of n samples that hold one of the c successful ones; needs k <= n.
+    Unbiased: 1 - C(n - c, k) / C(n, k), the share of the k-subsets of n samples with at least one
+    of the c successful ones.
+
+    Args:
+        k: at most `samples`.
+        samples: n.
+        successes: c.
     """
     return 1.0 - comb(samples - successes, k) / comb(samples, k)
 
 
 def summarize(results: Sequence[EpisodeResult], ks: Sequence[int]) -> dict[str, TagResult]:
-    """Per tag, in order of appearance."""
+    """Summarize results by tag, in order of appearance."""
     by_tag: dict[str, list[EpisodeResult]] = defaultdict(list)
     for result in results:
         by_tag[result.tag].append(result)
@@ -171,10 +180,13 @@ def _of_tag(played: list[EpisodeResult], ks: Sequence[int]) -> TagResult:
 
 
 def evaluation_run(run: AgenticRun, model: str | None) -> AgenticRun:
-    """The run whose validation is this evaluation: groups of `eval.samples` members, `eval.generating`, weights from `model`.
+    """Return the run that `evaluate` plays: groups of `eval.samples` members, `eval.generating`.
+
+    Args:
+        model: path of the weights; None takes `spec.model.path`.
 
     Raises:
-        InvalidConfig: no validation set, or no weights.
+        InvalidConfig: the run has no validation set, or there are no weights.
     """
     spec, pipeline = run.spec, run.spec.pipeline
     if pipeline.val_envs is None:
@@ -209,7 +221,7 @@ def evaluation_run(run: AgenticRun, model: str | None) -> AgenticRun:
         update={
             "spec": spec.model_copy(
                 update={
-                    "placement": "Disaggregated",  # nothing is trained: engines have the devices to themselves
+                    "placement": "Disaggregated",  # no trainer: the engines have the devices
                     "roles": roles,
                     "model": spec.model.model_copy(update={"path": path, "initialize": None}),
                     "pipeline": pipeline.model_copy(update=changes),
@@ -220,18 +232,26 @@ def evaluation_run(run: AgenticRun, model: str | None) -> AgenticRun:
 
 
 async def evaluate(run: AgenticRun, progressed: Progressed) -> dict[str, TagResult]:
-    """Play on an initialised Ray. `run` is what `evaluation_run` returns. Raises what `RunActors.start` and playing raise."""
-    cluster = _PlayingCluster(run)
+    """Play the validation set on an initialised Ray.
+
+    Args:
+        run: from `evaluation_run`.
+        progressed: called while episodes end.
+
+    Raises:
+        InvalidConfig: the spec of the run cannot work.
+    """
+    actors = _PlayingActors(run)
     try:
-        await cluster.start()
-        results = await Validator(_Counted(cluster.envs, progressed), run.spec.pipeline).run()
+        await actors.start()
+        results = await Validator(_Counted(actors.envs, progressed), run.spec.pipeline).run()
     finally:
-        await cluster.stop()
+        await actors.stop()
     return summarize(results, run.spec.pipeline.eval.pass_at)
 
 
-class _PlayingCluster(RunActors):
-    """Engines and environments alone: the engines load the weights themselves."""
+class _PlayingActors(RunActors):
+    """Engines and environments without trainers: the engines load the weights from the model."""
 
     async def _start_trainers(self) -> None:
         model = self._run.spec.model

@@ -1,4 +1,7 @@
-"""The policy of a checkpoint as a Hugging Face folder: loaded by one process, without Ray, whatever number of ranks has saved it."""
+"""Export of a checkpoint's policy as a Hugging Face folder.
+
+One process does it, without Ray, no matter how many ranks saved the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,18 @@ from agenticrun_workers.trainer.rank import ACTOR
 
 
 def export_checkpoint(run: AgenticRun, checkpoint: str, folder: Path) -> int:
-    """Write weights, config and tokenizer of a checkpoint's policy into `folder`, and return the checkpoint's step.
+    """Write weights, config and tokenizer of a checkpoint's policy into `folder`.
 
     Args:
-        run: the run that the checkpoint is of; its model and environments say what to load the weights into.
-        checkpoint: path or URI of a checkpoint (step-N), or of a folder of them: then its newest.
+        run: the run that saved the checkpoint; its model and environments define the architecture.
+        checkpoint: path or URI of a checkpoint (step-N), or of a folder of checkpoints, of which
+            the newest is taken.
+
+    Returns:
+        the step of the checkpoint.
 
     Raises:
-        InvalidConfig: no complete checkpoint there, a damaged one, or one of another model.
+        InvalidConfig: there is no complete checkpoint, or it is damaged or of another model.
     """
     from agenticrun_workers.trainer import CheckpointMismatch
     from agenticrun_workers.trainer.strategies import build_policy_to_export
@@ -40,7 +47,7 @@ def export_checkpoint(run: AgenticRun, checkpoint: str, folder: Path) -> int:
 
 
 def first_model(run: AgenticRun) -> ModelSource:
-    """The model that the run begins with. One of random weights is made here, as its first trainer would."""
+    """Return the initial model of the run; random weights are made here, as a trainer would."""
     from agenticrun_workers.models.initialize import make_model_files
 
     model, pipeline = run.spec.model, run.spec.pipeline
@@ -53,7 +60,7 @@ def first_model(run: AgenticRun) -> ModelSource:
 
 
 def _find(checkpoint: str) -> tuple[Folder, int]:
-    """The folder of a complete checkpoint, and its step."""
+    """Return the folder of a complete checkpoint, and its step."""
     try:
         folder = Folder(checkpoint)
         names = [

@@ -1,7 +1,8 @@
-"""Guards: alarms over a run's metrics (`pipeline.guards`). Pure: metrics in, alarms out.
+"""Guards: alarms on a run's metrics (`pipeline.guards`). Pure: metrics in, alarms out.
 
-An alarm rises when its condition has held for `patience` steps in a row, and falls at the first step at which it does not hold.
-A step that does not measure the metric changes nothing; a value that is not a number counts as beyond the bound.
+An alarm goes up when its condition has held for `patience` steps in a row, and down at the first
+step at which it does not hold. A step that does not measure the metric changes nothing. NaN counts
+as beyond the bound.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ from dataclasses import dataclass
 from agenticrun_api.algorithm import Guards
 
 GuardState = dict[str, int]
-"""Guard -> steps in a row at which its condition held. Goes into checkpoints."""
+"""Guard -> number of steps in a row at which its condition held. Saved in checkpoints."""
 
 
 class GuardTripped(Exception):
-    """An alarm is up and `guards.action` is Fail. Another attempt would end the same way."""
+    """An alarm is up and `guards.action` is Fail; another attempt would end the same way."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """One condition: the worst of the metrics that `pattern` names lies beyond `bound`."""
+    """A condition: the worst of the metrics that match `pattern` lies beyond `bound`."""
 
     name: str
-    """As in guard/<name>."""
+    """<name> in the metric guard/<name>."""
     field: str
-    """Of spec.pipeline.guards."""
+    """Name of the field in spec.pipeline.guards."""
     pattern: re.Pattern[str]
     bound: float
     upper: bool
-    """Whether `bound` is the largest good value; else the smallest."""
+    """True: `bound` is the largest good value. False: the smallest."""
     advice: str
 
     def worst(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
-        """The metric that lies farthest on the wrong side, and its value. None if the step measured none."""
+        """Return name and value of the worst metric; None if the step measured none."""
         measured = [
             (name, value) for name, value in metrics.items() if self.pattern.fullmatch(name)
         ]
         return max(measured, key=lambda item: self._badness(item[1]), default=None)
 
     def holds(self, value: float) -> bool:
-        """Whether the condition holds at this value."""
+        """Return True if this value lies beyond the bound."""
         return self._badness(value) > self._badness(self.bound)
 
     def _badness(self, value: float) -> float:
@@ -54,19 +55,19 @@ class Guard:
 
 @dataclass(frozen=True)
 class Watched:
-    """What the guards say about one step."""
+    """The state of all alarms after a step."""
 
     metrics: dict[str, float]
     """guard/<name>: 1 while the alarm is up, else 0."""
     messages: tuple[str, ...]
-    """One for each alarm that rose or fell at this step."""
+    """One for each alarm that went up or down at this step."""
 
 
 class GuardWatch:
-    """Follows a run's guards from step to step.
+    """Tracks the alarms of a run from step to step.
 
     Args:
-        state: as a checkpoint kept it; None at the beginning of a run.
+        state: from a checkpoint; None at the start of a run.
     """
 
     def __init__(self, spec: Guards, state: Mapping[str, int] | None = None) -> None:
@@ -87,7 +88,7 @@ class GuardWatch:
         )
 
     def observe(self, metrics: Mapping[str, float]) -> Watched:
-        """Take the metrics of a step."""
+        """Update the alarms with the metrics of a step."""
         before = self.up
         messages: list[str] = []
         for guard in self._guards:
@@ -108,7 +109,10 @@ class GuardWatch:
         )
 
     def enforce(self) -> None:
-        """Raise `GuardTripped` if an alarm is up and the run asked to fail then. Call it after the step has been logged."""
+        """Raise `GuardTripped` if an alarm is up and `guards.action` is Fail.
+
+        Call it after the step has been logged.
+        """
         if self._spec.action == "Fail" and self.up:
             raise GuardTripped(
                 "; ".join(
@@ -121,11 +125,14 @@ class GuardWatch:
         side = "above" if guard.upper else "below"
         steps = f"{self._streaks[guard.name]} step{'s' if self._streaks[guard.name] > 1 else ''}"
         field = f"spec.pipeline.guards.{guard.field}"
-        return f"guard {guard.name}: {name} is {value:.4g}, {side} {field} {guard.bound:g} for {steps}: {guard.advice}"
+        return (
+            f"guard {guard.name}: {name} is {value:.4g}, {side} {field} {guard.bound:g} "
+            f"for {steps}: {guard.advice}"
+        )
 
 
 def guards_of(spec: Guards) -> tuple[Guard, ...]:
-    """The guards that a run asks for. `maxSkippedSteps` is the trainer's."""
+    """Return the guards of a spec. `maxSkippedSteps` is checked by the trainer itself."""
     guards = [
         Guard(
             "logprob_gap",
@@ -133,7 +140,8 @@ def guards_of(spec: Guards) -> tuple[Guard, ...]:
             re.compile(r"engine/(?:[^/]+/)?logprob_gap"),
             spec.max_logprob_gap,
             upper=True,
-            advice="trainer and engine disagree about the same weights, so importance ratios are wrong",
+            advice="trainer and engine give different log-probs on the same weights, "
+            "so importance ratios are wrong",
         )
     ]
     if spec.min_entropy is not None:
@@ -144,7 +152,8 @@ def guards_of(spec: Guards) -> tuple[Guard, ...]:
                 re.compile("actor/entropy"),
                 spec.min_entropy,
                 upper=False,
-                advice="the policy has collapsed onto few answers: raise entropyLossCoef or lower the learning rate",
+                advice="the policy has collapsed onto few answers: "
+                "raise entropyLossCoef or lower the learning rate",
             )
         )
     if spec.max_zero_variance_share is not None:
@@ -155,7 +164,8 @@ def guards_of(spec: Guards) -> tuple[Guard, ...]:
                 re.compile("group/zero_variance_share"),
                 spec.max_zero_variance_share,
                 upper=True,
-                advice="most groups have equal rewards and teach nothing: change the tasks' difficulty or set trainEnvs.groupFilter",
+                advice="most groups have equal rewards and give no gradient: "
+                "change the difficulty of the tasks or set trainEnvs.groupFilter",
             )
         )
     return tuple(guards)

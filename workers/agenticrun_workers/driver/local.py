@@ -1,4 +1,4 @@
-"""Local mode: an embedded Ray on this machine offers every role, and the same session trains as on a cluster."""
+"""Local mode: an embedded Ray on this machine has every role, and the same attempt runs on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
-"""Enough for the weights of the small models that train on one machine; what does not fit spills to disk."""
+"""Fits the weights of the small models that train on one machine; the rest spills to disk."""
 
 PATIENCE_SECONDS = 15.0
 """How long Ray's leftover processes may take to end by themselves.
@@ -40,11 +40,14 @@ KILL_SECONDS = 10.0
 
 
 def run_locally(run: AgenticRun, output: Path, console: Console) -> FinalReport:
-    """Train `run` on this machine. Ctrl-C saves and ends; a second one ends at once.
+    """Train `run` on this machine.
+
+    Ctrl-C saves and ends the run; a second one ends it at once.
 
     Args:
-        output: where metrics and checkpoints go; checkpoints found there are gone on from, as `checkpoint.resume` says.
-        console: where the display goes.
+        output: folder of metrics and checkpoints. The run resumes from checkpoints in it as
+            `checkpoint.resume` says.
+        console: where the display is drawn.
     """
     output.mkdir(parents=True, exist_ok=True)
     display: LiveDisplay | PlainDisplay = (
@@ -67,7 +70,7 @@ async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalRepo
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, interrupt)
     checkpoint = run.spec.checkpoint
-    session = AttemptRunner(
+    runner = AttemptRunner(
         run=run,
         attempt=AttemptId(run.metadata.uid or "local", f"{run.metadata.name}-local", 1),
         output=output,
@@ -76,14 +79,17 @@ async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalRepo
         sink=sink,
         requests=requests,
     )
-    return await session.execute()
+    return await runner.execute()
 
 
 @contextmanager
 def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[None]:
-    """A Ray of our own whose one node offers all roles. Its processes and those of environments end with it.
+    """Start a Ray of our own, with one node that has all roles.
 
-    Its files go with it, those of engines too unless they have a folder `logs`.
+    All processes and files of it are gone when the context ends.
+
+    Args:
+        logs: folder that keeps the logs of engines; None deletes them too.
     """
     resources = {
         role.value: float(run.spec.actors(role))
@@ -112,9 +118,10 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[None]:
             ours = families(children(os.getpid()) - others)
         yield
     finally:
-        ours = families(ours)  # before their parents end, and they are nobody's
+        ours = families(ours)  # while their parents live: orphans have another parent
         ray.shutdown()
-        # Ray kills its daemon after a second. What that has not ended by then would live for a minute.
+        # Ray kills its daemon after a second; what the daemon has not ended by then would live on
+        # for a minute.
         if left := end_families(ours, PATIENCE_SECONDS, KILL_SECONDS):
             pids = sorted(process.pid for process in left)
             log.warning("processes of Ray that cannot be killed: %s", pids)
@@ -123,7 +130,7 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    """Log into a file: the terminal belongs to the display."""
+    """Log to a file, because the display owns the terminal."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()

@@ -1,17 +1,15 @@
-"""The training loop. It reads like the algorithm:
+"""The training loop of one attempt.
 
     for each step v:
-        give the engines the weights of version v            every modelUpdateFrequency steps
-        validate                                             every evalSteps
-        roll out a batch                                     the gate of version v opens; Colocated: then engines sleep
-        old and reference log-probs, values                  on the trainer ranks
-        credit of each turn: rewards, KL, baselines          from scalars, here
-        advantages, critic, actor                            on the trainer ranks: version v + 1
-        adapt the KL coefficient, watch the guards, log      samples every loggingSteps
-        save                                                 every saveSteps
+        sync weights: engines load version v         every modelUpdateFrequency steps
+        validate                                     every evalSteps
+        roll out a batch                             the gate opens for version v
+        train on it (driver/step.py)                 Colocated: the engines sleep; version v + 1
+        check the guards and log                     sample episodes every loggingSteps
+        save a checkpoint                            every saveSteps
 
-With `staleness.max = 0` the gate lets exactly one batch begin per version, which is the synchronous algorithm; with more,
-rollout goes on while this loop trains.
+With `staleness.max = 0` the gate starts exactly one batch per version, which is the synchronous
+algorithm. With more, rollout continues while this loop trains.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ T = TypeVar("T")
 
 
 class Trainer(Trainers, Protocol):
-    """What the loop asks of the trainer ranks."""
+    """The trainer ranks, as the loop uses them; `TrainerGroup` explains each call."""
 
     @property
     def savers(self) -> Mapping[str, SaveModule]: ...
@@ -73,7 +71,7 @@ class Trainer(Trainers, Protocol):
 
 
 class Rollout(Protocol):
-    """What the loop asks of whoever makes batches: the rollout controller, or a recording."""
+    """A source of batches: the rollout controller, or a recording."""
 
     @property
     def position(self) -> RolloutPosition: ...
@@ -84,7 +82,7 @@ class Rollout(Protocol):
 
 
 class Engines(Protocol):
-    """What the loop asks of the engines."""
+    """The inference engines, as the loop uses them; see `EnginePool`."""
 
     async def update_weights(
         self,
@@ -98,7 +96,7 @@ class Engines(Protocol):
 
 @dataclass
 class LoopParts:
-    """Everything that the loop drives."""
+    """The collaborators of the loop."""
 
     pipeline: Pipeline
     trainers: Trainer
@@ -110,19 +108,20 @@ class LoopParts:
     checkpoints: CheckpointStore | None
     trackers: list[Tracker]
     samples: SampleWriter
-    board: ProgressReporter
+    progress: ProgressReporter
     requests: Requests
     devices: SharedDevices | None = None
-    """Where engines and trainers take turns."""
+    """Set where engines and trainers use the same GPUs in turn."""
     failures: list[asyncio.Future[None]] = field(default_factory=list)
-    """Each fails when a part of the run cannot be kept alive."""
+    """Each fails when actors of the run die and cannot be replaced."""
 
 
 class Loop:
-    """One attempt, from its checkpoint (or the beginning) to the last step.
+    """One attempt, from its checkpoint or the beginning to the last step.
 
     Args:
-        resume: the driver's state of the checkpoint that the trainers have loaded; None for a fresh run.
+        resume: the driver's state in the checkpoint that the trainers have loaded; None for a
+            fresh run.
     """
 
     def __init__(self, parts: LoopParts, resume: DriverState | None) -> None:
@@ -139,24 +138,29 @@ class Loop:
         )
         self._guards = GuardWatch(self._pipeline.guards, kept.get(GUARDS_PART))
         self._synced: int | None = None
-        """The version that the engines have; None before the first sync of this attempt."""
+        """The policy version of the engines; None before the first sync of this attempt."""
         self._sync: SyncReport | None = None
-        """The sync of this step, where there was one."""
+        """The weight sync of this step, if it had one."""
         self._engine_stats: Mapping[str, EngineStats] = {}
         self.last_validation: Metrics = {}
-        """The newest val/... metrics."""
+        """The val/... metrics of the last validation."""
 
     @property
     def baselines(self) -> Metrics:
-        """val/<tag>/random_success and val/<tag>/warmup_success."""
+        """Return val/<tag>/random_success and val/<tag>/warmup_success."""
         return self._baselines
 
     async def run(self) -> None:
-        """Train to the end. Raises `StopRequested` after saving if asked to stop."""
+        """Train to the last step.
+
+        Raises:
+            StopRequested: a stop was requested; the state has been saved.
+            GuardTripped: an alarm is up, and `guards.action` is Fail.
+        """
         try:
             if self._fresh:
                 await self._begin()
-            self._parts.board.started()
+            self._parts.progress.started()
             while self._step < self._pipeline.max_steps:
                 with self._stopwatch.phase("step"):
                     await self._sync_weights_if_due()
@@ -171,21 +175,21 @@ class Loop:
             await self._validate_if_due()
             await self._save()
         except StopRequested:
-            self._parts.board.activity(Activity.STOPPING)
+            self._parts.progress.activity(Activity.STOPPING)
             if not self._fresh:
                 await self._save()
             raise
 
     async def _begin(self) -> None:
-        """What comes before step 0 of a fresh run: the supervised warm-up, what the random policy scores, and the reference."""
-        self._parts.board.activity(Activity.WARMUP)
+        """Prepare a fresh run: supervised warm-up, frozen reference, success of random play."""
+        self._parts.progress.activity(Activity.WARMUP)
         steps = self._pipeline.warmup.steps if self._pipeline.warmup else 0
         done = 0
         async for metrics in self._parts.warmup.steps():
             self._parts.requests.check_stop()
             done += 1
-            self._parts.board.metrics(metrics)
-            self._parts.board.activity(
+            self._parts.progress.metrics(metrics)
+            self._parts.progress.activity(
                 Activity.WARMUP,
                 f"warm-up step {done} of {steps}, loss {metrics['warmup/loss']:.3f}",
             )
@@ -195,7 +199,7 @@ class Loop:
         self._fresh = False
 
     async def _sync_weights_if_due(self) -> None:
-        """Also before a validation, which is about the newest weights."""
+        """Sync at the interval of the spec, and before each validation."""
         due = self._step % self._pipeline.model_update_frequency == 0 or self._parts.validator.due(
             self._step
         )
@@ -211,7 +215,7 @@ class Loop:
     async def _validate_if_due(self) -> None:
         if not self._parts.validator.due(self._step):
             return
-        self._parts.board.activity(Activity.VALIDATION)
+        self._parts.progress.activity(Activity.VALIDATION)
         with self._stopwatch.phase("val"):
             results = await self._guarded(self._parts.validator.run())
         metrics = validation_metrics(results)
@@ -226,10 +230,10 @@ class Loop:
         metrics = {**self._baselines, **metrics}
         for tracker in self._parts.trackers:
             tracker.log(self._step, metrics)
-        self._parts.board.metrics(metrics)
+        self._parts.progress.metrics(metrics)
 
     async def _roll_out(self) -> Batch:
-        self._parts.board.activity(Activity.ROLLOUT)
+        self._parts.progress.activity(Activity.ROLLOUT)
         self._parts.rollout.advance(self._step)
         with self._stopwatch.phase("rollout"):
             return await self._guarded(self._parts.rollout.batch())
@@ -237,9 +241,9 @@ class Loop:
     async def _train(self, batch: Batch) -> Metrics:
         """Train on a batch; the policy becomes version step + 1.
 
-        From here to the end of the step a stop request waits: a batch that was served is trained on.
+        A stop request waits until the step ends, so that no finished trajectory is lost.
         """
-        self._parts.board.activity(Activity.TRAINING)
+        self._parts.progress.activity(Activity.TRAINING)
         await self._trainers_compute()
         groups = select_groups(self._pipeline, batch.groups)
         learned = await self._training_step.train(groups, self._step + 1)
@@ -267,14 +271,14 @@ class Loop:
         metrics |= watched.metrics
         for tracker in self._parts.trackers:
             tracker.log(self._step, metrics)
-        self._parts.board.step_done(self._step, metrics)
+        self._parts.progress.step_done(self._step, metrics)
         for message in watched.messages:
             log.warning("%s", message)
-            self._parts.board.activity(Activity.TRAINING, message)
+            self._parts.progress.activity(Activity.TRAINING, message)
         if self._parts.samples.due(self._step):
             self._parts.samples.write(self._step, batch.results)
         for transcript in (result.transcript for result in batch.results if result.transcript):
-            self._parts.board.sample(transcript)
+            self._parts.progress.sample(transcript)
 
     async def _save_if_due(self) -> None:
         asked = self._parts.requests.take_checkpoint()
@@ -285,7 +289,7 @@ class Loop:
     async def _save(self) -> None:
         if self._parts.checkpoints is None:
             return
-        self._parts.board.activity(Activity.CHECKPOINT)
+        self._parts.progress.activity(Activity.CHECKPOINT)
         await self._trainers_compute()
         position = self._parts.rollout.position
         state = DriverState(
@@ -298,23 +302,23 @@ class Loop:
         )
         with self._stopwatch.phase("checkpoint"):
             saved = await self._parts.checkpoints.save(state, self._parts.trainers.savers)
-        self._parts.board.checkpoint(checkpoint_status(saved))
+        self._parts.progress.checkpoint(checkpoint_status(saved))
 
     async def _trainers_compute(self) -> None:
-        """Before anything that computes with the trainers' models: where engines share the devices, they go to sleep."""
+        """Give the trainers the devices, where engines share them."""
         if self._parts.devices:
             with self._stopwatch.phase("handover"):
                 await self._parts.devices.to_trainers()
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for `work`, a stop request, or a part of the run that cannot be kept alive."""
+        """Wait for `work`; raise if a stop is requested or a part of the run fails first."""
         return await self._parts.requests.unless_stopped(work, self._parts.failures)
 
 
 KL_PART, GUARDS_PART = "kl_coef", "guards"
-"""Names in a checkpoint's driver state."""
+"""Keys of `DriverState.parts`."""
 
 
 def checkpoint_status(checkpoint: Checkpoint) -> CheckpointStatus:
-    """As a snapshot tells it."""
+    """Describe a checkpoint for a progress snapshot."""
     return CheckpointStatus(step=checkpoint.step, uri=str(checkpoint.folder), time=checkpoint.time)

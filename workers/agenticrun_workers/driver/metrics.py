@@ -1,4 +1,4 @@
-"""Metrics of a step, under ROLL's names where it has one (rl-semantics, "Metrics"). docs/metrics.md explains each."""
+"""Metrics of a step, under ROLL's names where it has one (docs/metrics.md explains each)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ Metrics = dict[str, float]
 
 
 def rollout_metrics(batch: Batch, version: int) -> Metrics:
-    """What a batch says about the policy that played it. `version` is the policy version about to be trained."""
+    """Return the metrics of a batch before it is trained on.
+
+    Args:
+        version: the policy version that is about to be trained.
+    """
     results = batch.results
     response = sum(result.response_tokens for result in results)
     turns_K = np.concatenate([result.response_tokens_K for result in results])
@@ -56,7 +60,7 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
 
 
 def validation_metrics(results: list[EpisodeResult]) -> Metrics:
-    """Means over each tag's episodes, success above all, and over all episodes."""
+    """Return means over the episodes of each tag, and over all episodes."""
     metrics = _of_envs("val", results)
     for tag, played in _by_tag(results).items():
         metrics[f"val/{tag}/turns"] = float(np.mean([result.turns for result in played]))
@@ -72,7 +76,11 @@ def validation_metrics(results: list[EpisodeResult]) -> Metrics:
 
 
 def success_of(metrics: Mapping[str, float]) -> float | None:
-    """Mean success over the tags of `validation_metrics`; None where no environment measures it."""
+    """Return the mean success over tags; None if no environment measures success.
+
+    Args:
+        metrics: from `validation_metrics`.
+    """
     values = [
         value
         for name, value in metrics.items()
@@ -101,10 +109,10 @@ class Stopwatch:
 
 
 def timing_metrics(seconds: Mapping[str, float], tokens: float) -> Metrics:
-    """Where a step's time went.
+    """Return the seconds of each phase of a step, and tokens per second.
 
     Args:
-        seconds: by phase; `step` is the whole step, `val` the validation inside it.
+        seconds: by phase; `step` is the whole step, `val` is the validation inside it.
         tokens: prompt and response tokens of the step's batch.
     """
     working = seconds["step"] - seconds.get("val", 0.0)
@@ -117,7 +125,12 @@ def timing_metrics(seconds: Mapping[str, float], tokens: float) -> Metrics:
 
 
 def sync_metrics(report: SyncReport | None, *, lora: bool) -> Metrics:
-    """What a step's weight sync moved; None for a step without one. `lora`: adapters alone train."""
+    """Return the metrics of a step's weight sync.
+
+    Args:
+        report: None for a step without a sync.
+        lora: True if only adapters are trained.
+    """
     if report is None:
         return {"weight_sync/bytes": 0.0}
     transports = {
@@ -135,9 +148,12 @@ def sync_metrics(report: SyncReport | None, *, lora: bool) -> Metrics:
 def engine_metrics(
     before: Mapping[str, EngineStats], after: Mapping[str, EngineStats], seconds: float
 ) -> Metrics:
-    """What the engines did between two looks, `seconds` apart.
+    """Return speed, queue and utilization of the engines between two measurements.
 
-    An engine that began in between counts from its beginning. rollout/utilization is the share of the time that engines computed.
+    An engine that started in between counts from its start.
+
+    Args:
+        seconds: time between the measurements.
     """
     metrics: Metrics = {}
     busy: list[float] = []
@@ -151,7 +167,11 @@ def engine_metrics(
 
 
 def gap_metrics(gaps: Mapping[str, tuple[float, float]]) -> Metrics:
-    """Mean |trainer's - engine's log-prob| on the same weights, of all engines and of each, from (sum, tokens) by engine."""
+    """Return the mean |trainer's - engine's log-prob|, of each engine and over all engines.
+
+    Args:
+        gaps: as in `ScoredBatch`; tokens of unknown engines are keyed by the empty string.
+    """
     total, tokens = (
         sum(found for found, _ in gaps.values()),
         sum(count for _, count in gaps.values()),
@@ -165,7 +185,7 @@ def gap_metrics(gaps: Mapping[str, tuple[float, float]]) -> Metrics:
 
 
 def restarted_tokens(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats]) -> float:
-    """Tokens that the engines threw away between two looks because weights changed."""
+    """Return the tokens that engines threw away between two measurements for new weights."""
     return float(
         sum(
             now.aborted_tokens - (before[engine].aborted_tokens if engine in before else 0)
@@ -175,7 +195,7 @@ def restarted_tokens(before: Mapping[str, EngineStats], after: Mapping[str, Engi
 
 
 def _spread(name: str, values: ArrayLike) -> Metrics:
-    """Mean, largest and smallest. `values` has at least one."""
+    """Return mean, maximum and minimum of at least one value."""
     values_N = np.asarray(values, np.float64)
     return {
         f"{name}/mean": float(values_N.mean()),
@@ -190,7 +210,7 @@ def _ages(results: Sequence[EpisodeResult], version: int) -> Metrics:
 
 
 def _success(name: str, results: Iterable[EpisodeResult]) -> Metrics:
-    """Mean over the episodes whose environments measure success."""
+    """Return the mean over episodes of environments that measure success."""
     measured = [result for result in results if "success" in result.metrics]
     if not measured:
         return {}
@@ -204,7 +224,7 @@ def _success(name: str, results: Iterable[EpisodeResult]) -> Metrics:
 
 
 def _shares(results: Sequence[EpisodeResult]) -> list[float]:
-    """How much of its episode each trajectory is: an episode counts once, however many trajectories its agent made of it."""
+    """Return the weight of each trajectory: 1 / the number of trajectories of its episode."""
     episodes = [(result.key.stream, result.key.group, result.key.member) for result in results]
     trajectories = Counter(episodes)
     return [1.0 / trajectories[episode] for episode in episodes]
@@ -217,7 +237,7 @@ def _stop_reasons(results: Iterable[EpisodeResult]) -> Metrics:
 
 
 def _judge_failures(untrainable: Iterable[EpisodeResult]) -> Metrics:
-    """judge/<name>/failures: episodes that a judge gave no score to."""
+    """Return judge/<name>/failures: episodes that a judge did not score."""
     names = (
         name
         for result in untrainable
@@ -228,9 +248,10 @@ def _judge_failures(untrainable: Iterable[EpisodeResult]) -> Metrics:
 
 
 def _of_envs(prefix: str, results: list[EpisodeResult]) -> Metrics:
-    """Scores, and means of what environments measure: per action for `action_*`, per episode else.
+    """Return mean scores and environment metrics by tag.
 
-    The values of an episode are the means over its trajectories.
+    `action_*` are means per action, other metrics per episode. The values of an episode are means
+    over its trajectories.
     """
     metrics: Metrics = {}
     for tag, played in _by_tag(results).items():

@@ -1,4 +1,4 @@
-"""What an attempt tells the operator (progress snapshots) and what it is asked (stop, checkpoint)."""
+"""Communication with the operator: progress snapshots out, stop and checkpoint requests in."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ NEWEST_STEPS = 20
 
 @dataclass(frozen=True)
 class AttemptId:
-    """Who reports."""
+    """One attempt of one run."""
 
     run_uid: str
     submission_id: str
-    attempt: int
+    number: int
 
 
 class ProgressReporter:
-    """Every change becomes one snapshot with the next sequence number."""
+    """Keeps the progress snapshot of an attempt, and sends each change to the sink."""
 
     def __init__(self, sink: ProgressSink, attempt: AttemptId, max_steps: int) -> None:
         self._sink = sink
@@ -40,7 +40,7 @@ class ProgressReporter:
         self._progress = Progress(
             run_uid=attempt.run_uid,
             submission_id=attempt.submission_id,
-            attempt=attempt.attempt,
+            attempt=attempt.number,
             sequence=0,
             activity=Activity.STARTING,
             step=0,
@@ -54,21 +54,26 @@ class ProgressReporter:
         return self._progress.step
 
     def activity(self, activity: Activity, message: str = "") -> None:
-        """What the run does now."""
+        """Report what the run is doing."""
         self._change(activity=activity, message=message[:1024])
 
     def resumed(self, step: int, checkpoint: CheckpointStatus) -> None:
+        """Report that the attempt continues from a checkpoint."""
         self._change(step=step, policy_version=step, checkpoint=checkpoint)
 
     def started(self) -> None:
-        """Training begins: time from here to the first step counts as a step."""
+        """Start the clock of the first step."""
         self._step_times.append(time.monotonic())
 
     def metrics(self, metrics: Mapping[str, float]) -> None:
-        """Numbers measured between steps, for example by a validation; they stay until they are measured again."""
+        """Report metrics measured between steps, by a validation for example.
+
+        They stay in the snapshots until they are measured again.
+        """
         self._change(metrics=headline_metrics({**self._progress.metrics, **metrics}))
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report a completed step."""
         now = time.monotonic()
         self._step_times.append(now)
         times = list(self._step_times)
@@ -89,9 +94,11 @@ class ProgressReporter:
         )
 
     def checkpoint(self, status: CheckpointStatus) -> None:
+        """Report a saved checkpoint."""
         self._change(checkpoint=status)
 
     def sample(self, transcript: str) -> None:
+        """Pass the text of an episode to the sink."""
         self._sink.sample(transcript)
 
     async def finish(self, report: FinalReport) -> None:
@@ -105,26 +112,29 @@ class ProgressReporter:
         self._sink.update(self._progress)
 
 
-TELLING = tuple(
+HEADLINES = tuple(
     re.compile(pattern)
     for pattern in (
-        "val/[^/]+/success", "val/[^/]+/random_success", "val/[^/]+/warmup_success", "rollout/score/mean", "rollout/success/mean",
-        "actor/total_loss", "actor/entropy", "actor/approxkl", "actor/grad_norm", "critic/kl", "critic/loss", "engine/logprob_gap",
-        "group/zero_variance_share", "staleness/mean", "system/tps", "time/step", "weight_sync/seconds", "tokens/response_length/mean",
-        "val/success/best", "val/.+", "guard/.+", "actor/.+", "critic/.+", "env/[^/]+/success", "engine/.+", "group/.+", "stop/.+",
-        "time/.+", "rollout/.+", "env/.+", "tokens/.+",
+        "val/[^/]+/success", "val/[^/]+/random_success", "val/[^/]+/warmup_success",
+        "rollout/score/mean", "rollout/success/mean",
+        "actor/total_loss", "actor/entropy", "actor/approxkl", "actor/grad_norm",
+        "critic/kl", "critic/loss", "engine/logprob_gap", "group/zero_variance_share",
+        "staleness/mean", "system/tps", "time/step", "weight_sync/seconds",
+        "tokens/response_length/mean", "val/success/best", "val/.+", "guard/.+", "actor/.+",
+        "critic/.+", "env/[^/]+/success", "engine/.+", "group/.+", "stop/.+", "time/.+",
+        "rollout/.+", "env/.+", "tokens/.+",
     )
 )  # fmt: skip
-"""The first pattern that a name matches is its rank."""
+"""Metrics by importance: the rank of a name is the first pattern that it matches."""
 PER_PATTERN = 3
-"""Names of one pattern that may come before the next pattern's, so that many environments do not hide the losses."""
+"""Names per pattern before the next pattern, so that many environments do not hide the losses."""
 
 NAME = re.compile(rf"[A-Za-z0-9_./@<>-]{{1,{MAX_METRIC_NAME}}}")
-"""Names that a snapshot may hold; an environment may have others, which stay in metrics.jsonl."""
+"""Names that a snapshot may hold; environments may use others, which stay in metrics.jsonl."""
 
 
 def headline_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """At most as many finite metrics as a snapshot may hold, the most headline_metrics first."""
+    """Select the metrics of a snapshot: finite ones, the most informative first."""
     fits = sorted(
         (_rank(name), name)
         for name, value in metrics.items()
@@ -139,20 +149,19 @@ def headline_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _rank(name: str) -> int:
-    return next(
-        (place for place, pattern in enumerate(TELLING) if pattern.fullmatch(name)), len(TELLING)
-    )
+    matches = (rank for rank, pattern in enumerate(HEADLINES) if pattern.fullmatch(name))
+    return next(matches, len(HEADLINES))
 
 
 T = TypeVar("T")
 
 
 class StopRequested(Exception):
-    """Raised inside the loop where the run may stop."""
+    """A stop was requested, and the loop has reached a place where the run can stop."""
 
 
 class Requests:
-    """Stop and checkpoint requests."""
+    """Stop and checkpoint requests from a signal, Ctrl-C, or the reporter."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -160,7 +169,11 @@ class Requests:
         self._checkpoint_wanted = False
 
     def apply(self, commands: Commands) -> None:
-        """Take the reporter's answer. Its first one only tells how many checkpoints earlier attempts were asked for."""
+        """Take the commands in an answer of the reporter.
+
+        The first answer only sets the baseline: it counts the checkpoints requested of earlier
+        attempts.
+        """
         if commands.stop:
             self.stop.set()
         if self._checkpoints_seen is not None and commands.checkpoint > self._checkpoints_seen:
@@ -168,21 +181,25 @@ class Requests:
         self._checkpoints_seen = commands.checkpoint
 
     def take_checkpoint(self) -> bool:
-        """Whether a checkpoint has been asked for since the last call."""
+        """Return True if a checkpoint was requested since the last call."""
         wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
         return wanted
 
     def check_stop(self) -> None:
-        """Raise `StopRequested` if so."""
+        """Raise `StopRequested` if a stop was requested."""
         if self.stop.is_set():
             raise StopRequested
 
     async def unless_stopped(
         self, work: Coroutine[Any, Any, T], failures: Sequence[asyncio.Future[None]] = ()
     ) -> T:
-        """The result of `work`. It is cancelled when a stop is asked for (`StopRequested`) or one of `failures` fails.
+        """Wait for `work`, but cancel it when a stop is requested or one of `failures` fails.
 
-        Work that is done gives its result, also when a stop has just been asked for: what a batch has taken would be lost.
+        Finished work returns its result even when a stop was just requested: otherwise the
+        trajectories of a served batch would be lost.
+
+        Raises:
+            StopRequested: before `work` was done.
         """
         if self.stop.is_set():
             work.close()

@@ -1,4 +1,4 @@
-"""Sample episodes on disk, for people: whole episodes as text, and pictures of them as animated GIFs."""
+"""Sample episodes on disk for people: as text, and as animated GIFs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class SampleWriter:
-    """Writes `tracking.sampleLogs` episodes to samples/step-N.txt, those of validations to samples/step-N-val.txt.
+    """Writes `tracking.sampleLogs` episodes per batch to samples/step-N[-val].txt.
 
-    GIFs go to `tracking.renderDir` as step-N[-val]-<tag>-<group>-<member>.gif. Nothing is ever deleted. A disk that takes nothing
-    never stops training: it is told once.
+    GIFs go to `tracking.renderDir` as step-N[-val]-<tag>-<group>-<member>.gif. Nothing is deleted.
+    A failing disk does not stop training; it is logged once.
 
     Args:
         output: the run's output folder.
@@ -32,17 +32,17 @@ class SampleWriter:
 
     @property
     def frames(self) -> bool:
-        """Whether the run asks for pictures."""
+        """True if the run asks for GIFs."""
         return self._pictures is not None and self._episodes > 0
 
     def due(self, step: int) -> bool:
-        """Whether the batch of completed step `step` is sampled. Validations always are."""
+        """Return True if the batch of completed step `step` is sampled. Validations always are."""
         return self._every > 0 and step % self._every == 0
 
     def write(
         self, step: int, results: Iterable[EpisodeResult], *, validation: bool = False
     ) -> None:
-        """Write the episodes that came with a transcript, taking tags in turn, at most `sampleLogs` of them.
+        """Write at most `sampleLogs` of the episodes with a transcript, taking tags in turn.
 
         Args:
             step: completed training steps.
@@ -59,7 +59,7 @@ class SampleWriter:
             self._draw(name, chosen)
         except OSError as error:
             if self._works:
-                log.warning("sample episodes are not written: %s", error)
+                log.warning("cannot write sample episodes: %s", error)
             self._works = False
         else:
             self._works = True
@@ -77,7 +77,7 @@ class SampleWriter:
 
 
 def spread(results: list[EpisodeResult], count: int) -> list[EpisodeResult]:
-    """At most `count` of these episodes: one of each tag, then a second one of each, and so on, in their order."""
+    """Return at most `count` episodes: one of each tag in order, then a second one of each."""
     nth: dict[str, int] = {}
     places: list[tuple[int, int]] = []
     for place, result in enumerate(results):
@@ -87,7 +87,7 @@ def spread(results: list[EpisodeResult], count: int) -> list[EpisodeResult]:
 
 
 def episode_text(result: EpisodeResult) -> str:
-    """An episode under a line that says which one it is and how it ended."""
+    """Return the text of an episode, below a line with its identity and outcome."""
     facts = [
         f"tag {result.tag}",
         f"group {result.key.group}",

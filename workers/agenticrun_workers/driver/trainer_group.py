@@ -29,11 +29,11 @@ from agenticrun_workers.weights.sync import Receiver, WeightSync
 
 @dataclass(frozen=True)
 class Advantages:
-    """The driver's view of a batch with advantages."""
+    """The driver's handle of a batch with advantages; the advantages stay on the ranks."""
 
     metrics: Metrics
     value_targets: Sequence[Any]
-    """Per rank of the policy: a reference to its packed `ValueTargets`, which the critic fetches."""
+    """References to the packed `ValueTargets` of the policy's ranks; the critic fetches them."""
 
 
 class TrainerGroup:

@@ -1,6 +1,7 @@
-"""Supervised warm-up before the first RL step: uniformly random valid play of the environments, or the answers of a data set.
+"""Supervised warm-up before the first RL step (`pipeline.warmup`).
 
-Random play teaches how an answer looks and never which one is right.
+It trains on random valid play of the environments, or on the answers of a data set. Random play
+teaches the format of an answer, not which answer is right.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from agenticrun_workers.trainer.rank import Metrics
 from agenticrun_workers.types import Stream
 
 CHUNK_STEPS = 25
-"""Steps whose episodes are played at once: they need no policy, so they cost fewer calls in bulk."""
+"""Steps whose episodes are played together: no policy is needed, and large calls are cheaper."""
 
 
 class Warmup:
-    """`pipeline.warmup`, step by step."""
+    """Runs the warm-up step by step."""
 
     def __init__(
         self, backend: RolloutBackend, trainers: TrainerGroup, pipeline: Pipeline, discard: Discard
@@ -34,9 +35,10 @@ class Warmup:
         self._tags = tag_cycle(pipeline.train_envs.shares())
 
     async def steps(self) -> AsyncIterator[Metrics]:
-        """Metrics of each supervised step. Yields nothing where the run asks for no warm-up.
+        """Take the supervised steps and yield the metrics of each; nothing without a warm-up.
 
-        Raises `InvalidConfig` if a whole step has nothing to train on.
+        Raises:
+            InvalidConfig: no episode of a step can be trained on.
         """
         warmup = self._pipeline.warmup
         if warmup is None:
@@ -69,7 +71,7 @@ class Warmup:
         }
 
     async def _play(self, groups: range) -> list[EpisodeResult]:
-        """One result per group, in order."""
+        """Return one result per group, in order."""
         played = await asyncio.gather(*(self._backend.run(self._task(group)) for group in groups))
         return [result for results in played for result in results]
 

@@ -1,1 +1,1 @@
-"""Reporting: progress snapshots, the reporter sidecar, and metrics on disk. Imports neither torch nor Ray."""
+"""Progress snapshots, the reporter sidecar, and trackers of metrics; without torch and Ray."""

@@ -1,4 +1,4 @@
-"""Progress snapshots on their way out of the driver: the sink's protocol, and the reporter's client."""
+"""Sinks for progress snapshots: the protocol, and the client of the reporter."""
 
 from __future__ import annotations
 
@@ -18,28 +18,37 @@ log = logging.getLogger(__name__)
 
 
 class ProgressSink(Protocol):
-    """Takes snapshots. Training never waits for it and never fails because of it."""
+    """A receiver of snapshots. Training never waits for it, and never fails because of it."""
 
     def update(self, progress: Progress) -> None:
-        """The newest snapshot. Returns at once; older snapshots that were not delivered are dropped."""
+        """Take the newest snapshot and return at once; undelivered older snapshots are dropped."""
         ...
 
     def sample(self, transcript: str) -> None:
-        """The text of an episode of the newest step, for people."""
+        """Take the text of an episode of the newest step, for people to read."""
         ...
 
     async def finish(self, progress: Progress) -> None:
-        """Deliver the last snapshot, whose `final` is set, and stop. Tries for a while, then gives up silently."""
+        """Deliver the last snapshot, which has `final`, and stop.
+
+        Tries for a while, then gives up silently.
+        """
         ...
 
 
 INTERVAL_SECONDS = 1.0
-"""Between posts when nothing changes; a change is posted at once."""
+"""Time between posts without a change; a change is posted at once."""
 FINAL_TRIES = 30
 
 
 class ReporterClient:
-    """A `ProgressSink`. `start` it on a running loop; `on_commands` is called with every answer."""
+    """Posts the newest snapshot to the reporter in the background; a `ProgressSink`.
+
+    Args:
+        url: of the reporter.
+        token: of the reporter.
+        on_commands: called with the commands in every answer.
+    """
 
     def __init__(self, url: str, token: str, on_commands: Callable[[Commands], None]) -> None:
         self._url = url
@@ -51,6 +60,7 @@ class ReporterClient:
         self._reachable = True
 
     async def start(self) -> None:
+        """Start posting, on the running event loop."""
         self._session = aiohttp.ClientSession(
             self._url,
             headers={TOKEN_HEADER: f"Bearer {self._token}"},
@@ -81,9 +91,8 @@ class ReporterClient:
     async def _post_forever(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    INTERVAL_SECONDS
-                ):  # not wait_for: it swallows a cancellation that meets a change
+                # Not wait_for: it swallows a cancellation that coincides with a change.
+                async with asyncio.timeout(INTERVAL_SECONDS):
                     await self._changed.wait()
             self._changed.clear()
             if self._newest is not None:
@@ -99,7 +108,7 @@ class ReporterClient:
         except (aiohttp.ClientError, TimeoutError, ValidationError) as error:
             if self._reachable:
                 log.warning(
-                    "the reporter does not take progress: %s: %s", type(error).__name__, error
+                    "the reporter does not accept progress: %s: %s", type(error).__name__, error
                 )
             self._reachable = False
             return False

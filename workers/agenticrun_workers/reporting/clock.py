@@ -1,4 +1,4 @@
-"""Time as the API writes it."""
+"""The API's format of times."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from datetime import UTC, datetime
 
 
 def rfc3339(seconds: float) -> str:
-    """Seconds since the epoch as RFC 3339 in UTC, whole seconds."""
+    """Format seconds since the epoch as RFC 3339 in UTC, in whole seconds."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -26,11 +26,11 @@ CURVE_WIDTH = 48
 SAMPLE_LINES = 14
 
 QUIET_SECONDS = 10.0
-"""At least between two lines about one phase that is no step, such as the warm-up."""
+"""Shortest time between two lines about one phase outside of steps, such as the warm-up."""
 
 
 class PlainDisplay:
-    """A `ProgressSink` that prints a line per step, per phase around the steps, and now and then how far such a phase is."""
+    """A `ProgressSink` that prints a line per step, and some lines per phase around the steps."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -58,7 +58,7 @@ class PlainDisplay:
             self._print(step_line(progress.step, progress.max_steps, progress.metrics))
 
     def sample(self, transcript: str) -> None:
-        """See `ProgressSink`: samples would drown the lines."""
+        """See `ProgressSink`: samples are not printed."""
 
     async def finish(self, progress: Progress) -> None:
         """See `ProgressSink`."""
@@ -78,7 +78,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A `ProgressSink` that redraws phase, steps, success, reward, speed, the validation curve and the newest sample."""
+    """A `ProgressSink` that keeps a panel of progress, metrics and the newest sample up to date."""
 
     def __init__(self, console: Console, run: AgenticRun) -> None:
         self._name = run.metadata.name
@@ -143,19 +143,19 @@ class LiveDisplay:
 
 
 def validated(before: str, progress: Progress) -> bool:
-    """Whether a validation ended between the snapshot with activity `before` and this one."""
+    """Return True if a validation ended between activity `before` and this snapshot."""
     return before == Activity.VALIDATION and progress.activity != Activity.VALIDATION
 
 
 def curve(values: list[float]) -> str:
-    """The newest values between 0 and 1 as a row of bars, and the last one as a number."""
+    """Draw values between 0 and 1 as a row of bars, and the last one as a number."""
     newest = values[-CURVE_WIDTH:]
     bars = "".join(BARS[min(len(BARS) - 1, int(value * len(BARS)))] for value in newest)
     return f"{bars} {newest[-1]:.2f}"
 
 
 def newest_step(metrics: Mapping[str, float]) -> RenderableType:
-    """What the newest step measured; what does not fit the terminal goes to the next line."""
+    """Show the metrics of the newest step, wrapped to the width of the terminal."""
     pieces = [
         Text.assemble((f"{label} ", "dim"), form.format(metrics[name]))
         for label, name, form in COLUMNS
@@ -184,12 +184,15 @@ COLUMNS = (
     ("tok/s", "system/tps", "{:,.0f}"),
     ("s/step", "time/step", "{:.2f}"),
 )
-"""Label, metric, format. What a step did not measure is left out. kl is the distance to the reference, approxkl the one that the
-step's update went, vloss the critic's loss."""
+"""Label, metric and format; metrics that a step lacks are left out.
+
+kl is the KL to the reference, approxkl the KL between the policies before and after the step's
+updates, vloss the critic's loss.
+"""
 
 
 class ConsoleTracker:
-    """A `Tracker` that logs a line per step and per validation."""
+    """A `Tracker` that logs one line per step and per validation."""
 
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
@@ -207,7 +210,10 @@ class ConsoleTracker:
 
 
 def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
-    """`step 12/300  reward 0.250  success 0.250  loss -0.0123  entropy 0.910  tok/s 9,100  s/step 1.20`"""
+    """Format a step.
+
+    `step 12/300  reward 0.250  loss -0.0123  entropy 0.910  tok/s 9,100  s/step 1.20`
+    """
     shown = [
         f"{label} {form.format(metrics[name])}" for label, name, form in COLUMNS if name in metrics
     ]
@@ -216,7 +222,10 @@ def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def validation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """`[validation] step 10: Lake success 0.650, Lake random_success 0.020`; scores where success is not measured."""
+    """Format a validation, with scores where success is not measured.
+
+    `[validation] step 10: Lake success 0.650, Lake random_success 0.020`
+    """
     rates = success_rates(metrics) or {
         name: value for name, value in metrics.items() if name.endswith("/score")
     }
@@ -228,7 +237,7 @@ def validation_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 def alarms(metrics: Mapping[str, float]) -> list[str]:
-    """Names of the guards whose alarm is up."""
+    """Return the names of guards with an alarm that is up."""
     return [
         name.removeprefix("guard/")
         for name, value in metrics.items()
@@ -237,7 +246,7 @@ def alarms(metrics: Mapping[str, float]) -> list[str]:
 
 
 def success_rates(metrics: Mapping[str, float]) -> dict[str, float]:
-    """val/<tag>/success and what it is compared with, by name."""
+    """Return val/<tag>/success and its baselines, by name."""
     endings = ("/success", "/random_success", "/warmup_success")
     return {
         name: value

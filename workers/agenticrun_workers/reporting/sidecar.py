@@ -1,7 +1,7 @@
 """The reporter: a small HTTP server in the head pod that outlives the driver and its attempts.
 
-The driver posts snapshots to it on localhost, and the answers tell it what has been requested. The
-operator reads the snapshots and requests a stop or a checkpoint. Everything but the probe needs the
+The driver posts snapshots to it on localhost; each answer holds the pending commands. The operator
+reads the snapshots and requests a stop or a checkpoint. Every path but the probe needs the
 reporter's token.
 
 Run it with `python -m agenticrun_workers.reporting.sidecar`.
@@ -29,7 +29,7 @@ STATE_FILE = Path(WORK_DIR) / "reporter" / "state.json"
 
 
 class Reporter:
-    """The handlers over one `ReporterState`."""
+    """HTTP handlers on one `ReporterState`."""
 
     def __init__(self, token: str, file: StateFile) -> None:
         self._bearer = f"Bearer {token}".encode()
@@ -37,6 +37,7 @@ class Reporter:
         self._state = file.read()
 
     def app(self) -> web.Application:
+        """Build the web application."""
         app = web.Application(client_max_size=MAX_PROGRESS_BYTES, middlewares=[self._authorize])
         app.add_routes(
             [
@@ -111,7 +112,7 @@ def main() -> None:
         .strip()
     )
     if not token:
-        raise SystemExit("the reporter's token file is empty")
+        raise SystemExit("the token file of the reporter is empty")
     file = StateFile(Path(os.environ.get("AGENTICRUN_REPORTER_STATE_FILE", STATE_FILE)))
     port = int(os.environ.get("AGENTICRUN_REPORTER_PORT", REPORTER_PORT))
     web.run_app(Reporter(token, file).app(), port=port, access_log=None, print=None)
@@ -122,13 +123,17 @@ if __name__ == "__main__":
 
 
 class ReporterState(Model):
-    """The newest snapshot of the newest attempt, and what has been asked of that attempt."""
+    """The newest snapshot of the newest attempt, and the commands for that attempt."""
 
     progress: Progress | None = None
     commands: Commands = Commands()
 
     def with_progress(self, progress: Progress) -> ReporterState:
-        """Take a snapshot. One of an older attempt or an older sequence changes nothing; a new attempt clears the stop command."""
+        """Return the state after a snapshot.
+
+        Snapshots of an older attempt or sequence number change nothing. The first one of a new
+        attempt clears the stop command.
+        """
         held = self.progress
         if held is None or held.submission_id == progress.submission_id:
             if held is not None and progress.sequence < held.sequence:
@@ -140,9 +145,11 @@ class ReporterState(Model):
         return ReporterState(progress=progress, commands=commands)
 
     def asked_to_stop(self) -> ReporterState:
+        """Return the state with the stop command set."""
         return self.model_copy(update={"commands": self.commands.model_copy(update={"stop": True})})
 
     def asked_for_checkpoint(self) -> ReporterState:
+        """Return the state with one more checkpoint requested."""
         count = self.commands.checkpoint + 1
         return self.model_copy(
             update={"commands": self.commands.model_copy(update={"checkpoint": count})}
@@ -150,19 +157,20 @@ class ReporterState(Model):
 
 
 class StateFile:
-    """Reads and writes a `ReporterState` atomically."""
+    """A `ReporterState` on disk, which survives a restart of the sidecar. Writes are atomic."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> ReporterState:
-        """The stored state; a fresh one if there is none or it is of another release."""
+        """Return the stored state, or a fresh one if there is none or another release wrote it."""
         try:
             return ReporterState.model_validate_json(self._path.read_bytes())
         except (FileNotFoundError, ValueError):
             return ReporterState()
 
     def write(self, state: ReporterState) -> None:
+        """Replace the stored state."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         aside = self._path.with_suffix(".tmp")
         with aside.open("w") as file:
@@ -173,7 +181,11 @@ class StateFile:
 
 
 def exposition(progress: Progress | None) -> str:
-    """The text that `GET /metrics` answers. Empty before the first snapshot."""
+    """Format a snapshot as Prometheus text.
+
+    Args:
+        progress: None before the first snapshot, which gives an empty text.
+    """
     if progress is None:
         return ""
     gauges: dict[str, tuple[str, float | None]] = {

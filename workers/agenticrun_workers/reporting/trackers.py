@@ -1,4 +1,4 @@
-"""Metrics of every step: metrics.jsonl always; TensorBoard, W&B and the log as `spec.tracking` says."""
+"""Trackers of metrics: metrics.jsonl always; TensorBoard, W&B and the log by `spec.tracking`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ log = logging.getLogger(__name__)
 
 
 def build_trackers(run: AgenticRun, output: Path, resume_step: int) -> list[Tracker]:
-    """The trackers of an attempt. May wait for a server: call it off the event loop.
+    """Start the trackers of an attempt. May wait for a server: call it off the event loop.
 
     Args:
         output: folder of metrics.jsonl, tensorboard/ and wandb/.
-        resume_step: step of the checkpoint that the attempt goes on from, 0 at the beginning.
+        resume_step: step of the checkpoint that the attempt resumes from; 0 at the start.
 
     Raises:
-        InvalidRun: `spec.tracking` can never work. Whatever else keeps a tracker from starting is told, and the run trains without.
+        InvalidRun: `spec.tracking` can never work. Other failures are logged, and the run
+            trains without that tracker.
     """
     tracking = run.spec.tracking
     makers: dict[str, Callable[[], Tracker]] = {
@@ -52,7 +53,10 @@ def build_trackers(run: AgenticRun, output: Path, resume_step: int) -> list[Trac
 
 
 class Tolerated:
-    """A `Tracker` whose failures never stop training. A failure is told once, until the tracker works again."""
+    """Wraps a `Tracker` so that its failures never stop training.
+
+    A failure is logged once, until the tracker works again.
+    """
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name = name
@@ -71,7 +75,7 @@ class Tolerated:
         except Exception as error:  # a tracker never stops training
             if self._works:
                 log.warning(
-                    "%s does not take metrics: %s: %s", self._name, type(error).__name__, error
+                    "%s does not accept metrics: %s: %s", self._name, type(error).__name__, error
                 )
             self._works = False
         else:
@@ -79,7 +83,7 @@ class Tolerated:
 
 
 class Tracker(Protocol):
-    """Takes the metrics of one step."""
+    """A receiver of the metrics of each step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -87,11 +91,12 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One JSON object per line: `{"step": 3, "time": 1700000000.0, "rollout/score/mean": 0.25, ...}`.
+    """Writes JSON lines: `{"step": 3, "time": 1700000000.0, "rollout/score/mean": 0.25, ...}`.
 
     Args:
         path: the file; appended to.
-        resume_step: lines of later steps are removed, because they are computed again, and so is the validation of this one.
+        resume_step: lines of later steps, and the validation of this one, are removed, because
+            the attempt computes them again.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -118,7 +123,7 @@ class JsonlTracker:
 class TensorBoardTracker:
     """Scalars for TensorBoard, written without torch or TensorFlow.
 
-    Where an earlier attempt wrote, a restart marker hides its values of the steps that are computed again.
+    A restart marker hides the values of an earlier attempt for steps that are computed again.
     """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
@@ -154,45 +159,46 @@ def _computed_again(line: Mapping[str, float], resume_step: int) -> bool:
 
 
 def _complete_lines(path: Path) -> list[str]:
-    """Lines that were written to their end; a driver that was killed may leave half a one."""
+    """Return the complete lines: a killed driver may leave half a line at the end."""
     if not path.exists():
         return []
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
 
 
 INIT_SECONDS = 30.0
-"""How long a run waits for the server before it trains without W&B."""
+"""Wait for the server before the run trains without W&B."""
 FINISH_SECONDS = 60
-"""How long a run's end waits for uploads; what is left can be sent with `wandb sync`."""
+"""Wait for uploads at the end of a run; `wandb sync` sends the rest."""
 FIELD = "spec.tracking.wandb"
 
 
 class WandbTracker:
-    """Every step as one row whose x-axis is `step`: after a resume the steps that are computed again are added, never dropped.
+    """Logs every step as one row to Weights & Biases, with `step` as the x-axis.
 
-    Attempts of one run share one W&B run. Files go to `<folder>/wandb`, from where `wandb sync` sends them in offline mode.
-    Only `model` and `pipeline` of the spec are uploaded: roles may hold secrets in their environment.
+    After a resume, rows of steps that are computed again are added, never dropped. All attempts of
+    a run share one W&B run. Files go to `<folder>/wandb`; in offline mode `wandb sync` sends them
+    from there. Only `model` and `pipeline` of the spec are uploaded, because roles may hold secrets
+    in their environment.
 
     Args:
-        run_id: of the W&B run; the same for all attempts.
+        run_id: id of the W&B run, the same for all attempts.
 
     Raises:
-        InvalidRun: there is no API key, or the server refuses it or the project.
+        InvalidRun: there is no API key, or the server refuses the key or the project.
         wandb.Error: the server does not answer within `INIT_SECONDS`.
     """
 
     def __init__(self, run: AgenticRun, spec: Wandb, folder: Path, run_id: str) -> None:
         if spec.mode == "offline":
-            os.environ["WANDB_ERROR_REPORTING"] = (
-                "false"  # wandb sends telemetry of its own, offline too
-            )
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # wandb sends telemetry offline too
         import wandb
 
         wandb.setup(wandb.Settings(silent=True))
         if spec.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise InvalidRun(
                 [
-                    f"{FIELD}: no API key: put WANDB_API_KEY into roles.driver.env or a secret of roles.driver.envFrom, or set mode: offline"
+                    f"{FIELD}: no API key: put WANDB_API_KEY into roles.driver.env or a secret of "
+                    "roles.driver.envFrom, or set mode: offline"
                 ]
             )
         folder.mkdir(parents=True, exist_ok=True)
@@ -210,10 +216,10 @@ class WandbTracker:
                 config={"model": run.spec.model.to_dict(), "pipeline": run.spec.pipeline.to_dict()},
                 allow_val_change=True,
                 settings=wandb.Settings(
-                    console="off",  # the driver's log has its own place, and the terminal its own display
+                    console="off",  # the driver has its own log and display
                     silent=True,
                     init_timeout=INIT_SECONDS,
-                    x_disable_meta=True,  # it uploads the command line, where --set may hold what roles hide
+                    x_disable_meta=True,  # the command line may hold secrets (--set)
                     finish_timeout=FINISH_SECONDS,
                 ),
             )
@@ -230,7 +236,7 @@ class WandbTracker:
 
 
 def run_id(run: AgenticRun, output: Path) -> str:
-    """The run's uid; in local mode, where there is none, an id that the output folder keeps."""
+    """Return the run's uid; in local mode, which has none, an id kept in the output folder."""
     if run.metadata.uid:
         return run.metadata.uid
     kept = output / "wandb-run-id"

@@ -1,4 +1,4 @@
-"""What algorithms, losses and optimizers are told, in the API's words. Imports torch."""
+"""Translation of `spec.pipeline` into the specs of losses, advantages and optimizers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from agenticrun_workers.trainer.batch import optimizer_steps_per_batch
 
 
 def needs_old_logprobs(pipeline: Pipeline) -> bool:
-    """Whether log-probs must be computed at the batch's start; else the detached current ones are the old ones (rl-semantics)."""
+    """Return True if old log-probs must be computed at the start of a batch.
+
+    Otherwise the detached current ones are the old ones.
+    """
     algorithm = pipeline.algorithm
     return (
         optimizer_steps_per_batch(pipeline) > 1
@@ -34,12 +37,16 @@ def needs_old_logprobs(pipeline: Pipeline) -> bool:
 
 
 def loss_temperature(pipeline: Pipeline) -> float:
-    """Of the log-probs that are trained: the sampling's, or 1 where truncated sampling is allowed (rl-semantics, "Samples")."""
+    """Return the temperature of the trainer's log-probs.
+
+    It is that of sampling, or 1 where truncated sampling is allowed.
+    """
     generating = pipeline.actor_infer.generating
     return 1.0 if generating.allow_truncated_sampling else generating.temperature
 
 
 def loss_spec(pipeline: Pipeline) -> LossSpec:
+    """Translate the policy loss."""
     algorithm = pipeline.algorithm
     return LossSpec(
         variant=_variant(algorithm),
@@ -54,6 +61,7 @@ def loss_spec(pipeline: Pipeline) -> LossSpec:
 
 
 def value_loss_spec(pipeline: Pipeline) -> ValueLossSpec:
+    """Translate the critic's loss."""
     algorithm = pipeline.algorithm
     clip = pipeline.critic.value_clip if pipeline.critic else None
     return ValueLossSpec(
@@ -64,6 +72,7 @@ def value_loss_spec(pipeline: Pipeline) -> ValueLossSpec:
 
 
 def token_spec(pipeline: Pipeline) -> TokenSpec:
+    """Translate how credits of turns become advantages of tokens."""
     algorithm = pipeline.algorithm
     return TokenSpec(
         estimator=algorithm.name,
@@ -80,7 +89,11 @@ def token_spec(pipeline: Pipeline) -> TokenSpec:
 
 
 def optimizer_spec(pipeline: Pipeline, training: Training) -> OptimizerSpec:
-    """Of the model that trains so: `pipeline.actor_train.training` or the critic's."""
+    """Translate the optimizer of policy or critic.
+
+    Args:
+        training: `pipeline.actor_train.training` or `pipeline.critic.training`.
+    """
     return OptimizerSpec(
         learning_rate=training.learning_rate,
         schedule=training.lr_scheduler_type,

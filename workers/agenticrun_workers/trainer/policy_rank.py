@@ -1,4 +1,7 @@
-"""Trainer ranks: the policy, and the reference and the critic where they have no pods of their own."""
+"""Trainer ranks: the policy, and reference and critic unless they have pods of their own.
+
+`score`, `compute_advantages`, `train_critic` and `train_actor` are the stages of driver/step.py.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,11 @@ if TYPE_CHECKING:
 
 
 class TrainerActor(ReferenceUpdateMixin):
-    """One rank. `hosted` says which models beside the policy it holds."""
+    """One rank of the policy.
+
+    Args:
+        hosted: the other models that live on this rank.
+    """
 
     role = Role.TRAINER
 
@@ -44,16 +51,27 @@ class TrainerActor(ReferenceUpdateMixin):
         self._batch: RankBatch | None = None
 
     def make_model(self, model: InitializeModel, corpus: TokenizerCorpus) -> dict[str, bytes]:
-        """The files of `spec.model.initialize`. Raises `InvalidConfig`."""
+        """Make the files of a model with random weights (`spec.model.initialize`).
+
+        Raises:
+            InvalidConfig: the fields do not define a model.
+        """
         from agenticrun_workers.models.initialize import make_model_files
 
         return make_model_files(model, corpus, self._pipeline.sequence_length)
 
     def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> int:
-        """Join the other ranks and load the models on so many torch threads. Raises `InvalidConfig`.
+        """Join the other ranks and load the models.
+
+        Args:
+            rendezvous: from `rendezvous` of the first rank.
+            threads: number of torch threads.
 
         Returns:
-            the part of each batch that this rank gets (`LogProbStrategy.data_rank`).
+            the share of each batch that this rank gets (`TrainStrategy.data_rank`).
+
+        Raises:
+            InvalidConfig: a model or an option of the strategy cannot be used.
         """
         from agenticrun_workers.trainer import config_translation as specs
         from agenticrun_workers.trainer import strategies
@@ -79,7 +97,11 @@ class TrainerActor(ReferenceUpdateMixin):
         return self._strategy.data_rank
 
     def warm_up(self, keys: list[tuple[EpisodeKey, int]]) -> Metrics:
-        """One supervised step on these (key, store). Collective."""
+        """Take a supervised step. Collective.
+
+        Args:
+            keys: key and store number of each trajectory.
+        """
         from agenticrun_workers.trainer.samples import supervised_samples
 
         weight = self._pipeline.warmup.observation_weight if self._pipeline.warmup else 0.0
@@ -168,14 +190,14 @@ class TrainerActor(ReferenceUpdateMixin):
         return metrics
 
     def policy_version(self) -> int:
-        """How often this policy was trained on a batch."""
+        """Return the number of batches that this policy was trained on."""
         return self._strategy.policy_version
 
     def merge_plan(self) -> MergePlan | str | None:
-        """On all ranks of a policy that trains adapters; collective.
+        """Describe how nodes merge adapters into whole weights. Collective over all ranks.
 
         Returns:
-            on rank 0, what nodes need to make whole weights of the adapters, or why they cannot.
+            on rank 0: the plan, or the reason why nodes cannot merge.
         """
         from agenticrun_workers.weights.lora_merge import plan_merge
 
@@ -186,7 +208,7 @@ class TrainerActor(ReferenceUpdateMixin):
         return None
 
     def tensor_specs(self, adapters: bool = False) -> list[TensorSpec]:
-        """The parameters that `export_weights` will write, on rank 0. Collective."""
+        """Return the parameters that `export_weights` writes, on rank 0. Collective."""
         from agenticrun_workers.weights.export import tensor_specs
 
         return tensor_specs(self._exported(adapters))
@@ -194,7 +216,10 @@ class TrainerActor(ReferenceUpdateMixin):
     def open_buckets(
         self, buckets: tuple[Bucket, ...], folder: str, deltas: bool, adapters: bool = False
     ) -> None:
-        """On rank 0: where `export_weights` writes; see `BucketWriter`. Whole weights and adapters have buckets of their own."""
+        """Open the buckets that `export_weights` fills, on rank 0; see `BucketWriter`.
+
+        Whole weights and adapters have separate buckets.
+        """
         from agenticrun_workers.weights.export import BucketWriter
 
         writer = BucketWriter(Path(folder), buckets, deltas=deltas)
@@ -204,16 +229,23 @@ class TrainerActor(ReferenceUpdateMixin):
             self._writer = writer
 
     def close_whole_buckets(self) -> None:
-        """On rank 0: let go of the memory of whole weights."""
+        """Free the memory of whole weights, on rank 0."""
         del self._writer
 
     def export_weights(self, adapters: bool = False) -> Iterator[WrittenBucket]:
-        """On rank 0: write all parameters, or the adapters, into their buckets, and say so one by one. Collective with `assist_export`."""
+        """Write all parameters, or the adapters, into their buckets, on rank 0.
+
+        Yields each bucket once it is written. Collective with `assist_export`.
+        """
         writer = self._adapter_writer if adapters else self._writer
         yield from writer.write(self._exported(adapters))
 
     def host_broadcast(self, host: str, port: int, world: int) -> None:
-        """On rank 0: meet the engines, at its last `rendezvous`. Raises `BroadcastFailed`."""
+        """Form a process group with the engines, on rank 0, at its last `rendezvous`.
+
+        Raises:
+            BroadcastFailed: the group could not be formed.
+        """
         from agenticrun_workers.models.devices import compute_device
         from agenticrun_workers.weights.collective import WeightGroup
 
@@ -226,16 +258,16 @@ class TrainerActor(ReferenceUpdateMixin):
             raise BroadcastFailed(str(error)) from error
 
     def broadcast_weights(self) -> None:
-        """On rank 0: send all parameters to the engines. Collective with `assist_export`. Raises `BroadcastFailed`."""
+        """Send all parameters to the engines, on rank 0. Collective with `assist_export`.
+
+        Raises:
+            BroadcastFailed: an engine did not take part to the end.
+        """
         group = self._group
         broken: RuntimeError | None = None
         assert group is not None, "host_broadcast comes first"
-        for (
-            _,
-            tensor,
-        ) in (
-            self._strategy.export_weights()
-        ):  # to its end, whatever happens: the other ranks take part in it
+        # Export to the end even after a failure: it is collective.
+        for _, tensor in self._strategy.export_weights():
             if broken is None:
                 try:
                     group.send(tensor)
@@ -247,16 +279,16 @@ class TrainerActor(ReferenceUpdateMixin):
             raise BroadcastFailed(str(broken)) from broken
 
     def assist_export(self, adapters: bool = False) -> None:
-        """On the other ranks, while rank 0 exports."""
+        """Take part in an export of rank 0, on the other ranks."""
         deque(self._exported(adapters), maxlen=0)
 
     def offload(self) -> None:
-        """Leave the device to an engine: all models go to host memory. Collective."""
+        """Move all models to host memory, which frees the device for an engine. Collective."""
         for strategy in self._strategies():
             strategy.offload()
 
     def onload(self) -> None:
-        """Come back to the device. Collective."""
+        """Move all models back to the device. Collective."""
         for strategy in self._strategies():
             strategy.onload()
 

@@ -1,4 +1,4 @@
-"""RankActor: what every rank of a model has in common: its place, the other ranks, and the trajectories it fetches.
+"""The base of all ranks: placement, process group, checkpoints, and fetching of trajectories.
 
 torch is imported inside methods, because the driver imports these modules.
 """
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ACTOR, CRITIC, REFERENCE = "actor_train", "critic", "reference"
-"""The models of a run that train or score; also the modules of a checkpoint."""
+"""The models of a run that train or score; also the names of a checkpoint's modules."""
 
 Metrics = dict[str, float]
 
 
 class RankActor:
-    """One rank of the models that `role`'s pods hold."""
+    """One rank of the models on the pods of `role`."""
 
     role: Role
 
@@ -42,25 +42,34 @@ class RankActor:
         self._listener: socket.socket | None = None
 
     def placement(self) -> Placement:
+        """Return where this actor runs."""
         return current_placement(f"{self.role}-{self._rank}", self.role)
 
     def rendezvous(self) -> tuple[str, int]:
-        """An address of this node, for the ranks to meet. This one, their first, listens from now on: nobody else gets the port before."""
+        """Return host and port where the ranks form their process group.
+
+        Call it on the first rank. It listens from now on, so that no other process takes the port.
+        """
         host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
         return host, self._listener.getsockname()[1]
 
     def set_stores(self, stores: list[Any]) -> None:
-        """Where trajectories lie; the store numbers of a plan's items count into this list."""
+        """Set the stores of trajectories, which a `RankPlan` refers to by index."""
         self._stores = stores
 
     def save(self, part: str, folder: str) -> None:
-        """This rank's shard of one model. Collective."""
+        """Save this rank's shard of one model. Collective."""
         self._part(part).save(folder)
 
     def load(self, part: str, folder: str) -> None:
-        """Go on from a checkpoint. Raises `InvalidConfig` for one of another model, `DamagedFile` for broken files. Collective."""
+        """Load one model from a checkpoint. Collective.
+
+        Raises:
+            InvalidConfig: the checkpoint is of another model.
+            DamagedFile: a file is broken.
+        """
         from agenticrun_workers.trainer import CheckpointMismatch
 
         try:
@@ -69,11 +78,11 @@ class RankActor:
             raise InvalidConfig("spec.checkpoint.resume", f"{folder}: {error}") from error
 
     def _part(self, name: str) -> Any:
-        """The strategy that holds this model."""
+        """Return the strategy that holds a model."""
         raise NotImplementedError
 
     def _join(self, rendezvous: tuple[str, int], threads: int) -> None:
-        """Meet the other ranks, on so many torch threads."""
+        """Form the process group with the other ranks and set the number of torch threads."""
         import torch
 
         from agenticrun_workers.trainer.ranks import join_ranks
@@ -84,7 +93,7 @@ class RankActor:
         join_ranks(self._rank, self._world_size, rendezvous, self._taken_listener())
 
     def _taken_listener(self) -> socket.socket | None:
-        """What listens at the last `rendezvous`, once; None on other ranks than the first."""
+        """Take the socket of the last `rendezvous`; None on all ranks but the first."""
         listener, self._listener = self._listener, None
         return listener
 
@@ -100,19 +109,26 @@ class RankActor:
 
 
 class ReferenceUpdateMixin(RankActor):
-    """The calls of `WeightSync` on an actor that holds a rank of the reference."""
+    """Lets a rank of the reference receive the policy's weights as engines do.
+
+    `WeightSync` calls these methods; the weights come from the shared memory of the node.
+    """
 
     def begin_update(self, _version: int) -> None:
-        """Buckets of a policy version follow."""
+        """Start an update; its buckets follow."""
         self._arrived: list[Path] = []
 
     def take_bucket(self, path: str, checksum: int) -> None:
-        """A file with some of the weights. Raises `CorruptBucket`."""
+        """Take a file with some of the weights.
+
+        Raises:
+            CorruptBucket: the file does not match its checksum.
+        """
         Verifier().check(Path(path), checksum)
         self._arrived.append(Path(path))
 
     def finish_update(self) -> None:
-        """The reference becomes the policy with these weights. Collective."""
+        """Load the received weights into the reference. Collective."""
         self._part(REFERENCE).load_weights(self._parameters())
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -123,7 +139,10 @@ class ReferenceUpdateMixin(RankActor):
 
 
 def combine(steps: list[Metrics]) -> Metrics:
-    """The metrics of several optimizer steps as one: the last, the largest, the smallest, else the mean."""
+    """Combine the metrics of several optimizer steps.
+
+    Learning rate and skipped steps: the last value. `_max` and `_min`: the extremes. Else the mean.
+    """
     combined: Metrics = {}
     for name in steps[0]:
         values = [step[name] for step in steps]

@@ -1,4 +1,4 @@
-"""The reference and the critic on pods of their own (`roles.reference`, `roles.critic`)."""
+"""Ranks of reference and critic on pods of their own (`roles.reference`, `roles.critic`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ class ReferenceActor(ReferenceUpdateMixin):
     role = Role.REFERENCE
 
     def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> None:
-        """Join the other ranks and load the model. Raises `InvalidConfig`."""
+        """Join the other ranks and load the model.
+
+        Raises:
+            InvalidConfig: the model cannot be used.
+        """
         from agenticrun_workers.trainer.strategies import build_reference
 
         self._join(rendezvous, threads)
@@ -54,7 +58,11 @@ class CriticActor(RankActor):
     role = Role.CRITIC
 
     def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> None:
-        """Join the other ranks and load the model. Raises `InvalidConfig`."""
+        """Join the other ranks and load the model.
+
+        Raises:
+            InvalidConfig: the model cannot be used.
+        """
         from agenticrun_workers.trainer.config_translation import value_loss_spec
         from agenticrun_workers.trainer.strategies import build_critic
 

@@ -1,4 +1,7 @@
-"""Builds trainers from the API's words, on a trainer pod. Imports torch; Megatron-Core and DeepSpeed only where a run trains with them."""
+"""Building of the models that a rank trains or scores with, from the run's spec.
+
+Megatron-Core and DeepSpeed are imported only by runs that train with them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,11 @@ OPTIONS = "spec.pipeline.actorTrain.strategy.config"
 
 
 def build_strategy(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
-    """The policy's trainer of this rank. Raises `InvalidConfig`."""
+    """Build the policy's trainer of this rank.
+
+    Raises:
+        InvalidConfig: names the field that cannot work.
+    """
     spec = pipeline.actor_train.strategy
     optimizer = optimizer_spec(pipeline, pipeline.actor_train.training)
     dtype: torch.dtype = getattr(torch, source.dtype)
@@ -64,7 +71,13 @@ def build_strategy(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
 
 
 def build_policy_to_export(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
-    """The policy on this one process, whatever trained it: all strategies write checkpoints of one kind. Raises `InvalidConfig`."""
+    """Build the policy in a single process, for any strategy that trained it.
+
+    This works because all strategies share one checkpoint format.
+
+    Raises:
+        InvalidConfig: names the field that cannot work.
+    """
     optimizer = optimizer_spec(pipeline, pipeline.actor_train.training)
     with _refusing("spec.model.path", OPTIONS):
         return TorchPolicy(
@@ -73,7 +86,14 @@ def build_policy_to_export(pipeline: Pipeline, source: ModelSource) -> TrainStra
 
 
 def build_reference(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> ReferenceStrategy:
-    """The frozen policy of this rank. `shared`: it lives on the policy's ranks. Raises `InvalidConfig`."""
+    """Build the reference of this rank.
+
+    Args:
+        shared: it lives on the policy's ranks.
+
+    Raises:
+        InvalidConfig: names the field that cannot work.
+    """
     arguments = {"temperature": loss_temperature(pipeline), **_batches(pipeline.actor_train)}
     with _refusing("spec.pipeline.reference.path", OPTIONS):
         return TorchReference(
@@ -82,7 +102,14 @@ def build_reference(pipeline: Pipeline, source: ModelSource, *, shared: bool) ->
 
 
 def build_critic(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> CriticStrategy:
-    """The value model of this rank. `shared`: it lives on the policy's ranks. Raises `InvalidConfig`."""
+    """Build the critic of this rank.
+
+    Args:
+        shared: it lives on the policy's ranks.
+
+    Raises:
+        InvalidConfig: names the field that cannot work.
+    """
     assert pipeline.critic is not None, "gae has a critic"
     optimizer = optimizer_spec(pipeline, pipeline.critic.training)
     with _refusing("spec.pipeline.critic.path", OPTIONS):
@@ -96,7 +123,10 @@ def build_critic(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> Cr
 
 
 def _options(pipeline: Pipeline, shared: bool) -> FsdpOptions:
-    """Reference and critic are sharded as an fsdp2 policy is; on pods of their own each rank has its own part of a batch."""
+    """Return the sharding of reference and critic: that of an fsdp2 policy.
+
+    On pods of their own there is no sequence parallelism: each rank has its own share of a batch.
+    """
     spec = pipeline.actor_train.strategy
     if spec.name != "fsdp2":
         return FsdpOptions()
@@ -105,7 +135,7 @@ def _options(pipeline: Pipeline, shared: bool) -> FsdpOptions:
 
 
 def _policy_loader(pipeline: Pipeline, source: ModelSource) -> Callable[[], PreTrainedModel]:
-    """Loads the policy with the weights that are trained: in the masters' dtype, with adapters where only these are trained."""
+    """Return a loader of the policy: dtype of the master weights, with adapters if it has LoRA."""
     lora = pipeline.actor_train.lora
     load_whole = partial(load_source, source, _masters(source))
     if lora is None:
@@ -115,14 +145,14 @@ def _policy_loader(pipeline: Pipeline, source: ModelSource) -> Callable[[], PreT
 
 
 def _masters(source: ModelSource) -> torch.dtype:
-    """Master weights are float32, or float64."""
+    """Return the dtype of the master weights: float32, or float64 for a float64 model."""
     dtype: torch.dtype = getattr(torch, source.dtype)
     return torch.promote_types(dtype, torch.float32)
 
 
 @contextmanager
 def _refusing(model: str, options: str) -> Iterator[None]:
-    """A model that cannot be used, or an option of the strategy that makes no sense, is a mistake in this field."""
+    """Turn errors of a model or of strategy options into `InvalidConfig` of their fields."""
     try:
         yield
     except (ModelLoadError, UnsupportedModel) as error:
