@@ -1,4 +1,4 @@
-"""Runs that train in seconds, and a session around one."""
+"""Runs that train in seconds, and an attempt of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agenticrun_workers.driver.progress import AttemptId, Requests
 
 
 def tiny_document(**pipeline: Any) -> dict[str, Any]:
-    """A complete AgenticRun with the smallest model there can be; `pipeline` replaces fields of spec.pipeline."""
+    """Return a complete AgenticRun with a tiny model; `pipeline` replaces fields of the spec."""
     return {
         "apiVersion": "agenticrun.dev/v1alpha1",
         "kind": "AgenticRun",
@@ -79,7 +79,7 @@ class TinyAttempt:
         self.sink = CollectingSink()
         self.requests = Requests()
         self._folder = folder
-        self._session = AttemptRunner(
+        self._runner = AttemptRunner(
             run=run,
             attempt=AttemptId(run.metadata.uid, f"tiny-{attempt}", attempt),
             output=folder,
@@ -90,7 +90,7 @@ class TinyAttempt:
         )
 
     async def execute(self) -> FinalReport:
-        return await self._session.execute()
+        return await self._runner.execute()
 
     def training_steps(self) -> dict[int, dict[str, float]]:
         """The logged metrics of each training step."""

@@ -1,4 +1,4 @@
-"""Every algorithm's example trains on a real Ray; reference and critic on pods of their own change nothing."""
+"""Every algorithm's example trains on a real Ray; separate reference and critic pods too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example of an environment trains a step, with its own model, texts and limits, and few and short episodes."""
+"""Every example of an environment trains a step, with few and short episodes."""
 
 from __future__ import annotations
 

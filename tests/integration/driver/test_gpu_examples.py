@@ -1,4 +1,4 @@
-"""Every example for GPUs trains a step here, without them. One example of each engine keeps its real server."""
+"""Every GPU example trains a step without GPUs; one of each engine keeps its real server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from tiny_runs import TinyAttempt
 pytestmark = pytest.mark.usefixtures("ray_node")
 
 WITH_SERVER = ("one-gpu", "colocated")
-"""SGLang and vLLM, both put to sleep and woken. tests/integration/local has every engine with every trainer."""
+"""SGLang and vLLM, which both sleep and wake.
+
+tests/integration/local has every engine with every trainer.
+"""
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -1,4 +1,4 @@
-"""Whole attempts on a real Ray with a tiny model: training, what dies on the way, and going on afterwards."""
+"""Whole attempts on a real Ray with a tiny model: training, failures and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pipeline.deterministic`: a driver that is killed at any moment goes on bit for bit, and one seed is one run."""
+"""`pipeline.deterministic`: one seed is one run, bit for bit, even if the driver is killed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ WALL_CLOCK = (
 
 
 def document() -> dict[str, Any]:
-    """A run with every kind of state: critic, reference, adaptive KL, schedules, several optimizer steps, a guard that counts."""
+    """Return a run with every kind of state.
+
+    Critic, reference, adaptive KL, schedules, several optimizer steps, a guard that counts.
+    """
     run = tiny_document(
         deterministic=True,
         maxSteps=STEPS,
@@ -132,7 +135,10 @@ class Command:
         }
 
     def kill(self, after_step: int, seconds: float) -> bool:
-        """SIGKILL the driver so many seconds after this step, or its first one if that comes later; False if the run was done before."""
+        """SIGKILL the driver some seconds after a step, or after its first one if that is later.
+
+        Returns False if the run was done before.
+        """
 
         def there() -> bool:
             return any(int(step) >= after_step for step in STEP.findall(self.log))

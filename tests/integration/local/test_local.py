@@ -1,4 +1,4 @@
-"""`agenticrun run` as a user types it: it trains, can be interrupted and gone on with, and leaves nothing running."""
+"""`agenticrun run` as a user types it: it trains, stops, resumes, and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ for process in others:
 def test_a_ray_that_has_to_be_killed_takes_all_that_it_started_with_it_and_nothing_else(
     tmp_path: Path,
 ) -> None:
-    """Its daemon is given a second to end what it started; Ray's agents look after it once a minute."""
+    """Ray's daemon has a second to end its children; Ray's agents check on it once a minute."""
     before, log = ray_folders(), tmp_path / "log"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with log.open("w") as errors:

@@ -1,4 +1,4 @@
-"""Math with the agent of the guide on a real Ray: several trajectories of an episode, from rollout to training."""
+"""Math with the agent of the guide on a real Ray: several trajectories of an episode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three steps recorded on a real Ray, then trained on again without playing: the same losses from the same batches."""
+"""Three recorded steps, trained on again without playing: same batches, same losses."""
 
 from __future__ import annotations
 

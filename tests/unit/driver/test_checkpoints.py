@@ -1,4 +1,4 @@
-"""Checkpoints: published at once or not at all, never another run's, never a damaged one. On a local folder and on one without rename."""
+"""Checkpoints: atomic, never another run's, never damaged; with and without rename."""
 
 from __future__ import annotations
 

@@ -199,12 +199,18 @@ def test_many_environments_do_not_hide_the_losses() -> None:
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 PACKAGE = Path(agenticrun_workers.__file__).parent
-FAMILIES = "actor critic engine env group guard judge reward rollout staleness stop system time tokens train val warmup weight_sync"
+FAMILIES = (
+    "actor critic engine env group guard judge reward rollout staleness stop system time tokens "
+    "train val warmup weight_sync"
+)
 METRIC = re.compile(rf"({FAMILIES.replace(' ', '|')})/[A-Za-z0-9_/<>{{}},-]*[A-Za-z0-9>}}]")
 
 
 def documented() -> re.Pattern[str]:
-    """A pattern of all names in docs/metrics.md: `<tag>` stands for any name, `{mean,max}` for each of its parts."""
+    """Return a pattern of all names in docs/metrics.md.
+
+    `<tag>` stands for any name, `{mean,max}` for each of its parts.
+    """
     names = [
         name for name in re.findall(r"`([^` ]+)`", DOCUMENT.read_text()) if METRIC.fullmatch(name)
     ]
@@ -216,7 +222,10 @@ def documented() -> re.Pattern[str]:
 
 
 def names_in_source() -> set[str]:
-    """Every metric name that is spelled out in a source file, what an f-string fills in as `x`; families filled in whole left out."""
+    """Return every metric name in a source file, with `x` for what an f-string fills in.
+
+    Names with a variable family are left out.
+    """
     found: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

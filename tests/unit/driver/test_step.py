@@ -1,4 +1,4 @@
-"""Credit on the driver: results become arrays, and numbers per turn go back to their trajectories."""
+"""Credit on the driver: results become arrays, and credits return to their trajectories."""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ def test_a_resume_keeps_the_step_of_its_checkpoint_and_validates_it_again(tmp_pa
 def test_tensorboard_hides_what_an_earlier_attempt_wrote_and_this_one_computes_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Files of one second and process are read in the order of their numbers as text; attempts are processes of their own.
+    # Files of one second and process are read in the order of their numbers as text; real attempts
+    # are processes of their own.
     monkeypatch.setattr(
         "tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(0)
     )

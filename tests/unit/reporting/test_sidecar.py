@@ -161,6 +161,9 @@ async def test_half_a_state_file_is_a_fresh_start(sidecar: Sidecar) -> None:
 
 
 def test_the_sidecar_imports_neither_torch_nor_ray() -> None:
-    code = "import sys, agenticrun_workers.reporting.sidecar; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    code = (
+        "import sys, agenticrun_workers.reporting.sidecar; "
+        "print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

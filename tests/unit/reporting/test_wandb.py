@@ -1,4 +1,4 @@
-"""The real wandb: offline runs read back from their files, and servers that refuse or do not answer."""
+"""The real wandb: offline runs read back from files; servers that refuse or do not answer."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def valued(trajectory: Trajectory, *, bootstrap: bool) -> RankBatch:
 
 
 def returns(batch: RankBatch) -> list[float]:
-    """With gamma = lambda = 1 every response token's return is the reward plus what comes after the end."""
+    """With gamma = lambda = 1, each token's return is the reward plus the value after the end."""
     [key] = (trajectory.key for trajectory in batch.trajectories)
     credits = TurnCredits("reward", {key: np.array([0.0, 1.0])}, {key: True}, 0.0, {})
     batch.compute_advantages(TokenSpec("gae", lambd=1.0), credits, lambda values: values)
