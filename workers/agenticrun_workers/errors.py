@@ -1,10 +1,10 @@
-"""What can go wrong in a way that the caller handles."""
+"""Errors that callers handle."""
 
 from __future__ import annotations
 
 
 class InvalidConfig(Exception):
-    """The run's YAML asks for something that can never work: it is not tried again.
+    """The run's YAML asks for something that cannot work. The run is not retried.
 
     `path` is the field, for example `spec.pipeline.envs[0].type`.
     """
@@ -19,4 +19,4 @@ class InvalidConfig(Exception):
 
 
 class RolloutFailed(Exception):
-    """Rollout cannot go on; another attempt may."""
+    """Rollout cannot continue. Another attempt may succeed."""

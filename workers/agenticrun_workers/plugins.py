@@ -1,4 +1,4 @@
-"""Named plug-ins: registered in code, by an entry point of an installed package, or addressed as `module:Class`."""
+"""Plug-ins by name: registered in code, by an entry point, or addressed as `module:Class`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class PluginError(Exception):
-    """Base of what looking up or building a plug-in raises. The message names the plug-in and what to do."""
+    """Base of errors in finding or building a plug-in. The message says what to do."""
 
 
 class PluginNotFound(PluginError):
@@ -22,16 +22,16 @@ class PluginNotFound(PluginError):
 
 
 class PluginImportError(PluginError):
-    """The module of the plug-in could not be imported; carries the original error's text."""
+    """The plug-in's module could not be imported. The message has the original error."""
 
 
 class PluginConfigError(PluginError):
-    """The plug-in does not know a config key, or refuses a value."""
+    """A config key is unknown to the plug-in, or it rejects a value."""
 
 
 @dataclass(frozen=True)
 class ErrorTypes:
-    """What a registry raises, so that each kind of plug-in has errors of its own name."""
+    """Exception types of a registry: each kind of plug-in has its own."""
 
     not_found: type[PluginNotFound] = PluginNotFound
     import_failed: type[PluginImportError] = PluginImportError
@@ -40,7 +40,12 @@ class ErrorTypes:
 
 @dataclass
 class Registry(Generic[T]):
-    """Factories of one kind of plug-in. `kind` is the word used in messages, `group` the entry point group."""
+    """Factories of one kind of plug-in.
+
+    Args:
+        kind: the word used in messages.
+        group: the entry point group.
+    """
 
     kind: str
     group: str
@@ -48,7 +53,7 @@ class Registry(Generic[T]):
     _factories: dict[str, Callable[..., T]] = field(default_factory=dict)
 
     def register(self, name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Decorator: make a class or a factory known as `name`. The last one registered wins."""
+        """Return a decorator that registers a class or factory. The last one wins."""
 
         def remember(factory: Callable[..., T]) -> Callable[..., T]:
             self._factories[name] = factory
@@ -57,7 +62,7 @@ class Registry(Generic[T]):
         return remember
 
     def find(self, name: str) -> Callable[..., T]:
-        """The factory called `name`, an entry point's name, or `module:Class`."""
+        """Return the factory of a registered name, an entry point or `module:Class`."""
         if name in self._factories:
             return self._factories[name]
         module_name, _, attribute = name.partition(":")
@@ -68,15 +73,16 @@ class Registry(Generic[T]):
                     sorted({*self._factories, *(p.name for p in entry_points(group=self.group))})
                 )
                 raise self.errors.not_found(
-                    f"no {self.kind} is called {name!r} (known: {known}); write module:Class for one of your own"
+                    f"no {self.kind} is called {name!r} (known: {known}); "
+                    "write module:Class for one of your own"
                 )
             module_name, _, attribute = found[0].value.partition(":")
         return self._import(name, module_name, attribute)
 
     def make(self, name: str, config: Mapping[str, Any], **fixed: Any) -> T:
-        """Build the plug-in from its config, whose camelCase keys become the factory's keyword arguments.
+        """Build a plug-in. The camelCase keys of its config become keyword arguments.
 
-        `fixed` are arguments that the caller provides and a config may not set.
+        `fixed` arguments come from the caller and cannot be set by a config.
         """
         factory = self.find(name)
         arguments = {snake_case(key): value for key, value in config.items()}
@@ -86,7 +92,8 @@ class Registry(Generic[T]):
         for original, key in zip(config, arguments, strict=True):
             if key in fixed or (key not in known and not takes_any):
                 raise self.errors.bad_config(
-                    f"{self.kind} {name!r} has no config key {original!r} (known: {', '.join(map(camel_case, known))})"
+                    f"{self.kind} {name!r} has no config key {original!r} "
+                    f"(known: {', '.join(map(camel_case, known))})"
                 )
         try:
             return factory(**arguments, **fixed)
@@ -104,7 +111,7 @@ class Registry(Generic[T]):
 
 
 def imported(module_name: str, attribute: str) -> Any:
-    """What a user's module calls `attribute`, which may have dots. Raises `PluginImportError`."""
+    """Return an attribute (dots allowed) of a user's module. Raises `PluginImportError`."""
     try:
         target: Any = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
@@ -119,7 +126,7 @@ def imported(module_name: str, attribute: str) -> Any:
 
 
 def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
-    """The regular expression of a config's key; its dot matches line breaks. Raises `ValueError`."""
+    """Compile a config's regular expression, with DOTALL. Raises `ValueError`."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -127,7 +134,7 @@ def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
 
 
 def last_group(match: re.Match[str]) -> str:
-    """What the last group of a pattern took part in, else the whole match."""
+    """Return the last matched group, or the whole match if there is none."""
     return match.group(match.lastindex or 0) or ""
 
 

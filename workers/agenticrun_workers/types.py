@@ -1,7 +1,7 @@
-"""The values that flow through a run: what a policy sampled, in which turn, with which outcome.
+"""The values of a run: turns, trajectories, generation requests and their results.
 
-Everything here is a frozen dataclass over NumPy arrays: cheap to send between processes, never padded, never re-tokenised.
-Array names carry their shape: `_T` is the number of tokens of one piece (ragged).
+All are frozen dataclasses over NumPy arrays: cheap to send between processes, never padded, never
+re-tokenised. Array names carry their shape: `_T` is the number of tokens of one piece (ragged).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 STATE_BYTES = 32
-"""Length of a state's hash."""
+"""Length of a state hash in bytes."""
 
 
 class StopReason(StrEnum):
-    """Why a trajectory ended. Each becomes the metric `stop/<reason>`."""
+    """Reason for the end of a trajectory, reported as the metric `stop/<reason>`."""
 
     COMPLETED = "completed"
     """The environment terminated the episode."""
     MAX_TURNS = "max_turns"
     """The turn limit of the environment was reached."""
     MAX_TOKENS = "max_tokens"
-    """A response was cut at its token limit and the agent does not go on after that."""
+    """A response was cut at its token limit, and the agent does not continue after that."""
     CONTEXT_OVERFLOW = "context_overflow"
     """The next prompt would not fit into `sequenceLength`."""
     PARSE_ERROR = "parse_error"
@@ -47,17 +47,17 @@ class StopReason(StrEnum):
 
     @property
     def trainable(self) -> bool:
-        """Whether the trajectory counts in group statistics and in the loss (rl-semantics, unusual trajectories)."""
+        """True if the trajectory counts in group statistics and in the loss."""
         return self not in (StopReason.ENV_ERROR, StopReason.TIMEOUT, StopReason.ABORTED)
 
     @property
     def truncated(self) -> bool:
-        """Whether the episode was cut before its environment ended it (`algorithm.truncated`)."""
+        """True if the episode was cut before its environment ended it (`algorithm.truncated`)."""
         return self in (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW)
 
 
 class FinishReason(StrEnum):
-    """Why an engine stopped generating."""
+    """Reason for the end of a generation."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -65,7 +65,7 @@ class FinishReason(StrEnum):
 
 
 class Stream(StrEnum):
-    """Named seed streams. Levels, sampling and order derive from (seed, stream, ...) and never from each other."""
+    """Named seed streams. Levels, sampling and order derive from (seed, stream, ...)."""
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -74,9 +74,9 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a response is sampled. `temperature == 0` is greedy decoding.
+    """Sampling parameters of a response. `temperature == 0` is greedy decoding.
 
-    top_k, top_p and min_p cut the distribution at `temperature`; a token must pass all that are set.
+    top_k, top_p and min_p truncate the distribution at `temperature`; a token must pass all.
     """
 
     max_new_tokens: int
@@ -85,18 +85,19 @@ class SamplingParams:
     top_k: int = 0
     """0 = off."""
     min_p: float = 0.0
-    """Smallest probability relative to the likeliest token's; 0 = off."""
+    """Smallest probability relative to that of the likeliest token; 0 = off."""
     stop_token_ids: tuple[int, ...] = ()
     record_temperature: float | None = None
-    """Temperature of the recorded log-probs; None: that of the sampling (1 for greedy decoding)."""
+    """Temperature of the recorded log-probs; None = `temperature` (1 for greedy decoding)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One response to sample.
 
-    `request_id` is unique among the requests in flight. `session` names the trajectory: requests of one session extend each
-    other's prompts, so an engine may keep their prefix. `seed` makes sampling independent of what else is in the batch.
+    `request_id` is unique among the requests in flight. `session` names the trajectory: its
+    requests extend each other's prompts, so an engine may cache the prefix. `seed` makes sampling
+    independent of the rest of the batch.
     """
 
     request_id: str
@@ -108,10 +109,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What an engine sampled.
+    """A sampled response.
 
-    `tokens_T` includes the stop token. `logprobs_T` is log_softmax(logits / temperature) over the full vocabulary, at the
-    temperature that `SamplingParams` says. `versions_T` is the policy version each token was sampled with.
+    `tokens_T` includes the stop token. `logprobs_T` is log_softmax(logits / temperature) over the
+    full vocabulary, at the temperature of `SamplingParams`. `versions_T` is the policy version of
+    each token.
     """
 
     tokens_T: IntArray
@@ -119,34 +121,34 @@ class Generation:
     versions_T: IntArray
     finish: FinishReason
     engine: str = ""
-    """Id of the engine that sampled it; the client that asked fills it in."""
+    """Id of the engine that sampled it; set by the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange: the tokens put before the policy since its last response, and its response."""
+    """One exchange: the prompt tokens since the last response, and the response."""
 
     prompt_T: IntArray
     response_T: IntArray
     logprobs_T: FloatArray
     versions_T: IntArray
     reward: float
-    """Reward of the environment for this turn (0 if the action did not reach it)."""
+    """The environment's reward for this turn; 0 if the action did not reach it."""
     valid: bool = True
-    """Whether the answer held an action that the environment knows. If not, `envs[].formatPenalty` applies."""
+    """False if the answer held no action that the environment knows (`envs[].formatPenalty`)."""
     state: bytes = bytes(STATE_BYTES)
-    """sha256 of the observation that this turn answers: equal states of a group are compared by gigpo."""
+    """sha256 of the observation of this turn; gigpo compares equal states of a group."""
     action: str | None = None
-    """What the agent read in the answer; None: nothing that it knows as an action."""
+    """The action that the agent parsed; None = no action."""
     engine: str = ""
     """Id of the engine that sampled the response."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class EpisodeKey:
-    """Identity of one episode: `member` of group number `group` of `stream`. Same key, same level, same seeds.
+    """Identity of an episode: a member of a group of a stream. Equal keys have equal seeds.
 
-    An agent may make several trajectories of one episode: `branch` numbers them, and is 0 for the episode itself.
+    `branch` numbers the trajectories of one episode; 0 is the first.
     """
 
     stream: Stream
@@ -161,22 +163,22 @@ class EpisodeKey:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One finished episode, token for token as the policy saw and sampled it."""
+    """One finished episode, with exactly the tokens that the policy saw and sampled."""
 
     key: EpisodeKey
     tag: str
     turns: tuple[Turn, ...]
-    """With `stepwise`, each turn's prompt stands for itself; else it is what was added to the conversation since the last response."""
+    """With `stepwise` each prompt is complete; else it extends the conversation."""
     stop_reason: StopReason
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the environment measured, for example success, action_is_valid, num_actions."""
+    """Environment metrics, for example success, action_is_valid, num_actions."""
     error: str = ""
-    """For env_error and timeout: one line for people."""
+    """For env_error and timeout: a one-line message."""
     stepwise: bool = False
     """One sample per turn (gigpo, step_reinforce) instead of one per trajectory (StarPO)."""
     ending_T: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Of an episode that was cut after an action: the prompt of the turn that was not played. Nothing is trained on it; the
-    critic's value there stands for what would have come (`bootstrapTruncated`)."""
+    """Prompt of the turn after a truncated episode. It is not trained on: the critic's value there
+    bootstraps the missing return (`bootstrapTruncated`)."""
 
     @cached_property
     def tokens_T(self) -> IntArray:
@@ -212,7 +214,7 @@ class Trajectory:
 
     @property
     def sample_lengths(self) -> list[int]:
-        """Tokens of each training sample: of the whole trajectory, or (stepwise) of each turn. They partition `tokens_T`."""
+        """Tokens of each training sample: the trajectory, or (stepwise) each turn."""
         lengths = [len(turn.prompt_T) + len(turn.response_T) for turn in self.turns]
         return lengths if self.stepwise else [sum(lengths)]
 
@@ -238,7 +240,7 @@ class Trajectory:
     def _spread(
         self, values: Callable[[Turn], NDArray[Scalar]], dtype: type[Scalar], fill: float = 0
     ) -> NDArray[Scalar]:
-        """The values of the responses, in place among prompts of `fill`."""
+        """Return values at response positions and `fill` at prompt positions, [T]."""
         parts: list[NDArray[Scalar]] = [np.zeros(0, dtype)]
         for turn in self.turns:
             parts += [np.full(len(turn.prompt_T), fill, dtype), values(turn).astype(dtype)]
