@@ -1,4 +1,8 @@
-"""What agents that play turn by turn have in common: observation, prompt, answer, action, and every way in which that ends."""
+"""Turn-based agents: `multi_turn` (StarPO) and `step_wise` (GiGPO, step REINFORCE).
+
+`multi_turn` grows one conversation per episode: one training sample. `step_wise` renders a new prompt
+per turn that shows the newest past turns: one training sample per turn, of bounded length.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +40,11 @@ class Exchange:
     answer: str
     action: str | None
     ended: bool
-    """The policy sampled the end of its turn itself."""
+    """True if the policy sampled the end-of-turn token."""
 
 
 class TurnBasedAgent(ABC):
-    """One prompt per turn; subclasses say which.
+    """Base of agents with one prompt per turn, which subclasses render.
 
     Args:
         tokenizer: with a chat template.
@@ -51,7 +55,7 @@ class TurnBasedAgent(ABC):
     """
 
     stepwise: ClassVar[bool]
-    """Whether each prompt stands for itself; else it is what is added to the conversation."""
+    """True if each prompt is complete; else it extends the conversation."""
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class TurnBasedAgent(ABC):
 
     @abstractmethod
     def prompt(self, instruction: str, past: Sequence[Exchange], observation: str) -> IntArray:
-        """Tokens put before the policy now, after these past turns, int32 [T]; see `stepwise`."""
+        """Return the prompt tokens of the next turn, int32 [T]; see `stepwise`."""
 
     async def collect_trajectory(
         self, episode: Episode, env: Env, generate: Generate
@@ -115,7 +119,7 @@ class _EpisodeEnded(Exception):
 
 @dataclass
 class _Play:
-    """One episode being played."""
+    """State of one running episode."""
 
     agent: TurnBasedAgent
     episode: Episode

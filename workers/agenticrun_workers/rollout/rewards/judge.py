@@ -1,4 +1,4 @@
-"""What a judge sees and says, and judges by name."""
+"""The judge protocol, the episodes that judges score, and judges by name."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class JudgedTurn:
     """One exchange as text."""
 
     prompt: str
-    """What the policy was shown since its last answer, with the marks of the chat template."""
+    """Prompt text since the last answer, including special tokens."""
     answer: str
     reward: float
     valid: bool = True
     action: str | None = None
-    """What the agent read in the answer; None: no action."""
+    """The action that the agent parsed; None = no action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class JudgedEpisode:
 def judged_episode(
     trajectory: Trajectory, chat: ChatFormat, item: Mapping[str, Any] | None
 ) -> JudgedEpisode:
-    """The texts of a trajectory."""
+    """Return a trajectory as text."""
     turns = [
         JudgedTurn(
             chat.shown(turn.prompt_T),
@@ -97,7 +97,7 @@ def judged_episode(
 
 
 class JudgeFailed(Exception):
-    """Why there is no score. As a value, of one episode; raised, of a whole call."""
+    """Reason for a missing score: as a value for one episode, raised for a whole call."""
 
 
 Judgement = float | JudgeFailed
@@ -108,12 +108,15 @@ class Judge(Protocol):
     """Scores episodes, several in one call."""
 
     calls_at_once: int
-    """Calls that may be under way at a time."""
+    """Limit of concurrent calls."""
     episodes_per_call: int | None
     """Most episodes of one call, beside `rewards[].maxBatchSize`; None: no limit of its own."""
 
     async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
-        """A score for each episode in order, or why there is none. Whatever it raises fails every episode of the call."""
+        """Return a score, or the reason for a missing one, for each episode in order.
+
+        An exception fails all episodes of the call.
+        """
         ...
 
 

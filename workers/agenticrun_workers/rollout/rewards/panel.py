@@ -1,7 +1,7 @@
-"""JudgePanel: all judges of a run, around one env worker's finished episodes.
+"""JudgePanel: applies a run's judges to the finished episodes of one env worker.
 
-Episodes that finish at about the same time are judged in one call, equal ones once. A judge that fails, is late or says
-something that is no finite number costs the episode (env_error: it is played again) and never becomes a reward.
+Episodes that finish at about the same time share a call; equal ones are judged once. If a judge
+fails, is late or returns a non-finite score, the episode ends with env_error and is re-rolled.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ from agenticrun_workers.types import StopReason, Trajectory
 log = logging.getLogger(__name__)
 
 MAX_CACHED = 65_536
-"""Scores that one judge's cache holds; the least recently used goes first."""
+"""Size of a judge's LRU cache of scores."""
 
 MAX_TOLD = 20
-"""Distinct problems of one judge that are logged."""
+"""Distinct problems of a judge that are logged."""
 
 WINDOW_SECONDS = 0.005
-"""How long an episode waits for others to share its call."""
+"""Seconds that an episode waits for others to share its call."""
 
 
 class JudgePanel:
-    """Applies judges to finished episodes; see `of`. `deterministic` judges each episode alone: batching changes last digits."""
+    """Applies judges to finished episodes; see `of`.
+
+    `deterministic` judges each episode alone, because batching changes the last digits.
+    """
 
     def __init__(
         self, judges: list[tuple[RewardSpec, Judge]], *, deterministic: bool = False
@@ -48,7 +51,7 @@ class JudgePanel:
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> JudgePanel:
-        """The judges of `pipeline.rewards`. Raises `InvalidConfig` with the judge's own words."""
+        """Build the judges of `pipeline.rewards`. Raises `InvalidConfig`."""
         judges = []
         for index, spec in enumerate(pipeline.rewards):
             try:
@@ -61,7 +64,7 @@ class JudgePanel:
         return cls(judges, deterministic=pipeline.deterministic)
 
     def judges(self, tag: str) -> bool:
-        """Whether any judge looks at this environment's episodes."""
+        """Return True if any judge scores this environment's episodes."""
         return any(seat.looks_at(tag) for seat in self._seats)
 
     async def apply(self, trajectory: Trajectory, episode: JudgedEpisode) -> Trajectory:
