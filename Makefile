@@ -84,6 +84,14 @@ test-integration: setup ## Real apiserver, Ray, engine and trainer
 test-e2e: setup ## The whole way on a real cluster
 	@$(BIN)/pytest tests/e2e -q
 
+.PHONY: check
+check: ## The inner loop: lint, types, unit tests, one tiny run on this machine (about 6 minutes)
+	@$(PYTHON) tools/ci.py check
+
+.PHONY: mutants
+mutants: setup ## Break the code in one place at a time and check that the tests notice
+	@$(PYTHON) tools/mutants.py
+
 .PHONY: test
 test: ## Everything that must pass: lint, unit, integration, e2e (tier one of docs/testing.md)
 	@$(PYTHON) tools/ci.py
