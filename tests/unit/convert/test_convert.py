@@ -16,8 +16,8 @@ from agenticrun_api.names import ExitCode
 from agenticrun_workers.agents import AgentLimits, make_agent
 from agenticrun_workers.cli import app
 from agenticrun_workers.convert import Conversion, ConvertError, Fate, as_yaml, compose, convert
-from agenticrun_workers.convert.compose import Composition
-from agenticrun_workers.convert.strategies import KEPT, ZERO_KEPT
+from agenticrun_workers.convert.converter import Composition
+from agenticrun_workers.convert.models import KEPT, ZERO_KEPT
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from agenticrun_workers.trainer.deepspeed_options import OFFLOADED, ZERO_PASSED, DeepSpeedOptions
 from agenticrun_workers.trainer.megatron.options import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agenticrun_workers.convert import Conversion, Fate, Line, compose, convert
-from agenticrun_workers.convert.compose import Composition
+from agenticrun_workers.convert.converter import Composition
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "data/roll/agentic").glob("*.yaml"))
 OTHER_TEXTS = {

@@ -1,7 +1,7 @@
 """From a ROLL AgenticConfig YAML to an AgenticRun, with a report of what became of every field. Nothing of ROLL is imported."""
 
-from agenticrun_workers.convert.compose import ConvertError, compose
-from agenticrun_workers.convert.converter import Conversion, as_yaml, convert
+from agenticrun_workers.convert.converter import Conversion, as_yaml, compose, convert
+from agenticrun_workers.convert.fields import ConvertError
 from agenticrun_workers.convert.report import Fate, Line
 
 __all__ = ["Conversion", "ConvertError", "Fate", "Line", "as_yaml", "compose", "convert"]

@@ -6,8 +6,8 @@ from typing import Any
 
 from agenticrun_workers.convert.fields import View
 from agenticrun_workers.convert.mapping import FILTERS
-from agenticrun_workers.convert.notes import Notes
-from agenticrun_workers.convert.unread import has_variants, variant_of
+from agenticrun_workers.convert.report import Notes
+from agenticrun_workers.convert.role_fields import has_variants, variant_of
 
 GROUPINGS = {"batch": "batch", "traj_group_id": "group", "tags": "tag", "state_group_id": "state"}
 DEPRECATED_METHODS = {

@@ -8,8 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from agenticrun_workers.convert.compose import ConvertError
 from agenticrun_workers.convert.report import Fate, Line
+
+
+class ConvertError(Exception):
+    """A file that is no ROLL configuration. The message names the file and what is wrong."""
+
 
 Unread = Callable[["View"], str]
 """Why the field is not read in this configuration (a View of its top level), or nothing."""

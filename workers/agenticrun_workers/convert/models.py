@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Mapping
 from typing import Any
 
 from agenticrun_workers.convert.algorithm import sequence_length
 from agenticrun_workers.convert.environments import is_step_wise
-from agenticrun_workers.convert.fields import View
-from agenticrun_workers.convert.notes import Notes
-from agenticrun_workers.convert.placement import devices
-from agenticrun_workers.convert.role_fields import PARALLEL_SIZES, SCHEDULES
-from agenticrun_workers.convert.strategies import infer_strategy, lora, train_strategy
+from agenticrun_workers.convert.fields import ConvertError, View, is_secret
+from agenticrun_workers.convert.report import Notes
+from agenticrun_workers.convert.role_fields import (
+    NOT_OFFERED,
+    PARALLEL_SIZES,
+    SCHEDULES,
+    engine,
+    trainer,
+)
 
 Spec = dict[str, Any]
 
@@ -157,3 +163,310 @@ def actor_infer(top: View, *, corrects: bool, notes: Notes) -> Spec:
         "generating": sampling,
         "validationGenerating": validation,
     }
+
+
+KEPT: Mapping[str, frozenset[str]] = {
+    "fsdp2": frozenset({"reshard_after_forward", "offload_policy"}),
+    "megatron": frozenset(
+        {
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "sequence_parallel",
+            "recompute_granularity",
+            "recompute_method",
+            "recompute_num_layers",
+            "recompute_modules",
+            "distribute_saved_activations",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "use_distributed_optimizer",
+            "overlap_grad_reduce",
+            "bucket_size",
+        }
+    ),
+    "deepspeed": frozenset({"zero_optimization"}),
+}
+"""Options of ROLL's trainers that ours has under the same name."""
+ZERO_KEPT = frozenset(
+    {
+        "stage",
+        "overlap_comm",
+        "contiguous_gradients",
+        "reduce_scatter",
+        "reduce_bucket_size",
+        "allgather_partitions",
+        "allgather_bucket_size",
+        "sub_group_size",
+        "offload_optimizer",
+        "offload_param",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+    }
+)
+"""Of zero_optimization; ROLL's `auto` is DeepSpeed's default."""
+DECIDED = {
+    "load_format": "weights come from the trainer",
+    "sleep_level": "a Colocated run's engines sleep as deep as they can",
+    "dtype": "spec.model.dtype",
+    "seed": "spec.pipeline.seed",
+    "max_model_len": "spec.pipeline.sequenceLength",
+    "context_length": "spec.pipeline.sequenceLength",
+    "trust_remote_code": "spec.model.trustRemoteCode",
+    "data_parallel_size": "spec.roles.inference.replicas: one engine each",
+    "dp_size": "spec.roles.inference.replicas: one engine each",
+}
+"""Options of engines, and what decides them here."""
+
+
+def train_strategy(top: View, notes: Notes) -> Spec:
+    """`actorTrain.strategy`."""
+    name, role = trainer(top), top.section("actor_train")
+    path = "actor_train.strategy_args.strategy_config"
+    config: Spec = {}
+    for key, value in role.section("strategy_args").section("strategy_config").given.items():
+        if key in NOT_OFFERED and value is not False and not _asks_for_nothing(value):
+            notes.cannot(f"{path}.{key}", value, NOT_OFFERED[key])
+        elif key not in KEPT[name]:
+            notes.dropped(
+                f"{path}.{key}",
+                value,
+                f"only another backend reads it, or nothing: {name} does not need it",
+            )
+        elif _asks_for_nothing(value):
+            notes.dropped(f"{path}.{key}", value, "asks for nothing")
+        else:
+            config[key] = _zero(value) if key == "zero_optimization" else value
+            notes.mapped(f"{path}.{key}", value, f"spec.pipeline.actorTrain.strategy.config.{key}")
+    arguments = role.section("model_args")
+    if name == "fsdp2" and arguments["ulysses_size"] > 1:
+        config["ulysses_sequence_parallel_size"] = arguments["ulysses_size"]
+    if name != "megatron" and not arguments["disable_gradient_checkpointing"]:
+        config["gradient_checkpointing"] = True
+    if name == "megatron":
+        _complete(config, path, notes)
+    return {"name": name, "config": config or None}
+
+
+def _asks_for_nothing(value: Any) -> bool:
+    """Not set, or parallelism of one."""
+    return value is None or (type(value) is int and value == 1)
+
+
+def _complete(config: Spec, path: str, notes: Notes) -> None:
+    """What ROLL's own layer above Megatron fills in, and what Megatron refuses."""
+    if config.get("recompute_granularity") == "full":
+        config.setdefault("recompute_method", "uniform")
+        config.setdefault("recompute_num_layers", 1)
+    if config.get("sequence_parallel") and config.get("tensor_model_parallel_size", 1) == 1:
+        del config["sequence_parallel"]
+        notes.dropped(f"{path}.sequence_parallel", True, "only with tensor parallelism")
+
+
+def _zero(section: Any) -> Any:
+    if not isinstance(section, Mapping):
+        return section
+    return {key: value for key, value in section.items() if key in ZERO_KEPT and value != "auto"}
+
+
+def infer_strategy(top: View, notes: Notes) -> Spec:
+    """`actorInfer.strategy`."""
+    name, role = engine(top), top.section("actor_infer")
+    path = "actor_infer.strategy_args.strategy_config"
+    config: Spec = {}
+    for key, value in role.section("strategy_args").section("strategy_config").given.items():
+        if name == "transformers":
+            notes.dropped(
+                f"{path}.{key}",
+                value,
+                "only the engines that are servers of their own have options",
+            )
+        elif key in DECIDED:
+            notes.dropped(f"{path}.{key}", value, f"decided elsewhere: {DECIDED[key]}")
+        elif value is None or (key.endswith("parallel_size") and _asks_for_nothing(value)):
+            notes.dropped(f"{path}.{key}", value, "asks for nothing")
+        else:
+            config[key] = value
+            notes.mapped(f"{path}.{key}", value, f"spec.pipeline.actorInfer.strategy.config.{key}")
+    gpus, told = role["num_gpus_per_worker"], "actor_infer.num_gpus_per_worker"
+    if gpus > 1 and name == "transformers":
+        notes.cannot(
+            told,
+            gpus,
+            "the transformers engine has one GPU: sglang and vllm spread a model over several",
+        )
+    elif gpus > 1 and "tensor_parallel_size" not in config:
+        config["tensor_parallel_size"] = gpus // config.get("pipeline_parallel_size", 1)
+    return {"name": name, "config": config or None}
+
+
+def lora(top: View, notes: Notes) -> Spec | None:
+    """`actorTrain.lora`: ROLL trains adapters exactly when lora_target is given."""
+    arguments = top.section("actor_train").section("model_args")
+    target = arguments["lora_target"]
+    if not target:
+        return None
+    path = "actor_train.model_args"
+    if arguments["lora_dropout"]:
+        notes.cannot(
+            f"{path}.lora_dropout",
+            arguments["lora_dropout"],
+            "no dropout of adapters: log-probs would not be the policy's",
+        )
+    if trainer(top) == "megatron":
+        notes.cannot(
+            f"{path}.lora_target",
+            target,
+            "megatron trains all parameters: choose fsdp2 or deepspeed for adapters",
+        )
+        return None
+    names = (
+        target if isinstance(target, list) else [name.strip() for name in str(target).split(",")]
+    )
+    rank = arguments["lora_rank"]
+    return {
+        "rank": rank,
+        "alpha": float(arguments["lora_alpha"] or 2 * rank),
+        "targetModules": None if names in (["all-linear"], ["all"]) else names,
+    }
+
+
+MAX_GPUS_PER_POD = 16
+MAX_VARIABLES = 32
+_ROLE_OF = {
+    "trainer": "actor_train",
+    "inference": "actor_infer",
+    "env": "train_env_manager",
+    "reference": "reference",
+    "critic": "critic",
+}
+
+
+def roles(top: View, env_pods: int, notes: Notes) -> Spec:
+    """Pods of each role. Reference and critic have their own where ROLL gives them GPUs of their own."""
+    trainer, inference = devices(top, "actor_train"), devices(top, "actor_infer")
+    together = placement(top) == "Colocated"
+    if set(trainer) & set(inference) and not together:
+        notes.changed(
+            "actor_infer.device_mapping",
+            list(inference),
+            "shares some GPUs with actor_train, or all while rollout runs ahead (async_generation_ratio); engines that take turns with "
+            f"trainers do so on all of them and wait for them: here {len(trainer)} + {len(inference)} GPUs",
+        )
+    notes.changed(
+        "(resources)",
+        "",
+        "ROLL takes whole nodes: set cpus and memory of spec.roles.* (the defaults suit tiny models)",
+    )
+    per_pod = min(int(top["num_gpus_per_node"]), MAX_GPUS_PER_POD)
+    pods: dict[str, Spec] = {
+        "driver": {},
+        "trainer": _pods(len(trainer), top.section("actor_train")["world_size"], per_pod),
+        "inference": _pods(len(inference), top.section("actor_infer")["world_size"], per_pod),
+        "env": {"replicas": env_pods},
+    }
+    for role, used in (
+        ("reference", uses_reference(top)),
+        ("critic", top["adv_estimator"] == "gae"),
+    ):
+        gpus = devices(top, role)
+        if used and gpus and not set(gpus) & set(trainer):
+            pods[role] = _pods(len(gpus), None, per_pod)
+    if together:
+        del pods["inference"]
+    everywhere = _variables(top["system_envs"], "system_envs", notes)
+    for role, pod in pods.items():
+        section = _ROLE_OF.get(role)
+        own = (
+            _variables(top.section(section)["system_envs"], f"{section}.system_envs", notes)
+            if section
+            else {}
+        )
+        variables = [
+            {"name": name, "value": value} for name, value in {**everywhere, **own}.items()
+        ]
+        if len(variables) > MAX_VARIABLES:
+            notes.cannot(
+                "system_envs",
+                len(variables),
+                f"at most {MAX_VARIABLES} variables: the others are left out",
+            )
+        if variables:
+            pod["env"] = variables[:MAX_VARIABLES]
+    return {role: pod for role, pod in pods.items() if pod}
+
+
+def placement(top: View) -> str | None:
+    """`spec.placement` where it is not the default: engines on exactly the trainers' GPUs, in a synchronous run."""
+    trainer = set(devices(top, "actor_train"))
+    synchronous = (
+        top["async_generation_ratio"] == 0
+        and top.section("actor_train")["model_update_frequency"] == 1
+    )
+    return (
+        "Colocated"
+        if synchronous and trainer and trainer == set(devices(top, "actor_infer"))
+        else None
+    )
+
+
+def uses_reference(top: View) -> bool:
+    """Whether a KL penalty needs the frozen policy."""
+    return bool(
+        (top["add_token_level_kl"] and top["init_kl_coef"] > 0)
+        or (top["use_kl_loss"] and top["kl_loss_coef"] > 0)
+    )
+
+
+def devices(top: View, role: str) -> list[int]:
+    """The GPUs of a role. ROLL passes the text to `eval`; here it is read, never run. Raises `ConvertError`."""
+    given = top.section(role)["device_mapping"]
+    if given is None or given == "":
+        return []
+    try:
+        return (
+            _read(ast.parse(given, mode="eval").body)
+            if isinstance(given, str)
+            else [int(device) for device in given]
+        )
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise ConvertError(
+            f"{role}.device_mapping: {given!r} is no list of GPU numbers such as list(range(0, 8)) ({error})"
+        ) from error
+
+
+def _read(node: ast.expr) -> list[int]:
+    match node:
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _read(left) + _read(right)
+        case ast.Call(func=ast.Name(id="list"), args=[inner]):
+            return _read(inner)
+        case ast.Call(func=ast.Name(id="range"), args=bounds):
+            return list(range(*(int(ast.literal_eval(bound)) for bound in bounds)))
+        case ast.List() | ast.Tuple():
+            return [int(device) for device in ast.literal_eval(node)]
+    raise ValueError(f"{ast.unparse(node)} is neither a list nor a range")
+
+
+def _pods(gpus: int, world_size: int | None, per_pod: int) -> Spec:
+    """The fewest pods of equal size."""
+    if not gpus:
+        return {"replicas": int(world_size)} if world_size else {}
+    size = max(size for size in range(1, min(per_pod, gpus) + 1) if gpus % size == 0)
+    return {"gpus": size, "replicas": gpus // size}
+
+
+def _variables(given: Mapping[str, Any] | None, path: str, notes: Notes) -> dict[str, str]:
+    variables = {}
+    for name, value in (given or {}).items():
+        if is_secret(name):
+            notes.changed(
+                f"{path}.{name}",
+                "***",
+                "a secret: name it in spec.roles.*.envFrom, never in a YAML",
+            )
+        else:
+            variables[str(name)] = str(value)
+    return variables

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -57,3 +57,22 @@ def show(lines: Sequence[Line], console: Console) -> None:
 def _short(value: Any, limit: int = 60) -> str:
     text = " ".join(str(value).split())
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+@dataclass
+class Notes:
+    """Collects them."""
+
+    lines: list[Line] = field(default_factory=list)
+
+    def mapped(self, name: str, value: Any, note: str) -> None:
+        self.lines.append(Line(Fate.MAPPED, name, value, note))
+
+    def changed(self, name: str, value: Any, note: str) -> None:
+        self.lines.append(Line(Fate.CHANGED, name, value, note))
+
+    def dropped(self, name: str, value: Any, note: str) -> None:
+        self.lines.append(Line(Fate.DROPPED, name, value, note))
+
+    def cannot(self, name: str, value: Any, note: str) -> None:
+        self.lines.append(Line(Fate.CANNOT, name, value, note))
