@@ -1,4 +1,7 @@
-"""Does what a plan says, in the plan's order. A crash after any line is made good by the next reconciliation."""
+"""Carries out a plan, in the plan's order.
+
+If the operator crashes at any point in between, the next reconciliation completes the work.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def new_token() -> str:
-    """256 random bits, URL-safe."""
+    """Return a random URL-safe token of 256 bits."""
     return secrets.token_urlsafe(32)
 
 
@@ -29,28 +32,55 @@ class Applier:
         self._make_token = make_token
 
     async def make_children(self, run: AgenticRun, plan: Plan) -> None:
-        """Create what is missing; whatever came into existence meanwhile is judged at the next look. Raises `Refused`, `Denied`."""
+        """Create the missing children. The next reconciliation handles those that exist by now.
+
+        Raises:
+            Refused: the apiserver rejects an object as invalid.
+            Denied: a quota, an admission policy or missing rights prevent it.
+        """
         for token in plan.tokens:
             await self._create(token_secret(run, token.name, token.key, self._make_token()))
         for manifest in plan.create:
             await self._create(manifest)
 
     async def apply_children(self, plan: Plan, seen: Mapping[Child, Manifest | None]) -> None:
-        """Server-side apply onto the objects as they were seen. Raises `Refused`, `Denied`, `Conflict`."""
+        """Update existing children by server-side apply.
+
+        Args:
+            plan: the plan.
+            seen: the children as they were read; an object that changed since is not overwritten.
+
+        Raises:
+            Refused: the apiserver rejects an object as invalid.
+            Denied: a quota, an admission policy or missing rights prevent it.
+            Conflict: an object has changed since it was read.
+        """
         for manifest in plan.apply:
             before = seen[Child.of(manifest)]
-            assert before is not None, "planning applies only what it has seen"
+            assert before is not None, "planning applies only objects that were read"
             await self._kube.apply(manifest, before)
 
     async def write_status(self, document: Manifest, plan: Plan) -> Manifest:
-        """The run as it is stored afterwards. Raises `Conflict`, `NotFound`: then nothing after it may happen."""
+        """Write the plan's status. After an exception, the rest of the plan must not be applied.
+
+        Returns:
+            The run as it is stored now.
+
+        Raises:
+            Conflict: the run has changed since it was read.
+            NotFound: the run no longer exists.
+        """
         if plan.status is None:
             return document
         STATUS_WRITES.inc()
         return await self._kube.write_status(document, plan.status)
 
     async def act(self, plan: Plan, document: Manifest, head: HeadAddress | None) -> str | None:
-        """What may only happen once the status is stored. Returns why the job action failed, if it did: it is planned again."""
+        """Carry out the part of the plan that requires the stored status: job, deletions, events.
+
+        Returns:
+            The error of the job action, or None. A failed action is planned again.
+        """
         trouble = await self._act_on_job(plan.job, head) if plan.job and head else None
         for delete in plan.delete:
             await self._kube.delete(

@@ -1,6 +1,7 @@
-"""kopf wiring only: watch events go to the queue, start-up and clean-up to the app.
+"""Connects kopf's watch events, start-up and clean-up to the `OperatorRuntime`.
 
-Low-level `on.event` handlers throughout: they write nothing onto the objects (no annotation, no finalizer), and see each event once.
+Uses only low-level `on.event` handlers: they write nothing to the objects (no annotations, no
+finalizers) and see each event once.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from agenticrun_api.names import GROUP, LABEL_RUN, PLURAL, VERSION
 from agenticrun_operator.runtime import MissingApi, OperatorRuntime
 
 WATCH_SECONDS = 300
-"""A watch is opened anew this often, so that one that died without a word costs minutes at most."""
+"""Lifetime of a watch. A watch that hangs without an error is replaced after this time."""
 
 
-def register(registry: kopf.OperatorRegistry, app: OperatorRuntime) -> None:
+def register(registry: kopf.OperatorRegistry, runtime: OperatorRuntime) -> None:
     """Add the operator's handlers to kopf's registry."""
 
     @kopf.on.login(registry=registry)
@@ -30,40 +31,44 @@ def register(registry: kopf.OperatorRegistry, app: OperatorRuntime) -> None:
     @kopf.on.startup(registry=registry)
     async def start(**_: Any) -> None:
         try:
-            await app.start()
+            await runtime.start()
         except MissingApi as error:
             raise kopf.PermanentError(str(error)) from error
 
     @kopf.on.cleanup(registry=registry)
     async def stop(**_: Any) -> None:
-        await app.stop()
+        await runtime.stop()
 
     @kopf.on.probe(registry=registry, id="workers")
     async def workers(**_: Any) -> int:
-        app.check_alive()
-        return app.workers.alive
+        runtime.check_alive()
+        return runtime.reconcile_workers.alive
 
     @kopf.on.probe(registry=registry, id="secondsSinceEvent")
     async def last_event(**_: Any) -> float:
-        return round(app.seconds_since_event, 1)
+        return round(runtime.seconds_since_event, 1)
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def run_event(name: str, namespace: str | None, meta: kopf.Meta, **_: Any) -> None:
-        app.run_changed((str(namespace), name), str(meta["resourceVersion"]))
+        runtime.run_changed((str(namespace), name), str(meta["resourceVersion"]))
 
     @kopf.on.event(
         "ray.io", "v1", "rayclusters", labels={LABEL_RUN: kopf.PRESENT}, registry=registry
     )
     async def cluster_event(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
-        app.child_changed((str(namespace), labels[LABEL_RUN]))
+        runtime.child_changed((str(namespace), labels[LABEL_RUN]))
 
     @kopf.on.event("v1", "pods", labels={LABEL_RUN: kopf.PRESENT}, registry=registry)
     async def pod_event(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
-        app.child_changed((str(namespace), labels[LABEL_RUN]))
+        runtime.child_changed((str(namespace), labels[LABEL_RUN]))
 
 
 def configure(settings: kopf.OperatorSettings) -> None:
-    """kopf's own settings: no events posted, watches that end, only the run's pods watched, no scanning for namespaces and CRDs."""
+    """Change kopf's settings.
+
+    kopf posts no events, does not scan for namespaces and CRDs, renews its watches regularly and
+    watches only the pods and RayClusters of runs.
+    """
     settings.posting.enabled = False
     settings.scanning.disabled = True
     settings.watching.server_timeout = WATCH_SECONDS

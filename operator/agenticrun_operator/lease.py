@@ -1,7 +1,7 @@
-"""Leadership by a Lease: of several operators, one reconciles.
+"""Leader election by a Lease: of several operators, only one reconciles.
 
-It saves work and noise, and is not what safety rests on: status writes carry the resourceVersion that was read, and Ray takes a
-submission id once, so two operators at once do no harm.
+This saves requests; safety does not depend on it. Status writes carry the resourceVersion that was
+read, and Ray accepts each submission id once, so two operators at the same time do no harm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class LeaseStore(Protocol):
-    """The part of the kube client that a lease needs."""
+    """The methods of the kube client that a lease needs."""
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None: ...
 
@@ -34,7 +34,7 @@ class LeaseStore(Protocol):
 
 
 class Leadership:
-    """Holds the lease while it can. `held` is set only while the lease is ours beyond doubt."""
+    """Acquires and renews the lease. `held` is set only while the lease is certainly ours."""
 
     def __init__(self, store: LeaseStore, namespace: str, name: str, identity: str):
         self._store = store
@@ -47,20 +47,20 @@ class Leadership:
         self.held = asyncio.Event()
 
     async def run(self) -> None:
-        """Acquire and renew, until cancelled."""
+        """Acquire and renew the lease until cancelled."""
         while True:
             mine = await self.attempt(datetime.now(UTC))
             await asyncio.sleep(RENEW_SECONDS if mine else RETRY_SECONDS)
 
     async def attempt(self, now: datetime) -> bool:
-        """One try to acquire or renew. Returns whether the lease is ours."""
+        """Try once to acquire or renew the lease. Return True if it is ours."""
         clock = asyncio.get_running_loop().time()
         try:
             mine = await self._acquire(now, clock)
         except (Conflict, AlreadyExists, NotFound):
-            mine = False  # someone was faster
+            mine = False  # another operator was faster
         except ClusterError as error:
-            log.warning("lease %s: %s", self._name, error)
+            log.warning("cannot acquire or renew lease %s: %s", self._name, error)
             mine = (
                 self.held.is_set() and clock - self._renewed_at < DURATION_SECONDS - RENEW_SECONDS
             )
@@ -71,7 +71,7 @@ class Leadership:
         return mine
 
     async def release(self) -> None:
-        """Let the next operator start at once."""
+        """Release the lease so that another operator can take over at once."""
         if not self.held.is_set():
             return
         self._tell(False)
@@ -114,7 +114,10 @@ class Leadership:
         return True
 
     def _expired(self, spec: Manifest, clock: float) -> bool:
-        """Whether the holder has not renewed for the lease's duration, by our own clock: the holder's may be wrong."""
+        """Return True if the holder has not renewed the lease for its duration.
+
+        Measured with our own clock, because the holder's clock may be wrong.
+        """
         seen = (str(spec.get("holderIdentity")), str(spec.get("renewTime")))
         if seen != self._seen:
             self._seen, self._seen_at = seen, clock
@@ -127,9 +130,9 @@ class Leadership:
 
     def _tell(self, mine: bool) -> None:
         if mine and not self.held.is_set():
-            log.info("leading as %s", self._identity)
+            log.info("became the leader as %s", self._identity)
             self.held.set()
         elif not mine and self.held.is_set():
-            log.warning("no longer leading")
+            log.warning("no longer the leader")
             self.held.clear()
         LEADER.set(1 if mine else 0)

@@ -1,4 +1,4 @@
-"""`python -m agenticrun_operator`: the operator as a process."""
+"""Entry point of the operator process (`python -m agenticrun_operator`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agenticrun_operator.settings import Settings
 
 
 def main() -> None:
-    """Run until SIGTERM or SIGINT."""
+    """Run the operator until SIGTERM or SIGINT."""
     settings = Settings()
     logging.basicConfig(
         level=settings.log_level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"

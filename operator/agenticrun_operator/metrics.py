@@ -15,20 +15,20 @@ RECONCILE_SECONDS = Histogram(
 )
 API_REQUESTS = Counter(
     "agenticrun_operator_api_requests_total",
-    "Requests to the kube-apiserver, watches aside.",
+    "Requests to the kube-apiserver, without watches.",
     ["method", "status"],
 )
 STATUS_WRITES = Counter("agenticrun_operator_status_writes_total", "Writes of a run's status.")
 SUBMISSIONS = Counter("agenticrun_operator_submissions_total", "Drivers submitted to Ray.")
-QUEUE_LENGTH = Gauge("agenticrun_operator_queue_length", "Runs that wait for a worker.")
-LEADER = Gauge("agenticrun_operator_leader", "1 while this process holds the lease.")
+QUEUE_LENGTH = Gauge("agenticrun_operator_queue_length", "Runs that wait for a reconcile worker.")
+LEADER = Gauge("agenticrun_operator_leader", "1 while this process holds the lease, else 0.")
 LAST_EVENT = Gauge(
-    "agenticrun_operator_last_event_timestamp_seconds", "When the newest watch event came."
+    "agenticrun_operator_last_event_timestamp_seconds", "Time of the newest watch event."
 )
 
 
 async def serve_metrics(port: int) -> web.AppRunner:
-    """GET /metrics on its own port; `cleanup()` of the result ends it."""
+    """Serve GET /metrics on `port`. Call `cleanup()` on the result to stop."""
 
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})

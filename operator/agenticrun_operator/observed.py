@@ -1,4 +1,4 @@
-"""Everything that one observation of a run produces: frozen values, read by planning and returned by the clients in `cluster`."""
+"""Frozen values that describe the observed state of a run: input of planning, output of clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIVE_JOB = frozenset({"PENDING", "RUNNING"})
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a pod is not ready, in one line."""
+    """The reason a pod is not ready, in one line."""
 
     reason: Reason
     message: str
@@ -52,33 +52,34 @@ class Pod:
 
 @dataclass(frozen=True)
 class Job:
-    """A Ray job, as the head tells."""
+    """A Ray job, as the head reports it."""
 
     status: str
     """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
     message: str = ""
     exit_code: int | None = None
     log_tail: str = ""
-    """The end of the log; only of a job that has ended badly."""
+    """The end of the log of a job that failed or was stopped; else empty."""
 
     @property
     def live(self) -> bool:
+        """True if the job has not ended."""
         return self.status in LIVE_JOB
 
 
 @dataclass(frozen=True)
 class NoJob:
-    """The head answers, and knows no such job."""
+    """The head answered: there is no such job."""
 
 
 @dataclass(frozen=True)
 class NoReport:
-    """The reporter answers, and no driver has told it anything."""
+    """The reporter answered: no driver has sent it a progress snapshot."""
 
 
 @dataclass(frozen=True)
 class Unreachable:
-    """It could not be asked, or the answer could not be used."""
+    """The head did not answer, or its answer is unusable."""
 
     why: str
 
@@ -88,31 +89,32 @@ class Observed:
     """Everything that one reconciliation has read."""
 
     children: Mapping[Child, Manifest | None] = field(default_factory=dict)
-    """The children that were looked at, whoever owns them; None: does not exist. While a run trains, only the RayCluster is looked at."""
+    """The children that were read, with any owner; None: the object does not exist. While a run
+    trains, only the RayCluster is read."""
     pods: tuple[Pod, ...] = ()
-    """Every pod with the run's name on its label, those of an earlier run of that name included."""
+    """Every pod labelled with the run's name, including pods of an earlier run of that name."""
     job: Job | NoJob | Unreachable = Unreachable("there is no head pod to ask")
     """The job of `status.job.submissionId`."""
     progress: Progress | NoReport | Unreachable = Unreachable("there is no head pod to ask")
     missing_code: str | None = None
-    """The name of spec.code.configMap, when there is no such ConfigMap."""
+    """The name in spec.code.configMap if that ConfigMap does not exist."""
     job_trouble: str | None = None
-    """Why the last submission or stop failed."""
+    """The error of the last submission or stop, if it failed."""
     last_status_write: datetime | None = None
-    """When this operator last wrote the run's status."""
+    """Time of this operator's last write of the run's status."""
 
     def child(self, kind: str, name: str) -> Manifest | None:
-        """A child that was looked at and exists."""
+        """Return a child that was read and exists, else None."""
         return self.children.get(Child(kind, name))
 
     def head(self, run_uid: str) -> Pod | None:
-        """The run's own head pod; of two, the one that is not being deleted."""
+        """Return the run's own head pod; if there are two, the one that is not being deleted."""
         heads = [pod for pod in self.pods if pod.run_uid == run_uid and pod.role is Role.DRIVER]
         return min(heads, key=lambda pod: pod.deleting, default=None)
 
 
 def read_pod(manifest: Manifest) -> Pod:
-    """One pod that carries the label of a run."""
+    """Read one pod that has a run's labels."""
     metadata, status = manifest["metadata"], manifest.get("status", {})
     labels = metadata["labels"]
     ready = any(

@@ -1,4 +1,7 @@
-"""Reads a run's world. Few requests: three to the apiserver for a full look, none for a light one."""
+"""Reads the objects of a run from the apiserver, and the state of its newest attempt from the head.
+
+Keeps requests to the apiserver few: three for a full look at a training run, none for a light one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from agenticrun_operator.resources import (
 
 @dataclass(frozen=True)
 class ObservedObjects:
-    """What the apiserver says about a run's children and pods."""
+    """The children and pods of a run as the apiserver returned them."""
 
     children: dict[Child, Manifest | None]
     pods: tuple[Pod, ...]
@@ -30,7 +33,7 @@ class ObservedObjects:
 
 
 class Observer:
-    """Looks; remembers nothing but the tokens, which never change in a run's life."""
+    """Reads runs. Keeps no state except the tokens, which do not change while a run exists."""
 
     def __init__(self, kube: Kube, head: Head):
         self._kube = kube
@@ -38,11 +41,11 @@ class Observer:
         self._tokens: dict[str, tuple[str, str]] = {}
 
     def forget(self, run_uid: str) -> None:
-        """The run is gone."""
+        """Drop the tokens of a run that no longer exists."""
         self._tokens.pop(run_uid, None)
 
     async def read_objects(self, run: AgenticRun) -> ObservedObjects:
-        """The RayCluster and the pods; the other children too, unless the run is in the middle of training."""
+        """Read the RayCluster and the pods, and the other children unless the run is training."""
         namespace, name = run.key
         pods, cluster = await asyncio.gather(
             self._kube.list_pods(namespace, name), self._kube.get("RayCluster", namespace, name)
@@ -71,19 +74,26 @@ class Observer:
     async def look(
         self,
         run: AgenticRun,
-        around: ObservedObjects,
+        objects: ObservedObjects,
         job_trouble: str | None,
         last_status_write: datetime | None,
     ) -> Observed:
-        """The surroundings, with what the head says about the newest attempt."""
+        """Return the observed objects together with the head's answers about the newest attempt.
+
+        Args:
+            run: the run.
+            objects: its children and pods, from `read_objects`.
+            job_trouble: the error of the last submission or stop, if it failed.
+            last_status_write: the time of this operator's last write of the run's status.
+        """
         observed = Observed(
-            children=around.children,
-            pods=around.pods,
-            missing_code=around.missing_code,
+            children=objects.children,
+            pods=objects.pods,
+            missing_code=objects.missing_code,
             job_trouble=job_trouble,
             last_status_write=last_status_write,
         )
-        job, head = run.status.job, await self.head_address(run, around)
+        job, head = run.status.job, await self.head_address(run, objects)
         cluster = observed.child("RayCluster", run.metadata.name)
         if job is None or head is None or cluster is None:
             return observed
@@ -92,9 +102,9 @@ class Observer:
         )
         return replace(observed, job=seen, progress=progress)
 
-    async def head_address(self, run: AgenticRun, around: ObservedObjects) -> HeadAddress | None:
-        """Where the run's head is; None while it has no IP, or no tokens yet."""
-        pod = Observed(pods=around.pods).head(run.metadata.uid)
+    async def head_address(self, run: AgenticRun, objects: ObservedObjects) -> HeadAddress | None:
+        """Return the address of the run's head; None while it has no IP or a token is missing."""
+        pod = Observed(pods=objects.pods).head(run.metadata.uid)
         if pod is None or pod.ip is None:
             return None
         tokens = self._tokens.get(run.metadata.uid) or await self._read_tokens(run)

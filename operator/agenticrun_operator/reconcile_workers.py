@@ -1,4 +1,4 @@
-"""The workers that take keys off the queue, and the pass over all runs every few minutes."""
+"""Reconcile workers, which take keys off the queue, and the periodic resync of all runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from agenticrun_operator.workqueue import Item, Key, WorkQueue
 
 MAX_BACKOFF_SECONDS = 60.0
 JITTER = 0.1
-"""Share by which looks that were asked for are spread, so that many runs do not beat in step."""
+"""Relative random spread of requested delays, so that many runs are not reconciled at once."""
 
 log = logging.getLogger(__name__)
 
 
-class Workers:
-    """A few supervised tasks. Gated by leadership: without it they wait."""
+class ReconcileWorkers:
+    """A fixed number of asyncio tasks that reconcile runs while this process is the leader."""
 
     def __init__(
         self,
@@ -37,19 +37,21 @@ class Workers:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
+        """Start the tasks."""
         self._tasks = [
-            asyncio.create_task(self._work(), name=f"worker-{index}")
+            asyncio.create_task(self._work(), name=f"reconcile-worker-{index}")
             for index in range(self._count)
         ]
 
     async def stop(self) -> None:
+        """Cancel the tasks and wait for them to end."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
     def alive(self) -> int:
-        """Workers that still work; fewer than were started is a bug, and fails the liveness probe."""
+        """Number of running tasks. If one has ended, that is a bug and the liveness probe fails."""
         return sum(not task.done() for task in self._tasks)
 
     async def _work(self) -> None:
@@ -60,7 +62,7 @@ class Workers:
             started = time.perf_counter()
             try:
                 delay = await self._reconcile(item)
-            except Exception as error:  # one run's trouble must not end the worker
+            except Exception as error:  # an error in one run must not end the reconcile worker
                 delay = self._back_off(item.key, error)
             else:
                 self._failures.pop(item.key, None)
@@ -77,23 +79,25 @@ class Workers:
         name = "/".join(key)
         if isinstance(error, ClusterError):
             RECONCILES.labels(result="unavailable").inc()
-            log.warning("%s: %s; again in %.0f s", name, error, delay)
+            log.warning("%s: %s; retrying in %.0f s", name, error, delay)
         else:
             RECONCILES.labels(result="error").inc()
-            log.exception("%s: reconciliation failed; again in %.0f s", name, delay, exc_info=error)
+            log.exception(
+                "%s: reconciliation failed; retrying in %.0f s", name, delay, exc_info=error
+            )
         return delay
 
 
 async def resync(
     queue: WorkQueue, list_keys: Callable[[], Awaitable[list[Key]]], seconds: float
 ) -> None:
-    """Enqueue all runs now and then, whatever the watches missed. Ends when cancelled."""
+    """Enqueue all runs every `seconds`, in case a watch misses an event. Runs until cancelled."""
     while True:
         await asyncio.sleep(seconds)
         try:
             keys = await list_keys()
         except ClusterError as error:
-            log.warning("resync: %s", error)
+            log.warning("resync: cannot list the runs: %s", error)
             continue
         for key in keys:
             queue.add(key)

@@ -1,4 +1,4 @@
-"""One reconciliation: observe, plan, apply."""
+"""One reconciliation of a run: observe, plan, apply."""
 
 from __future__ import annotations
 
@@ -25,26 +25,31 @@ from agenticrun_operator.resources import Manifest, WorkerImages
 from agenticrun_operator.workqueue import Item, Key
 
 RETRY_SECONDS = 0.2
-"""After a conflict: the run has changed under us, so look again."""
+"""Delay after a conflict: the run has changed since it was read, so it is read again."""
 
 
 @dataclass(frozen=True)
 class RunCache:
-    """The last look at a run. Only ever saves requests: whatever is decided on it is checked by the resourceVersion of the write."""
+    """The last observation of a run, kept to save requests.
+
+    A stale cache does no harm: a status write that is based on it fails, because it carries the old
+    resourceVersion.
+    """
 
     document: Manifest
-    around: ObservedObjects
+    objects: ObservedObjects
     looked_at: datetime
     wrote_at: datetime | None = None
     job_trouble: str | None = None
 
 
 def utc_now() -> datetime:
+    """Return the current time in UTC."""
     return datetime.now(UTC)
 
 
 class Reconciler:
-    """Reconciles keys. Holds no truth: everything that matters is in the runs' status."""
+    """Reconciles runs. Everything that must survive a restart is in the runs' status, not here."""
 
     def __init__(
         self,
@@ -63,7 +68,7 @@ class Reconciler:
         self._cache: dict[Key, RunCache] = {}
 
     def is_own_write(self, key: Key, resource_version: str) -> bool:
-        """Whether this version of the run was read or written here, so that its watch event is no news."""
+        """Return True if this version was read or written here, so that its event is no change."""
         cached = self._cache.get(key)
         return (
             cached is not None
@@ -71,7 +76,11 @@ class Reconciler:
         )
 
     async def reconcile(self, item: Item) -> float | None:
-        """Take the run one step on. Returns after how many seconds to look again, if nothing happens before."""
+        """Observe the run, plan and apply.
+
+        Returns:
+            Seconds until the next look if no watch event comes earlier, or None for no next look.
+        """
         cached = self._cache.get(item.key)
         fully = cached is None or item.changed or self._is_stale(cached)
         if fully:
@@ -95,7 +104,7 @@ class Reconciler:
         )
 
     async def _look_fully(self, key: Key) -> RunCache | None:
-        """Read everything anew; None when there is nothing to reconcile."""
+        """Read the run and its objects. Return None if there is nothing to reconcile."""
         document = await self._kube.get(KIND, *key)
         before = self._cache.get(key)
         if document is None:
@@ -106,12 +115,12 @@ class Reconciler:
         except InvalidRun as error:
             await self._give_up(document, error)
             return None
-        around = await self._observer.read_objects(run)
+        objects = await self._observer.read_objects(run)
         now = self._clock()
         cached = (
-            replace(before, document=document, around=around, looked_at=now)
+            replace(before, document=document, objects=objects, looked_at=now)
             if before
-            else RunCache(document, around, now)
+            else RunCache(document, objects, now)
         )
         self._cache[key] = cached
         return cached
@@ -120,7 +129,8 @@ class Reconciler:
         run = parse_run(cached.document)
         plan_ = await self._plan(run, cached)
         if plan_.status and plan_.status.phase is not run.status.phase and not fully:
-            fresh = await self._look_fully(key)  # a decision of weight is made on a full look only
+            # A phase change is decided only on freshly read objects.
+            fresh = await self._look_fully(key)
             if fresh is None:
                 return None
             cached, run = fresh, parse_run(fresh.document)
@@ -130,7 +140,7 @@ class Reconciler:
             return RETRY_SECONDS
         try:
             await self._applier.make_children(run, plan_)
-            await self._applier.apply_children(plan_, cached.around.children)
+            await self._applier.apply_children(plan_, cached.objects.children)
         except Refused as error:
             plan_ = plan_refused(run, str(error), self._clock())
         except Denied as error:
@@ -138,27 +148,27 @@ class Reconciler:
         document = await self._applier.write_status(cached.document, plan_)
         wrote_at = self._clock() if plan_.status else cached.wrote_at
         self._cache[key] = cached = replace(cached, document=document, wrote_at=wrote_at)
-        head = await self._observer.head_address(run, cached.around) if plan_.job else None
+        head = await self._observer.head_address(run, cached.objects) if plan_.job else None
         trouble = await self._applier.act(plan_, document, head)
         self._cache[key] = replace(cached, job_trouble=trouble)
         return plan_.requeue_after
 
     async def _may_submit(self, run: AgenticRun, submit: Submit) -> bool:
-        """Whether an attempt has not been submitted before.
+        """Return True if the attempt cannot have been submitted before.
 
-        Ray that does not know a stored attempt may be Ray that has just restarted. Only the head's incarnation, read after
-        Ray's answer, tells.
+        If Ray does not know an attempt that is in the status, Ray may have just restarted. Only the
+        head's incarnation, read after Ray's answer, shows this.
         """
         job = run.status.job
         if job is None or job.submission_id != submit.submission_id:
             return True
-        around = await self._observer.read_objects(run)
-        head = Observed(pods=around.pods).head(run.metadata.uid)
+        objects = await self._observer.read_objects(run)
+        head = Observed(pods=objects.pods).head(run.metadata.uid)
         return head is not None and head.incarnation == job.incarnation
 
     async def _plan(self, run: AgenticRun, cached: RunCache) -> Plan:
         observed = await self._observer.look(
-            run, cached.around, cached.job_trouble, cached.wrote_at
+            run, cached.objects, cached.job_trouble, cached.wrote_at
         )
         return plan(run, observed, self._clock(), self._images)
 

@@ -1,4 +1,4 @@
-"""The operator's parts, put together."""
+"""Creates the operator's parts and connects them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agenticrun_operator.cluster import (
 )
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.metrics import LAST_EVENT, serve_metrics
-from agenticrun_operator.reconcile_workers import Workers, resync
+from agenticrun_operator.reconcile_workers import ReconcileWorkers, resync
 from agenticrun_operator.reconciler import Reconciler
 from agenticrun_operator.settings import HeadAccess, Settings
 from agenticrun_operator.workqueue import Key, WorkQueue
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class MissingApi(Exception):
-    """The cluster does not serve a resource that the operator needs."""
+    """The Kubernetes cluster does not serve a resource that the operator needs."""
 
 
 class OperatorRuntime:
-    """Everything between the watches and the cluster: queue, workers, leadership, metrics."""
+    """The parts of a running operator: queue, reconcile workers, leadership and metrics."""
 
     def __init__(self, settings: Settings):
         self._settings = settings
@@ -41,7 +41,11 @@ class OperatorRuntime:
         self._last_event = time.monotonic()
 
     async def start(self) -> None:
-        """Connect and begin to work. Raises `MissingApi`."""
+        """Connect to the apiserver and start all background tasks.
+
+        Raises:
+            MissingApi: a CRD that the operator needs is not installed.
+        """
         settings = self._settings
         self._kube = KubeClient(await connect(), settings.namespaces)
         await self._check_apis()
@@ -56,10 +60,10 @@ class OperatorRuntime:
         self._leadership = Leadership(
             self._kube, settings.lease_namespace, settings.lease_name, settings.identity
         )
-        self.workers = Workers(
+        self.reconcile_workers = ReconcileWorkers(
             self.queue, self._reconciler.reconcile, self._leadership.held, settings.workers
         )
-        self.workers.start()
+        self.reconcile_workers.start()
         self._metrics: web.AppRunner = await serve_metrics(settings.metrics_port)
         self._background = [
             asyncio.create_task(self._leadership.run(), name="lease"),
@@ -69,40 +73,47 @@ class OperatorRuntime:
         ]
 
     async def stop(self) -> None:
-        """Stop working, give the lease back, close connections."""
+        """Stop all tasks, release the lease and close the connections."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        await self.workers.stop()
+        await self.reconcile_workers.stop()
         try:
             await self._leadership.release()
         except ClusterError as error:
-            log.warning("the lease was not given back: %s", error)
+            log.warning("cannot release the lease: %s", error)
         await self._metrics.cleanup()
         await self._session.close()
         await self._kube.close()
 
     def run_changed(self, key: Key, resource_version: str) -> None:
-        """A watch event of a run; our own writes are no news."""
+        """Handle a watch event of a run. Events of our own writes are ignored."""
         self._note_event()
         if not self._reconciler.is_own_write(key, resource_version):
             self.queue.add(key)
 
     def child_changed(self, key: Key) -> None:
-        """A watch event of a RayCluster or pod of the run."""
+        """Handle a watch event of a RayCluster or pod of the run."""
         self._note_event()
         self.queue.add(key)
 
     @property
     def seconds_since_event(self) -> float:
+        """Seconds since the newest watch event, or since the start if there was none."""
         return time.monotonic() - self._last_event
 
     def check_alive(self) -> None:
-        """Raises if a worker or a background task has died: only a bug does that, and a restart helps."""
+        """Check that all tasks are running.
+
+        Raises:
+            RuntimeError: a reconcile worker or background task has ended. This is a bug; the failed
+                liveness probe makes the kubelet restart the operator.
+        """
         dead = [task.get_name() for task in self._background if task.done()]
-        if dead or self.workers.alive < self._settings.workers:
+        if dead or self.reconcile_workers.alive < self._settings.workers:
             raise RuntimeError(
-                f"{self.workers.alive} of {self._settings.workers} workers alive; ended: {dead}"
+                f"{self.reconcile_workers.alive} of {self._settings.workers} reconcile workers "
+                f"run; ended background tasks: {dead}"
             )
 
     def _note_event(self) -> None:
@@ -117,5 +128,6 @@ class OperatorRuntime:
             answer = await self._kube.raw("GET", path)
             if answer.status == 404:
                 raise MissingApi(
-                    f"{what} are not installed in this cluster: install them, then start the operator"
+                    f"the Kubernetes cluster does not serve {what}: install the CRDs, "
+                    "then start the operator"
                 )

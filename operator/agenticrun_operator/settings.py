@@ -13,46 +13,50 @@ from agenticrun_operator.resources import WorkerImages
 
 
 class HeadAccess(StrEnum):
-    """How head pods are reached."""
+    """The way to reach head pods."""
 
     DIRECT = "Direct"
     APISERVER_PROXY = "ApiserverProxy"
 
 
 class Settings(BaseSettings):
-    """What an installation decides."""
+    """Settings of one installation of the operator."""
 
     model_config = SettingsConfigDict(
         env_prefix="AGENTICRUN_", frozen=True, use_attribute_docstrings=True
     )
 
     namespaces: Annotated[tuple[str, ...], NoDecode] = ()
-    """Comma separated; empty: the whole cluster."""
+    """Namespaces to watch, separated by commas. Empty: the whole Kubernetes cluster."""
     worker_image: str
-    """Image of the runs that name none."""
+    """Worker image of runs without spec.image."""
     worker_image_sglang: str = ""
-    """The same with SGLang, for the pods that carry its engines. Empty: runs with SGLang must name their image."""
+    """Worker image with SGLang, for the pods that run its engines. Empty: runs that use SGLang must
+    set spec.image."""
     worker_image_vllm: str = ""
-    """The same with vLLM."""
+    """Worker image with vLLM, likewise."""
     workers: Annotated[int, Field(ge=1, le=64)] = 4
-    """Runs that are reconciled at the same time."""
+    """Number of reconcile workers: runs that are reconciled at the same time."""
     resync_seconds: Annotated[float, Field(gt=0)] = 300.0
-    """Between full passes over all runs, whatever the watches said."""
+    """Seconds between two resyncs of all runs."""
     full_look_seconds: Annotated[float, Field(gt=0)] = 20.0
-    """How long a running run's cluster and pods are taken to be as last seen, when no event says otherwise."""
+    """Maximum age, in seconds, of the cached RayCluster and pods of a run in phase Running. A watch
+    event makes the operator read them at once."""
     head_access: HeadAccess = HeadAccess.DIRECT
-    """At the pod's IP, or from outside the cluster through the apiserver's proxy (needs pods/proxy)."""
+    """Direct: at the pod's IP. ApiserverProxy: through the apiserver, from outside the Kubernetes
+    cluster (needs the right to pods/proxy)."""
     lease_name: str = "agenticrun-operator"
     lease_namespace: str = "default"
     identity: str = Field(default_factory=socket.gethostname)
-    """Of the lease's holder: the pod's name."""
+    """Name of this operator in the lease; in a Kubernetes cluster, the pod's name."""
     probe_port: int = 8080
-    """Liveness: GET /healthz."""
+    """Port of the liveness probe (GET /healthz)."""
     metrics_port: int = 9090
     log_level: str = "INFO"
 
     @property
     def images(self) -> WorkerImages:
+        """The configured worker images."""
         return WorkerImages(
             self.worker_image, {"sglang": self.worker_image_sglang, "vllm": self.worker_image_vllm}
         )

@@ -1,7 +1,7 @@
-"""A queue of keys: each key waits at most once, is handled by one worker at a time, and may be asked for later.
+"""A work queue of keys: a key waits at most once, and one reconcile worker at a time handles it.
 
-`add` says that something has happened; `add_after` asks for another look. A key that is added while it is handled is handled
-again afterwards. The first due time wins.
+`add` reports a change; `add_after` schedules another look at the key. A key that is added while it
+is being handled is handled once more afterwards. Of several due times, the earliest wins.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Item:
-    """A key to look at."""
+    """A key to reconcile."""
 
     key: Key
     changed: bool
-    """Whether something has happened, as opposed to a look that was asked for."""
+    """True if a change was reported (`add`), False if only a delay has passed (`add_after`)."""
 
 
 class WorkQueue:
-    """Coalescing, per-key serial, with delays. For one event loop."""
+    """A queue that merges equal keys, handles each key serially and supports delays.
+
+    Not thread-safe: use it in one event loop.
+    """
 
     def __init__(self) -> None:
         self._ready: asyncio.Queue[Key] = asyncio.Queue()
@@ -37,12 +40,12 @@ class WorkQueue:
         return len(self._waiting)
 
     def add(self, key: Key) -> None:
-        """Something has happened to the key: look at it as soon as possible."""
+        """Report a change: the key is handled as soon as possible."""
         self._changed.add(key)
         self._enqueue(key)
 
     def add_after(self, key: Key, seconds: float) -> None:
-        """Look at the key after `seconds`, unless an earlier look comes first."""
+        """Handle the key after `seconds`, unless it is handled earlier."""
         loop = asyncio.get_running_loop()
         due = loop.time() + seconds
         timer = self._timers.get(key)
@@ -53,7 +56,7 @@ class WorkQueue:
         self._timers[key] = loop.call_at(due, self._enqueue, key)
 
     async def get(self) -> Item:
-        """The next key. Call `done` when it is handled."""
+        """Wait for the next key and return it. Call `done` after handling it."""
         key = await self._ready.get()
         self._waiting.discard(key)
         self._handled.add(key)
@@ -62,7 +65,7 @@ class WorkQueue:
         return Item(key, changed)
 
     def done(self, key: Key) -> None:
-        """The key has been handled; if it was added meanwhile, it waits again."""
+        """Mark the key as handled. If it was added in the meantime, it is queued again."""
         self._handled.discard(key)
         if key in self._again:
             self._again.discard(key)

@@ -1,4 +1,4 @@
-"""The only place that talks: to the kube-apiserver, and to the head pod of a run."""
+"""All network access: clients of the kube-apiserver and of the head pods of runs."""
 
 from agenticrun_operator.cluster.errors import (
     AlreadyExists,

@@ -1,35 +1,35 @@
-"""What can go wrong when talking to the cluster, one type per thing that a caller handles."""
+"""Errors of the clients: one type for each case that a caller handles."""
 
 from __future__ import annotations
 
 
 class ClusterError(Exception):
-    """The base of them all."""
+    """Base class of all errors of this package."""
 
 
 class NotFound(ClusterError):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 class AlreadyExists(ClusterError):
-    """An object of that name exists."""
+    """An object with that name exists already."""
 
 
 class Conflict(ClusterError):
-    """The object has changed since it was read, or is another one of the same name."""
+    """The object has changed or was replaced since it was read."""
 
 
 class Refused(ClusterError):
-    """The apiserver does not accept the object: its message names the field."""
+    """The apiserver rejects the object as invalid; its message names the field."""
 
 
 class Denied(ClusterError):
-    """The apiserver does not let us: a quota, a policy, or rights that are missing. It may later."""
+    """A quota, an admission policy or missing rights prevent the request. It may succeed later."""
 
 
 class KubeUnavailable(ClusterError):
-    """The apiserver did not answer, or not as it should: worth another try."""
+    """The apiserver did not answer, or its answer is unusable. A retry may help."""
 
 
 class HeadUnreachable(ClusterError):
-    """The head pod did not answer, or not as it should: worth another try."""
+    """The head pod did not answer, or its answer is unusable. A retry may help."""

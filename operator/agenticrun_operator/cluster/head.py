@@ -1,4 +1,4 @@
-"""The head pod of a run: Ray's job API, and the reporter. Everything that it says is untrusted."""
+"""Client of a run's head pod: Ray's job API and the reporter. All answers are untrusted input."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MAX_JOB_BYTES = 1024 * 1024
 MAX_LOG_BYTES = 1024 * 1024
 LOG_LINES = 80
 LOG_IN_MESSAGE = ", last available logs"
-"""Where Ray's message goes over from the fact to the log."""
+"""Separator in Ray's job message between the error and the quoted log."""
 LOG_TAIL_CHARACTERS = 4096
 
 
 @dataclass(frozen=True)
 class HeadAddress:
-    """A head pod, and what opens its doors."""
+    """The address of a head pod and the tokens for its APIs."""
 
     pod: PodAddress
     run_uid: str
@@ -51,7 +51,7 @@ class _RayJob(BaseModel):
 
 
 class RunHead:
-    """`protocols.Head` over a transport."""
+    """Implements `protocols.Head` over a transport."""
 
     def __init__(self, transport: HeadTransport):
         self._transport = transport
@@ -88,7 +88,7 @@ class RunHead:
         known = await self._ray(head, "GET", f"/api/jobs/{submission_id}")
         if known.status != 200:
             raise HeadUnreachable(
-                f"Ray did not take the job: status {answer.status}: {_last_line(answer.body)}"
+                f"Ray did not accept the job: status {answer.status}: {_last_line(answer.body)}"
             )
 
     async def stop(self, head: HeadAddress, submission_id: str) -> None:
@@ -116,8 +116,11 @@ class RunHead:
             return Unreachable(_brief(error))
 
     async def _log_tail(self, head: HeadAddress, submission_id: str, quoted_log: str) -> str:
-        """The driver's last lines; what Ray quotes in the job's message, when the log cannot be had."""
-        query = f"submission_id={submission_id}&node_ip={head.pod.ip}&lines={LOG_LINES}&filter_ansi_code=true"
+        """Return the last lines of the driver's log, or `quoted_log` if there is no log."""
+        query = (
+            f"submission_id={submission_id}&node_ip={head.pod.ip}"
+            f"&lines={LOG_LINES}&filter_ansi_code=true"
+        )
         try:
             answer = await self._ray(head, "GET", f"/api/v0/logs/file?{query}", limit=MAX_LOG_BYTES)
             text = _ok(answer, "the log").decode(errors="replace")

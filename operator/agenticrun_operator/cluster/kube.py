@@ -1,4 +1,7 @@
-"""The kube-apiserver: JSON in, JSON out, through the official client's connection, credentials and token refresh."""
+"""Client of the kube-apiserver, for plain JSON objects.
+
+Uses the official client for the connection, credentials and token refresh only.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +48,18 @@ _ROOTS = {
 
 @dataclass(frozen=True)
 class Response:
-    """What came back, whatever the status."""
+    """A response with any status."""
 
     status: int
     body: bytes
 
 
 async def connect(kubeconfig: Path | None = None) -> client.ApiClient:
-    """A connection with the pod's own credentials; outside a cluster with those of `kubeconfig`, or of KUBECONFIG."""
+    """Connect with the pod's own credentials or, outside a Kubernetes cluster, with a kubeconfig.
+
+    Args:
+        kubeconfig: path of the kubeconfig; None: the one in KUBECONFIG.
+    """
     settings = client.Configuration()
     try:
         config.load_incluster_config(client_configuration=settings)
@@ -64,13 +71,14 @@ async def connect(kubeconfig: Path | None = None) -> client.ApiClient:
 
 
 class KubeClient:
-    """`protocols.Kube`, and the raw requests that leases and the apiserver's proxy need."""
+    """Implements `protocols.Kube`, and raw requests for leases and the apiserver's proxy."""
 
     def __init__(self, api: client.ApiClient, namespaces: Sequence[str]):
         self._api = api
         self._namespaces = tuple(namespaces)
 
     async def close(self) -> None:
+        """Close the connection."""
         await self._api.close()
 
     async def raw(
@@ -83,7 +91,11 @@ class KubeClient:
         headers: Mapping[str, str] | None = None,
         timeout: float = TIMEOUT_SECONDS,
     ) -> Response:
-        """One request; any status is returned. Raises `KubeUnavailable`."""
+        """Send one request and return the response with any status.
+
+        Raises:
+            KubeUnavailable: the apiserver did not answer.
+        """
         serialized = await self._api.param_serialize(
             method,
             path,
@@ -131,7 +143,11 @@ class KubeClient:
         await self._request("POST", path, query=query, body=manifest)
 
     async def apply(self, manifest: Manifest, seen: Manifest) -> None:
-        """By resourceVersion: it differs between objects too, and built-in kinds refuse a uid that is not theirs as invalid."""
+        """Apply at the resourceVersion of `seen`.
+
+        The resourceVersion also detects a replaced object. A uid would not do: built-in kinds
+        reject a wrong uid as invalid and not as a conflict.
+        """
         metadata = manifest["metadata"] | {"resourceVersion": seen["metadata"]["resourceVersion"]}
         path = object_path(manifest["kind"], metadata["namespace"], metadata["name"])
         await self._apply(path, {**manifest, "metadata": metadata})
@@ -156,7 +172,7 @@ class KubeClient:
         return await self._apply(f"{path}/status", body)
 
     async def post_event(self, run: Manifest, event: Event) -> None:
-        """The name comes from the content, so that the same event of the same moment is posted once."""
+        """Post an event. Its name is a hash of its content, so a repeated event is stored once."""
         metadata = run["metadata"]
         now = datetime.now(UTC)
         stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -187,7 +203,12 @@ class KubeClient:
             return
 
     async def put(self, manifest: Manifest) -> Manifest:
-        """Replace an object at its resourceVersion. Raises `Conflict`, `NotFound`."""
+        """Replace an object at its resourceVersion.
+
+        Raises:
+            Conflict: the object has changed since it was read.
+            NotFound: the object does not exist.
+        """
         metadata = manifest["metadata"]
         return await self._request(
             "PUT",
@@ -207,7 +228,7 @@ class KubeClient:
             answer = json.loads(response.body)
         except ValueError as error:
             raise KubeUnavailable(
-                f"{method} {path}: status {response.status} and no JSON"
+                f"{method} {path}: status {response.status}, and the answer is not JSON"
             ) from error
         if response.status < 300:
             found: Manifest = answer
@@ -216,16 +237,16 @@ class KubeClient:
 
 
 def object_path(kind: str, namespace: str, name: str | None = None) -> str:
-    """Of one object, or of all of a kind in a namespace."""
+    """Return the API path of one object or, without a name, of all objects of a kind."""
     root, plural = _ROOTS[kind]
     path = f"{root}/namespaces/{namespace}/{plural}"
     return f"{path}/{name}" if name else path
 
 
 def _error(status: int, answer: Any, request: str) -> ClusterError:
-    told = answer if isinstance(answer, dict) else {}
-    message = str(told.get("message") or f"{request}: status {status}")
-    match status, told.get("reason"):
+    details = answer if isinstance(answer, dict) else {}
+    message = str(details.get("message") or f"{request}: status {status}")
+    match status, details.get("reason"):
         case 404, _:
             return NotFound(message)
         case 409, "AlreadyExists":

@@ -1,4 +1,4 @@
-"""What the reconciler needs of a cluster. The real clients and the tests' fake both fit."""
+"""Interfaces of the clients that the reconciler needs. The tests implement them with a fake."""
 
 from __future__ import annotations
 
@@ -11,56 +11,75 @@ from agenticrun_operator.resources import Event, Manifest
 
 
 class Kube(Protocol):
-    """The kube-apiserver. Every method raises `KubeUnavailable` when it does not answer as it should."""
+    """The kube-apiserver. Every method raises `KubeUnavailable` if there is no usable answer."""
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
-        """A live read; None when there is no such object."""
+        """Return the object as the apiserver has it now, or None if it does not exist."""
         ...
 
     async def list_run_keys(self) -> list[tuple[str, str]]:
-        """(namespace, name) of all runs in the namespaces that are served."""
+        """Return (namespace, name) of all runs in the watched namespaces."""
         ...
 
     async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
-        """The pods with the run's name on their label."""
+        """Return the pods that are labelled with the run's name."""
         ...
 
     async def create(self, manifest: Manifest) -> None:
-        """Raises `AlreadyExists`, `Refused`."""
+        """Create an object. Raises `AlreadyExists`, `Refused`, `Denied`."""
         ...
 
     async def apply(self, manifest: Manifest, seen: Manifest) -> None:
-        """Server-side apply onto the object as it was seen. Raises `Conflict`, `Refused`."""
+        """Update an object by server-side apply.
+
+        Args:
+            manifest: the fields to apply.
+            seen: the object as it was read.
+
+        Raises:
+            Conflict: the object has changed since it was read.
+            Refused: the apiserver rejects the object as invalid.
+            Denied: a quota, an admission policy or missing rights prevent it.
+        """
         ...
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
-        """Delete in the background the very object that was seen; nothing happens if it is gone."""
+        """Delete the object with this uid in the background. Do nothing if it no longer exists."""
         ...
 
     async def write_status(self, run: Manifest, status: AgenticRunStatus) -> Manifest:
-        """Replace our part of the status if the run is still as it was read. Returns the run as stored. Raises `Conflict`, `NotFound`."""
+        """Write the operator's part of the status and return the run as stored.
+
+        Raises:
+            Conflict: the run has changed since it was read.
+            NotFound: the run does not exist.
+        """
         ...
 
     async def post_event(self, run: Manifest, event: Event) -> None:
-        """An event on the run."""
+        """Post an event on the run."""
         ...
 
 
 class Head(Protocol):
-    """The head pods of runs: Ray's job API and the reporter. Asking returns `Unreachable`, acting raises `HeadUnreachable`."""
+    """The head pods of runs: Ray's job API and the reporter.
+
+    If a head does not answer, `job` and `progress` return `Unreachable`; `submit` and `stop` raise
+    `HeadUnreachable`.
+    """
 
     async def job(self, head: HeadAddress, submission_id: str) -> Job | NoJob | Unreachable:
-        """The job, with the end of its log when it has ended badly."""
+        """Return the job; if it failed or was stopped, with the end of its log."""
         ...
 
     async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
-        """Submit the driver. A submission id that Ray knows already is no error."""
+        """Submit the driver. It is not an error if Ray already knows the submission id."""
         ...
 
     async def stop(self, head: HeadAddress, submission_id: str) -> None:
-        """Ask Ray to stop the job; no error if it has ended."""
+        """Ask Ray to stop the job. It is not an error if the job has ended."""
         ...
 
     async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
-        """The newest snapshot of any attempt."""
+        """Return the newest progress snapshot of any attempt."""
         ...

@@ -1,4 +1,4 @@
-"""How to reach a port of a head pod: at its IP, or from outside the cluster through the apiserver's proxy."""
+"""HTTP requests to a head pod: at its IP, or through the apiserver's proxy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from agenticrun_operator.cluster.errors import HeadUnreachable, KubeUnavailable
 from agenticrun_operator.cluster.kube import KubeClient, Response
 
 TIMEOUT_SECONDS = 10.0
-"""Of a whole request."""
+"""Timeout of a whole request."""
 CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class PodAddress:
-    """Where a pod is."""
+    """Namespace, name and IP of a pod."""
 
     namespace: str
     name: str
@@ -26,7 +26,10 @@ class PodAddress:
 
 
 class HeadTransport(Protocol):
-    """One HTTP request to a port of a pod. Raises `HeadUnreachable`, also for an answer of more than `limit` bytes."""
+    """Sends an HTTP request to a port of a pod.
+
+    Raises `HeadUnreachable` if the pod does not answer or sends more than `limit` bytes.
+    """
 
     async def request(
         self,
@@ -42,7 +45,7 @@ class HeadTransport(Protocol):
 
 
 class DirectTransport:
-    """From inside the cluster's network."""
+    """Connects to the pod's IP, from inside the Kubernetes cluster's network."""
 
     def __init__(self, session: aiohttp.ClientSession):
         self._session = session
@@ -80,7 +83,7 @@ class DirectTransport:
 
 
 class ProxyTransport:
-    """From anywhere that reaches the apiserver; needs the right to pods/proxy."""
+    """Connects through the apiserver's proxy. Needs the right to pods/proxy."""
 
     def __init__(self, kube: KubeClient):
         self._kube = kube

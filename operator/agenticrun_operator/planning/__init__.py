@@ -1,4 +1,4 @@
-"""Decisions. Pure: `plan(run, observed, now)` has no I/O, no clock and no client."""
+"""All decisions of the operator, as pure functions: no I/O, no clock, no client."""
 
 from agenticrun_operator.planning.plan import Delete, Plan, Stop, Submit, TokenToMake
 from agenticrun_operator.planning.planner import plan, plan_denied, plan_refused, plan_unreadable

@@ -1,8 +1,9 @@
-"""One attempt of the driver after the other: submit, follow, fail, retry.
+"""Attempts of the driver, one at a time: submit, follow, fail, retry.
 
-Write-ahead: an attempt's number, submission id and the incarnation of the cluster are in the status before the job is
-submitted, and a submission id is submitted to one incarnation only. So whatever happens between two lines of the operator,
-an attempt runs at most once: Ray refuses a submission id that it knows, and forgets ids only when the incarnation changes.
+Write-ahead: the status holds an attempt's number, its submission id and the incarnation of the
+head before the job is submitted, and each submission id is submitted to one incarnation only. Ray
+refuses a submission id that it knows, and forgets ids only when the incarnation changes. So an
+attempt runs at most once, even if the operator crashes at any point.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from agenticrun_operator.planning.times import format_time, parse_time
 MAX_BACKOFF_SECONDS = 600.0
 POLL_SECONDS = 2.0
 REPORT_PATIENCE_SECONDS = 60.0
-"""How long an ended job's final report is asked for before Ray's word has to do."""
+"""Time to wait for the final report of an ended job before Ray's job status decides alone."""
 
 
 def submission_id(run: AgenticRun, attempt: int) -> str:
+    """Return the Ray submission id of an attempt, unique among all runs."""
     return f"{run.metadata.name}-{run.metadata.uid[:8]}-{attempt}"
 
 
 def advance(draft: Draft, observed: Observed, roles_ready: bool) -> None:
-    """Take the attempt that there is one step on, or begin the next one."""
+    """Follow the current attempt, or begin the next one."""
     job = draft.status.job
     if job is None or draft.status.next_retry_time is not None:
         _begin_when_possible(draft, observed, roles_ready)
@@ -67,9 +69,9 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
 
 
 def _is_over(draft: Draft, observed: Observed, previous: JobStatus) -> bool:
-    """Whether the previous attempt's job has ended; one that has not is stopped.
+    """Return True if the previous attempt's job has ended; stop it if it has not.
 
-    Also asked of another incarnation: the head may have restarted just before the job reached it.
+    Checked on a new incarnation too: the head may have restarted just before the job reached it.
     """
     if isinstance(observed.job, Job) and observed.job.live:
         draft.job = Stop(previous.submission_id)
@@ -98,7 +100,7 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
             observed,
             final,
             Reason.CLUSTER_LOST,
-            "the head of the Ray cluster was replaced or restarted",
+            "the head of the RayCluster was replaced or restarted",
         )
     elif isinstance(observed.job, NoJob):
         if job.status:
@@ -118,14 +120,20 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
 
 
 def _is_lost(head: Pod | None, job: JobStatus) -> bool:
-    """Whether the cluster that the attempt was submitted to is gone, and Ray's memory of the attempt with it."""
+    """Return True if the head that the attempt was submitted to was replaced or restarted.
+
+    Ray keeps its jobs in the head's memory, so the attempt is lost with it.
+    """
     if head is None or head.uid != job.incarnation.split("/")[0]:
         return True
     return head.incarnation is not None and head.incarnation != job.incarnation
 
 
 def _waits_for_report(draft: Draft, observed: Observed) -> bool:
-    """An attempt is over and the reporter, which knows how it ended, cannot be asked: wait, but not for ever."""
+    """Return True while an ended attempt's final report may still come.
+
+    The reporter has the report but does not answer, so the operator waits for a limited time.
+    """
     if not isinstance(observed.progress, Unreachable):
         return False
     waiting = draft.find(ConditionType.TRAINING)
@@ -138,7 +146,7 @@ def _waits_for_report(draft: Draft, observed: Observed) -> bool:
         ConditionType.TRAINING,
         "Unknown",
         Reason.PROGRESS_UNAVAILABLE,
-        f"the attempt has ended; its report: {observed.progress.why}",
+        f"the attempt has ended; its final report is not available: {observed.progress.why}",
     )
     return waited < REPORT_PATIENCE_SECONDS
 
@@ -146,11 +154,12 @@ def _waits_for_report(draft: Draft, observed: Observed) -> bool:
 def _follow_live(draft: Draft, observed: Observed, seen: Job, progress: Progress | None) -> None:
     job = draft.status.job
     assert job is not None
-    if progress and progress.final:  # it has failed, and only has to exit
+    if progress and progress.final:  # it has failed and is about to exit
         draft.condition(
             ConditionType.TRAINING, "False", progress.final.reason, progress.final.message
         )
-        # Training may be false since the submission, and the driver's clock may be wrong: the later of the two moments counts.
+        # Use the later of two times: Training may be False since the submission, and the driver's
+        # clock may be wrong.
         since_report = (draft.now - parse_time(progress.final.time)).total_seconds()
         if (
             min(draft.seconds_since_transition(ConditionType.TRAINING), since_report)
@@ -160,7 +169,9 @@ def _follow_live(draft: Draft, observed: Observed, seen: Job, progress: Progress
         return
     if seen.status == "RUNNING" and draft.status.phase is not Phase.RUNNING:
         draft.phase(Phase.RUNNING)
-        draft.event(Reason.DRIVER_RUNNING, f"attempt {job.attempt} runs as {job.submission_id}")
+        draft.event(
+            Reason.DRIVER_RUNNING, f"attempt {job.attempt} runs as Ray job {job.submission_id}"
+        )
     _report_training(draft, observed, progress)
 
 
@@ -183,13 +194,13 @@ def _report_training(draft: Draft, observed: Observed, progress: Progress | None
             ConditionType.TRAINING,
             "False",
             Reason.SUBMITTING,
-            "waiting for the driver's first report",
+            "waiting for the driver's first progress snapshot",
         )
 
 
 def _conclude(draft: Draft, observed: Observed, seen: Job, final: FinalReport | None) -> None:
     if final is None and seen.status == "SUCCEEDED":
-        ending.succeed(draft, "the driver ended well, without a final report")
+        ending.succeed(draft, "the driver succeeded without a final report")
         return
     retryable = seen.exit_code != ExitCode.INVALID_CONFIG
     reason = Reason.DRIVER_FAILED if retryable else Reason.INVALID_CONFIG
@@ -204,7 +215,10 @@ def _fail(
     message: str,
     retryable: bool = True,
 ) -> None:
-    """An attempt has failed. The driver's own report, where there is one, goes before what can be seen from outside."""
+    """Handle a failed attempt: restart it or fail the run.
+
+    The driver's final report, if there is one, takes precedence over `reason` and `message`.
+    """
     job = draft.status.job
     assert job is not None
     cause, text = (final.reason, final.message) if final else (reason.value, message)
@@ -218,7 +232,8 @@ def _fail(
         ending.fail(
             draft,
             Reason.RETRIES_EXHAUSTED,
-            f"attempt {job.attempt} failed ({cause}) and no restart of {policy.max_restarts} is left: {text}",
+            f"attempt {job.attempt} failed ({cause}) and all "
+            f"{policy.max_restarts} restarts are used: {text}",
         )
     else:
         wait = min(policy.backoff_seconds * 2.0**restarts, MAX_BACKOFF_SECONDS)
@@ -233,7 +248,7 @@ def _fail(
 
 
 def _poll_seconds(progress: Progress | None) -> float:
-    """Often enough to show a step within seconds, seldom enough for slow ones."""
+    """Return the poll interval: half a step, but between 1 and 3 seconds."""
     if progress is None or progress.seconds_per_step is None:
         return POLL_SECONDS
     return min(max(progress.seconds_per_step / 2, 1.0), POLL_SECONDS * 1.5)

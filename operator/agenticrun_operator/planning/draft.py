@@ -1,4 +1,4 @@
-"""The status and plan in the making."""
+"""The draft in which planning collects the new status and the plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.resources import Event, Manifest
 
 SOFT_WRITE_SECONDS = 10.0
-"""Changes that are neither a step nor a phase nor a condition are written at most this often."""
+"""Minimum interval between status writes that change only the fields in `_SOFT`."""
 _SOFT = frozenset(
     {
         "reward",
@@ -42,10 +42,11 @@ def new_condition(
     generation: int,
     before: Condition | None = None,
 ) -> Condition:
-    """Return a condition as it is written to the status.
+    """Return a condition for the status.
 
     Args:
-        before: the condition of this type so far; the transition time moves only with the status.
+        before: the previous condition of this type. If its status is the same, its transition time
+            is kept.
     """
     moved = before is None or before.status != status
     return Condition(
@@ -61,7 +62,7 @@ def new_condition(
 
 
 class Draft:
-    """Collects what planning decides about one run. Lives for one call of `plan`."""
+    """Collects the decisions about one run during one call of `plan`."""
 
     def __init__(self, run: AgenticRun, now: datetime):
         self.run = run
@@ -95,31 +96,39 @@ class Draft:
         self.set(conditions=conditions if before else [*conditions, after])
 
     def find(self, kind: ConditionType) -> Condition | None:
+        """Return the condition of this type, or None."""
         return next((item for item in self.status.conditions if item.type == kind.value), None)
 
     def is_true(self, kind: ConditionType) -> bool:
+        """Return True if the condition exists and its status is True."""
         found = self.find(kind)
         return found is not None and found.status == "True"
 
     def seconds_since_transition(self, kind: ConditionType) -> float:
-        """How long the condition has had its status; 0 when it has none."""
+        """Return the seconds since the condition's last transition, or 0 if it does not exist."""
         found = self.find(kind)
         return (self.now - parse_time(found.last_transition_time)).total_seconds() if found else 0.0
 
     def phase(self, phase: Phase, message: str | None = None) -> None:
+        """Set the phase and the message of the status."""
         self.set(phase=phase, message=message[:MAX_TEXT] if message else None)
 
     def event(self, reason: Reason | str, message: str, warning: bool = False) -> None:
+        """Add an event on the run."""
         self._events.append(
             Event(reason, message[:MAX_CONDITION_MESSAGE], "Warning" if warning else "Normal")
         )
 
     def look_again(self, seconds: float) -> None:
-        """Ask to be reconciled after at most this long."""
+        """Request the next reconciliation after at most this many seconds."""
         self._requeue = seconds if self._requeue is None else min(seconds, self._requeue)
 
     def finish(self, last_write: datetime | None) -> Plan:
-        """The plan; without a status when there is nothing to write, or nothing that cannot wait."""
+        """Return the plan. It has no status if nothing changed or the changes can wait.
+
+        Args:
+            last_write: time of the last status write, or None to write at once.
+        """
         self.set(observed_generation=self.run.metadata.generation)
         status: AgenticRunStatus | None = self.status
         before = self.run.status

@@ -1,4 +1,4 @@
-"""The end of a run, and what is cleaned up after it."""
+"""The end of a run and the cleanup after it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.resources import Child, controller_uid, is_deleting
 
 EXIT_SECONDS = 30.0
-"""How long a driver may take to exit after its final report before its job is stopped or its cluster deleted under it."""
+"""Time a driver has to exit after its final report before its job or RayCluster is removed."""
 
 
 def succeed(draft: Draft, message: str) -> None:
-    """The run is complete."""
+    """End the run as succeeded."""
     draft.phase(Phase.SUCCEEDED, message)
     draft.condition(ConditionType.COMPLETE, "True", Reason.RUN_SUCCEEDED, message)
     draft.condition(ConditionType.FAILED, "False", Reason.RUN_SUCCEEDED)
@@ -27,7 +27,7 @@ def succeed(draft: Draft, message: str) -> None:
 
 
 def fail(draft: Draft, reason: Reason | str, message: str) -> None:
-    """The run has failed for good."""
+    """End the run as failed."""
     draft.phase(Phase.FAILED, message)
     draft.condition(ConditionType.FAILED, "True", reason, message)
     draft.condition(ConditionType.COMPLETE, "False", reason)
@@ -47,7 +47,7 @@ def _finish(draft: Draft) -> None:
 
 
 def clean_up(draft: Draft, observed: Observed) -> None:
-    """Of a finished run: delete its cluster if it says so, and the run itself when its time is over."""
+    """Delete a finished run's RayCluster if spec.cleanup says so, and the run after its TTL."""
     run = draft.run
     ended = parse_time(run.status.completion_time) if run.status.completion_time else draft.now
     policy = (

@@ -1,4 +1,4 @@
-"""What is to be done: the output of planning, frozen."""
+"""The output of planning: frozen descriptions of the actions to take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from agenticrun_operator.resources import Child, Event, Manifest
 
 @dataclass(frozen=True)
 class TokenToMake:
-    """A secret to create with a fresh token under `key`, unless it exists. Planning is pure, so the token is made at apply."""
+    """A Secret to create with a new random token under `key`, unless it exists.
+
+    Planning is pure, so the token is generated when the plan is applied.
+    """
 
     name: str
     key: str
@@ -18,7 +21,7 @@ class TokenToMake:
 
 @dataclass(frozen=True)
 class Delete:
-    """An object to delete, if it still is the one that was seen."""
+    """An object to delete if it is still the one that was read (same uid)."""
 
     child: Child
     uid: str
@@ -26,7 +29,7 @@ class Delete:
 
 @dataclass(frozen=True)
 class Submit:
-    """Submit the job of `status.job`. Repeating it is harmless: Ray knows each submission id once."""
+    """Submit the job of `status.job`. Repeating is safe: Ray accepts each submission id once."""
 
     submission_id: str
     attempt: int
@@ -34,23 +37,26 @@ class Submit:
 
 @dataclass(frozen=True)
 class Stop:
-    """Stop a job that has outlived its final report."""
+    """Stop a job that still runs although its attempt is over."""
 
     submission_id: str
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Applied in the order of the fields. What follows the status only happens once it is stored (write-ahead)."""
+    """The actions of one reconciliation, applied in the order of the fields.
+
+    The fields after `status` are applied only once the status is stored (write-ahead).
+    """
 
     tokens: tuple[TokenToMake, ...] = ()
     create: tuple[Manifest, ...] = ()
     apply: tuple[Manifest, ...] = ()
-    """Objects that exist and are ours: server-side apply."""
+    """Existing objects of the run to update by server-side apply."""
     status: AgenticRunStatus | None = None
-    """None: nothing to write."""
+    """The status to write; None: no write."""
     job: Submit | Stop | None = None
     delete: tuple[Delete, ...] = ()
     events: tuple[Event, ...] = ()
     requeue_after: float | None = None
-    """Seconds; None: the next watch event will do."""
+    """Seconds until the next reconciliation; None: wait for a watch event."""

@@ -1,4 +1,4 @@
-"""From what is wanted and what is seen to what is to be done."""
+"""Computes the plan from the desired and the observed state of a run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from agenticrun_operator.resources import (
 )
 
 DENIED_SECONDS = 10.0
-"""Between tries to make a child that the apiserver denies."""
+"""Seconds between attempts to create a child that the apiserver denies."""
 WAIT_SECONDS = 1.5
-"""Between looks at what stands in a new run's way: objects on their way out leave no event with the new run's uid."""
+"""Seconds between checks of an obstacle: the deletion of an earlier run's objects may send no event
+    that belongs to the new run."""
 SAFETY_NET_SECONDS = 30.0
-"""Between looks at a run that only waits for watch events, in case one is lost."""
+"""Seconds between looks at a run that only waits for watch events, in case one is lost."""
 ENDED_BADLY: tuple[tuple[ConditionType, ConditionStatus], ...] = (
     (ConditionType.COMPLETE, "False"),
     (ConditionType.FAILED, "True"),
@@ -31,7 +32,14 @@ ENDED_BADLY: tuple[tuple[ConditionType, ConditionStatus], ...] = (
 
 
 def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImages) -> Plan:
-    """What to do now about one run."""
+    """Return the plan for one run.
+
+    Args:
+        run: the desired state and the last written status.
+        observed: the observed state.
+        now: the current time.
+        images: the worker images of this installation.
+    """
     if run.metadata.deletion_timestamp:
         return Plan()  # garbage collection follows the owner references
     draft = Draft(run, now)
@@ -58,14 +66,14 @@ def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImage
 
 
 def plan_refused(run: AgenticRun, message: str, now: datetime) -> Plan:
-    """The apiserver refused a child for what the run asks of it: no retry can help."""
+    """Return a plan that fails the run: a child is invalid for the apiserver, so no retry helps."""
     draft = Draft(run, now)
     ending.fail(draft, Reason.INVALID_CONFIG, message)
     return draft.finish(None)
 
 
 def plan_denied(run: AgenticRun, message: str, now: datetime) -> Plan:
-    """The apiserver does not let us make a child, for a reason that may pass: a quota, a policy, missing rights."""
+    """Return a plan that waits: a quota, an admission policy or missing rights prevent a child."""
     draft = Draft(run, now)
     draft.phase(run.status.phase, message)
     draft.condition(ConditionType.CLUSTER_PROVISIONED, "False", Reason.CLUSTER_CREATING, message)
@@ -76,9 +84,10 @@ def plan_denied(run: AgenticRun, message: str, now: datetime) -> Plan:
 def plan_unreadable(
     document: Manifest, errors: tuple[str, ...], cluster: Manifest | None, now: datetime
 ) -> Plan:
-    """A spec that the CRD took and this operator's own models do not, which means versions that do not fit together.
+    """Return a plan that fails a run with a spec that the operator cannot parse.
 
-    The run fails; its cluster, if it has one, is deleted unless the run's cleanup says otherwise.
+    The CRD accepted the spec, so the versions of the CRD and the operator do not match. The run's
+    RayCluster is deleted unless spec.cleanup.onFailure is Keep.
     """
     metadata = Metadata.model_validate(document["metadata"])
     known = AgenticRunStatus.model_validate(

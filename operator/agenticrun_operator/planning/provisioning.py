@@ -1,4 +1,4 @@
-"""The run's children: what stands in their way, and what is missing."""
+"""Creates and updates the run's children, and finds obstacles to that."""
 
 from __future__ import annotations
 
@@ -23,25 +23,29 @@ from agenticrun_operator.resources import (
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why the run's children cannot be made now."""
+    """A reason the run's children cannot be created now."""
 
     reason: Reason
     message: str
 
     @property
     def needs_people(self) -> bool:
-        """Whether waiting does not help."""
+        """True if waiting does not help and a person must act."""
         return self.reason is not Reason.WAITING_FOR_PREVIOUS_RUN
 
 
 def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> Obstacle | None:
-    """An image that is not configured, or an object of the same name that is not, or no longer, this run's.
+    """Return the first obstacle, or None.
 
-    Someone else's is never taken over.
+    An obstacle is a worker image that is not configured, or an object that has the name of a child
+    but belongs to another owner or an earlier run. The operator never takes over such an object.
     """
     engine = images.missing_engine(run)
     if engine:
-        message = f"no worker image with {engine} is configured: set the chart's value images.workers.{engine}, or name one in spec.image"
+        message = (
+            f"no worker image with {engine} is configured: "
+            f"set the chart's value images.workers.{engine}, or set spec.image"
+        )
         return Obstacle(Reason.NO_ENGINE_IMAGE, message)
     for child, manifest in sorted(observed.children.items()):
         if manifest is None:
@@ -49,18 +53,20 @@ def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> 
         shown = f"{child.kind} {child.name}"
         if is_deleting(manifest) or _of_earlier_run(run, manifest):
             return Obstacle(
-                Reason.WAITING_FOR_PREVIOUS_RUN, f"waiting until {shown} of an earlier run is gone"
+                Reason.WAITING_FOR_PREVIOUS_RUN,
+                f"waiting until {shown} of an earlier run is deleted",
             )
         if controller_uid(manifest) != run.metadata.uid:
             return Obstacle(
                 Reason.NAME_CONFLICT,
-                f"{shown} exists and belongs to someone else: delete it, or give the run another name",
+                f"{shown} exists and does not belong to this run: "
+                "delete it, or create the run under another name",
             )
     for pod in observed.pods:
         if pod.run_uid != run.metadata.uid:
             return Obstacle(
                 Reason.WAITING_FOR_PREVIOUS_RUN,
-                f"waiting until pod {pod.name} of an earlier run is gone",
+                f"waiting until pod {pod.name} of an earlier run is deleted",
             )
     return None
 
@@ -76,7 +82,7 @@ def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
 
 
 def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
-    """Make the children that are missing; apply those that exist again when the spec has changed."""
+    """Create missing children; if the spec has changed, update the existing ones."""
     run = draft.run
     changed = run.status.observed_generation != run.metadata.generation
     for secret, key in token_secrets(run):

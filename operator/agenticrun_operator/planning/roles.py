@@ -1,4 +1,4 @@
-"""How many pods of each role are ready, and the one line that says why one is not."""
+"""The number of ready pods of each role, and the problem of one that is not ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORTH_AN_EVENT = frozenset(
 
 
 def report(draft: Draft, observed: Observed) -> bool:
-    """Write `status.roles` and RolesReady. Returns whether every pod of every role is ready."""
+    """Set `status.roles` and RolesReady. Return True if all pods of all roles are ready."""
     run = draft.run
     own = [pod for pod in observed.pods if pod.run_uid == run.metadata.uid and not pod.deleting]
     statuses, first = [], None
@@ -63,7 +63,10 @@ def _role(draft: Draft, role: Role, pods: list[Pod]) -> tuple[RoleStatus, Proble
 
 
 def _cluster_problem(draft: Draft, observed: Observed) -> Problem | None:
-    """What keeps pods from being created at all: a missing ConfigMap of the user's, a quota, an admission policy."""
+    """Return the problem that prevents the creation of pods, if there is one.
+
+    This is a missing ConfigMap of the user, a quota or an admission policy.
+    """
     if observed.missing_code:
         return Problem(
             Reason.PODS_PENDING,

@@ -1,4 +1,4 @@
-"""Folds a driver's progress into the status."""
+"""Copies a driver's progress snapshot into the status."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.times import format_span, format_time, parse_time
 
 STATUS_METRICS = 16
-"""How many of a snapshot's metrics the status tells: every write of it goes to all watchers. The reporter serves the others."""
+"""Maximum number of metrics in the status, because every status write goes to all watchers. The
+reporter serves all metrics."""
 
 
 def own_progress(run: AgenticRun, progress: Progress | NoReport | Unreachable) -> Progress | None:
-    """The progress, if it is of this run's newest attempt."""
+    """Return the progress snapshot if it is from this run's newest attempt, else None."""
     job = run.status.job
     if not isinstance(progress, Progress) or job is None:
         return None
@@ -27,10 +28,11 @@ def own_progress(run: AgenticRun, progress: Progress | NoReport | Unreachable) -
 
 
 def apply_snapshot(draft: Draft, progress: Progress) -> None:
-    """Everything here depends on the snapshot alone, never on the clock: no news, no write.
+    """Copy a progress snapshot into the status.
 
-    A driver that starts has not yet read the checkpoint it goes on from, and one that could not start (without steps to make) never
-    will: their numbers mean nothing, so the last attempt's stand.
+    The result depends on the snapshot alone, not on the clock, so an unchanged snapshot causes no
+    status write. The numbers of a driver that is starting or could not start (max_steps is 0) have
+    no meaning yet: it has not read the checkpoint it resumes from. The last attempt's numbers stay.
     """
     if progress.activity is Activity.STARTING or progress.max_steps == 0:
         draft.set(activity=progress.activity.value, eta=None, estimated_completion_time=None)
@@ -64,5 +66,5 @@ def apply_snapshot(draft: Draft, progress: Progress) -> None:
 
 
 def _number(value: float | None, template: str) -> str | None:
-    """Short for the values that training has; a diverged run's 1e300 must still fit into a column."""
+    """Format a number for a status column. A diverged run's 1e300 must still fit."""
     return None if value is None else template.format(value) if abs(value) < 1e9 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Times as the API writes them, and spans as people read them."""
+"""Formats and parses API times; formats durations for people."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from datetime import UTC, datetime
 
 
 def format_time(moment: datetime) -> str:
-    """RFC 3339, UTC, whole seconds."""
+    """Return the time in RFC 3339, in UTC, in whole seconds."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def parse_time(text: str) -> datetime:
-    """The moment of an API time, with its time zone."""
+    """Parse an API time. The result has a time zone."""
     return datetime.fromisoformat(text)
 
 
 def format_span(seconds: float) -> str:
-    """`45s`, `12m`, `3h20m`, `2d4h`: the two leading units at most."""
+    """Return a duration with at most two units: `45s`, `12m`, `3h20m`, `2d4h`."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -1,4 +1,4 @@
-"""Builders of a run's child objects. Pure: a run in, manifests out."""
+"""Pure functions that build the manifests of a run's child objects."""
 
 from agenticrun_operator.resources.children import (
     Child,

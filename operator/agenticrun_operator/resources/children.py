@@ -1,4 +1,4 @@
-"""The objects that a run owns besides its pods: configuration, tokens, checkpoint storage."""
+"""The objects that a run owns: configuration, tokens, checkpoint storage, RayCluster."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from agenticrun_operator.resources.volumes import (
 
 @dataclass(frozen=True, order=True)
 class Child:
-    """Which object: kind and name, in the run's namespace."""
+    """Kind and name of an object in the run's namespace."""
 
     kind: str
     name: str
 
     @classmethod
     def of(cls, manifest: Manifest) -> Child:
+        """Return the kind and name of a manifest."""
         return cls(manifest["kind"], manifest["metadata"]["name"])
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, for `kubectl describe`."""
+    """A Kubernetes event on the run, as `kubectl describe` shows it."""
 
     reason: Reason | str
     message: str
@@ -46,19 +47,22 @@ class Event:
 
 
 def desired_children(run: AgenticRun, images: WorkerImages) -> tuple[Manifest, ...]:
-    """All children but the secrets, whose content is made once; the RayCluster, which mounts the others, comes last."""
+    """Return all children except the Secrets, which hold random tokens and are created once.
+
+    The RayCluster comes last, because its pods mount the others.
+    """
     return (*mounted_children(run), ray_cluster(run, images))
 
 
 def mounted_children(run: AgenticRun) -> tuple[Manifest, ...]:
-    """What the pods mount, the secrets aside."""
+    """Return the children that the pods mount, without the Secrets."""
     claim = run.spec.checkpoint.volume_claim if run.spec.checkpoint else None
     storage = (checkpoint_claim(run, claim),) if claim and claim.size else ()
     return (run_config(run), *storage)
 
 
 def run_config(run: AgenticRun) -> Manifest:
-    """The ConfigMap that is mounted in the head pod: the run as the user wrote it, with its identity."""
+    """Return the ConfigMap for the head pod: the run as the user wrote it, with its uid."""
     text = yaml.safe_dump(run.document(), sort_keys=False)
     return {
         "apiVersion": "v1",
@@ -69,7 +73,7 @@ def run_config(run: AgenticRun) -> Manifest:
 
 
 def checkpoint_claim(run: AgenticRun, claim: VolumeClaim) -> Manifest:
-    """The claim of spec.checkpoint.volumeClaim.size, deleted with the run."""
+    """Return the volume claim for spec.checkpoint.volumeClaim.size. It is deleted with the run."""
     spec: Manifest = {
         "accessModes": [claim.access_mode],
         "resources": {"requests": {"storage": claim.size}},
@@ -85,7 +89,7 @@ def checkpoint_claim(run: AgenticRun, claim: VolumeClaim) -> Manifest:
 
 
 def token_secrets(run: AgenticRun) -> tuple[tuple[Child, str], ...]:
-    """The secrets of a run, and the key that the token has in each."""
+    """Return the Secrets of a run, each with the key of its token."""
     return (
         (Child("Secret", reporter_token_name(run)), REPORTER_TOKEN_KEY),
         (Child("Secret", ray_token_name(run)), RAY_TOKEN_KEY),
@@ -93,7 +97,10 @@ def token_secrets(run: AgenticRun) -> tuple[tuple[Child, str], ...]:
 
 
 def token_secret(run: AgenticRun, name: str, key: str, token: str) -> Manifest:
-    """A secret that holds one token. Immutable: a token that changed would lock out the pods that started with the old one."""
+    """Return a Secret with one token.
+
+    It is immutable: a changed token would lock out the pods that started with the old one.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -104,5 +111,5 @@ def token_secret(run: AgenticRun, name: str, key: str, token: str) -> Manifest:
 
 
 def code_config_map(run: AgenticRun) -> Child | None:
-    """The ConfigMap of the user's own modules. It is the user's: read, never written."""
+    """Return the ConfigMap with the user's modules. It belongs to the user and is never written."""
     return Child("ConfigMap", run.spec.code.config_map) if run.spec.code else None

@@ -1,4 +1,4 @@
-"""Which image a pod of a run gets."""
+"""The choice of the worker image of a pod."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ EMBEDDED_ENGINE = "transformers"
 
 @dataclass(frozen=True)
 class WorkerImages:
-    """What an installation has for runs that name no image of their own."""
+    """The worker images of an installation, for runs without spec.image."""
 
     worker: str
     with_engine: Mapping[str, str] = field(default_factory=dict)
-    """The worker image with a server of its own in it, by the engine's name. Empty: not configured."""
+    """Worker images with an inference server, by engine name. An empty value: not configured."""
 
     def of(self, run: AgenticRun, role: Role) -> str:
-        """Only the pods that carry engines get the image with the engine, which is some GB larger."""
+        """Return the image for the pods of a role.
+
+        Only pods that run engines get the image with the engine, because it is some GB larger.
+        """
         engine = run.spec.pipeline.actor_infer.strategy.name
         if run.spec.image:
             return run.spec.image
@@ -31,7 +34,7 @@ class WorkerImages:
         )
 
     def missing_engine(self, run: AgenticRun) -> str | None:
-        """The engine of the run, where no image has it."""
+        """Return the name of the run's engine if no configured image contains it, else None."""
         engine = run.spec.pipeline.actor_infer.strategy.name
         return (
             None

@@ -1,4 +1,4 @@
-"""Metadata that every child of a run carries, and how to read whose child an object is."""
+"""Metadata of a run's children, and functions to read an object's owner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ Manifest = dict[str, Any]
 
 
 def child_metadata(run: AgenticRun, name: str) -> Manifest:
-    """Name, namespace, labels and the ownerReference through which garbage collection deletes the child with its run."""
+    """Return name, namespace, labels and ownerReference of a child.
+
+    The ownerReference makes garbage collection delete the child together with its run.
+    """
     return {
         "name": name,
         "namespace": run.metadata.namespace,
@@ -31,13 +34,13 @@ def child_metadata(run: AgenticRun, name: str) -> Manifest:
 
 
 def run_labels(run: AgenticRun, role: Role | None = None) -> dict[str, str]:
-    """The labels of a child, or of a pod of one role."""
+    """Return the labels of a child or, with a role, of a pod of that role."""
     labels = {LABEL_RUN: run.metadata.name, LABEL_RUN_UID: run.metadata.uid}
     return labels if role is None else labels | {LABEL_ROLE: role.value}
 
 
 def controller_uid(manifest: Manifest) -> str | None:
-    """The uid of the object's controlling owner."""
+    """Return the uid of the object's controlling owner, or None."""
     for owner in manifest["metadata"].get("ownerReferences", ()):
         if owner.get("controller"):
             return str(owner["uid"])
@@ -45,5 +48,5 @@ def controller_uid(manifest: Manifest) -> str | None:
 
 
 def is_deleting(manifest: Manifest) -> bool:
-    """Whether the apiserver has accepted the object's deletion."""
+    """Return True if the object is being deleted."""
     return "deletionTimestamp" in manifest["metadata"]

@@ -1,4 +1,4 @@
-"""Pod specs of a run's roles, as KubeRay gets them."""
+"""Pod specs of a run's roles, for the RayCluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPORTER_CONTAINER = "reporter"
 UID = 1000
 """User and group of every process of a run; the worker image has this user."""
 JOB_STOP_WAIT_SECONDS = 30
-"""How long a stopped driver may take to save before Ray kills it; Ray's own default is 3."""
+"""Time a stopped driver has to save before Ray kills it. Ray's default is 3."""
 RAY_AGENT_PORT = 52365
 
 _ENV = {
@@ -35,7 +35,10 @@ _REPORTER_VOLUMES = ("work", "run", "reporter-token")
 
 
 def head_pod(run: AgenticRun, image: str, ports: dict[str, int]) -> Manifest:
-    """The driver's pod: Ray's head, and the reporter as a native sidecar, which outlives every attempt of the driver."""
+    """Return the head pod: Ray's head with the driver, and the reporter.
+
+    The reporter is a native sidecar, so it keeps running when an attempt of the driver ends.
+    """
     pod = _pod(run, Role.DRIVER, image, ports)
     settings = run.spec.roles.driver
     pod["initContainers"] = [
@@ -64,7 +67,7 @@ def head_pod(run: AgenticRun, image: str, ports: dict[str, int]) -> Manifest:
 
 
 def worker_pod(run: AgenticRun, role: Role, image: str) -> Manifest:
-    """A pod of one of the worker roles."""
+    """Return the pod spec of a worker role."""
     return _pod(run, role, image, {})
 
 
@@ -98,7 +101,7 @@ def _pod(run: AgenticRun, role: Role, image: str, ports: dict[str, int]) -> Mani
                 "imagePullPolicy": run.spec.image_pull_policy,
                 "env": _environment(run, role),
                 "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
-                # KubeRay's own probe begins after 10 s and repeats every 5 s.
+                # KubeRay's own probe is slower: it begins after 10 s and repeats every 5 s.
                 "readinessProbe": {
                     "httpGet": {"path": "/api/healthz", "port": RAY_AGENT_PORT},
                     "periodSeconds": 1,
@@ -116,7 +119,7 @@ def _pod(run: AgenticRun, role: Role, image: str, ports: dict[str, int]) -> Mani
 
 
 def _environment(run: AgenticRun, role: Role) -> list[Manifest]:
-    """Ours, then the user's, which wins where Kubernetes sees a name twice."""
+    """Return our variables without those that the user overrides, then the user's."""
     ours = _ENV | ({"PYTHONPATH": CODE_DIR} if run.spec.code else {})
     theirs = run.spec.roles.of(role).env
     overridden = {variable.get("name") for variable in theirs}

@@ -1,4 +1,4 @@
-"""The RayCluster of a run: the driver on the head, one worker group per other role."""
+"""The RayCluster of a run: the driver on the head and one worker group for each other role."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ HEAD_PORTS = {
     "metrics": 8080,
     "reporter": REPORTER_PORT,
 }
-"""KubeRay copies the head container's ports to the head service, and drops its defaults as soon as one is declared."""
+"""All ports of the head container. KubeRay copies them to the head service, and omits its default
+ports if any port is declared."""
 
 OBJECT_STORE_SHARE = 0.3
-"""Of /dev/shm. The pipeline's large tensors travel outside Ray's object store, so a modest share is enough."""
+"""Share of /dev/shm for Ray's object store. It is small: large tensors do not pass through it."""
 MIN_OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""Ray refuses less than 75 MiB."""
+"""Ray requires at least 75 MiB."""
 
 
 def ray_cluster(run: AgenticRun, images: WorkerImages) -> Manifest:
-    """The RayCluster, named as the run."""
+    """Return the RayCluster. It has the name of the run."""
     head = head_pod(run, images.of(run, Role.DRIVER), HEAD_PORTS)
     return {
         "apiVersion": "ray.io/v1",
@@ -65,9 +66,10 @@ def _worker_group(run: AgenticRun, role: Role, image: str) -> Manifest:
 
 
 def _ray_start_params(run: AgenticRun, role: Role) -> dict[str, str]:
-    """Flags of `ray start`. Resources of the roles pin actors: as many units as the pod carries actors of each.
+    """Return the flags of `ray start`.
 
-    The head offers no CPUs, so that nothing but the driver lands there.
+    Custom resources bind actors to pods: for each role, a pod offers as many units as it runs
+    actors of that role. The head offers no CPUs, so that only the driver runs there.
     """
     settings = run.spec.roles.of(role)
     store = max(MIN_OBJECT_STORE_BYTES, int(whole_number(settings.shm_size) * OBJECT_STORE_SHARE))
@@ -98,7 +100,11 @@ _UNITS = {
 
 
 def whole_number(quantity: str) -> int:
-    """The quantity in its base unit (CPUs, bytes), rounded up. Takes what `agenticrun_api.base.Quantity` accepts."""
+    """Return a quantity in its base unit (CPUs, bytes), rounded up.
+
+    Args:
+        quantity: any value that `agenticrun_api.base.Quantity` accepts.
+    """
     number = quantity.rstrip("".join(_UNITS))
     unit = quantity.removeprefix(number)
     return int((Decimal(number) * _UNITS[unit]).to_integral_value(ROUND_CEILING))

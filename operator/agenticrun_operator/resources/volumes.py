@@ -1,4 +1,4 @@
-"""Volumes of a run's pods, and the names of what they mount."""
+"""Volumes of a run's pods, and the names of the objects that they mount."""
 
 from __future__ import annotations
 
@@ -10,39 +10,43 @@ from agenticrun_operator.resources.metadata import Manifest
 
 REPORTER_TOKEN_KEY = REPORTER_TOKEN_FILE.rsplit("/", 1)[1]
 RAY_TOKEN_KEY = "auth_token"
-"""The key that KubeRay reads."""
+"""The key in the Secret that KubeRay reads."""
 
 _OWNER_AND_GROUP_READ = 0o440
-"""Kubernetes adds the group's read bit (fsGroup) to any secret file, so 0400 cannot be had by a pod that is not root."""
+"""File mode of Secrets. With fsGroup, Kubernetes always adds read permission for the group, so a
+pod that does not run as root cannot have 0400."""
 
 
 @dataclass(frozen=True)
 class Mounted:
-    """A volume and where it is mounted."""
+    """A volume and its mount."""
 
     volume: Manifest
     mount: Manifest
 
 
 def run_config_name(run: AgenticRun) -> str:
+    """Return the name of the ConfigMap with the run."""
     return f"{run.metadata.name}-run"
 
 
 def reporter_token_name(run: AgenticRun) -> str:
+    """Return the name of the Secret with the reporter's token."""
     return f"{run.metadata.name}-reporter"
 
 
 def ray_token_name(run: AgenticRun) -> str:
+    """Return the name of the Secret with Ray's token."""
     return f"{run.metadata.name}-ray-token"
 
 
 def claim_name(run: AgenticRun) -> str:
-    """The claim that the run makes for itself (spec.checkpoint.volumeClaim.size)."""
+    """Return the name of the claim that is created for spec.checkpoint.volumeClaim.size."""
     return f"{run.metadata.name}-checkpoints"
 
 
 def pod_volumes(run: AgenticRun, role: Role) -> tuple[Mounted, ...]:
-    """What the containers of a role's pods mount; the user's own volumes are not among them."""
+    """Return the volumes of a role's pods, without the user's own (spec.roles.*.volumes)."""
     volumes = [_shared_memory(run, role), _mounted("work", WORK_DIR, {"emptyDir": {}})]
     if role is Role.DRIVER:
         token = {"secretName": reporter_token_name(run), "defaultMode": _OWNER_AND_GROUP_READ}

@@ -1,4 +1,4 @@
-"""The Python half of every rule that crosses fields. The CEL half gets the same cases in tests/integration/api."""
+"""The Python checks of rules over several fields; tests/integration/api tests the CEL rules."""
 
 from __future__ import annotations
 

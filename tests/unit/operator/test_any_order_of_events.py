@@ -1,4 +1,4 @@
-"""Whatever happens, in whatever order, wherever the operator crashes: attempts never overlap or repeat, and the run comes to its end."""
+"""Attempts never overlap or repeat, and every run ends, in any order of events and crashes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AnyOrder(RuleBasedStateMachine):
         what=st.sampled_from(["crash", "crash", "head", "pod", "cluster", "driver", "rival"]),
     )
     def reconcile_and_be_interrupted(self, due: bool, when: int | str, what: str) -> None:
-        """In the middle of a reconciliation the operator dies, or the world changes, or another operator does its work."""
+        """The operator crashes, objects change or another operator acts during a reconciliation."""
         world = self.world
         happen = {
             "crash": world.crash,
@@ -135,7 +135,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.ended = phase
 
     def teardown(self) -> None:
-        """In quiet times, with a driver that works, the run comes to its end, and a success is never lost."""
+        """Without further faults the run ends, and a success is never lost."""
         if not hasattr(self, "world"):
             return
         world = self.world

@@ -1,4 +1,4 @@
-"""The head pod's answers are untrusted: bounded, parsed strictly, and never a reason to fall over."""
+"""The head pod's answers are untrusted: limited in size, parsed strictly, never fatal."""
 
 from __future__ import annotations
 

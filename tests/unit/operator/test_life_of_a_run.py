@@ -1,4 +1,4 @@
-"""A run from its creation to its end, on the fake cluster: what each phase shows, and what each trouble leads to."""
+"""A run from creation to end, on fake clients: the status in each phase and after faults."""
 
 from __future__ import annotations
 
@@ -372,7 +372,7 @@ async def test_a_failed_driver_that_does_not_exit_is_stopped_before_the_next_att
 async def test_a_driver_whose_first_report_is_the_final_one_gets_time_to_exit(
     world: World, operator: Operator, ahead: timedelta
 ) -> None:
-    """It failed at once, or the operator was away: that Training is false since the submission says nothing about the exit."""
+    """The time since Training became False says nothing about the exit if it never became True."""
     await operator.settle(15)
     (job,) = world.jobs
     world.now += ahead

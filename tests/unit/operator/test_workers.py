@@ -1,11 +1,11 @@
-"""Workers go on after any error, wait for leadership, and back off per run."""
+"""Reconcile workers survive any error, wait for leadership and back off per run."""
 
 from __future__ import annotations
 
 import asyncio
 
 from agenticrun_operator.cluster import KubeUnavailable
-from agenticrun_operator.reconcile_workers import Workers
+from agenticrun_operator.reconcile_workers import ReconcileWorkers
 from agenticrun_operator.workqueue import Item, WorkQueue
 
 GOOD, BAD = ("team", "good"), ("team", "bad")
@@ -21,7 +21,7 @@ async def test_one_runs_trouble_does_not_stop_the_others() -> None:
             raise (KubeUnavailable("down") if item.changed else ZeroDivisionError("bug"))
         return None
 
-    workers = Workers(queue, reconcile, leading, count=1)
+    workers = ReconcileWorkers(queue, reconcile, leading, count=1)
     workers.start()
     queue.add(BAD)
     queue.add(GOOD)
@@ -39,7 +39,7 @@ async def test_nothing_is_reconciled_without_the_lease() -> None:
         seen.put_nowait(item)
         return None
 
-    workers = Workers(queue, reconcile, leading, count=2)
+    workers = ReconcileWorkers(queue, reconcile, leading, count=2)
     workers.start()
     queue.add(GOOD)
     await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Keys wait once, are handled by one worker at a time, and come back when they were added meanwhile."""
+"""Keys wait once, are handled serially, and are queued again if added in the meantime."""
 
 from __future__ import annotations
 
