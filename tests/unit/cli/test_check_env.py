@@ -28,7 +28,8 @@ class Own:
     def step(self, action):
         if self.word == "broken":
             raise RuntimeError("the door is stuck")
-        return StepResult("over", 1.0, True, metrics={"action_is_valid": float(action == self.word)})
+        metrics = {"action_is_valid": float(action == self.word)}
+        return StepResult("over", 1.0, True, metrics=metrics)
 
     def valid_actions(self):
         return [self.word]

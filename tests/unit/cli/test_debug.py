@@ -1,4 +1,4 @@
-"""`agenticrun debug`, as a user types it: one episode on this thread, told call by call."""
+"""`agenticrun debug`, as a user types it: one episode on this thread, printed call by call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Own:
             raise RuntimeError("the door is stuck")
         if self.does == "break":
             breakpoint()
-        return StepResult("over", 1.5, action == "cold", metrics={"success": 1.0, "action_is_valid": float(action == "cold")})
+        return StepResult("over", 1.5, action == "cold", metrics={
+            "success": 1.0, "action_is_valid": float(action == "cold")})
 
     def vocabulary(self):
         return ["hot", "cold", "over", " ", *"0123456789"]
@@ -65,7 +66,8 @@ class Judge(EnvironmentService):
 
     async def step(self, action):
         qid, answers = action
-        return None, [float(answer == ["cold"]) for answer in answers], True, False, {"judged": len(answers)}
+        rewards = [float(answer == ["cold"]) for answer in answers]
+        return None, rewards, True, False, {"judged": len(answers)}
 
     def vocabulary(self):
         return ["hot", "cold"]
@@ -78,7 +80,8 @@ class Asks:
     async def collect_trajectory(self, prompt, env, obs_queue, act_queue):
         await obs_queue.put((prompt.qid, prompt.token_ids, self.gconfig))
         bundle = await act_queue.get()
-        answers = [self.tokenizer.batch_decode([ids], skip_special_tokens=True) for ids in bundle.output_ids]
+        decode = self.tokenizer.batch_decode
+        answers = [decode([ids], skip_special_tokens=True) for ids in bundle.output_ids]
         _, rewards, *_ = await env.step((prompt.qid, answers))
         return [ScoredSequence(seq, reward) for seq, reward in zip(bundle.seqs, rewards)]
 """
@@ -97,7 +100,8 @@ spec:
     sequenceLength: 128
     envs:
       - {tag: A, type: "own_debug:Own", maxSteps: 2, maxTokensPerStep: 3}
-      - {tag: B, type: "own_debug:Draws", maxSteps: 2, maxTokensPerStep: 3, agent: {type: step_wise}}
+      - {tag: B, type: "own_debug:Draws", maxSteps: 2, maxTokensPerStep: 3,
+         agent: {type: step_wise}}
     trainEnvs: {groups: 4, groupSize: 2, tags: [A, B]}
 """
 
@@ -151,15 +155,15 @@ def test_every_call_of_the_episode_is_told_and_what_is_trained() -> None:
 def test_the_end_of_the_input_ends_the_episode_and_unknown_words_are_asked_again() -> None:
     code, output = debug("--policy", "human", typed="nowhere\n")
     assert code == 0
-    assert "the tokenizer does not know that" in output
+    assert "the tokenizer cannot encode this" in output
     assert "stop reason  aborted" in output
-    assert "nothing is trained on an episode that ends with aborted" in output
+    assert "an episode that ends with aborted is not trained on" in output
 
 
 def test_random_play_is_the_same_for_the_same_seed_and_is_filmed(folder: Path) -> None:
     shown = [debug("--tag", "B", "--seed", "9", "--render", "b.gif") for _ in range(2)]
     assert shown[0] == shown[1]
-    assert "b.gif: 2 pictures" in shown[0][1]
+    assert "b.gif: 2 images" in shown[0][1]
     assert "one sample per turn" in shown[0][1]
     assert Image.open(folder / "b.gif").format == "GIF"
 
@@ -198,7 +202,7 @@ def test_a_service_plays_with_its_agent_and_its_data_lies_beside_the_yaml(
 def test_the_model_of_the_run_answers() -> None:
     code, output = debug("--policy", "model", "--seed", "1")
     assert code == 0
-    assert "random weights, and the warm-up of the run is not played here" in output
+    assert "random weights; the run's warm-up is not part of `agenticrun debug`" in output
     assert "stop reason  max_turns" in output
     assert output == debug("--policy", "model", "--seed", "1")[1]
 

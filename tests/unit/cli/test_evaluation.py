@@ -1,4 +1,4 @@
-"""What `agenticrun eval` plays and how it counts."""
+"""The episodes and the metrics of `agenticrun eval`."""
 
 from __future__ import annotations
 

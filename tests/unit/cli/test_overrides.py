@@ -1,4 +1,4 @@
-"""`--set path=value`: what it changes, and what it says when it cannot."""
+"""`--set path=value`: the changes and the error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runs import run_with
 
 
 def pipeline(*changes: str) -> dict[str, Any]:
-    """spec.pipeline of the minimal run after these changes."""
+    """Return spec.pipeline of the minimal run after these changes."""
     changed: dict[str, Any] = with_overrides(run_with(), changes)["spec"]["pipeline"]
     return changed
 

@@ -1,4 +1,4 @@
-"""ROLL's values become ours, as ROLL means them."""
+"""ROLL's values are converted with the meaning that they have in ROLL."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ BASE: dict[str, Any] = {
         "strategy_args": {"strategy_name": "hf_infer"},
     },
 }
-"""A small configuration that converts without a line of `cannot`."""
+"""A small configuration of which every field is supported."""
 
 
 def converted(**changes: Any) -> Conversion:

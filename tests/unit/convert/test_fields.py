@@ -22,7 +22,7 @@ SECTIONS = {
 
 
 def table(path: str) -> Fields:
-    """The table of a section."""
+    """Return the table of a section."""
     fields: Fields = AGENTIC
     for key in filter(None, path.split(".")):
         section = fields[key]
@@ -37,7 +37,7 @@ def test_every_field_of_roll_is_in_the_table(path: str, names: list[str]) -> Non
 
 
 def used(values: Any, path: str = "") -> set[str]:
-    """Every key of a configuration, with the names of environments and list places left out."""
+    """Return every key of a configuration, without names of environments and list indices."""
     if isinstance(values, list):
         return set().union(*(used(value, path) for value in values))
     if not isinstance(values, dict):

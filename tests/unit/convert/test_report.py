@@ -1,4 +1,4 @@
-"""The report tells the truth: what it calls mapped changes the run, what it calls dropped does not."""
+"""The report is true: fields that it calls mapped change the run, dropped ones do not."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ ONE_CHOICE = (
     "pipeline_cls",
     "type",
 )
-"""Fields of which we have one value only: nothing in the run says it."""
+"""Fields of which we support one value only, so that the run does not contain them."""
 CONDITIONAL = re.compile(
-    "asks for nothing|not set|a variable|only|does not read|no env manager|takes? its place|is off|validation waits|same way"
+    "no effect at this value|not set|a variable|only|does not read|no env manager|"
+    "takes? its place|is off|validation waits|same way"
 )
 """Dropped because of other fields or of this value."""
 
 
 def others(line: Line) -> list[Any]:
-    """Other values that the field may have."""
+    """Return other values that the field may have."""
     name = line.field.rsplit(".", 1)[-1]
     match line.value:
         case bool():
@@ -67,7 +68,7 @@ def others(line: Line) -> list[Any]:
 
 
 def scalars(conversion: Conversion, fate: Fate) -> Iterator[Line]:
-    """Lines of one fate about a single number, text or switch."""
+    """Yield the lines of one fate about a single number, text or switch."""
     for line in conversion.lines:
         if (
             line.fate is fate
@@ -79,7 +80,7 @@ def scalars(conversion: Conversion, fate: Fate) -> Iterator[Line]:
 
 
 def changed(composition: Composition, field: str, value: Any) -> Composition:
-    """The configuration with another value of one field."""
+    """Return the configuration with another value of one field."""
     config = copy.deepcopy(composition.config)
     *path, last = [
         int(key) if key.isdigit() else key for key in re.split(r"[.\[\]]+", field) if key

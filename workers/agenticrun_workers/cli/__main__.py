@@ -1,4 +1,4 @@
-"""`python -m agenticrun_workers.cli`"""
+"""Entry point of `python -m agenticrun_workers.cli`."""
 
 from agenticrun_workers.cli.app import main
 

@@ -1,4 +1,4 @@
-"""All commands in one application."""
+"""The application with all commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from agenticrun_workers.cli.run import run
 from agenticrun_workers.cli.validate import validate
 
 app = typer.Typer(
-    help="Train LLM agents with reinforcement learning: on this machine here, on Kubernetes with `kubectl apply`.",
+    help="Train LLM agents with reinforcement learning. These commands run on this machine; "
+    "`kubectl apply` trains on Kubernetes.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -1,4 +1,4 @@
-"""`agenticrun check-env`: does an environment keep the promises of the protocol?"""
+"""`agenticrun check-env`: test an environment against the environment protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLOURS = {"ok": "green", "warning": "yellow", "FAILED": "bold red", "-": "dim"}
 
 def check_env(
     env: Annotated[
-        str | None, typer.Argument(help="A registered environment, or module:Class of your own.")
+        str | None, typer.Argument(help="Name of a registered environment, or module:Class.")
     ] = None,
     config: Annotated[
         list[str] | None,
@@ -29,30 +29,31 @@ def check_env(
             "--config",
             "-c",
             metavar="KEY=VALUE",
-            help="Config of the environment; values are YAML. Repeatable.",
+            help="Set a config key of the environment; values are YAML. Repeatable.",
         ),
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--file", "-f", help="Check the environment of this run instead.", exists=True
-        ),
+        typer.Option("--file", "-f", help="Check an environment of this run instead.", exists=True),
     ] = None,
     tag: Annotated[
-        str | None, typer.Option(help="Which environment of the run; default: the first one.")
+        str | None, typer.Option(help="Environment of the run, by its tag. Default: the first one.")
     ] = None,
     seeds: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Episodes to play in each check.")
+        int, typer.Option(min=1, max=10_000, help="Number of episodes per check.")
     ] = 20,
     turns: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Turns of an episode that are played at most.")
+        int, typer.Option(min=1, max=10_000, help="Maximum number of turns per episode.")
     ] = 20,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that one reset or step may take.")
+        float, typer.Option(min=0.1, help="Time limit of one reset or step, in seconds.")
     ] = 10.0,
     changes: Changes = None,
 ) -> None:
-    """Check an environment: seeds, processes, threads, types, odd answers, hangs, pictures, speed. Exit code 1 if a check fails."""
+    """Check an environment: seeds, processes, threads, types, odd answers, hangs, images, speed.
+
+    The exit code is 1 if a check fails.
+    """
     if (env is None) == (file is None):
         raise typer.BadParameter("name an environment, or a run with --file")
     look_in(file.parent if file else Path())
@@ -82,7 +83,7 @@ def check_env(
 
 
 def table(report: Report, name: str) -> Table:
-    """One row per check; what to do stands below what was found."""
+    """Return a table with one row per check: verdict, finding and, below it, advice."""
     shown = Table(title=Text(name), title_justify="left")
     for column in ("check", "", "found"):
         shown.add_column(column)
@@ -97,7 +98,7 @@ def table(report: Report, name: str) -> Table:
 def _of_run(
     file: Path, tag: str | None, changes: list[str] | None, count: int
 ) -> tuple[str, dict[str, Any], list[Any]]:
-    """Type, config and items of an environment of a run."""
+    """Return type, config and `count` data set items of an environment of a run."""
     pipeline = load(file, changes).spec.pipeline
     tags = [spec.tag for spec in pipeline.envs]
     if tag is not None and tag not in tags:

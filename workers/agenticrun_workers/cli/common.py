@@ -1,4 +1,4 @@
-"""What several commands share: the run's file, `--set`, and how a bad one is refused."""
+"""Options and helpers that several commands share: the run file, `--set`, invalid runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ Changes = Annotated[
     typer.Option(
         "--set",
         metavar="PATH=VALUE",
-        help="Change a field of spec before it is validated: pipeline.envs[0].maxSteps=4. Values are YAML. Repeatable.",
+        help="Change a field of spec before validation: pipeline.envs[0].maxSteps=4. "
+        "Values are YAML. Repeatable.",
     ),
 ]
 
 
 def load(file: Path, changes: Iterable[str] | None) -> AgenticRun:
-    """The run in a file, with changes. Ends the command with exit code 64 and all errors if it is not valid."""
+    """Return the run in `file` with `changes` applied.
+
+    If the run is invalid, print all errors and end the command with exit code 64.
+    """
     try:
         return load_run_with(file, changes or [])
     except InvalidRun as error:
@@ -41,14 +45,17 @@ def load(file: Path, changes: Iterable[str] | None) -> AgenticRun:
 
 
 def look_in(folder: Path) -> None:
-    """Let this process and those that it starts find modules and data sets that lie here, beside a run's file."""
+    """Add `folder` to the module search path of this process and its child processes.
+
+    Environments and data sets often lie beside the run file.
+    """
     found = str(folder.resolve())
     sys.path.insert(0, found)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [found, os.environ.get("PYTHONPATH")]))
 
 
 def refuse(file: Path, errors: Iterable[str]) -> NoReturn:
-    """End the command with exit code 64."""
+    """Print the errors of an invalid run and end the command with exit code 64."""
     typer.echo(f"{file} is not a valid AgenticRun:", err=True)
     for error in errors:
         typer.echo(f"  {error}", err=True)
@@ -56,13 +63,16 @@ def refuse(file: Path, errors: Iterable[str]) -> NoReturn:
 
 
 def give_up(message: str) -> NoReturn:
-    """End the command with exit code 64."""
+    """Print `message` and end the command with exit code 64."""
     typer.echo(message, err=True)
     raise typer.Exit(ExitCode.INVALID_CONFIG)
 
 
 def new_folder(parent: Path, now: datetime) -> Path:
-    """Make a folder named after the time that no other process has: 20261121-104500, or 20261121-104500-2 if that is taken."""
+    """Create a folder named after the time, unique even when several processes start at once.
+
+    Example: 20261121-104500, or 20261121-104500-2 if that one exists.
+    """
     name = now.strftime("%Y%m%d-%H%M%S")
     parent.mkdir(parents=True, exist_ok=True)
     folder, others = parent / name, count(2)

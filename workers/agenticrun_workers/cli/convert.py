@@ -1,4 +1,4 @@
-"""`agenticrun convert`: a ROLL configuration becomes an AgenticRun."""
+"""`agenticrun convert`: convert a ROLL configuration to an AgenticRun."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ def convert(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Where to write the AgenticRun; default: standard output."
+            "--output", "-o", help="File to write the AgenticRun to. Default: standard output."
         ),
     ] = None,
     config_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Folder where entries of the file's `defaults:` are looked for too.",
+            help="Additional folder to search for the entries of the file's `defaults:`.",
             exists=True,
             file_okay=False,
         ),
     ] = None,
 ) -> None:
-    """Turn a ROLL YAML into an AgenticRun, and tell what became of every field (on standard error). ROLL need not be installed."""
+    """Convert a ROLL YAML to an AgenticRun.
+
+    A report about every field goes to standard error. ROLL does not have to be installed.
+    """
     from agenticrun_workers.convert import ConvertError, as_yaml, compose
     from agenticrun_workers.convert import convert as converted
     from agenticrun_workers.convert.report import show

@@ -1,4 +1,4 @@
-"""`agenticrun debug`: one episode, turn by turn, in this process."""
+"""`agenticrun debug`: play one episode in this process and print every turn."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from agenticrun_workers.cli.common import Changes, RunFile, give_up, load, look_
 
 if TYPE_CHECKING:
     from agenticrun_api import AgenticRun
-    from agenticrun_workers.cli.debug_episode import Asked
+    from agenticrun_workers.cli.debug_episode import DebugRequest
     from agenticrun_workers.models.source import ModelSource
 
 
 class Policy(StrEnum):
+    """Source of the answers."""
+
     RANDOM = "random"
     HUMAN = "human"
     MODEL = "model"
@@ -28,36 +30,41 @@ class Policy(StrEnum):
 def debug(
     file: RunFile,
     tag: Annotated[
-        str | None, typer.Option(help="Which environment of the run; default: the first one.")
+        str | None, typer.Option(help="Environment of the run, by its tag. Default: the first one.")
     ] = None,
     policy: Annotated[
         Policy,
         typer.Option(
-            help="Who answers: a random valid action, you (on standard input; end of file ends the episode), or the model."
+            help="Source of the answers: a random valid action, you (on standard input; "
+            "end of file ends the episode), or the model."
         ),
     ] = Policy.RANDOM,
     model: Annotated[
         str | None,
         typer.Option(
-            help="A Hugging Face folder or name instead of spec.model: its tokenizer, and its weights with --policy model."
+            help="Hugging Face folder or name to use instead of spec.model: its tokenizer, "
+            "and its weights with --policy model."
         ),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Seed of the level and of sampling; default: the run's first training episode.",
+            help="Seed of level and sampling. Default: that of the run's first training episode.",
         ),
     ] = None,
     render: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.gif", help="Write the episode's pictures here.", dir_okay=False),
+        typer.Option(
+            metavar="FILE.gif", help="Write the images of the episode to this file.", dir_okay=False
+        ),
     ] = None,
     changes: Changes = None,
 ) -> None:
-    """Play one training episode and show all of it: prompts as the model sees them, answers, actions, rewards, trained tokens.
+    """Play one training episode and print it: prompts, answers, actions, rewards, trained tokens.
 
-    There is no Ray and no thread: breakpoint() in an environment or agent opens the debugger here.
+    Everything runs on the main thread, without Ray: breakpoint() in an environment or agent opens
+    the debugger in this terminal.
     """
     run = load(file, changes)
     tags = [spec.tag for spec in run.spec.pipeline.envs]
@@ -71,12 +78,12 @@ def debug(
 
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     try:
-        asyncio.run(play(_asked(run, tag or tags[0], policy, model, seed, render, console)))
+        asyncio.run(play(_request(run, tag or tags[0], policy, model, seed, render, console)))
     except (InvalidConfig, PluginError, EngineError, CannotPlay) as error:
         give_up(str(error))
 
 
-def _asked(
+def _request(
     run: AgenticRun,
     tag: str,
     policy: Policy,
@@ -84,19 +91,24 @@ def _asked(
     seed: int | None,
     render: Path | None,
     console: Console,
-) -> Asked:
-    from agenticrun_workers.cli.debug_episode import Asked
+) -> DebugRequest:
+    from agenticrun_workers.cli.debug_episode import DebugRequest
 
     source = _source(run, model)
     if policy is Policy.MODEL and source.files is not None:
         console.print(
-            "note: spec.model.initialize has random weights, and the warm-up of the run is not played here"
+            "note: spec.model.initialize has random weights; "
+            "the run's warm-up is not part of `agenticrun debug`"
         )
-    return Asked(run.spec.pipeline, tag, policy, source, seed, render, console)
+    return DebugRequest(run.spec.pipeline, tag, policy, source, seed, render, console)
 
 
 def _source(run: AgenticRun, model: str | None) -> ModelSource:
-    """Where tokenizer and weights come from. Raises `InvalidConfig`."""
+    """Return the source of tokenizer and weights.
+
+    Raises:
+        InvalidConfig: an environment or the model to initialize is invalid.
+    """
     from dataclasses import replace
 
     from agenticrun_workers.models.source import ModelSource

@@ -1,4 +1,7 @@
-"""Plays the episode of `agenticrun debug`: agent and environment as in training, on this thread, with every call told as it happens."""
+"""The episode of `agenticrun debug`, printed call by call.
+
+Agent and environment are those of training, but everything runs on one thread.
+"""
 
 from __future__ import annotations
 
@@ -39,39 +42,44 @@ from agenticrun_workers.types import (
 
 
 class CannotPlay(Exception):
-    """What was asked for is not possible with this environment."""
+    """The environment lacks a method that the request needs."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What to play, and where to tell it."""
+class DebugRequest:
+    """The episode to play, and the console to print it on."""
 
     pipeline: Pipeline
     tag: str
     policy: str
     source: ModelSource
     seed: int | None
-    """None: that of the run's first group of the tag."""
+    """None: the seed of the run's first group of the tag."""
     render: Path | None
     console: Console
 
 
-class Told:
-    """An environment whose calls are told. Called on the event loop, so that a breakpoint in it opens on the main thread."""
+class PrintedEnv:
+    """Wrapper that prints every call of an environment.
+
+    It runs on the event loop (`blocking` is false), so that breakpoints open on the main thread.
+    """
 
     blocking = False
 
-    def __init__(self, env: Any, view: View) -> None:
+    def __init__(self, env: Any, view: EpisodeView) -> None:
         self._env = env
         self._view = view
-        self.reset = self._telling(env.reset, lambda answer, *_: view.began(answer))
+        self.reset = self._printing_call(env.reset, lambda answer, *_: view.began(answer))
         tell = view.served if getattr(env, "is_service", False) else view.stepped
-        self.step = self._telling(env.step, lambda answer, action: tell(action, answer))
+        self.step = self._printing_call(env.step, lambda answer, action: tell(action, answer))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
 
-    def _telling(self, call: Callable[..., Any], tell: Callable[..., None]) -> Callable[..., Any]:
+    def _printing_call(
+        self, call: Callable[..., Any], tell: Callable[..., None]
+    ) -> Callable[..., Any]:
         @functools.wraps(call)
         async def telling(*places: Any, **names: Any) -> Any:
             try:
@@ -87,27 +95,35 @@ class Told:
         return telling
 
 
-async def play(asked: Asked) -> None:
-    """Raises `CannotPlay`, and what building the environment, the agent or the engine raises."""
-    pipeline, spec = asked.pipeline, asked.pipeline.env(asked.tag)
-    tokenizer = load_tokenizer(asked.source.tokenizer())
+async def play(debug: DebugRequest) -> None:
+    """Play the episode and print it.
+
+    Raises:
+        CannotPlay: the environment lacks render() or valid_actions().
+        InvalidConfig: the data set is invalid.
+        PluginError: the environment or the agent cannot be built.
+        EngineError: the engine cannot start.
+    """
+    pipeline, spec = debug.pipeline, debug.pipeline.env(debug.tag)
+    tokenizer = load_tokenizer(debug.source.tokenizer())
     chat = ChatFormat(tokenizer)
-    view = View(asked.console, chat)
+    view = EpisodeView(debug.console, chat)
     env: Any = make_env(spec.type, spec.config)
-    film = _film(env) if asked.render else None
-    told = cast(Env, Told(film or env, view))
+    film = _film(env) if debug.render else None
+    printed_env = cast(Env, PrintedEnv(film or env, view))
     limits = replace(agent_limits(pipeline, spec, Stream.TRAIN), step_timeout=None)
     agent = make_agent(spec.agent.type, spec.agent.config, tokenizer=tokenizer, limits=limits)
-    episode = _episode(asked)
+    episode = _episode(debug)
     view.title(
-        f"{spec.tag}: {spec.type}, agent {spec.agent.type}, policy {asked.policy}, level {episode.env_seed}"
+        f"{spec.tag}: {spec.type}, agent {spec.agent.type}, policy {debug.policy}, "
+        f"level {episode.env_seed}"
     )
-    async with _policy(asked, env, chat) as generate:
-        made = await agent.collect_trajectory(episode, told, _told(generate, view))
+    async with _policy(debug, env, chat) as generate:
+        made = await agent.collect_trajectory(episode, printed_env, _printing(generate, view))
     view.ended([made] if isinstance(made, Trajectory) else list(made))
-    if film and asked.render:
-        asked.render.write_bytes(animated_gif(film.frames))
-        view.note(f"{asked.render}: {len(film.frames)} pictures")
+    if film and debug.render:
+        debug.render.write_bytes(animated_gif(film.frames))
+        view.note(f"{debug.render}: {len(film.frames)} images")
 
 
 def _film(env: Any) -> Filmed:
@@ -116,27 +132,27 @@ def _film(env: Any) -> Filmed:
     return Filmed(env)
 
 
-def _episode(asked: Asked) -> Episode:
-    """The first training episode of the tag, or the one of the seed."""
-    pipeline = asked.pipeline
+def _episode(debug: DebugRequest) -> Episode:
+    """Return the first training episode of the tag, or the one that the seed selects."""
+    pipeline = debug.pipeline
     cycle = tag_cycle(pipeline.train_envs.shares())
-    group = cycle.index(asked.tag) if asked.tag in cycle else 0
-    if asked.seed is not None:
-        group += asked.seed * len(cycle)
+    group = cycle.index(debug.tag) if debug.tag in cycle else 0
+    if debug.seed is not None:
+        group += debug.seed * len(cycle)
     key = EpisodeKey(Stream.TRAIN, group, 0)
-    item = EpisodeItems(pipeline).of(asked.tag, Stream.TRAIN, group)
-    if asked.seed is not None:
-        return Episode(key, asked.tag, asked.seed, asked.seed, item)
+    item = EpisodeItems(pipeline).of(debug.tag, Stream.TRAIN, group)
+    if debug.seed is not None:
+        return Episode(key, debug.tag, debug.seed, debug.seed, item)
     return Episode(
         key,
-        asked.tag,
+        debug.tag,
         env_seed(pipeline.seed, Stream.TRAIN, group),
         sampling_seed(pipeline.seed, key),
         item,
     )
 
 
-def _told(generate: Generate, view: View) -> Generate:
+def _printing(generate: Generate, view: EpisodeView) -> Generate:
     async def telling(request: GenerationRequest) -> Generation:
         view.asked(request)
         generation = await generate(request)
@@ -147,14 +163,14 @@ def _told(generate: Generate, view: View) -> Generate:
 
 
 @asynccontextmanager
-async def _policy(asked: Asked, env: Any, chat: ChatFormat) -> AsyncIterator[Generate]:
-    if asked.policy == "human":
-        yield _human(env, chat, asked.console)
-    elif asked.policy == "model":
+async def _policy(debug: DebugRequest, env: Any, chat: ChatFormat) -> AsyncIterator[Generate]:
+    if debug.policy == "human":
+        yield _human(env, chat, debug.console)
+    elif debug.policy == "model":
         from agenticrun_workers.inference.builder import transformers_engine
 
-        with asked.source.folder() as folder:
-            engine = transformers_engine(asked.pipeline, asked.source, folder)
+        with debug.source.folder() as folder:
+            engine = transformers_engine(debug.pipeline, debug.source, folder)
             await engine.start()
             try:
                 yield engine.generate
@@ -164,7 +180,8 @@ async def _policy(asked: Asked, env: Any, chat: ChatFormat) -> AsyncIterator[Gen
         yield random_valid_policy(cast(Env, _OnThisThread(env)), chat)
     else:
         raise CannotPlay(
-            f"{type(env).__name__} has no valid_actions(), which a random policy needs: use --policy human or model"
+            f"{type(env).__name__} has no valid_actions(), which a random policy needs: "
+            "use --policy human or model"
         )
 
 
@@ -191,7 +208,7 @@ def _human(env: Any, chat: ChatFormat, console: Console) -> Generate:
             except EOFError:
                 return _generation(np.zeros(0, np.int32), FinishReason.ABORT)
             except Exception as error:  # tokenizers raises plain Exception
-                console.print(f"the tokenizer does not know that: {error}", markup=False)
+                console.print(f"the tokenizer cannot encode this: {error}", markup=False)
                 continue
             limit = request.sampling.max_new_tokens
             return _generation(
@@ -209,20 +226,20 @@ def _generation(tokens_T: Any, finish: FinishReason) -> Generation:
 
 
 MAX_IDS = 24
-"""Token ids that are listed of one piece."""
+"""Maximum number of token ids to print for one prompt or answer."""
 
 LABEL = 12
 
 
-class View:
-    """Tells an episode call by call."""
+class EpisodeView:
+    """Printer of an episode: colours in a terminal, the same words without one."""
 
     def __init__(self, console: Console, chat: ChatFormat) -> None:
         self._console = console
         self._chat = chat
         self._turn = 0
         self._context_T = np.zeros(0, np.int32)
-        """The last prompt and its answer."""
+        """Tokens of the last prompt and its answer, shape [tokens]."""
 
     def title(self, text: str) -> None:
         self._console.print(Text(text, style="bold"))
@@ -231,13 +248,13 @@ class View:
         self._console.print(Text(text))
 
     def began(self, answer: Any) -> None:
-        """`reset` returned."""
+        """Print the info that `reset` returned."""
         info = answer[1] if isinstance(answer, tuple) and len(answer) == 2 else None
         if info:
             self._line("reset info", str(info), "dim")
 
     def asked(self, request: GenerationRequest) -> None:
-        """The policy is asked for an answer: show what is new to it."""
+        """Print the part of the prompt that is new since the last answer."""
         self._turn += 1
         prompt_T, known = request.prompt_tokens, len(self._context_T)
         continues = 0 < known < len(prompt_T) and np.array_equal(prompt_T[:known], self._context_T)
@@ -258,7 +275,7 @@ class View:
         )
 
     def stepped(self, action: str, answer: Any) -> None:
-        """`step` returned."""
+        """Print an action and the result of its `step`."""
         self._line("action", repr(action), "bold")
         try:
             result = checked_step(answer)
@@ -274,7 +291,7 @@ class View:
         self._line("observation", result.observation)
 
     def served(self, action: Any, answer: Any) -> None:
-        """`step` of an `EnvironmentService` returned."""
+        """Print an action and the result of its `step`, for an `EnvironmentService`."""
         self._line("action", repr(action), "bold")
         if not isinstance(answer, tuple) or len(answer) != 5:
             self._line(
@@ -294,7 +311,7 @@ class View:
             )
 
     def failed(self, error: BaseException) -> None:
-        """The environment raised."""
+        """Print the traceback of an exception of the environment."""
         self._console.print(
             Text("".join(traceback.format_exception(error)).rstrip(), style="red"), soft_wrap=True
         )
@@ -316,19 +333,20 @@ class View:
             samples = "one sample per turn" if trajectory.stepwise else "one sample"
             self._line(
                 "tokens",
-                f"{trajectory.num_tokens}, {trajectory.num_response_tokens} of them trained, {samples}",
+                f"{trajectory.num_tokens}, {trajectory.num_response_tokens} of them trained, "
+                f"{samples}",
             )
             if not trajectory.stop_reason.trainable:
                 self._line(
                     "",
-                    f"nothing is trained on an episode that ends with {trajectory.stop_reason}",
+                    f"an episode that ends with {trajectory.stop_reason} is not trained on",
                     "yellow",
                 )
             elif trajectory.turns:
                 self._console.print(self._masked(trajectory))
 
     def _masked(self, trajectory: Trajectory) -> Text:
-        """All tokens as text, those that are trained marked."""
+        """Return all tokens as text, with the trained ones marked."""
         marked = Text()
         left, right = ("", "") if self._console.is_terminal else ("«", "»")
         marked.append(
@@ -349,7 +367,7 @@ class View:
             self._line("", f"ids {_ids(tokens_T)}", "dim")
 
     def _line(self, name: str, text: str, style: str = "") -> None:
-        """A label, and a text whose lines stand below each other."""
+        """Print a label and a text, with the lines of the text aligned."""
         line = Text(f"{name:<{LABEL}} ", style="dim")
         line.append(text.replace("\n", "\n" + " " * (LABEL + 1)), style=style or "not dim")
         self._console.print(line, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`agenticrun eval`: how good is a policy?"""
+"""`agenticrun eval`: measure a policy on the validation set."""
 
 from __future__ import annotations
 
@@ -27,23 +27,27 @@ def evaluate(
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            help="Folder or URI of a checkpoint of this run (step-N), or of all its checkpoints: then the newest one."
+            help="Folder or URI of a checkpoint of this run (step-N), or of all its checkpoints: "
+            "then the newest one is used."
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="A Hugging Face folder or name instead of a checkpoint. Default: spec.model.path."
+            help="Hugging Face folder or name to use instead of a checkpoint. "
+            "Default: spec.model.path."
         ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures here too.", dir_okay=False)
+        Path | None,
+        typer.Option("--json", help="Also write the results to this file.", dir_okay=False),
     ] = None,
     changes: Changes = None,
 ) -> None:
-    """Play the validation set without training: success, pass@k, score, turns and stop reasons of each environment.
+    """Play the validation set without training and print the results of each environment.
 
-    pipeline.eval says how often each level is played (samples), which pass@k to compute, and how to sample.
+    The results are success, pass@k, score, turns and stop reasons. pipeline.eval sets the number of
+    episodes per level (samples), the k of pass@k and the sampling.
     """
     loaded = load(file, changes)
     if checkpoint is not None and model is not None:
@@ -57,7 +61,7 @@ def evaluate(
         try:
             results, what = _play(loaded, checkpoint, model, Path(scratch), console)
         except InvalidConfig as error:
-            give_up(report_of(error, 0).message)  # the report unwraps what Ray makes of it
+            give_up(report_of(error, 0).message)  # unwraps Ray's own exceptions
     console.print(table(results, what))
     if json_file is not None:
         document = {
@@ -71,7 +75,11 @@ def evaluate(
 def _play(
     run: AgenticRun, checkpoint: str | None, model: str | None, scratch: Path, console: Console
 ) -> tuple[dict[str, TagResult], str]:
-    """The results, and what played. Raises `InvalidConfig`."""
+    """Return the result of each tag, and the name of the policy.
+
+    Raises:
+        InvalidConfig: the run, the checkpoint or the model cannot be used.
+    """
     from agenticrun_workers.driver.evaluation import evaluate as play
     from agenticrun_workers.driver.evaluation import evaluation_run
     from agenticrun_workers.driver.export import export_checkpoint
@@ -85,7 +93,8 @@ def _play(
     generating = playing.spec.pipeline.actor_infer.validation_generating
     if run.spec.pipeline.eval.samples > 1 and generating.temperature == 0:
         console.print(
-            "note: at temperature 0 all samples of a level are the same; set pipeline.eval.generating.temperature"
+            "note: at temperature 0 all samples of a level are the same; "
+            "set pipeline.eval.generating.temperature"
         )
     columns: list[Any] = [
         TextColumn("episodes"),
@@ -99,7 +108,7 @@ def _play(
 
 
 def table(results: Mapping[str, TagResult], what: str) -> Table:
-    """One column per environment."""
+    """Return a table with one column per environment and one row per metric."""
     ks = sorted({k for result in results.values() for k in result.pass_at})
     reasons = dict.fromkeys(reason for result in results.values() for reason in result.stop)
     shown = Table(title=Text(what), title_justify="left")

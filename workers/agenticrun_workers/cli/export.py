@@ -1,4 +1,4 @@
-"""`agenticrun export`: a checkpoint's policy as a Hugging Face folder."""
+"""`agenticrun export`: write the policy of a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Checkpoint = Annotated[
     str,
     typer.Option(
         "--checkpoint",
-        help="Folder or URI of a checkpoint (step-N), or of a run's checkpoints: then the newest one.",
+        help="Folder or URI of a checkpoint (step-N), or of all checkpoints of a run: "
+        "then the newest one is used.",
     ),
 ]
 
@@ -26,16 +27,19 @@ def export(
         typer.Option(
             "--output",
             "-o",
-            help="Folder to write; it must not hold anything yet.",
+            help="Folder to write. It must be empty or not exist.",
             file_okay=False,
         ),
     ],
     changes: Changes = None,
 ) -> None:
-    """Write weights, config and tokenizer of a checkpoint's policy, for AutoModelForCausalLM, vLLM and the like. Needs no Ray."""
+    """Write the policy of a checkpoint as a Hugging Face folder: weights, config and tokenizer.
+
+    AutoModelForCausalLM, vLLM and similar tools can load it. The command does not start Ray.
+    """
     loaded = load(file, changes)
     if output.exists() and any(output.iterdir()):
-        typer.echo(f"{output} holds files already: name a new folder", err=True)
+        typer.echo(f"{output} is not empty: choose a new folder", err=True)
         raise typer.Exit(2)
     look_in(file.parent)
     from agenticrun_workers.driver.export import export_checkpoint

@@ -19,13 +19,17 @@ def run(
         typer.Option(
             "--output",
             "-o",
-            help="Folder for metrics and checkpoints; a run that was stopped goes on there. Default: a new one, runs/<name>/<time>.",
+            help="Folder for metrics and checkpoints. A stopped run resumes from its folder. "
+            "Default: a new folder, runs/<name>/<time>.",
             file_okay=False,
         ),
     ] = None,
     changes: Changes = None,
 ) -> None:
-    """Train on this machine, with the same YAML as on a cluster. Ctrl-C saves a checkpoint and ends."""
+    """Train on this machine, with the same YAML as on Kubernetes.
+
+    Ctrl-C saves a checkpoint and ends the run.
+    """
     loaded = load(file, changes)
     folder = (
         output or new_folder(Path("runs") / loaded.metadata.name, datetime.now(UTC))

@@ -1,4 +1,7 @@
-"""From a ROLL AgenticConfig YAML to an AgenticRun, with a report of what became of every field. Nothing of ROLL is imported."""
+"""Conversion of a ROLL AgenticConfig YAML to an AgenticRun, with a report about every field.
+
+It imports nothing of ROLL.
+"""
 
 from agenticrun_workers.convert.converter import Conversion, as_yaml, compose, convert
 from agenticrun_workers.convert.fields import ConvertError

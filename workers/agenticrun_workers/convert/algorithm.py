@@ -24,7 +24,7 @@ Spec = dict[str, Any]
 
 
 def algorithm(top: View, notes: Notes) -> Spec:
-    """`algorithm`, and `rewardNormalization` where the estimator reads one."""
+    """Return `algorithm`, and `rewardNormalization` if the estimator reads it."""
     name, normalization = _estimator(top, notes)
     spec: Spec = {"name": name}
     if name == "gigpo":
@@ -37,7 +37,7 @@ def algorithm(top: View, notes: Notes) -> Spec:
             notes.changed(
                 "gamma",
                 top["gamma"],
-                "an advantage is constant within its step: ROLL discounts it over tokens once more",
+                "an advantage is constant within its step; ROLL also discounts it over the tokens",
             )
     if name in TOKEN_RETURNS:
         spec |= {"gamma": top["gamma"], "whitenRewards": top["whiten_rewards"]}
@@ -72,7 +72,7 @@ _GIGPO = {"episodeRewardWeight": "episode_reward_weight", "stepRewardWeight": "s
 
 
 def _estimator(top: View, notes: Notes) -> tuple[str, Spec]:
-    """Our estimator, and the normalisation that ROLL applies before it."""
+    """Return our estimator and the normalization that ROLL applies before it."""
     name, size = top["adv_estimator"], top.section("train_env_manager")["group_size"]
     reward = top.section("reward_normalization")
     mean, std = DEPRECATED_METHODS.get(reward["method"], (None, None))
@@ -112,19 +112,20 @@ def _gigpo(grouping: str, types: Spec, size: int, notes: Notes) -> Spec:
     notes.changed(
         "adv_estimator",
         "gigpo",
-        "algorithm.name: gigpo; states are compared inside their group, by the same types as episodes; each trajectory counts once (C6)",
+        "algorithm.name: gigpo; states are compared within their group, with the same "
+        "normalization types as episodes; each trajectory counts once (C6)",
     )
     if grouping == "tag":
         notes.cannot(
             "reward_normalization.grouping",
             "tags",
-            "gigpo compares inside a trajectory's group or the batch: group takes its place",
+            "gigpo compares within a trajectory's group or the batch: group takes its place",
         )
     if size < 2 and "group" not in types.values():
         notes.cannot(
             "train_env_manager.group_size",
             size,
-            "gigpo compares the members of a group: at least 2",
+            "gigpo compares the trajectories of a group: at least 2",
         )
     return {
         key: "batch" if grouping == "batch" and over == "group" else over
@@ -142,13 +143,14 @@ def _grpo(top: View, grouping: str, types: Spec, notes: Notes) -> str:
         notes.mapped(
             "adv_estimator",
             "grpo",
-            "algorithm.name: grpo: ROLL's reinforce with this reward_normalization is that",
+            "algorithm.name: grpo, the same as ROLL's reinforce with this reward_normalization",
         )
         return "grpo"
     notes.changed(
         "adv_estimator",
         "grpo",
-        "algorithm.name: reinforce with rewardNormalization, which is what ROLL computes under this name",
+        "algorithm.name: reinforce with rewardNormalization, "
+        "which is what ROLL computes under this name",
     )
     return "reinforce"
 
@@ -188,7 +190,8 @@ def _loss(top: View, notes: Notes) -> Spec:
         notes.changed(
             "loss_agg_mode",
             mode,
-            "lossAggNorm: sequence_length, and divided by the number of samples: ROLL divides by the padded width alone",
+            "lossAggNorm: sequence_length, divided by the number of samples too; "
+            "ROLL divides by the padded width alone",
         )
     spec: Spec = {"pgVariant": variant, "ratioType": ratio, "lossAggMode": mode}
     if mode == "seq-mean-token-sum-norm":
@@ -213,12 +216,12 @@ def _loss(top: View, notes: Notes) -> Spec:
 
 
 def sequence_length(top: View) -> int:
-    """Token limit of a trajectory."""
+    """Return the token limit of a trajectory."""
     return int(top["sequence_length"] or 4 * top["prompt_length"])
 
 
 def correction(top: View, notes: Notes) -> Spec | None:
-    """`trainInferCorrection`, if anything of it is on."""
+    """Return `trainInferCorrection`, or None if all of it is off."""
     section = top.section("train_infer_correction")
     weight = section.section("is_weight")
     spec: Spec = {}

@@ -1,4 +1,4 @@
-"""The whole way: a resolved ROLL configuration becomes the document of an AgenticRun."""
+"""Read a ROLL configuration and convert it to the document of an AgenticRun."""
 
 from __future__ import annotations
 
@@ -37,22 +37,23 @@ _VARIABLE = re.compile(r"\$\{([^${}:]+)\}")
 
 @dataclass(frozen=True)
 class Composition:
-    """A configuration with everything resolved."""
+    """A ROLL configuration with defaults composed and interpolations resolved."""
 
     config: dict[str, Any]
     variables: frozenset[str]
-    """Names that interpolations (`${name}`) read: such a key has a use even where it is no field of ROLL."""
+    """Names that interpolations (`${name}`) read. Such a key has a use even if ROLL has no such
+    field."""
 
 
 def compose(file: Path, config_dir: Path | None = None) -> Composition:
-    """The resolved configuration.
+    """Read a file with Hydra's composition, without network access.
 
     Args:
-        file: the YAML that ROLL's launcher would be given as --config_name.
-        config_dir: a folder where entries of `defaults:` are looked for too, beside the file's own.
+        file: the YAML that ROLL's launcher takes as --config_name.
+        config_dir: additional folder to search for the entries of `defaults:`.
 
     Raises:
-        ConvertError: no YAML, a missing default, an interpolation that cannot be resolved.
+        ConvertError: the file is not YAML, a default is missing, or an interpolation fails.
     """
     overrides = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
     try:
@@ -80,16 +81,24 @@ MAX_KEPT = 1000
 
 @dataclass(frozen=True)
 class Conversion:
-    """What came out."""
+    """Result of a conversion."""
 
     document: dict[str, Any]
-    """An AgenticRun, as in YAML."""
+    """The AgenticRun, as in YAML."""
     lines: list[Line]
-    """The report: one line for every field of the file, and more where several fields act together."""
+    """The report: one line per field of the file, and more where several fields act together."""
 
 
 def convert(composition: Composition, name: str) -> Conversion:
-    """Convert a configuration. `name` is the run's where the file has no exp_name. Raises `ConvertError`."""
+    """Convert a configuration.
+
+    Args:
+        composition: the resolved configuration.
+        name: name of the run if the file has no exp_name.
+
+    Raises:
+        ConvertError: a value has a type that ROLL rejects, or a device_mapping is invalid.
+    """
     top, notes = View(composition.config, AGENTIC), Notes()
     train, env_pods = train_groups(top, notes)
     run_name = _dns_name(top["exp_name"] or name)
@@ -108,34 +117,34 @@ def convert(composition: Composition, name: str) -> Conversion:
         "spec": _without_none(spec),
     }
     _refused(document, notes)
-    told = {line.field for line in notes.lines}
+    noted = {line.field for line in notes.lines}
     lines = report_lines(composition.config, AGENTIC, composition.variables)
     left_out = tuple(f"{line.field}." for line in notes.lines if line.fate is Fate.DROPPED)
     rest = [
         line
         for line in lines
         if not line.field.startswith(left_out)
-        and (line.field not in told or line.fate not in (Fate.MAPPED, Fate.DROPPED))
+        and (line.field not in noted or line.fate not in (Fate.MAPPED, Fate.DROPPED))
     ]
     return Conversion(document, rest + notes.lines)
 
 
 def _refused(document: Spec, notes: Notes) -> None:
-    """Say what of the result is no valid run."""
+    """Report the errors of a result that is not a valid run."""
     try:
         parse_run(document)
     except InvalidRun as error:
         for line in error.errors:
-            notes.cannot("(result)", "", f"the run is refused as it is: {line}")
+            notes.cannot("(result)", "", f"the converted run is invalid: {line}")
 
 
 def as_yaml(document: dict[str, Any]) -> str:
-    """A document as people write it: texts of several lines as blocks, short lists in one line."""
+    """Return the document as YAML, with multi-line texts as blocks and flat lists on one line."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Lists of scalars in brackets, long texts as blocks."""
+    """YAML style: lists of scalars in brackets, multi-line texts as blocks."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -216,25 +225,27 @@ def _staleness(top: View, corrects: Spec | None, notes: Notes) -> Spec | None:
     if bound <= 0:
         return None
     if bound > MAX_STALENESS:
-        notes.cannot("async_generation_ratio", ahead, f"at most {MAX_STALENESS} steps of lead")
+        notes.cannot("async_generation_ratio", ahead, f"at most {MAX_STALENESS} steps ahead")
         bound = MAX_STALENESS
     if frequency - 1 > ahead:
         notes.changed(
             "actor_train.model_update_frequency",
             frequency,
-            f"trains on older policies: staleness.max {bound} says so",
+            f"trains on older policies: staleness.max {bound}",
         )
     notes.changed(
         "async_generation_ratio",
         ahead,
-        "partialRollout: false as in ROLL, which samples an interrupted response again; true goes on with it",
+        "partialRollout: false, as in ROLL, which samples an interrupted response again; "
+        "true continues the response",
     )
     if corrects and "isWeight" in corrects:
         return {"max": bound, "partialRollout": False}
     notes.changed(
         "async_generation_ratio",
         ahead,
-        f"staleness {{max: {bound}, offPolicy: Ignore}}, as ROLL does; better: train_infer_correction.is_weight or pgVariant: decoupled",
+        f"staleness {{max: {bound}, offPolicy: Ignore}}, as in ROLL; better: "
+        "train_infer_correction.is_weight or pgVariant: decoupled",
     )
     return {"max": bound, "partialRollout": False, "offPolicy": "Ignore"}
 
@@ -252,7 +263,8 @@ def _checkpoint(top: View, notes: Notes) -> Spec:
         notes.cannot(
             "resume_from_checkpoint",
             resume,
-            "ROLL's checkpoints cannot be read: convert to a Hugging Face folder, and name it in pretrain",
+            "ROLL's checkpoints cannot be read: convert it to a Hugging Face folder "
+            "and set pretrain to that",
         )
     keep = top["max_ckpt_to_keep"] or MAX_KEPT
     given = top.section("checkpoint_config")["output_dir"]
@@ -261,7 +273,7 @@ def _checkpoint(top: View, notes: Notes) -> Spec:
     notes.changed(
         "checkpoint_config.output_dir",
         given,
-        "pods have no folder of the launcher: /checkpoints on a volume claim of 100Gi",
+        "pods cannot access the launcher's folder: /checkpoints on a volume claim of 100Gi",
     )
     return {"uri": "/checkpoints", "volumeClaim": {"size": "100Gi"}, "keep": keep}
 

@@ -19,13 +19,13 @@ AGENTS = {
     "StepConcatEnvManager": "step_wise",
 }
 ANSWER_TAGS = r"<answer>(.*?)</answer>"
-"""What ROLL's environments look for where a file gives no action_pattern."""
+"""Pattern that ROLL's environments use if the file has no action_pattern."""
 MAX_ENVS_PER_WORKER = 256
-"""Our default."""
+"""Default of maxEnvsPerWorker."""
 
 
 def environments(top: View, notes: Notes) -> list[Spec]:
-    """One entry per tag that is played."""
+    """Return one entry of `envs` per tag that an env manager plays."""
     played = {
         tag
         for manager in ("train_env_manager", "val_env_manager")
@@ -47,7 +47,7 @@ def environments(top: View, notes: Notes) -> list[Spec]:
 
 
 def is_step_wise(top: View) -> bool:
-    """Whether a sample is a turn: then optimizer batches are not counted in trajectories."""
+    """Return True if a sample is a turn, so that ROLL counts optimizer batches in turns."""
     return any(
         AGENTS.get(_class_of(env["env_manager_cls"])) == "step_wise"
         for env in top.sections("custom_envs").values()
@@ -117,7 +117,8 @@ def _agent(env: View, step_wise: bool, pattern: str | None, path: str, notes: No
         notes.changed(
             f"{path}.agent_system_template",
             system,
-            "agent.config.systemTemplate, env_instruction after it: in ROLL that opens the first user message",
+            "agent.config.systemTemplate, followed by env_instruction; "
+            "in ROLL env_instruction opens the first user message",
         )
     if "agent_template" in env:
         config["agentTemplate"] = translated(
@@ -132,7 +133,7 @@ def _agent(env: View, step_wise: bool, pattern: str | None, path: str, notes: No
 
 
 def groups(top: View, manager: str, notes: Notes) -> Spec:
-    """`trainEnvs`, or what `valEnvs` has of it."""
+    """Return the fields that `trainEnvs` and `valEnvs` share."""
     view = top.section(manager)
     tags, partition, count = view["tags"], view["num_groups_partition"], view["num_env_groups"]
     if partition is not None and (sum(partition) != count or len(partition) != len(tags)):
@@ -151,7 +152,7 @@ def groups(top: View, manager: str, notes: Notes) -> Spec:
 
 
 def train_groups(top: View, notes: Notes) -> tuple[Spec, int]:
-    """`trainEnvs`, and how many env pods play side by side what ROLL plays in as many processes."""
+    """Return `trainEnvs` and the number of env pods, one per environment process of ROLL."""
     view = top.section("train_env_manager")
     episodes = view["num_env_groups"] * (view["group_size"] + view["group_size_redundancy"])
     per_worker = view["max_env_num_per_worker"] or max(episodes, MAX_ENVS_PER_WORKER)
@@ -182,17 +183,19 @@ FROZEN_LAKE = {
 }
 """ROLL's argument -> ours."""
 FROZEN_LAKE_DEFAULTS = {"isSlippery": True}
-"""Where ROLL's default is not ours."""
+"""ROLL's defaults that differ from ours."""
 
 
 def translated(template: str, path: str, *, step_wise: bool, notes: Notes) -> str:
-    """A prompt template with our placeholders."""
+    """Return a prompt template with our placeholders."""
 
     def rename(match: re.Match[str]) -> str:
         name = match[1]
         if name == "suffix":
             notes.changed(
-                f"{path} {{suffix}}", "", "left out: observations hold all that an environment says"
+                f"{path} {{suffix}}",
+                "",
+                "left out: observations are the whole output of an environment",
             )
             return ""
         if name not in PLACEHOLDERS or (name in STEP_ONLY and not step_wise):
@@ -204,7 +207,7 @@ def translated(template: str, path: str, *, step_wise: bool, notes: Notes) -> st
 
 
 def env_config(kind: str, given: dict[str, Any], path: str, notes: Notes) -> dict[str, Any]:
-    """The environment's `config`, with a line for each argument that is not the same for all environments."""
+    """Return the `config` of an environment, and report each argument of its constructor."""
     lake = kind == "frozen_lake"
     config: dict[str, Any] = dict(FROZEN_LAKE_DEFAULTS) if lake else {}
     for key, value in given.items():
@@ -237,7 +240,8 @@ def _common(key: str, value: Any, name: str, notes: Notes) -> None:
         notes.mapped(
             name,
             value,
-            "spec.pipeline.envs[].formatPenalty: added to the reward of an answer without a valid action",
+            "spec.pipeline.envs[].formatPenalty: added to the reward of an answer without "
+            "a valid action",
         )
     elif key == "action_pattern":
         notes.mapped(
@@ -246,7 +250,7 @@ def _common(key: str, value: Any, name: str, notes: Notes) -> None:
             "spec.pipeline.envs[].agent.config.actionPattern: the last group of the first match",
         )
     elif key == "special_token_list":
-        notes.dropped(name, value, "the end of the turn is no part of the answer's text")
+        notes.dropped(name, value, "the end-of-turn token is not part of the answer's text")
     elif key == "max_steps":
         notes.dropped(name, value, "the turn limit is the entry's own max_steps, as in ROLL")
     elif value not in (None, "text"):

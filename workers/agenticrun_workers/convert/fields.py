@@ -1,4 +1,4 @@
-"""How the table of ROLL's fields is written: what each field is there, and what becomes of it here."""
+"""Vocabulary of the field table: ROLL's fields, their defaults and their fate in an AgenticRun."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agenticrun_workers.convert.report import Fate, Line
 
 
 class ConvertError(Exception):
-    """A file that is no ROLL configuration. The message names the file and what is wrong."""
+    """The file is not a valid ROLL configuration. The message names the file or the field."""
 
 
 Unread = Callable[["View"], str]
-"""Why the field is not read in this configuration (a View of its top level), or nothing."""
+"""Function from the top-level `View` to the reason why ROLL ignores a field, or to ""."""
 
 
 _KIND_NAMES = {int: "number", float: "number", str: "text", bool: "switch", dict: "mapping"}
@@ -28,19 +28,23 @@ class Field:
 
     fate: Fate
     note: str
-    """Our field, or why there is none."""
+    """Our field, or the reason why there is none."""
     default: Any = None
-    """ROLL's."""
+    """ROLL's default."""
     off: tuple[Any, ...] = ()
-    """CANNOT: values beside the default that ask for nothing."""
+    """For CANNOT: values that have no effect, besides the default."""
     choices: Mapping[Any, str] = field(default_factory=dict)
-    """CANNOT: values that we do have, with where they go."""
+    """For CANNOT: supported values -> our fields."""
     unread: Unread | None = None
     kind: type | None = None
-    """What a value must be; None: as the default is."""
+    """Type of the value; None: the type of the default."""
 
     def check(self, path: str, value: Any) -> Any:
-        """The value. Raises `ConvertError` if ROLL would refuse its type."""
+        """Return the value.
+
+        Raises:
+            ConvertError: ROLL would reject the type of the value.
+        """
         kind = self.kind or type(self.default)
         kinds = (int, float) if kind in (int, float) else (kind,)
         if kind is type(None) or (
@@ -52,7 +56,7 @@ class Field:
         )
 
     def line(self, path: str, value: Any, top: View) -> Line:
-        """What becomes of this field with this value."""
+        """Return the report line of this field with this value."""
         reason = self.unread(top) if self.unread else ""
         if reason:
             return Line(Fate.DROPPED, path, value, reason)
@@ -65,7 +69,7 @@ class Field:
             and not self.choices
             and (value == self.default or value in self.off)
         ):
-            return Line(Fate.DROPPED, path, value, "asks for nothing")
+            return Line(Fate.DROPPED, path, value, "no effect at this value")
         return Line(self.fate, path, value, self.note)
 
 
@@ -76,9 +80,9 @@ class Section:
     fields: Mapping[str, Field | Section]
     repeated: Literal["", "by name", "in a list"] = ""
     rest: Field | None = None
-    """What any other key is; None: an unknown field."""
-    told_elsewhere: bool = False
-    """Its lines come from the code that knows its keys."""
+    """Field that stands for any other key; None: other keys are unknown."""
+    reported_elsewhere: bool = False
+    """True if other code writes the report lines of its keys."""
 
 
 Fields = Mapping[str, Field | Section]
@@ -87,42 +91,42 @@ Fields = Mapping[str, Field | Section]
 def mapped(
     note: str, default: Any = None, unread: Unread | None = None, *, kind: type | None = None
 ) -> Field:
-    """Keeps its meaning, maybe under another name or with values translated as the note says."""
+    """Declare a field that keeps its meaning; `note` names our field and any change of values."""
     return Field(Fate.MAPPED, note, default, unread=unread, kind=kind)
 
 
 def changed(note: str, default: Any = None, unread: Unread | None = None) -> Field:
-    """There is something like it with another meaning."""
+    """Declare a field with a similar counterpart that has another meaning."""
     return Field(Fate.CHANGED, note, default, unread=unread)
 
 
 def cannot(note: str, default: Any = None, *off: Any, unread: Unread | None = None) -> Field:
-    """Asks for something that we do not have, unless it has its default or one of the values `off`."""
+    """Declare an unsupported field. Its default and the values `off` have no effect."""
     return Field(Fate.CANNOT, note, default, off, unread=unread)
 
 
 def one_of(
     choices: Mapping[Any, str], otherwise: str, default: Any = None, unread: Unread | None = None
 ) -> Field:
-    """Some values have a counterpart, each said where; any other one has not."""
+    """Declare a field of which only some values (`choices`: value -> our field) are supported."""
     return Field(Fate.CANNOT, otherwise, default, choices=choices, unread=unread)
 
 
 def dropped(note: str, default: Any = None) -> Field:
-    """Nothing here needs it."""
+    """Declare a field that nothing here needs."""
     return Field(Fate.DROPPED, note, default)
 
 
 def dead(note: str = "no code of ROLL's agentic pipeline reads it", default: Any = None) -> Field:
-    """Never had an effect in ROLL."""
+    """Declare a field that has no effect in ROLL."""
     return Field(Fate.DROPPED, note, default)
 
 
 class View:
-    """The values of a section, ROLL's defaults where none is given. Only fields of the table can be asked for.
+    """The values of a section, with ROLL's defaults. Only fields of the table can be read.
 
     Raises:
-        ConvertError: values of another type than ROLL takes, by their path.
+        ConvertError: a value has a type that ROLL rejects. The message names its path.
     """
 
     def __init__(self, values: Any, fields: Fields, path: str = "") -> None:
@@ -139,17 +143,25 @@ class View:
         return entry.default if value is None else entry.check(self._at(key), value)
 
     def __contains__(self, key: str) -> bool:
-        """Whether the file gives it a value."""
+        """Return True if the file sets the field."""
         return self._values.get(key) is not None
 
     def section(self, key: str) -> View:
-        """The view of a section below. Raises `ConvertError` if it is no mapping."""
+        """Return the view of a nested section.
+
+        Raises:
+            ConvertError: the value is not a mapping.
+        """
         section = self._fields[key]
         assert isinstance(section, Section)
         return View(self._values.get(key), section.fields, self._at(key))
 
     def sections(self, key: str) -> dict[str, View]:
-        """The views of a section that is repeated by name. Raises `ConvertError`."""
+        """Return the views of a section that is repeated by name.
+
+        Raises:
+            ConvertError: the value is not a mapping.
+        """
         section = self._fields[key]
         assert isinstance(section, Section)
         named = View(self._values.get(key), {}, self._at(key))
@@ -160,7 +172,7 @@ class View:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What the file says."""
+        """The values in the file, without defaults."""
         return {str(key): value for key, value in self._values.items()}
 
     def _at(self, key: str) -> str:
@@ -170,7 +182,13 @@ class View:
 def report_lines(
     values: Mapping[str, Any], fields: Fields, variables: frozenset[str]
 ) -> list[Line]:
-    """A line for every key of a configuration. `variables` are names that interpolations of the file read."""
+    """Return a report line for every key of a configuration.
+
+    Args:
+        values: the resolved configuration.
+        fields: the table of its top level.
+        variables: names that interpolations (`${name}`) of the file read.
+    """
     top = View(values, fields)
     known = {key: value for key, value in values.items() if key in fields or key not in variables}
     lines = _walk("", known, Section(fields), top)
@@ -192,7 +210,7 @@ def _walk(path: str, values: Any, section: Section, top: View) -> list[Line]:
             )
         elif isinstance(entry, Field):
             lines.append(entry.line(name, redacted(key, value), top))
-        elif entry.told_elsewhere:
+        elif entry.reported_elsewhere:
             continue
         elif entry.repeated:
             pairs = (
@@ -216,12 +234,12 @@ _SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name is nothing to write down: WANDB_API_KEY, HF_TOKEN ..."""
+    """Return True if the name is that of a secret, such as WANDB_API_KEY or HF_TOKEN."""
     return _SECRET.search(name) is not None
 
 
 def redacted(name: str, value: Any) -> Any:
-    """`value` without secrets, for the report."""
+    """Return `value` with secrets replaced by ***."""
     if isinstance(value, Mapping):
         return {key: redacted(str(key), inner) for key, inner in value.items()}
     return "***" if is_secret(name) and value is not None else value

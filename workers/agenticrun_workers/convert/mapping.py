@@ -1,7 +1,7 @@
-"""Every field of ROLL's AgenticConfig, and what becomes of it. Defaults are ROLL's.
+"""Table of all fields of ROLL's AgenticConfig: ROLL's default and our counterpart of each.
 
-`role_fields` and `env_fields` have the roles' and the environments' own; `converter` and its neighbours compute the values of what is
-mapped or changed here.
+`role_fields` holds the fields of the roles. `converter`, `algorithm`, `environments` and `models`
+compute the values of the fields that are mapped or changed here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ENV_MANAGER: Fields = {
     "group_size_redundancy": mapped("trainEnvs.groupSizeRedundancy", 0),
     "tags": mapped("trainEnvs.tags, valEnvs.tags", ["SimpleSokoban"]),
     "num_groups_partition": mapped("trainEnvs.partition, valEnvs.partition", kind=list),
-    "max_traj_per_env": dropped("rolloutBatchSize and valBatchSize say how many are played", -1),
+    "max_traj_per_env": dropped("rolloutBatchSize and valBatchSize set the number of episodes", -1),
     "format_penalty": dead(
         "never had an effect in ROLL (C18): set spec.pipeline.envs[].formatPenalty", 0
     ),
@@ -55,7 +55,9 @@ ENV_MANAGER: Fields = {
     "max_env_num_per_worker": mapped("trainEnvs.maxEnvsPerWorker and spec.roles.env.replicas", 0),
     "group_filter_cls": one_of(
         {
-            "roll.pipeline.agentic.agentic_pipeline.GroupFilter": "keeps all groups: no trainEnvs.groupFilter"
+            "roll.pipeline.agentic.agentic_pipeline.GroupFilter": (
+                "keeps all groups: no trainEnvs.groupFilter"
+            )
         },
         "write the filter as module:function of a list of rewards, in trainEnvs.groupFilter.type",
     ),
@@ -63,7 +65,7 @@ ENV_MANAGER: Fields = {
 
 VAL_ENV_MANAGER: Fields = {
     **ENV_MANAGER,
-    "group_size_redundancy": changed("validation waits for every member", 0),
+    "group_size_redundancy": changed("validation waits for every trajectory", 0),
     "max_env_num_per_worker": changed("validation plays on the training's env pods", 0),
     "group_filter_cls": dropped("validation keeps every group"),
     "system_envs": changed("validation plays on the training's env pods"),
@@ -76,14 +78,15 @@ CUSTOM_ENV: Fields = {
         "spec.pipeline.envs[].maxTokensPerStep (the smaller of it and max_new_tokens)", 128
     ),
     "env_manager_cls": mapped(
-        "spec.pipeline.envs[].agent.type (trajectory managers -> multi_turn, step managers -> step_wise)"
+        "spec.pipeline.envs[].agent.type "
+        "(trajectory managers -> multi_turn, step managers -> step_wise)"
     ),
     "agent_runner_cls": cannot("no agent runners of the proxy manager"),
     "use_thread_lock": dropped(
-        "environments own their random numbers: there is nothing to lock (C10)", False
+        "environments have their own random generators: there is nothing to lock (C10)", False
     ),
     "max_env_step_concurrent": cannot(
-        "no cap on the steps of one tag: let the environment hold one", 0
+        "no limit for the steps of one tag: let the environment enforce it", 0
     ),
     "agent_system_template": mapped("spec.pipeline.envs[].agent.config.systemTemplate", kind=str),
     "agent_template": mapped(
@@ -96,7 +99,7 @@ CUSTOM_ENV: Fields = {
             "no tool wrapper yet: the environment's step may call tools itself", None, {}, []
         ),
     ),
-    "env_config": Section({}, told_elsewhere=True),
+    "env_config": Section({}, reported_elsewhere=True),
 }
 
 
@@ -116,7 +119,8 @@ REWARD_NORMALIZATION: Fields = {
         "batch",
     ),
     "method": mapped(
-        "normMeanType and normStdType, where they are not given (asym_clip was mean_std in ROLL too)",
+        "normMeanType and normStdType, if they are not set "
+        "(asym_clip is the same as mean_std in ROLL too)",
         "identity",
     ),
     "norm_mean_type": mapped("rewardNormalization.normMeanType, or algorithm.normMeanType (gigpo)"),
@@ -159,7 +163,8 @@ _OWN: dict[str, Field | Section] = {
     "reward": Section(
         {},
         rest=cannot(
-            "ROLL's environments call their judge themselves: describe it in spec.pipeline.rewards (llm_judge)"
+            "ROLL's environments call their judge themselves: "
+            "describe it in spec.pipeline.rewards (llm_judge)"
         ),
     ),
     "reward_normalization": Section(REWARD_NORMALIZATION),
@@ -230,7 +235,7 @@ _ALGORITHM: dict[str, Field | Section] = {
         "seq-mean-token-mean",
     ),
     "critic_warmup": mapped("spec.pipeline.criticWarmup", 0, only("gae")),
-    "enable_reference": dropped("there is a reference exactly when a KL penalty needs one", False),
+    "enable_reference": dropped("the reference exists exactly when a KL penalty needs it", False),
     "enable_old_logprobs_recompute": changed(
         "old log-probs are recomputed exactly when something reads them", False
     ),
@@ -281,7 +286,8 @@ _SCHEDULE: dict[str, Field | Section] = {
     "val_batch_size": mapped("spec.pipeline.valBatchSize", 128),
     "sequence_length": mapped("spec.pipeline.sequenceLength", kind=int),
     "resume_from_checkpoint": changed(
-        "spec.checkpoint.resume: Auto goes on from the newest complete checkpoint of this very run (C7)",
+        "spec.checkpoint.resume: Auto resumes from the newest complete checkpoint "
+        "of the same run (C7)",
         False,
     ),
     "checkpoint_config": Section(
@@ -315,7 +321,7 @@ _SCHEDULE: dict[str, Field | Section] = {
             "api_key": changed(
                 "never in a YAML: WANDB_API_KEY of a Secret in spec.roles.driver.envFrom"
             ),
-            "log_dir": dropped("curves lie in the run's output folder"),
+            "log_dir": dropped("curves are in the run's output folder"),
             "name": dropped("the run's own name"),
         },
         rest=dropped("the tracker's own setting"),
@@ -337,7 +343,7 @@ _SCHEDULE: dict[str, Field | Section] = {
 }
 
 _NOT_NEEDED: dict[str, Field | Section] = {
-    "rpc_timeout": dropped("nothing waits by a timeout: lost actors are noticed", 3600),
+    "rpc_timeout": dropped("there are no call timeouts: lost actors are detected", 3600),
     **{
         key: dropped("`agenticrun run -o`, or spec.checkpoint.uri on a cluster")
         for key in ("output_dir", "base_dir", "logging_dir")
@@ -345,7 +351,7 @@ _NOT_NEEDED: dict[str, Field | Section] = {
     "rollout_dump_dir": dropped(
         "whole episodes as text: spec.tracking.sampleLogs; batches: spec.pipeline.record"
     ),
-    "max_running_requests": dropped("trainEnvs.groups bounds what is under way", 128),
+    "max_running_requests": dropped("trainEnvs.groups limits the number of running episodes", 128),
     "prompt_length": dropped("ROLL's agentic pipeline reads sequence_length only", 1024),
     "response_length": dropped("ROLL's agentic pipeline reads sequence_length only"),
     "val_prompt_length": dead(_OTHER),
@@ -368,7 +374,7 @@ _NOT_NEEDED: dict[str, Field | Section] = {
     "router_args": Section(
         {},
         rest=dropped(
-            "requests go to the least loaded engine, a conversation to the one that knows it"
+            "requests go to the least loaded engine, those of a conversation to its last one"
         ),
     ),
     **{

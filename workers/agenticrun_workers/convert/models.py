@@ -1,4 +1,8 @@
-"""`spec.model` and `spec.pipeline.{actorTrain,actorInfer,critic}`: models, optimizers, sampling."""
+"""`spec.{model,placement,roles}` and `spec.pipeline.{actorTrain,actorInfer,critic}`.
+
+The options of ROLL's backends keep their names. Their report lines are written here, because the
+fate of an option depends on its backend.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ MAX_TOKENS_PER_MICRO_BATCH = 16_777_216
 
 
 def model(top: View, notes: Notes) -> Spec:
-    """`spec.model`."""
+    """Return `spec.model`."""
     arguments = top.section("actor_train").section("model_args")
     path = top["pretrain"] or arguments["model_name_or_path"]
     if path is None:
@@ -34,7 +38,7 @@ def model(top: View, notes: Notes) -> Spec:
 
 
 def actor_train(top: View, notes: Notes) -> Spec:
-    """`actorTrain`, with ROLL's optimizer batches counted in trajectories."""
+    """Return `actorTrain`, with ROLL's optimizer batches counted in trajectories."""
     mini_batch = _mini_batch(top, notes)
     return {
         "strategy": train_strategy(top, notes),
@@ -44,7 +48,7 @@ def actor_train(top: View, notes: Notes) -> Spec:
 
 
 def critic(top: View) -> Spec | None:
-    """`critic`, of gae."""
+    """Return `critic`, or None unless the estimator is gae."""
     if top["adv_estimator"] != "gae":
         return None
     path = (
@@ -79,14 +83,17 @@ def _training(top: View, role: str, mini_batch: int | None) -> Spec:
 
 
 def batch_size(top: View) -> int:
-    """Trajectories of a step."""
+    """Return the number of trajectories of a step."""
     envs = top.section("train_env_manager")
     given = int(top["rollout_batch_size"])
     return given if given > 0 else int(envs["num_env_groups"] * envs["group_size"])
 
 
 def _mini_batch(top: View, notes: Notes) -> int | None:
-    """Trajectories of an optimizer step: per-device batch x accumulation x ranks, rounded to whole groups that divide the batch."""
+    """Return the trajectories of an optimizer step, or None for the whole batch.
+
+    It is per-device batch x accumulation x ranks, rounded to whole groups that divide the batch.
+    """
     given = top.section("actor_train").section("training_args")
     per_rank = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"]
     wanted, batch = per_rank * _data_parallel(top), batch_size(top)
@@ -112,7 +119,7 @@ def _mini_batch(top: View, notes: Notes) -> int | None:
 
 
 def _data_parallel(top: View) -> int:
-    """ROLL's data-parallel ranks."""
+    """Return the number of ROLL's data-parallel ranks."""
     worker = top.section("actor_train")
     ranks = int(len(devices(top, "actor_train")) or worker["world_size"] or 1)
     backend = worker.section("strategy_args").section("strategy_config")
@@ -123,7 +130,7 @@ def _data_parallel(top: View) -> int:
 
 
 def actor_infer(top: View, *, corrects: bool, notes: Notes) -> Spec:
-    """`actorInfer`: ROLL samples training and validation alike."""
+    """Return `actorInfer`. ROLL uses the same sampling for training and validation."""
     given = top.section("actor_infer").section("generating_args")
     temperature, top_p, top_k = given["temperature"], given["top_p"], max(0, given["top_k"])
     path = "actor_infer.generating_args"
@@ -135,7 +142,7 @@ def actor_infer(top: View, *, corrects: bool, notes: Notes) -> Spec:
     notes.changed(
         f"{path} (validation)",
         temperature,
-        "ROLL validates with training's sampling: validationGenerating says so; 0 is greedy (C20)",
+        "validationGenerating is the sampling of training, as in ROLL; 0 is greedy (C20)",
     )
     if temperature == 0:
         notes.cannot(
@@ -149,13 +156,15 @@ def actor_infer(top: View, *, corrects: bool, notes: Notes) -> Spec:
             notes.changed(
                 path,
                 cut,
-                "train_infer_correction needs the full distribution: top_p and top_k are left out (C20)",
+                "train_infer_correction needs the full distribution: "
+                "top_p and top_k are left out (C20)",
             )
         else:
             notes.changed(
                 path,
                 cut,
-                "allowTruncatedSampling: true; log-probs are recorded at temperature 1 over the full vocabulary (C20)",
+                "allowTruncatedSampling: true; log-probs are recorded at temperature 1 "
+                "over the full vocabulary (C20)",
             )
             sampling |= {"topP": top_p, "topK": top_k, "allowTruncatedSampling": True}
     return {
@@ -187,7 +196,7 @@ KEPT: Mapping[str, frozenset[str]] = {
     ),
     "deepspeed": frozenset({"zero_optimization"}),
 }
-"""Options of ROLL's trainers that ours has under the same name."""
+"""Options of ROLL's trainers that ours have under the same name."""
 ZERO_KEPT = frozenset(
     {
         "stage",
@@ -206,10 +215,10 @@ ZERO_KEPT = frozenset(
         "stage3_max_reuse_distance",
     }
 )
-"""Of zero_optimization; ROLL's `auto` is DeepSpeed's default."""
+"""Options of zero_optimization. ROLL's `auto` is DeepSpeed's default."""
 DECIDED = {
     "load_format": "weights come from the trainer",
-    "sleep_level": "a Colocated run's engines sleep as deep as they can",
+    "sleep_level": "engines of a Colocated run release as much memory as they can",
     "dtype": "spec.model.dtype",
     "seed": "spec.pipeline.seed",
     "max_model_len": "spec.pipeline.sequenceLength",
@@ -218,11 +227,11 @@ DECIDED = {
     "data_parallel_size": "spec.roles.inference.replicas: one engine each",
     "dp_size": "spec.roles.inference.replicas: one engine each",
 }
-"""Options of engines, and what decides them here."""
+"""Options of engines -> the setting that decides them here."""
 
 
 def train_strategy(top: View, notes: Notes) -> Spec:
-    """`actorTrain.strategy`."""
+    """Return `actorTrain.strategy`."""
     name, role = trainer(top), top.section("actor_train")
     path = "actor_train.strategy_args.strategy_config"
     config: Spec = {}
@@ -236,7 +245,7 @@ def train_strategy(top: View, notes: Notes) -> Spec:
                 f"only another backend reads it, or nothing: {name} does not need it",
             )
         elif _asks_for_nothing(value):
-            notes.dropped(f"{path}.{key}", value, "asks for nothing")
+            notes.dropped(f"{path}.{key}", value, "no effect at this value")
         else:
             config[key] = _zero(value) if key == "zero_optimization" else value
             notes.mapped(f"{path}.{key}", value, f"spec.pipeline.actorTrain.strategy.config.{key}")
@@ -251,12 +260,12 @@ def train_strategy(top: View, notes: Notes) -> Spec:
 
 
 def _asks_for_nothing(value: Any) -> bool:
-    """Not set, or parallelism of one."""
+    """Return True if the option is not set, or is a parallel size of one."""
     return value is None or (type(value) is int and value == 1)
 
 
 def _complete(config: Spec, path: str, notes: Notes) -> None:
-    """What ROLL's own layer above Megatron fills in, and what Megatron refuses."""
+    """Add the defaults of ROLL's layer above Megatron, and drop what Megatron rejects."""
     if config.get("recompute_granularity") == "full":
         config.setdefault("recompute_method", "uniform")
         config.setdefault("recompute_num_layers", 1)
@@ -272,7 +281,7 @@ def _zero(section: Any) -> Any:
 
 
 def infer_strategy(top: View, notes: Notes) -> Spec:
-    """`actorInfer.strategy`."""
+    """Return `actorInfer.strategy`."""
     name, role = engine(top), top.section("actor_infer")
     path = "actor_infer.strategy_args.strategy_config"
     config: Spec = {}
@@ -281,19 +290,19 @@ def infer_strategy(top: View, notes: Notes) -> Spec:
             notes.dropped(
                 f"{path}.{key}",
                 value,
-                "only the engines that are servers of their own have options",
+                "only engines that run as a server have options",
             )
         elif key in DECIDED:
             notes.dropped(f"{path}.{key}", value, f"decided elsewhere: {DECIDED[key]}")
         elif value is None or (key.endswith("parallel_size") and _asks_for_nothing(value)):
-            notes.dropped(f"{path}.{key}", value, "asks for nothing")
+            notes.dropped(f"{path}.{key}", value, "no effect at this value")
         else:
             config[key] = value
             notes.mapped(f"{path}.{key}", value, f"spec.pipeline.actorInfer.strategy.config.{key}")
-    gpus, told = role["num_gpus_per_worker"], "actor_infer.num_gpus_per_worker"
+    gpus, path_of_gpus = role["num_gpus_per_worker"], "actor_infer.num_gpus_per_worker"
     if gpus > 1 and name == "transformers":
         notes.cannot(
-            told,
+            path_of_gpus,
             gpus,
             "the transformers engine has one GPU: sglang and vllm spread a model over several",
         )
@@ -303,7 +312,7 @@ def infer_strategy(top: View, notes: Notes) -> Spec:
 
 
 def lora(top: View, notes: Notes) -> Spec | None:
-    """`actorTrain.lora`: ROLL trains adapters exactly when lora_target is given."""
+    """Return `actorTrain.lora`. ROLL trains adapters exactly when lora_target is set."""
     arguments = top.section("actor_train").section("model_args")
     target = arguments["lora_target"]
     if not target:
@@ -313,7 +322,7 @@ def lora(top: View, notes: Notes) -> Spec | None:
         notes.cannot(
             f"{path}.lora_dropout",
             arguments["lora_dropout"],
-            "no dropout of adapters: log-probs would not be the policy's",
+            "no adapter dropout: log-probs would not be those of the policy",
         )
     if trainer(top) == "megatron":
         notes.cannot(
@@ -345,20 +354,25 @@ _ROLE_OF = {
 
 
 def roles(top: View, env_pods: int, notes: Notes) -> Spec:
-    """Pods of each role. Reference and critic have their own where ROLL gives them GPUs of their own."""
+    """Return the pods of each role.
+
+    Reference and critic get their own pods if ROLL gives them GPUs that actor_train does not use.
+    """
     trainer, inference = devices(top, "actor_train"), devices(top, "actor_infer")
     together = placement(top) == "Colocated"
     if set(trainer) & set(inference) and not together:
         notes.changed(
             "actor_infer.device_mapping",
             list(inference),
-            "shares some GPUs with actor_train, or all while rollout runs ahead (async_generation_ratio); engines that take turns with "
-            f"trainers do so on all of them and wait for them: here {len(trainer)} + {len(inference)} GPUs",
+            "shares some GPUs with actor_train, or all of them in an asynchronous run "
+            "(async_generation_ratio). A Colocated run shares all GPUs and is synchronous: "
+            f"here {len(trainer)} + {len(inference)} GPUs",
         )
     notes.changed(
         "(resources)",
         "",
-        "ROLL takes whole nodes: set cpus and memory of spec.roles.* (the defaults suit tiny models)",
+        "ROLL takes whole nodes: set cpus and memory of spec.roles.* "
+        "(the defaults are for tiny models)",
     )
     per_pod = min(int(top["num_gpus_per_node"]), MAX_GPUS_PER_POD)
     pods: dict[str, Spec] = {
@@ -399,7 +413,10 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
 
 
 def placement(top: View) -> str | None:
-    """`spec.placement` where it is not the default: engines on exactly the trainers' GPUs, in a synchronous run."""
+    """Return `spec.placement`, or None for the default.
+
+    A synchronous run with the engines on exactly the GPUs of the trainers is Colocated.
+    """
     trainer = set(devices(top, "actor_train"))
     synchronous = (
         top["async_generation_ratio"] == 0
@@ -413,7 +430,7 @@ def placement(top: View) -> str | None:
 
 
 def uses_reference(top: View) -> bool:
-    """Whether a KL penalty needs the frozen policy."""
+    """Return True if a KL penalty needs the reference policy."""
     return bool(
         (top["add_token_level_kl"] and top["init_kl_coef"] > 0)
         or (top["use_kl_loss"] and top["kl_loss_coef"] > 0)
@@ -421,7 +438,11 @@ def uses_reference(top: View) -> bool:
 
 
 def devices(top: View, role: str) -> list[int]:
-    """The GPUs of a role. ROLL passes the text to `eval`; here it is read, never run. Raises `ConvertError`."""
+    """Return the GPU numbers of a role. ROLL passes the text to `eval`; here it is only parsed.
+
+    Raises:
+        ConvertError: device_mapping is not a list of numbers.
+    """
     given = top.section(role)["device_mapping"]
     if given is None or given == "":
         return []
@@ -433,7 +454,8 @@ def devices(top: View, role: str) -> list[int]:
         )
     except (SyntaxError, ValueError, TypeError) as error:
         raise ConvertError(
-            f"{role}.device_mapping: {given!r} is no list of GPU numbers such as list(range(0, 8)) ({error})"
+            f"{role}.device_mapping: {given!r} is not a list of GPU numbers "
+            f"such as list(range(0, 8)) ({error})"
         ) from error
 
 
@@ -451,7 +473,7 @@ def _read(node: ast.expr) -> list[int]:
 
 
 def _pods(gpus: int, world_size: int | None, per_pod: int) -> Spec:
-    """The fewest pods of equal size."""
+    """Return the smallest number of pods of equal size."""
     if not gpus:
         return {"replicas": int(world_size)} if world_size else {}
     size = max(size for size in range(1, min(per_pod, gpus) + 1) if gpus % size == 0)
@@ -465,7 +487,7 @@ def _variables(given: Mapping[str, Any] | None, path: str, notes: Notes) -> dict
             notes.changed(
                 f"{path}.{name}",
                 "***",
-                "a secret: name it in spec.roles.*.envFrom, never in a YAML",
+                "a secret: use spec.roles.*.envFrom, never a YAML",
             )
         else:
             variables[str(name)] = str(value)

@@ -1,4 +1,4 @@
-"""What became of each field of a ROLL configuration."""
+"""The report of a conversion: the fate of each field of a ROLL configuration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.text import Text
 
 
 class Fate(StrEnum):
-    """In the order in which a reader wants to know."""
+    """Outcome of a field, in the order of the report."""
 
     UNKNOWN = "unknown"
-    """No field of ROLL: it ignores typos silently."""
+    """Not a field of ROLL, which silently ignores typos."""
     CANNOT = "cannot do yet"
     CHANGED = "means something else here"
     DROPPED = "dropped: without effect in ROLL, or not needed here"
@@ -32,13 +32,13 @@ class Line:
     field: str
     """Path in the ROLL file."""
     value: Any
-    """As given there, or ROLL's default."""
+    """Value in the file, or ROLL's default."""
     note: str
-    """Where it went, or why not."""
+    """Our field, or the reason why there is none."""
 
 
 def show(lines: Sequence[Line], console: Console) -> None:
-    """A table per fate."""
+    """Print one table per fate."""
     for fate in Fate:
         chosen = [line for line in lines if line.fate is fate]
         if not chosen:
@@ -61,7 +61,7 @@ def _short(value: Any, limit: int = 60) -> str:
 
 @dataclass
 class Notes:
-    """Collects them."""
+    """Collector of the report lines that depend on several fields at once."""
 
     lines: list[Line] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""ROLL's WorkerConfig and the arguments nested in it (every role)."""
+"""Table of the fields of ROLL's WorkerConfig (one per role), and when ROLL ignores a field."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ NOT_OFFERED = {
 
 
 def trainer(top: View) -> str:
-    """The strategy that trains the policy."""
+    """Return the strategy that trains the policy."""
     return TRAINERS.get(
         top.section("actor_train").section("strategy_args")["strategy_name"], "fsdp2"
     )
 
 
 def engine(top: View) -> str:
-    """The strategy that samples."""
+    """Return the strategy of the inference engines."""
     return ENGINES.get(
         top.section("actor_infer").section("strategy_args")["strategy_name"], "transformers"
     )
 
 
 def only(*estimators: str) -> Unread:
-    """Read by these adv_estimators."""
+    """Return the condition of a field that only these adv_estimators read."""
 
     def reason(top: View) -> str:
         return (
@@ -60,7 +60,7 @@ def only(*estimators: str) -> Unread:
 
 
 def only_trainer(*names: str) -> Unread:
-    """Read by these strategies that train."""
+    """Return the condition of a field that only these training strategies read."""
 
     def reason(top: View) -> str:
         return (
@@ -80,13 +80,13 @@ def without_lora(top: View) -> str:
     )
 
 
-def told_by_config(top: View) -> str:
-    """An engine's GPUs, where its own options say them, or where it can have one only."""
+def set_by_config(top: View) -> str:
+    """Return the reason why ROLL ignores num_gpus_per_worker, or an empty text."""
     config = top.section("actor_infer").section("strategy_args").section("strategy_config").given
     if engine(top) == "transformers" or top.section("actor_infer")["num_gpus_per_worker"] == 1:
-        return "asks for nothing"
+        return "no effect at this value"
     return (
-        "strategy_config.tensor_parallel_size says it: only read without"
+        "strategy_config.tensor_parallel_size sets it: read only without that"
         if config.get("tensor_parallel_size", 1) > 1
         else ""
     )
@@ -142,12 +142,12 @@ def without_variants(top: View) -> str:
 
 
 def variant_of(top: View) -> str:
-    """The loss that ROLL would compute: pg_variant counts with one worker class only."""
+    """Return the loss that ROLL computes. Only one worker class reads pg_variant."""
     return (top.section("actor_train")["pg_variant"] or "ppo") if has_variants(top) else "ppo"
 
 
 def has_variants(top: View) -> bool:
-    """Whether the actor's worker reads pg_variant."""
+    """Return True if the actor's worker class reads pg_variant."""
     return "agentic_actor_pg_worker" in str(top.section("actor_train")["worker_cls"])
 
 
@@ -169,11 +169,12 @@ STRATEGY_CONFIG: Fields = {
     ),
     **{key: cannot(why, 1, False) for key, why in NOT_OFFERED.items()},
 }
-"""The keys that ROLL's own code knows. Their fate depends on the backend: `strategies` tells it."""
+"""Keys that ROLL's own code reads. Their fate depends on the backend: see `models`."""
 
 MODEL_ARGS: Fields = {
     "model_name_or_path": changed(
-        "pretrain (critic: reward_pretrain) takes its place, as in ROLL; without one this is spec.model.path"
+        "pretrain (critic: reward_pretrain) takes its place, as in ROLL; "
+        "without pretrain this is spec.model.path"
     ),
     "adapter_name_or_path": cannot(
         "adapters begin at zero: a trained one must be merged into the model first"
@@ -237,7 +238,7 @@ OTHERS_MODEL_ARGS: Fields = {
     },
     "lora_target": cannot("only the policy has adapters"),
 }
-"""Of the roles that are not actor_train."""
+"""Model arguments of the roles other than actor_train."""
 
 SCHEDULES = {
     "linear": "linear",
@@ -256,11 +257,11 @@ TRAINING_ARGS: Fields = {
     "adam_beta1": mapped(f"{_TRAINING}.adamBeta1", 0.9),
     "adam_beta2": mapped(f"{_TRAINING}.adamBeta2", 0.999),
     "per_device_train_batch_size": changed(
-        "with gradient_accumulation_steps and the number of ranks it gives actorTrain.training.miniBatchSize; with sequence_length it "
-        "gives maxTokensPerMicroBatch",
+        "with gradient_accumulation_steps and the number of ranks it sets "
+        "actorTrain.training.miniBatchSize; with sequence_length it sets maxTokensPerMicroBatch",
         8,
     ),
-    "gradient_accumulation_steps": changed("gives actorTrain.training.miniBatchSize", 1),
+    "gradient_accumulation_steps": changed("sets actorTrain.training.miniBatchSize", 1),
     "warmup_ratio": mapped(f"{_TRAINING}.warmupSteps (times the number of optimizer steps)", 0.0),
     "warmup_steps": mapped(f"{_TRAINING}.warmupSteps", 0),
     "max_steps": dropped("follows from spec.pipeline.maxSteps, as in ROLL", -1),
@@ -277,7 +278,10 @@ TRAINING_ARGS: Fields = {
     "output_dir": dropped("checkpoints go to spec.checkpoint.uri"),
 }
 
-_VALIDATION_TOO = "spec.pipeline.actorInfer.generating, and validationGenerating: ROLL validates with the same sampling"
+_VALIDATION_TOO = (
+    "spec.pipeline.actorInfer.generating, and validationGenerating: "
+    "ROLL validates with the same sampling"
+)
 GENERATING_ARGS: Fields = {
     "do_sample": cannot("greedy training has nothing to learn from: sampling stays on", True),
     "temperature": mapped(f"{_VALIDATION_TOO} (.temperature)", 0.95),
@@ -325,11 +329,13 @@ _CRITICS_TRAINER = dropped("the critic is always trained by fsdp2")
 _PODS = {
     "actor_train": mapped("spec.roles.trainer: gpus times replicas"),
     "actor_infer": mapped(
-        "spec.roles.inference: gpus times replicas; actor_train's own devices: spec.placement: Colocated"
+        "spec.roles.inference: gpus times replicas; "
+        "if it has the devices of actor_train: spec.placement: Colocated"
     ),
 }
 _WITH_TRAINER = changed(
-    "pods of its own (spec.roles) where its GPUs are not actor_train's, else it shares the trainer pods"
+    "its own pods (spec.roles) if its GPUs are not those of actor_train, "
+    "else it shares the trainer pods"
 )
 _OPD = cannot("no on-policy distillation yet", None, [], unread=without_distillation)
 
@@ -337,7 +343,7 @@ _WORKER: Fields = {
     "name": dropped("a name for logs"),
     "data_args": Section({}, rest=dropped("agentic runs read no data_args")),
     "infer_batch_size": dropped("micro-batches are cut by tokens (maxTokensPerMicroBatch)", 16),
-    "backend_timeout": dropped("nothing waits by a timeout", 30),
+    "backend_timeout": dropped("there are no call timeouts", 30),
     "max_concurrency": dropped("actors take any number of calls", 1),
     "use_dynamic_batching_in_infer": dropped("micro-batches are always cut by tokens", False),
     "max_tokens_per_microbatch_in_infer": dropped(
@@ -394,7 +400,7 @@ WORKER_CLASSES = {
 
 
 def role(name: Literal["actor_train", "actor_infer", "reference", "critic", "env"]) -> Section:
-    """The WorkerConfig of a role: what another role reads has no effect here."""
+    """Return the table of a role's WorkerConfig. Fields that only other roles read are dropped."""
     trains, samples = name in ("actor_train", "critic"), name == "actor_infer"
     silent = {
         key: dropped("this role does not read it", _default(field))
@@ -421,7 +427,7 @@ def role(name: Literal["actor_train", "actor_infer", "reference", "critic", "env
                 "actor_train": _TRAINER,
                 "critic": _CRITICS_TRAINER,
             }.get(name, _BACKEND),
-            "strategy_config": Section(STRATEGY_CONFIG, told_elsewhere=True)
+            "strategy_config": Section(STRATEGY_CONFIG, reported_elsewhere=True)
             if name in _PODS
             else Section({}, rest=_BACKEND),
         }
@@ -435,9 +441,9 @@ def role(name: Literal["actor_train", "actor_infer", "reference", "critic", "env
     fields["device_mapping"] = fields["world_size"] = pods
     fields["num_gpus_per_worker"] = (
         mapped(
-            "spec.pipeline.actorInfer.strategy.config.tensor_parallel_size, where that is not given",
+            "spec.pipeline.actorInfer.strategy.config.tensor_parallel_size, if that is not set",
             1,
-            told_by_config,
+            set_by_config,
         )
         if samples
         else dropped("a rank has one GPU", 1)
