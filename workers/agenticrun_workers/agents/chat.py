@@ -31,10 +31,11 @@ class ChatTemplateError(Exception):
 class ChatFormat:
     """Token pieces of conversations in the tokenizer's own chat template.
 
-    `end_of_turn` is the token that ends an assistant's turn in the template; `stop_tokens` adds the
-    tokenizer's end of sequence.
+    `end_of_turn` is the token that ends an assistant's turn in the template; `stop_tokens` also
+    includes the tokenizer's end of sequence.
 
-    Raises `ChatTemplateError` if the template changes or hides an assistant's message.
+    Raises:
+        ChatTemplateError: the template changes or hides an assistant's message.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -61,7 +62,7 @@ class ChatFormat:
         return self.conversation([*messages, {"role": "user", "content": user}])
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> IntArray:
-        """Return the tokens of messages up to the answer, int32 [T].
+        """Return the tokens of messages up to the next answer, int32 [T].
 
         `tools` have the format of OpenAI's API.
         """

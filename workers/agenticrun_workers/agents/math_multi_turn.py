@@ -1,11 +1,13 @@
-"""The multi-turn math agent of AReaL's guide: the policy answers, is told whether that was right, and tries again.
+"""Multi-turn math agent of AReaL's guide: the policy tries again after a wrong answer.
 
-Each turn is a trajectory of its own: its answer is trained on, with all before it as the prompt. Its reward is
+Each answer is a trajectory of its own, with the whole conversation before it as the prompt. The
+reward of answer k is R_k, as in AReaL:
 
-    r_k = (1 - rewardBias) * rewardScaling if answer k was right, else (-1 - rewardBias) * rewardScaling
+    r_k = (1 - rewardBias) * rewardScaling     if answer k is right
+          (-1 - rewardBias) * rewardScaling    otherwise
     R_k = r_k + turnLevelDiscount * R_(k+1)
 
-which is AReaL's. An episode ends with the first right answer, or after `numTurns` answers.
+An episode ends with the first right answer or after `numTurns` answers.
 """
 
 from __future__ import annotations
@@ -31,13 +33,16 @@ from agenticrun_workers.envs.service import EnvironmentService
 
 
 class MathMultiTurnAgent:
-    """For the environment `math_single_step`, or any service whose `step((qid, answers))` returns one success per answer.
+    """Agent that answers a math problem until it is right or out of turns.
+
+    It needs the environment `math_single_step` or another service: `step((qid, answers))` must
+    return one success flag per answer.
 
     Args:
-        gconfig: max_new_tokens of each answer; one answer is asked for at a time, whatever its n.
-        num_turns: answers of an episode, at most `envs[].maxSteps`.
+        gconfig: sampling options of each answer; n is always 1.
+        num_turns: maximum number of answers per episode, at most `envs[].maxSteps`.
         reward_scaling, reward_bias, turn_level_discount: see the module's docstring.
-        wrong_template: what the policy is told before it tries again.
+        wrong_template: user message after a wrong answer.
     """
 
     def __init__(
@@ -70,7 +75,7 @@ class MathMultiTurnAgent:
         obs_queue: asyncio.Queue[Request],
         act_queue: asyncio.Queue[BundledGenerationOutputs],
     ) -> list[ScoredSequence]:
-        """One episode: a trajectory for each answer."""
+        """Run one episode and return one trajectory per answer."""
         await env.reset()
         acts: list[BundledGenerationOutputs] = []
         rewards: list[float] = []
@@ -100,11 +105,11 @@ class MathMultiTurnAgent:
         ]
 
     def answers(self, act: BundledGenerationOutputs) -> list[str]:
-        """The text of each sample."""
+        """Return the text of each sample."""
         return [self.chat.text(np.asarray(output, np.int32)) for output in act.output_ids]
 
     def returns(self, rewards: Sequence[float]) -> list[float]:
-        """R_k of each turn."""
+        """Return R_k for each turn k."""
         backwards = accumulate(
             reversed(rewards), lambda later, reward: reward + self.turn_level_discount * later
         )

@@ -1,4 +1,6 @@
-"""Agents with queues: coroutines that put prompts into one queue and get sampled responses from another, as AReaL's do.
+"""Agents with queues: they put prompts into one queue and read responses from another.
+
+The interface is AReaL's:
 
     async def collect_trajectory(self, prompt, env, obs_queue, act_queue):
         await obs_queue.put((prompt.qid, prompt.token_ids, self.gconfig))
@@ -6,8 +8,8 @@
         _, rewards, *_ = await env.step((prompt.qid, texts))
         return [ScoredSequence(seq, reward) for seq, reward in zip(act.seqs, rewards)]
 
-`QueuedAgent` plays such an agent behind the `Agent` protocol. Requests may be put before earlier ones are answered; answers come
-in the order of the requests.
+`QueuedAgent` adapts such an agent to the `Agent` protocol. An agent may put several requests before
+it reads an answer; answers arrive in the order of the requests.
 """
 
 from __future__ import annotations
@@ -39,11 +41,14 @@ from agenticrun_workers.envs.service import EnvironmentService, ServiceCalls, Se
 from agenticrun_workers.types import Generation, IntArray, StopReason, Trajectory
 
 Request = tuple[str, list[int], GenerationConfig]
-"""qid, token_ids, gconfig."""
+"""One request: (qid, token_ids, gconfig)."""
 
 
 class CollectsThroughQueues(Protocol):
-    """What a user writes. One instance serves many episodes at once, so it keeps no state of an episode."""
+    """Interface of a user's agent with queues.
+
+    One instance runs many episodes at the same time, so it must not keep state of an episode.
+    """
 
     async def collect_trajectory(
         self,
@@ -52,15 +57,22 @@ class CollectsThroughQueues(Protocol):
         obs_queue: asyncio.Queue[Request],
         act_queue: asyncio.Queue[BundledGenerationOutputs],
     ) -> ScoredSequence | Sequence[ScoredSequence]:
-        """Play one episode and return its trajectories, at least one.
+        """Run one episode and return its trajectories, at least one.
 
-        Whatever it raises costs this episode. It must not block: all episodes of an env worker share its event loop.
+        An exception fails only this episode. Do not block: all episodes of an env worker share its
+        event loop.
+
+        Args:
+            prompt: the task, as text and as tokens.
+            env: environment of the episode.
+            obs_queue: takes requests, each a tuple (qid, token_ids, gconfig).
+            act_queue: returns one bundle of sampled responses per request.
         """
         ...
 
 
 class QueuedAgent:
-    """Plays a user's agent as an `Agent`."""
+    """Adapter that runs a user's agent with queues as an `Agent`."""
 
     def __init__(
         self,
@@ -92,14 +104,14 @@ class QueuedAgent:
 
 
 PATIENCE_SECONDS = 1.0
-"""How long a task that is cancelled may take to end before it is left behind."""
+"""Seconds that a cancelled task may take to end before it is abandoned."""
 
 
 class AnswerQueue(asyncio.Queue[Any]):
-    """Bundles of outputs, and at the end `EpisodeEnded`, which is raised."""
+    """Queue of response bundles. An `EpisodeEnded` item is raised, not returned."""
 
     def get_nowait(self) -> Any:
-        """`Queue.get` takes its item here as well."""
+        """Return the next bundle or raise `EpisodeEnded`. `Queue.get` calls this method, too."""
         item = super().get_nowait()
         if isinstance(item, EpisodeEnded):
             raise item
@@ -107,11 +119,11 @@ class AnswerQueue(asyncio.Queue[Any]):
 
 
 class QueuedEpisode:
-    """See `play`.
+    """One episode of an agent with queues.
 
     Args:
         collect: the user's `collect_trajectory`.
-        vocabulary: how many tokens the policy knows.
+        vocabulary: number of tokens that the policy knows.
     """
 
     def __init__(
@@ -139,7 +151,11 @@ class QueuedEpisode:
         self._active = time.monotonic()
 
     async def play(self) -> list[Trajectory]:
-        """The trajectories that the agent returned; one without turns, with the reason, if there are none to be had."""
+        """Run the episode and return the agent's trajectories.
+
+        If the episode fails, or the agent does not catch `EpisodeEnded`, the only trajectory has no
+        turns and carries the reason.
+        """
         try:
             instruction, text = await self._env.begin()
             returned = await self._run(self._prompt(instruction, text))
@@ -175,7 +191,12 @@ class QueuedEpisode:
         )
 
     async def _run(self, prompt: Prompt) -> Any:
-        """What the agent returned. Raises `EnvFault` for whatever it does wrong, `EpisodeEnded` if it lets that pass."""
+        """Run the agent and return its result.
+
+        Raises:
+            EnvFault: the agent fails or makes a mistake.
+            EpisodeEnded: the agent does not catch it.
+        """
         agent = asyncio.create_task(self._call_agent(prompt))
         answering = asyncio.create_task(self._answer_requests())
         tasks = {agent, answering}
@@ -205,7 +226,10 @@ class QueuedEpisode:
             raise raised(error, self._collect) from error
 
     def _check_patience(self) -> None:
-        """An agent that neither asks nor returns must not hold its episode for ever."""
+        """Raise `EnvFault` if the agent is idle for longer than the step timeout.
+
+        An agent that neither asks nor returns would block its episode for ever.
+        """
         limit = self._limits.step_timeout
         waited = time.monotonic() - max(self._active, self._env.active)
         if limit is not None and not self._generating and not self._env.calls and waited > limit:
@@ -215,7 +239,7 @@ class QueuedEpisode:
             )
 
     async def _answer_requests(self) -> None:
-        """Answer in the order of the requests, for as long as the agent asks."""
+        """Answer the agent's requests in order, until it is cancelled."""
         try:
             async with asyncio.TaskGroup() as answers:
                 before: asyncio.Task[None] | None = None
@@ -223,7 +247,7 @@ class QueuedEpisode:
                     before = answers.create_task(
                         self._answer(await self._requests.get(), number, before)
                     )
-        except BaseExceptionGroup as failed:  # the first one cancels the others
+        except BaseExceptionGroup as failed:  # the first failure cancels the others
             raise failed.exceptions[0] from None
 
     async def _answer(self, asked: Any, number: int, before: asyncio.Task[None] | None) -> None:
@@ -340,28 +364,40 @@ T = TypeVar("T")
 
 
 class ServiceView(EnvironmentService):
-    """One episode's environment. It has begun before the agent does, so the agent's first `reset` changes nothing."""
+    """Environment of one episode, as its agent sees it.
+
+    It is reset before the agent starts. The agent's first `reset` only returns the first message.
+    """
 
     def __init__(self, episode: Episode, calls: ServiceCalls) -> None:
         self.metrics = EpisodeMetrics()
         self.fault: EnvFault | None = None
-        """What the environment did wrong, also if the agent caught it."""
+        """Last fault of the environment, even if the agent caught it."""
         self.calls = 0
-        """Calls under way."""
+        """Number of calls in progress."""
         self.active = time.monotonic()
-        """When the last call ended."""
+        """End of the last call, in seconds of the monotonic clock."""
         self._episode = episode
         self._env_calls = calls
         self._first: str | None = None
 
     async def begin(self) -> tuple[str, str]:
-        """Instruction and first user message. Raises `EnvFault`."""
+        """Reset the environment and return the instruction and the first user message.
+
+        Raises:
+            EnvFault: the environment fails.
+        """
         instruction, first = await self._counted(self._begin())
         self._first = first
         return instruction, first
 
     async def reset(self, seed: int | None = None, options: Mapping[str, Any] | None = None) -> str:
-        """Begin the episode again, unless it has only begun. Its level is the run's business: other seeds and options are refused."""
+        """Return the first user message. The environment is reset again unless it has just begun.
+
+        Raises:
+            EnvFault: the environment fails, or the agent passes options or another seed. The run
+                chooses the level.
+        """
         if seed not in (None, self._episode.env_seed) or options:
             raise EnvFault(
                 StopReason.ENV_ERROR,
@@ -374,7 +410,7 @@ class ServiceView(EnvironmentService):
         return first
 
     async def step(self, action: Any) -> ServiceStep:
-        """Play an action. Raises `EnvFault`."""
+        """Take one step in the environment. Raises `EnvFault`."""
         self._first = None
         return await self._counted(self._step(action))
 
@@ -397,6 +433,8 @@ class ServiceView(EnvironmentService):
 
 
 class _OfService(ServiceView):
+    """View of an `EnvironmentService`."""
+
     def __init__(self, service: EnvironmentService, episode: Episode, calls: ServiceCalls) -> None:
         super().__init__(episode, calls)
         self._service = service
@@ -413,7 +451,7 @@ class _OfService(ServiceView):
 
 
 class _OfEnv(ServiceView):
-    """An environment of texts, as a service: `step(text)`."""
+    """View of a text environment: an action is a text."""
 
     def __init__(self, env: Env, episode: Episode, calls: ServiceCalls) -> None:
         super().__init__(episode, calls)
@@ -439,7 +477,7 @@ class _OfEnv(ServiceView):
 
 
 def view_of(env: Env | EnvironmentService, episode: Episode, calls: ServiceCalls) -> ServiceView:
-    """What the agent of this episode gets."""
+    """Return the agent's view of an episode's environment."""
     if getattr(env, "is_service", False):
         return _OfService(cast(EnvironmentService, env), episode, calls)
     return _OfEnv(cast(Env, env), episode, calls)

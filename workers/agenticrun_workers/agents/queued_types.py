@@ -1,8 +1,8 @@
 """Values that agents with queues exchange with the engines.
 
-The run owns the sampling distribution, because the recorded log-probs refer to it: an agent may
-repeat its values, and others are rejected. The agent chooses the number of samples and their
-length, up to `envs[].maxTokensPerStep`.
+The run owns the sampling distribution, because the recorded log-probs refer to it. An agent may
+repeat the run's values; other values are rejected. The agent chooses the number of samples and
+their length, up to `envs[].maxTokensPerStep`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agenticrun_workers.plugins import camel_case, snake_case
 from agenticrun_workers.types import FinishReason, Generation, StopReason, Stream
 
 MAX_SAMPLES = 256
-"""Responses per prompt; more would only wait at the engine."""
+"""Limit of responses per prompt; more of them would only wait in the engine's queue."""
 
 OWNED = {
     "temperature": "actorInfer.generating.temperature",
@@ -24,7 +24,7 @@ OWNED = {
     "top_k": "actorInfer.generating.topK",
     "min_p": "actorInfer.generating.minP",
 }
-"""Settings that the run owns, and the spec field that sets each."""
+"""Settings that the run owns, and the spec field of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,12 @@ class GenerationConfig:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], limits: AgentLimits) -> GenerationConfig:
-        """Return the options of an agent's `config.gconfig` (camelCase or snake_case).
+        """Parse an agent's `config.gconfig`, with camelCase or snake_case keys.
 
-        The run's values are filled in. Raises `ValueError`.
+        Missing options get the run's values.
+
+        Raises:
+            ValueError: a key is unknown or a value is not allowed.
         """
         known = {field.name for field in fields(cls)}
         values = {snake_case(key): value for key, value in config.items()}
@@ -61,7 +64,11 @@ class GenerationConfig:
         return replace(self, **changes)
 
     def within(self, limits: AgentLimits) -> GenerationConfig:
-        """Return a copy without None values. Raises `ValueError` for a forbidden value."""
+        """Return a copy that has the run's values in place of None.
+
+        Raises:
+            ValueError: a value is not allowed.
+        """
         for name, value in (("n", self.n), ("maxNewTokens", self.max_new_tokens)):
             if value is not None and (
                 not isinstance(value, int) or isinstance(value, bool) or value < 1
@@ -86,12 +93,12 @@ class GenerationConfig:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The task of one episode, for the agent."""
+    """Task of one episode, for the agent."""
 
     qid: str
-    """Id of the episode; the first part of each request."""
+    """Id of the episode and first part of each request."""
     token_ids: list[int]
-    """The conversation up to the first answer, in the chat template. Agents may change it."""
+    """Conversation up to the first answer, in the chat template. Agents may change it."""
     text: str
     """The first user message."""
     instruction: str
@@ -100,7 +107,7 @@ class Prompt:
     """The item of `envs[].dataset`; empty without a data set."""
     split: Stream
     seed: int
-    """Equal for all members of a group."""
+    """Equal for all episodes of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +140,17 @@ class BundledGenerationOutputs:
 
     @property
     def seqs(self) -> list[list[int]]:
-        """Prompt and response of each sample, as new lists that can be extended."""
+        """Prompt and response of each sample, as new lists that the agent may extend."""
         return [self.prompt_ids + output for output in self.output_ids]
 
     @property
     def version_start(self) -> list[int]:
-        """The version of each sample's first token."""
+        """Policy version of each sample's first token."""
         return [versions[0] for versions in self.versions]
 
     @property
     def version_end(self) -> list[int]:
-        """The version of each sample's last token."""
+        """Policy version of each sample's last token."""
         return [versions[-1] for versions in self.versions]
 
 
@@ -151,7 +158,7 @@ class BundledGenerationOutputs:
 class ScoredSequence:
     """One trajectory, as an agent returns it.
 
-    The sampled responses are found by their tokens, so the agent builds no mask.
+    The responses in it are found by their tokens, so the agent builds no mask.
     """
 
     tokens: Sequence[int]
@@ -161,18 +168,21 @@ class ScoredSequence:
     trained: Literal["all", "last"] = "all"
     """Train on all responses, or only on the last one, with the rest as its prompt."""
     valid: bool = True
-    """False if the last answer had a bad format: `envs[].formatPenalty` applies."""
+    """False if the last answer has a bad format: `envs[].formatPenalty` applies."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Reported as env/<tag>/<name>, averaged over the episode's trajectories."""
     stop_reason: StopReason | None = None
-    """None = the reason of `EpisodeEnded` if it was raised, else completed."""
+    """None = the reason of a raised `EpisodeEnded`, else completed."""
 
 
 class EpisodeEnded(Exception):
     """Raised by `act_queue.get()` when there are no more responses.
 
-    `reason` is context_overflow (no room within `sequenceLength`) or max_turns (more than
-    `envs[].maxSteps` requests). An agent may catch it and return what it has.
+    An agent may catch it and return its trajectories so far.
+
+    Args:
+        reason: context_overflow (no room within `sequenceLength`) or max_turns (more than
+            `envs[].maxSteps` requests).
     """
 
     def __init__(self, reason: StopReason) -> None:

@@ -1,4 +1,4 @@
-"""A policy that samples uniformly random valid actions.
+"""Policy that samples valid actions uniformly at random.
 
 Its success is a lower bound for training, and its episodes teach the answer format in warm-up.
 """
@@ -14,11 +14,10 @@ from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 
 
 def random_valid_policy(env: Env, chat: ChatFormat, timeout: float | None = None) -> Generate:
-    """Return a `Generate` for episodes in `env`, deterministic in the request's seed.
+    """Return a `Generate` that samples valid actions, deterministic in the request's seed.
 
-    Log-probs and versions are 0.
-
-    It raises `EnvFault` if `valid_actions` fails or takes more than `timeout` seconds.
+    Log-probs and versions are 0. Calls raise `EnvFault` if `valid_actions` fails or takes more than
+    `timeout` seconds.
     """
     calls = EnvCalls(timeout)
 

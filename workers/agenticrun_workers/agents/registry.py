@@ -69,7 +69,14 @@ def make_agent(
 ) -> Agent:
     """Build an agent.
 
-    The constructor gets those of `tokenizer`, `limits` and `gconfig` that it names.
+    The constructor receives `tokenizer`, `limits` and `gconfig` if it has parameters of these
+    names.
+
+    Args:
+        type: registered name, entry point or `module:Class`.
+        config: the agent's config, with camelCase keys.
+        tokenizer: tokenizer of the policy.
+        limits: limits of turns and tokens, and sampling settings.
 
     Raises:
         AgentNotFound: no such agent.
@@ -96,7 +103,7 @@ def make_agent(
 def _gconfig(
     type: str, config: Mapping[str, Any], limits: AgentLimits
 ) -> tuple[dict[str, Any], GenerationConfig]:
-    """Split a config into its other keys and its `gconfig`."""
+    """Split a config into its other keys and the parsed `gconfig`. Raises `AgentConfigError`."""
     asked = config.get("gconfig", {})
     try:
         if not isinstance(asked, Mapping):
@@ -109,7 +116,11 @@ def _gconfig(
 
 
 def _has_queues(type: str, made: Any) -> bool:
-    """Return True for an agent with queues. Raises `AgentNotFound` for neither kind."""
+    """Return True for an agent with queues, False for an `Agent`.
+
+    Raises:
+        AgentNotFound: `collect_trajectory` has neither signature.
+    """
     collect = getattr(made, "collect_trajectory", None)
     expected = (
         f"async def collect_trajectory(self, {', '.join(OWN_ARGUMENTS)}) "
@@ -136,7 +147,11 @@ def _takes(signature: inspect.Signature, arguments: tuple[str, ...]) -> bool:
 def agent_texts(type: str, config: Mapping[str, Any]) -> list[str]:
     """Return the texts that an agent adds to prompts: its templates and config strings.
 
-    A tiny tokenizer's vocabulary is built from them. Raises `AgentNotFound` or `AgentImportError`.
+    The vocabulary of a tiny tokenizer is built from them.
+
+    Raises:
+        AgentNotFound: no such agent.
+        AgentImportError: its module cannot be imported.
     """
     parameters = inspect.signature(_registry.find(type)).parameters
     values = {

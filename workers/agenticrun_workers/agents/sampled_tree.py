@@ -1,8 +1,8 @@
-"""The responses of one episode as a tree, linked by token prefixes.
+"""Responses of one episode as a tree, linked by token prefixes.
 
-The parent of a prompt is the longest sampled sequence that it starts with; else it is a root.
-So log-probs, versions and masks always come from the generation itself, whatever an agent does
-between two requests.
+The parent of a prompt is the longest sampled sequence that it starts with; without one, the prompt
+is a root. So log-probs, versions and masks always come from the generation itself, even if an agent
+edits the conversation between two requests.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Sampled:
 
     @property
     def length(self) -> int:
+        """Number of tokens in the prompt and the response."""
         return len(self.prompt_T) + len(self.generation.tokens_T)
 
     @property
@@ -50,7 +51,7 @@ class Sampled:
         return [*(self.parent.path() if self.parent else []), self]
 
     def turn(self, chat: ChatFormat, reward: float, *, valid: bool = True) -> Turn:
-        """Return the turn that follows the parent's turn."""
+        """Return the turn of this response. Its prompt is `added_T`."""
         generation = self.generation
         return Turn(
             self.added_T,

@@ -1,7 +1,7 @@
 """Turn-based agents: `multi_turn` (StarPO) and `step_wise` (GiGPO, step REINFORCE).
 
-`multi_turn` grows one conversation per episode: one training sample. `step_wise` renders a new prompt
-per turn that shows the newest past turns: one training sample per turn, of bounded length.
+`multi_turn` grows one conversation per episode: one training sample. `step_wise` renders a new
+prompt for each turn, with the newest past turns: one training sample per turn, of bounded length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Policy = Literal["continue", "stop"]
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A past turn, as an agent may show it again."""
+    """A past turn as text, for later prompts."""
 
     observation: str
     answer: str
@@ -44,18 +44,23 @@ class Exchange:
 
 
 class TurnBasedAgent(ABC):
-    """Base of agents with one prompt per turn, which subclasses render.
+    """Base class of agents with one prompt per turn.
+
+    Subclasses render the prompt.
 
     Args:
-        tokenizer: with a chat template.
-        limits: turns, tokens and sampling.
-        action_pattern: regular expression searched in the answer; its last group, stripped, is the action.
-        on_parse_error: `continue` plays the empty action, which the environment counts as invalid; `stop` ends the episode.
-        on_cut_answer: whether an answer that met its token limit is played like any other or ends the episode.
+        tokenizer: tokenizer with a chat template.
+        limits: limits of turns and tokens, and sampling settings.
+        action_pattern: regular expression to search for in the answer. Its last group, stripped, is
+            the action.
+        on_parse_error: `continue` sends the empty action, which the environment counts as invalid;
+            `stop` ends the episode.
+        on_cut_answer: `continue` treats an answer that reaches its token limit like any other;
+            `stop` ends the episode.
     """
 
     stepwise: ClassVar[bool]
-    """True if each prompt is complete; else it extends the conversation."""
+    """True if each prompt is complete; False if it extends the conversation."""
 
     def __init__(
         self,
@@ -83,7 +88,7 @@ class TurnBasedAgent(ABC):
     async def collect_trajectory(
         self, episode: Episode, env: Env, generate: Generate
     ) -> Trajectory:
-        """Play one episode; see `Agent`."""
+        """Run one episode; see `Agent`."""
         play = _Play(self, episode, env, generate)
         try:
             await play.run()
@@ -94,12 +99,12 @@ class TurnBasedAgent(ABC):
         raise AssertionError("an episode ends with a reason")
 
     def action(self, answer: str) -> str | None:
-        """The action in an answer, or None if the pattern does not match."""
+        """Return the action in an answer, or None if the pattern does not match."""
         match = self._pattern.search(answer)
         return None if match is None else last_group(match).strip()
 
     def fields(self, instruction: str, observation: str, turn: int) -> dict[str, Any]:
-        """Values of the placeholders that every template may use. `turn` counts from 1."""
+        """Return the placeholder values that every template may use. `turn` counts from 1."""
         return {
             "instruction": instruction,
             "observation": observation,
@@ -110,7 +115,7 @@ class TurnBasedAgent(ABC):
 
 
 class _EpisodeEnded(Exception):
-    """Carries a stop reason out of the turn loop."""
+    """Exception that carries a stop reason out of the turn loop."""
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(reason)
@@ -130,11 +135,11 @@ class _Play:
     metrics: EpisodeMetrics = field(default_factory=EpisodeMetrics)
     instruction: str = ""
     conversation: list[IntArray] = field(default_factory=list)
-    """Everything so far, of agents that are not step-wise."""
+    """Prompts and responses so far; unused by step-wise agents."""
     ending_T: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     async def run(self) -> None:
-        """Turn by turn, until `_EpisodeEnded`."""
+        """Run turn by turn until `_EpisodeEnded` is raised."""
         start = await self.agent.envs.reset(
             self.env, self.episode.env_seed, self.episode.key.stream, self.episode.item
         )
@@ -165,7 +170,7 @@ class _Play:
         )
 
     def _ending(self, observation: str) -> IntArray:
-        """The prompt that a cut episode leaves unanswered; nothing if there is no room for it."""
+        """Return the unanswered prompt of a cut episode, int32 [T]; empty if it does not fit."""
         prompt_T = self._prompt(observation)
         before = 0 if self.agent.stepwise else sum(map(len, self.conversation))
         return (
@@ -175,7 +180,11 @@ class _Play:
         )
 
     def _prompt(self, observation: str) -> IntArray:
-        """Tokens of an observation. Text that the tokenizer refuses is the environment's mistake."""
+        """Return the tokens of the next prompt, int32 [T].
+
+        Raises:
+            EnvFault: the observation cannot be tokenised.
+        """
         try:
             return self.agent.prompt(self.instruction, self.past, observation)
         except Exception as error:  # tokenizers raises plain Exception
@@ -232,7 +241,7 @@ class _Play:
         reward: float = 0.0,
         known: bool = True,
     ) -> None:
-        """Keep a turn. `known`: the environment did not call the action invalid."""
+        """Append a turn. `known` is False if the environment calls the action invalid."""
         self.turns.append(
             Turn(
                 prompt_T,
@@ -253,12 +262,12 @@ MULTI_TURN_FIELDS = ("instruction", "observation", "turn", "turns_left", "max_to
 
 @register_agent("multi_turn")
 class MultiTurnAgent(TurnBasedAgent):
-    """Observation, answer, observation, answer ... in one conversation.
+    """Agent with one conversation: observation, answer, observation, answer ...
 
     Args:
         system_template: first message; empty = none.
-        agent_template: each user message. Both may use {instruction}, {observation}, {turn} (from 1), {turns_left}
-            (this one included) and {max_tokens}.
+        agent_template: each user message. Both templates may use {instruction}, {observation},
+            {turn} (from 1), {turns_left} (including this one) and {max_tokens}.
         others: see `TurnBasedAgent`.
     """
 
@@ -288,7 +297,10 @@ class MultiTurnAgent(TurnBasedAgent):
             check_template(template, MULTI_TURN_FIELDS)
 
     def prompt(self, instruction: str, past: Sequence[Exchange], observation: str) -> IntArray:
-        """What the conversation grows by: the end of the last answer where the policy did not sample it, and the next message."""
+        """Return the tokens to append to the conversation, int32 [T].
+
+        They are the end of the last answer, if the policy did not sample it, and the next message.
+        """
         user = self._agent_template.format_map(self.fields(instruction, observation, len(past) + 1))
         if past:
             return self.chat.next(user, ended=past[-1].ended)
@@ -317,16 +329,18 @@ HISTORY_TEMPLATE = "[{turn}]\n{observation}\n-> {action}\n"
 
 @register_agent("step_wise")
 class StepWiseAgent(TurnBasedAgent):
-    """Each turn's prompt stands for itself; `sequenceLength` bounds one turn's prompt and answer.
+    """Agent with a complete prompt for each turn, which shows a few past turns.
+
+    `sequenceLength` limits the prompt and answer of one turn.
 
     Args:
         system_template: system message; empty = none.
-        agent_template: user message. Both may use {instruction}, {history}, {history_length} (turns that the history shows),
-            {step_count} (turns before this one), {turn} (this one, from 1), {turns_left} (this one included), {observation}
-            and {max_tokens}.
-        history_template: one past turn of the history, oldest first: {turn}, {observation}, {action}. An answer without an
-            action is shown as it was.
-        history_length: how many of the newest past turns the history shows.
+        agent_template: user message. Both templates may use {instruction}, {history},
+            {history_length} (turns in the history), {step_count} (turns before this one), {turn}
+            (this one, from 1), {turns_left} (including this one), {observation} and {max_tokens}.
+        history_template: one past turn in the history, oldest first: {turn}, {observation},
+            {action}. If the answer has no action, {action} is the whole answer.
+        history_length: maximum number of past turns in the history.
         others: see `TurnBasedAgent`.
     """
 
@@ -363,7 +377,7 @@ class StepWiseAgent(TurnBasedAgent):
         check_template(history_template, HISTORY_FIELDS)
 
     def prompt(self, instruction: str, past: Sequence[Exchange], observation: str) -> IntArray:
-        """The whole prompt of this turn."""
+        """Return the whole prompt of this turn, int32 [T]."""
         fields = self._fields_of(instruction, past, observation)
         return self.chat.first(
             self._system_template.format_map(fields), self._agent_template.format_map(fields)
