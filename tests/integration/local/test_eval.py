@@ -93,7 +93,7 @@ def test_an_exported_folder_holds_the_checkpoint_s_policy(trained: Trained, tmp_
         "export", "--checkpoint", str(trained.checkpoints), "-o", str(folder)
     )
     assert code == 2
-    assert "holds files already" in output
+    assert "is not empty: choose a new folder" in output
 
 
 def test_export_refuses_what_is_no_checkpoint_or_another_model_s(
