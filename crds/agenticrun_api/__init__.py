@@ -1,4 +1,7 @@
-"""The AgenticRun API: spec, status and progress as pydantic models. The source of truth of the CRD, the operator and the workers."""
+"""The AgenticRun API: spec, status and progress as pydantic models.
+
+The CRD is generated from these models; the operator and the workers import them.
+"""
 
 from agenticrun_api.load import InvalidRun, load_run, parse_run
 from agenticrun_api.names import Role

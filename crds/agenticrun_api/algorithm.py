@@ -1,4 +1,7 @@
-"""`spec.pipeline.algorithm`: how credit is assigned and what the actor's loss is. Formulas are in docs/algorithms.md."""
+"""`spec.pipeline.algorithm`: advantage estimators and the actor's loss.
+
+The formulas are in docs/algorithms.md.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ Bound = Annotated[float, Field(gt=0, le=1e6)]
 Over = Literal["batch", "group", "none"]
 
 GROUP_BASELINE = ("grpo", "rloo", "dr_grpo", "gigpo", "reinforce_plus_plus_baseline")
-"""Estimators that compare the members of a group."""
+"""Estimators that compare the trajectories of a group."""
 TOKEN_RETURNS = (
     "gae",
     "reinforce",
@@ -20,7 +23,7 @@ TOKEN_RETURNS = (
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
 )
-"""Estimators whose rewards sit on tokens and are discounted over them."""
+"""Estimators that assign rewards to tokens and discount them over tokens."""
 CLIPPED = ("ppo", "decoupled")
 
 
@@ -31,7 +34,10 @@ def _cel_list(names: tuple[str, ...]) -> str:
 def _read_by(
     field: str, default: Any, readers: tuple[str, ...], *, of: str = "name", optional: bool = False
 ) -> Rule:
-    """A field that only some values of `of` read: anybody else must leave it at its default."""
+    """Return a rule for a field that only some values of `of` read.
+
+    With any other value, the field must have its default.
+    """
     literal = f"'{default}'" if isinstance(default, str) else str(default).lower()
     unset = f"!has(self.{camel(field)})" if optional else f"self.{camel(field)} == {literal}"
     words = {"name": "algorithm", "pg_variant": "pgVariant"}[of]
@@ -48,7 +54,7 @@ def _read_by(
 
 
 class RewardKl(Model):
-    """A penalty on the distance to the reference, inside the reward."""
+    """KL penalty to the reference, as a part of the reward."""
 
     RULES = (
         Rule(
@@ -60,25 +66,28 @@ class RewardKl(Model):
     )
 
     kind: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Estimator per token, with d = logprob(old policy) - logprob(reference): d, d^2/2, exp(-d) + d - 1, or |d|."""
+    """Estimator per token, with d = logprob(old policy) - logprob(reference). k1: d. k2: d^2/2.
+    k3: exp(-d) + d - 1. abs: |d|."""
     coef: Annotated[float, Field(gt=0, le=1e6)] = 0.2
-    """Coefficient, or the one to begin with if `targetKl` is set."""
+    """Coefficient; if `targetKl` is set, its initial value."""
     target_kl: Bound | None = None
-    """Mean KL per response token that the adaptive controller steers to; without it the coefficient stays."""
+    """Target of the adaptive controller: mean KL per response token. Without it, the coefficient is
+    constant."""
     horizon: Annotated[int, Field(ge=1, le=1_000_000_000)] = 10_000
-    """Trajectories over which the adaptive controller corrects an error."""
+    """Number of trajectories over which the adaptive controller corrects an error."""
 
 
 class LossKl(Model):
-    """A penalty on the distance to the reference, inside the loss."""
+    """KL penalty to the reference, as a part of the loss."""
 
     kind: Literal["k2", "k3"] = "k3"
-    """Estimator per token, with d = logprob(reference) - logprob(policy): d^2/2, or exp(d) - d - 1."""
+    """Estimator per token, with d = logprob(reference) - logprob(policy). k2: d^2/2.
+    k3: exp(d) - d - 1."""
     coef: Annotated[float, Field(gt=0, le=1e6)] = 0.001
 
 
 class Truncated(Model):
-    """What becomes of trajectories that were cut (max_turns, max_tokens, context_overflow)."""
+    """Treatment of truncated trajectories (max_turns, max_tokens, context_overflow)."""
 
     RULES = (
         Rule(
@@ -88,8 +97,10 @@ class Truncated(Model):
             lambda t: t.mode == "softPenalty" or t.penalty == 1.0,
         ),
         Rule(
-            "self.mode != 'softPenalty' || (has(self.limit) && has(self.buffer) && self.buffer <= self.limit)",
-            "mode softPenalty needs limit (response tokens of a trajectory) and buffer (the last ones of them, where the penalty grows)",
+            "self.mode != 'softPenalty' || (has(self.limit) && has(self.buffer) && self.buffer <= "
+            "self.limit)",
+            "mode softPenalty needs limit (response tokens of a trajectory) and buffer (the last "
+            "ones of them, where the penalty grows)",
             ".mode",
             lambda t: (
                 t.mode != "softPenalty"
@@ -105,25 +116,27 @@ class Truncated(Model):
     )
 
     mode: Literal["train", "mask", "zeroReward", "softPenalty"] = "train"
-    """Train on them as they are, keep them in the statistics but out of the loss, set what the environment paid to 0, or DAPO's
-    overlong shaping, which is by length alone and so applies to every trajectory."""
+    """train: train on them as they are. mask: keep them in the statistics but not in the loss.
+    zeroReward: set the environment's reward to 0. softPenalty: DAPO's overlong shaping, which
+    depends on length alone and applies to every trajectory."""
     limit: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
-    """Response tokens of a trajectory from which softPenalty is complete."""
+    """Response tokens of a trajectory at which softPenalty reaches `penalty`."""
     buffer: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
-    """Response tokens before `limit` over which softPenalty grows from 0."""
+    """Number of response tokens before `limit` over which softPenalty grows from 0."""
     penalty: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """What is taken from the reward at `limit`."""
+    """Amount subtracted from the reward at `limit`."""
 
 
 class Tis(Model):
-    """Truncated importance sampling: the ratio, clamped and detached, weighs -A logprob."""
+    """Truncated importance sampling: -A logprob, weighted with the clamped and detached ratio."""
 
     lower_bound: Annotated[float, Field(ge=0, le=1)] = 0.0
     upper_bound: Bound = 1.0
 
 
 class Topr(Model):
-    """Tapered off-policy REINFORCE: good trajectories weigh fully, bad ones by their clamped ratio."""
+    """Tapered off-policy REINFORCE: full weight for good trajectories, the clamped ratio for bad
+    ones."""
 
     positive_weight: Coefficient = 1.0
     negative_weight: Coefficient = 1.0
@@ -135,7 +148,7 @@ class Cispo(Model):
     epsilon_low: Share = 0.1
     epsilon_high: Annotated[float, Field(ge=0, le=10)] = 0.1
     unified_mask: bool = False
-    """Zero the tokens that PPO's clip would hold."""
+    """Set the loss of the tokens that PPO would clip to 0."""
 
 
 class Kimi15(Model):
@@ -145,7 +158,8 @@ class Kimi15(Model):
 
 
 class Decoupled(Model):
-    """AReaL's decoupled PPO: the clip is around the policy at the batch's start, the weight corrects to the one that sampled."""
+    """AReaL's decoupled PPO: clips around the policy at the start of the batch; a weight corrects
+    for the policy that sampled."""
 
     cap: Bound = 2.0
     """Upper bound of the weight."""
@@ -155,7 +169,7 @@ class VarianceFilter(Model):
     """StarPO-S: train on the groups whose rewards differ most."""
 
     keep: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """Share of a batch's groups that is kept."""
+    """Share of a batch's groups to keep."""
 
 
 class Algorithm(Model):
@@ -186,7 +200,8 @@ class Algorithm(Model):
         _read_by("decoupled", None, ("decoupled",), of="pg_variant", optional=True),
         Rule(
             "self.lossAggMode != 'seq-mean-token-sum-norm' || has(self.lossAggNorm)",
-            "lossAggMode seq-mean-token-sum-norm needs lossAggNorm, the constant that it divides by (for example sequenceLength)",
+            "lossAggMode seq-mean-token-sum-norm needs lossAggNorm, the constant that it divides "
+            "by (for example sequenceLength)",
             ".lossAggMode",
             lambda a: a.loss_agg_mode != "seq-mean-token-sum-norm" or a.loss_agg_norm is not None,
         ),
@@ -198,7 +213,8 @@ class Algorithm(Model):
         ),
         Rule(
             "self.name != 'dr_grpo' || self.lossAggMode == 'seq-mean-token-sum-norm'",
-            "dr_grpo divides by a constant instead of lengths: set lossAggMode: seq-mean-token-sum-norm and lossAggNorm",
+            "dr_grpo divides by a constant instead of lengths: set lossAggMode: "
+            "seq-mean-token-sum-norm and lossAggNorm",
             ".lossAggMode",
             lambda a: a.name != "dr_grpo" or a.loss_agg_mode == "seq-mean-token-sum-norm",
         ),
@@ -222,11 +238,12 @@ class Algorithm(Model):
     lambd: Share = 0.95
     """gae's lambda."""
     turn_level: bool = False
-    """gae: gamma and lambda count at the boundaries of turns only."""
+    """gae: apply gamma and lambda only at turn boundaries."""
     bootstrap_truncated: bool = False
-    """gae: a trajectory that was cut goes on with the critic's value of its end instead of 0."""
+    """gae: continue a truncated trajectory with the critic's value of its end instead of 0."""
     reward_placement: Literal["trajectory", "turn"] = "trajectory"
-    """The sum of the rewards on the last response token, or each turn's reward on the last token of its turn."""
+    """trajectory: the sum of the rewards on the last response token. turn: each turn's reward on
+    the last token of the turn."""
     step_reward_gamma: Share = 0.95
     """Discount of the step returns, per turn."""
     episode_reward_weight: Coefficient = 1.0
@@ -234,13 +251,14 @@ class Algorithm(Model):
     step_reward_weight: Coefficient = 1.0
     """gigpo: weight of the advantage among the group's turns at equal states."""
     norm_mean_type: Over = "group"
-    """gigpo: the set whose mean is subtracted."""
+    """gigpo: the set of which the mean is subtracted."""
     norm_std_type: Over = "group"
-    """grpo and gigpo: the set whose standard deviation divides; `none` leaves the differences as they are."""
+    """grpo and gigpo: the set of which the standard deviation is the divisor. none: no division."""
     whiten_rewards: bool = False
-    """Shift and scale the rewards of the batch's response tokens to mean 0, std 1, before returns."""
+    """Scale the rewards of the batch's response tokens to mean 0 and std 1, before the returns."""
     whiten_advantages: bool = False
-    """Shift and scale the advantages of the batch's response tokens to mean 0, std 1. reinforce_plus_plus always does."""
+    """Scale the advantages of the batch's response tokens to mean 0 and std 1. reinforce_plus_plus
+    always does this."""
     reward_clip: Bound | None = None
     """Rewards are limited to [-c, c]."""
     advantage_clip: Bound | None = None
@@ -257,45 +275,51 @@ class Algorithm(Model):
     kimi15: Kimi15 | None = None
     decoupled: Decoupled | None = None
     ratio_type: Literal["token", "segment", "sequence"] = "token"
-    """The probability ratio of each token, of its turn (geometric mean), or of its sample (GSPO)."""
+    """The probability ratio of each token, of its turn (geometric mean), or of its sample
+    (GSPO)."""
     pg_clip_low: Share = 0.2
     pg_clip_high: Annotated[float, Field(ge=0, le=10)] = 0.2
     dual_clip: Annotated[float, Field(gt=1, le=100)] | None = None
-    """Bound c of the dual clip for negative advantages; off without it."""
+    """Bound c of the dual clip for negative advantages. Not set: no dual clip."""
     ppo_epochs: Annotated[int, Field(ge=1, le=64)] = 1
-    """Passes over a batch, of actor and critic."""
+    """Number of passes of actor and critic over a batch."""
     entropy_loss_coef: Coefficient = 0.0
     loss_agg_mode: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "seq-mean-token-mean"
-    """How tokens become one loss. A sequence is a sample: a trajectory, or a turn of a step-wise agent."""
+    """Aggregation of token losses. A sequence is a sample: a trajectory, or a turn of a step-wise
+    agent."""
     loss_agg_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
 
 
 class RewardNormalization(Model):
-    """Normalisation of rewards for the estimators that have no baseline of their own."""
+    """Normalisation of rewards, for estimators without their own baseline."""
 
     grouping: Literal["batch", "group", "tag", "state"] = "batch"
-    """What `group` means below: the batch, the trajectory's group, its tag, or (step_reinforce) equal states of its group."""
+    """The meaning of `group` below: the batch, the trajectory's group, its tag, or (step_reinforce)
+    equal states of its group."""
     norm_mean_type: Over = "none"
-    """The set whose mean is subtracted."""
+    """The set of which the mean is subtracted."""
     norm_std_type: Over = "none"
-    """The set whose standard deviation divides."""
+    """The set of which the standard deviation is the divisor."""
 
 
 Level = Literal["token", "segment", "geometric", "sequence"]
-"""Of a train-inference ratio: each token, the turn's geometric mean, the sample's geometric mean, the sample's product."""
+"""Level of a train-inference ratio: each token, the turn's geometric mean, the sample's geometric
+mean, the sample's product."""
 
 
 class IsWeight(Model):
-    """The loss of each token times the ratio of trainer's and engine's probability, detached."""
+    """Weight of each token's loss: the detached ratio of the trainer's and the engine's
+    probability."""
 
     level: Level = "token"
     upper_bound: Bound = 1.2
 
 
 class RatioFilter(Model):
-    """Tokens whose trainer and engine disagree leave the loss."""
+    """Removes tokens from the loss if the trainer's and the engine's probabilities differ too
+    much."""
 
     RULES = (
         Rule(
@@ -310,10 +334,10 @@ class RatioFilter(Model):
 
     level: Level = "token"
     ratio_low: Coefficient | None = None
-    """Smallest ratio exp(trainer - engine) that stays."""
+    """Smallest ratio exp(trainer - engine) to keep."""
     ratio_high: Coefficient | None = None
     diff_low: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """Smallest difference of probabilities (trainer - engine) that stays."""
+    """Smallest difference of probabilities (trainer - engine) to keep."""
     diff_high: Annotated[float, Field(ge=-1, le=1)] | None = None
 
 
@@ -334,17 +358,19 @@ class TrainInferCorrection(Model):
 
 
 class Guards(Model):
-    """Alarms. Each is a metric guard/<name> that becomes 1, a line in the log and a message of the run."""
+    """Alarms. An alarm sets the metric guard/<name> to 1, logs a line and sets a message of the
+    run."""
 
     max_skipped_steps: Annotated[int, Field(ge=1, le=10_000)] = 10
-    """Optimizer steps in a row that may be skipped for a gradient that is not finite, before the run fails."""
+    """Number of consecutive optimizer steps that may be skipped because the gradient is not finite,
+    before the run fails."""
     max_logprob_gap: Bound = 0.1
-    """Mean |trainer's log-prob - engine's log-prob| on the same weights."""
+    """Alarm above this mean |trainer's log-prob - engine's log-prob| with the same weights."""
     min_entropy: Bound | None = None
-    """Mean entropy of the sampled tokens, in nats: below it the policy has collapsed."""
+    """Alarm below this mean entropy of the sampled tokens, in nats: the policy has collapsed."""
     max_zero_variance_share: Share | None = None
-    """Share of groups whose rewards are all equal, which teach nothing."""
+    """Alarm above this share of groups with equal rewards, which contribute no gradient."""
     patience: Annotated[int, Field(ge=1, le=10_000)] = 3
-    """Steps in a row that an alarm's condition must hold."""
+    """Number of consecutive steps in which the condition of an alarm must hold."""
     action: Literal["Report", "Fail"] = "Report"
-    """What an alarm does beside being told."""
+    """Report: report the alarm only. Fail: also fail the run."""

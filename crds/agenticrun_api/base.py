@@ -1,7 +1,8 @@
-"""The base of every API model, and rules that cross fields.
+"""The base class of the API models, and rules over several fields.
 
-A rule is written twice, side by side: as CEL, which the kube-apiserver evaluates at apply, and as a Python check, which
-`agenticrun validate` and the workers evaluate on a laptop. A test feeds both with the same inputs.
+Each rule is written twice, side by side: in CEL, which the kube-apiserver evaluates, and as a
+Python check, which `agenticrun validate` and the workers evaluate. A test gives both the same
+inputs.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ class Rule:
     cel: str
     """The condition in CEL, over `self` (and `oldSelf` for a transition)."""
     message: str
-    """What is wrong and what to do."""
+    """The error message: what is wrong and what to do."""
     path: str
-    """The field to point at, relative to the model: `.groupSize`."""
+    """The field that the error names, relative to the model: `.groupSize`."""
     check: Callable[[Any], bool] | None
-    """The same condition in Python; None for a transition, which only the apiserver can see."""
+    """The same condition in Python; None for a transition, which only the apiserver can check."""
     reason: str = "FieldValueInvalid"
 
 
 def camel(name: str) -> str:
-    """`group_size` -> `groupSize`, as in YAML."""
+    """Return the name of a field as in YAML: `group_size` -> `groupSize`."""
     return to_camel(name)
 
 
 class Model(BaseModel):
-    """camelCase in YAML, snake_case in Python, immutable, unknown fields refused."""
+    """Base class: camelCase in YAML, snake_case in Python, immutable, rejects unknown fields."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -59,7 +60,7 @@ class Model(BaseModel):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """As in YAML: camelCase, without unset optionals, JSON types only."""
+        """Return the model as in YAML: camelCase, JSON types, without unset optional fields."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
@@ -91,4 +92,4 @@ Tag = Annotated[
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 Text = Annotated[str, Field(max_length=4096)]
 Open = dict[str, Any]
-"""A mapping that the schema leaves open; whoever reads it validates it before anything is trained."""
+"""A mapping that the schema does not restrict. Its reader validates it before training starts."""

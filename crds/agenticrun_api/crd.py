@@ -1,4 +1,7 @@
-"""The CustomResourceDefinition, generated from the models: `python -m agenticrun_api.crd > crds/agenticruns.yaml`."""
+"""Generates the CustomResourceDefinition from the models.
+
+Run `python -m agenticrun_api.crd > crds/agenticruns.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,15 @@ COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     ("ETA", "string", ".status.eta", 1),
     ("Message", "string", ".status.message", 1),
 )
-"""(name, type, JSONPath, priority): priority 1 shows with `-o wide`."""
+"""(name, type, JSONPath, priority). Columns of priority 1 are shown with `-o wide` only."""
 
-_KEEP = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern", "minLength", "maxLength", "minItems",
-         "maxItems", "maxProperties", "format", "x-kubernetes-int-or-string")  # fmt: skip
+_KEEP = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern",
+         "minLength", "maxLength", "minItems", "maxItems", "maxProperties", "format",
+         "x-kubernetes-int-or-string")  # fmt: skip
 
 
 def custom_resource_definition() -> dict[str, Any]:
-    """The CRD as a dictionary, in apiextensions.k8s.io/v1."""
+    """Return the CRD as a dictionary, in apiextensions.k8s.io/v1."""
     schema = {
         "type": "object",
         "description": (AgenticRun.__doc__ or "").strip(),
@@ -88,7 +92,7 @@ def custom_resource_definition() -> dict[str, Any]:
 
 
 def model_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The structural schema of one model, everything inlined, rules as x-kubernetes-validations."""
+    """Return the structural schema of one model: references inlined, rules as CEL validations."""
     full = model.model_json_schema(by_alias=True, mode="validation")
     return _structural(full, full.get("$defs", {}), model)
 
@@ -105,7 +109,13 @@ def _status_schema() -> dict[str, Any]:
 
 
 def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) -> dict[str, Any]:
-    """One JSON schema node of pydantic's as Kubernetes wants it. `model` is the Python type behind it, if it is one of ours."""
+    """Convert one node of pydantic's JSON schema to a structural schema.
+
+    Args:
+        node: the node.
+        defs: the definitions that `$ref` refers to.
+        model: the Python type of the node, if it is one of our models.
+    """
     if "anyOf" in node:  # Optional[X]: absent, never null
         (inner,) = (part for part in node["anyOf"] if part.get("type") != "null")
         node = {**{k: v for k, v in node.items() if k not in ("anyOf", "default")}, **inner}
@@ -122,7 +132,7 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
     if node.get("default") is not None:
         out["default"] = _without_nulls(node["default"])
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if exclusive in out:  # OpenAPI v3.0: the bound, and a flag beside it
+        if exclusive in out:  # OpenAPI v3.0: the bound and a separate flag
             out |= {bound: out[exclusive], exclusive: True}
     if "items" in node:
         out["items"] = _structural(node["items"], defs, _item_type(model))
@@ -167,7 +177,7 @@ def _field_types(model: type | None) -> dict[str, type | None]:
 
 
 def _plain(annotation: Any) -> Any:
-    """`X | None` and `Annotated[X, ...]` as X."""
+    """Return X for `X | None` and `Annotated[X, ...]`."""
     if get_origin(annotation) in (Union, UnionType):
         (annotation,) = (part for part in get_args(annotation) if part is not type(None))
     if hasattr(annotation, "__metadata__"):
@@ -181,7 +191,7 @@ def _item_type(annotation: Any) -> Any:
 
 
 def _without_nulls(default: Any) -> Any:
-    """A default as the apiserver takes it: whole, because rules are evaluated on it as it stands, with absent for null."""
+    """Return a default without nulls, because the apiserver evaluates the rules on it."""
     if isinstance(default, dict):
         return {key: _without_nulls(value) for key, value in default.items() if value is not None}
     return default

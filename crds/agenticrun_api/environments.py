@@ -1,4 +1,4 @@
-"""`spec.pipeline.envs` and how many of them play side by side: environments, their data, their judges, and groups."""
+"""`spec.pipeline.envs`: environments, their data sets, judges and groups."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ Path = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class DatasetSpec(Model):
-    """Items that episodes are about: JSONL, Parquet or CSV files, a folder saved by Hugging Face datasets, or a name on the hub."""
+    """A data set with one item per episode: JSONL, Parquet or CSV files, a folder saved by Hugging
+    Face datasets, or a name on the Hugging Face Hub."""
 
     path: Path
-    """A file, a glob, a folder or a hub name, that every env pod can read."""
+    """A file, glob or folder that every env pod can read, or a name on the Hugging Face Hub."""
     split: Annotated[str, Field(min_length=1, max_length=253)] = "train"
     val_split: Annotated[str, Field(min_length=1, max_length=253)] | None = None
-    """Split that validation plays; without it `valShare` of `split` is held out for validation."""
+    """Split for validation. Default: `valShare` of `split` is held out."""
     val_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
     shuffle: bool = True
-    """A new order in each epoch, drawn from pipeline.seed."""
+    """Shuffle in each epoch, with a seed from pipeline.seed."""
     columns: Annotated[dict[str, Annotated[str, Field(max_length=253)]], Field(max_length=64)] = {}
-    """New name -> column of the data, for environments that expect other names."""
+    """Map from new names to columns of the data, for environments that expect other names."""
 
 
 class AgentSpec(Model):
-    """Who drives an environment."""
+    """The agent that acts in an environment."""
 
     type: PlugIn = "multi_turn"
-    """multi_turn: one growing conversation (StarPO). step_wise: a new prompt each turn, with the newest turns as history (GiGPO).
-    math_multi_turn: AReaL's math agent. outside: a program of any framework, through an OpenAI-compatible endpoint. Or module:Class."""
+    """multi_turn: one growing conversation (StarPO). step_wise: a new prompt each turn, with the
+    newest turns as history (GiGPO). math_multi_turn: AReaL's math agent. outside: a program of any
+    framework, through an OpenAI-compatible endpoint. Or module:Class."""
     config: Open = {}
     """Keyword arguments of the agent."""
 
@@ -50,57 +52,64 @@ class EnvSpec(Model):
 
     tag: Tag
     type: PlugIn
-    """frozen_lake, sokoban, webshop, math, python_tool, gymnasium, or `module:Class` from spec.code or the image."""
+    """frozen_lake, sokoban, webshop, math, python_tool, gymnasium, or `module:Class` from spec.code
+    or the image."""
     config: Open = {}
     """Keyword arguments of the environment."""
     dataset: DatasetSpec | None = None
-    """Each episode is about one item: the k-th group of this tag plays item k of the shuffled epochs."""
+    """Each episode uses one item: the k-th group of this tag gets item k of the shuffled epochs."""
     max_steps: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Turn limit of an episode."""
     max_tokens_per_step: Annotated[int, Field(ge=1, le=131_072)] = 128
-    """Token limit of one response, end-of-turn token included."""
+    """Token limit of one response, including the end-of-turn token."""
     step_timeout_seconds: Annotated[float, Field(gt=0, le=86_400)] | None = None
-    """A reset or step that takes longer ends the episode with stop reason timeout. Default: 60, none in deterministic mode."""
+    """A reset or step that takes longer ends the episode with stop reason timeout. Default: 60; no
+    limit in deterministic mode."""
     isolated: bool = False
-    """Each environment in a process of its own: one that crashes, hangs in C code or leaks costs its own episode, and not the env worker
-    with all that it plays. Costs 15 ms and some MB per environment, and 0.1 ms per call."""
+    """Run each environment in its own process. If it crashes, hangs in C code or leaks memory, only
+    its own episode is lost, not all episodes of the env worker. Costs 15 ms and some MB per
+    environment, and 0.1 ms per call."""
     format_penalty: Annotated[float, Field(ge=-1e6, le=0)] = 0.0
-    """Added to the reward of each turn whose answer holds no valid action."""
+    """Added to the reward of each turn without a valid action."""
     agent: AgentSpec = AgentSpec()
     validation_generating: ValidationGenerating | None = None
-    """Sampling of this environment's validation episodes; default: actorInfer.validationGenerating."""
+    """Sampling in this environment's validation. Default: actorInfer.validationGenerating."""
 
 
 class RewardSpec(Model):
-    """A judge of finished episodes. What it says, times `weight`, is added to the reward of the last turn."""
+    """A judge of finished episodes. Its score times `weight` is added to the reward of the last
+    turn."""
 
     name: Tag
     type: PlugIn
-    """llm_judge (an OpenAI-compatible endpoint), reward_model (a Hugging Face sequence classifier), or module:function."""
+    """llm_judge (an OpenAI-compatible endpoint), reward_model (a Hugging Face sequence classifier)
+    or module:function."""
     config: Open = {}
     """Keyword arguments of the judge."""
     tags: Annotated[list[Tag], Field(max_length=64)] = []
-    """Environments that it judges; empty: all."""
+    """Tags of the environments to judge; empty: all."""
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
     timeout_seconds: Annotated[float, Field(gt=0, le=86_400)] = 60.0
-    """For one call. An episode whose judge fails or is late counts as env_error and is played again."""
+    """Time limit of one call. If the judge fails or exceeds it, the episode counts as env_error and
+    is run again."""
     max_batch_size: Annotated[int, Field(ge=1, le=4096)] = 16
     """Episodes judged in one call."""
     cache: bool = True
-    """Equal episodes are judged once."""
+    """Judge equal episodes only once."""
 
 
 class GroupFilter(Model):
-    """Finished groups that it refuses are not trained on; others are played instead."""
+    """Filter of finished groups. Rejected groups are not trained on; others are run instead."""
 
     type: PlugIn = "zero_variance"
-    """zero_variance (all rewards of the group equal), or module:function of a list of rewards, True to refuse."""
+    """zero_variance (rejects groups with equal rewards), or module:function, which gets the list of
+    rewards and returns True to reject the group."""
     max_rejected: Annotated[int, Field(ge=1, le=1_000_000)] = 64
-    """Groups that may be refused for one batch, before the run fails."""
+    """Number of groups that may be rejected for one batch before the run fails."""
 
 
 class EnvGroups(Model):
-    """How many episodes run side by side, and of which environments."""
+    """Number of concurrent episodes, and their environments."""
 
     RULES = (
         Rule(
@@ -117,24 +126,24 @@ class EnvGroups(Model):
         ),
         Rule(
             "has(self.partition) || self.groups % size(self.tags) == 0",
-            "groups does not divide evenly over the tags: set partition",
+            "groups is not a multiple of the number of tags: set partition",
             ".groups",
             lambda e: e.partition is not None or e.groups % len(e.tags) == 0,
         ),
     )
 
     groups: Annotated[int, Field(ge=1, le=65_536)]
-    """Groups that run at the same time."""
+    """Number of groups that run at the same time."""
     group_size: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Episodes of the same level in a group."""
+    """Number of episodes in a group, all of the same level."""
     tags: Annotated[list[Tag], Field(min_length=1, max_length=64)]
     partition: (
         Annotated[list[Annotated[int, Field(ge=0, le=65_536)]], Field(max_length=64)] | None
     ) = None
-    """Groups of each tag; without it they are divided evenly."""
+    """Number of groups of each tag. Default: divided evenly."""
 
     def shares(self) -> dict[str, int]:
-        """Groups of each tag."""
+        """Return the number of groups of each tag."""
         parts = self.partition or [self.groups // len(self.tags)] * len(self.tags)
         return dict(zip(self.tags, parts, strict=True))
 
@@ -143,9 +152,10 @@ class TrainEnvGroups(EnvGroups):
     """Groups of training episodes."""
 
     group_size_redundancy: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Members beyond groupSize: the first groupSize to finish make the group. This prefers short episodes (metric group/length_bias)."""
+    """Additional episodes per group: the first groupSize to finish form the group. This favours
+    short episodes (metric group/length_bias)."""
     max_rerolls: Annotated[int, Field(ge=0, le=100)] = 2
-    """How often an episode that cannot be trained on (env_error, timeout, aborted) is played again."""
+    """Maximum reruns of an episode that cannot be trained on (env_error, timeout, aborted)."""
     max_envs_per_worker: Annotated[int, Field(ge=1, le=65_536)] = 256
-    """Episodes that one env worker process runs at a time."""
+    """Maximum number of episodes that one env worker process runs at a time."""
     group_filter: GroupFilter | None = None

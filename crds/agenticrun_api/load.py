@@ -1,4 +1,4 @@
-"""From YAML to an AgenticRun, with errors that name the field."""
+"""Loads an AgenticRun from YAML. Errors name the field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class InvalidRun(Exception):
-    """A run that cannot be accepted. `errors` has one line per problem, each beginning with the field's path."""
+    """The run is invalid. `errors` has one line per problem, which begins with the field's path."""
 
     def __init__(self, errors: Iterable[str]):
         self.errors = tuple(errors)
@@ -25,12 +25,12 @@ class InvalidRun(Exception):
 
 
 def load_run(path: Path) -> AgenticRun:
-    """Read the AgenticRun in a YAML file; other documents beside it are ignored. Raises `InvalidRun`."""
+    """Load the AgenticRun in a YAML file; ignore other documents. Raises `InvalidRun`."""
     return parse_run(read_run(path))
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """The one document of kind AgenticRun in a YAML file, not validated yet. Raises `InvalidRun`."""
+    """Return the only AgenticRun document in a YAML file, not validated. Raises `InvalidRun`."""
     try:
         documents = [doc for doc in yaml.safe_load_all(path.read_text()) if isinstance(doc, dict)]
     except yaml.YAMLError as error:
@@ -43,7 +43,7 @@ def read_run(path: Path) -> dict[str, Any]:
 
 
 def parse_run(document: dict[str, Any]) -> AgenticRun:
-    """Validate an object as the apiserver would (transition rules aside). Raises `InvalidRun`."""
+    """Validate an object like the apiserver, without transition rules. Raises `InvalidRun`."""
     return parse(AgenticRun, document)
 
 

@@ -1,4 +1,4 @@
-"""Names that the operator and the workers agree on: labels, ports, paths, environment variables, exit codes."""
+"""Names shared by operator and workers: labels, ports, paths, environment variables, exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LABEL_ROLE = f"{GROUP}/role"
 
 
 class Role(StrEnum):
-    """What a pod of a run is for. Also the Ray resource that its pods offer and its actors ask for."""
+    """The role of a pod. Also the Ray resource that its pods offer and its actors request."""
 
     DRIVER = "driver"
     TRAINER = "trainer"
@@ -34,18 +34,21 @@ class Role(StrEnum):
 DASHBOARD_PORT = 8265
 REPORTER_PORT = 8787
 TOKEN_HEADER = "X-Ray-Authorization"
-"""Tokens travel as `Bearer <token>` in this header: the apiserver's proxy strips `Authorization`, and Ray accepts this one too."""
+"""Tokens are sent as `Bearer <token>` in this header, which Ray accepts: the apiserver's proxy
+removes `Authorization`."""
 
 RUN_FILE = "/etc/agenticrun/run/run.yaml"
-"""The whole AgenticRun (metadata.name, namespace, uid, generation and spec), mounted in the head pod."""
+"""The whole AgenticRun (metadata.name, namespace, uid, generation and spec), mounted in the head
+pod."""
 REPORTER_TOKEN_FILE = "/etc/agenticrun/reporter/token"
 """Mounted in the containers of the head pod only."""
 CODE_DIR = "/etc/agenticrun/code"
 """The user's modules (spec.code.configMap), on PYTHONPATH in every Ray container."""
 WORK_DIR = "/var/lib/agenticrun"
-"""Scratch space of a pod, an emptyDir: models made by the run, output when there is no checkpoint URI, the reporter's state."""
+"""Scratch space of a pod (an emptyDir): initialized models, output if there is no checkpoint URI,
+the reporter's state."""
 CHECKPOINT_DIR = "/checkpoints"
-"""Where spec.checkpoint.volumeClaim is mounted, in head and trainer pods."""
+"""Mount path of spec.checkpoint.volumeClaim in head and trainer pods."""
 
 ENV_ATTEMPT = "AGENTICRUN_ATTEMPT"
 ENV_SUBMISSION_ID = "AGENTICRUN_SUBMISSION_ID"
@@ -54,12 +57,12 @@ REPORTER_COMMAND = ("python", "-m", "agenticrun_workers.reporting.sidecar")
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the driver. The final report says more; these serve when there is none."""
+    """Exit codes of the driver, used if there is no final report."""
 
     SUCCEEDED = 0
     FAILED = 1
-    """Worth another attempt."""
+    """A retry may help."""
     INVALID_CONFIG = 64
-    """Will fail again: not retried."""
+    """A retry would fail again, so there is none."""
     STOPPED = 75
-    """Asked to stop; a checkpoint was saved if there is somewhere to save it."""
+    """Stopped on request. A checkpoint was saved if the run has storage for it."""

@@ -1,7 +1,8 @@
-"""`--set path=value`: change fields of a run's YAML before it is validated.
+"""`--set path=value`: changes of a run's YAML before it is validated.
 
-A path is as in error messages, relative to `spec`: `pipeline.envs[0].maxSteps`, also written `spec.pipeline.envs.0.maxSteps`.
-A value is YAML: `4`, `0.5`, `true`, `[1, 4]`, `{name: gigpo}`, `null` to take an optional field away.
+Paths are as in error messages, relative to `spec`: `pipeline.envs[0].maxSteps`, or
+`spec.pipeline.envs.0.maxSteps`. Values are YAML: `4`, `0.5`, `true`, `[1, 4]`, `{name: gigpo}`, or
+`null` to remove an optional field.
 """
 
 from __future__ import annotations
@@ -20,21 +21,27 @@ from agenticrun_api.run import AgenticRun
 
 _SEGMENT = re.compile(r"([^.\[\]]+)((?:\[\d+\])*)")
 _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-"""YAML 1.1 reads 1e-3, which has no dot, as a text."""
+"""YAML 1.1 reads 1e-3, which has no dot, as a string."""
 
 Key = str | int
 
 
 def load_run_with(path: Path, changes: Iterable[str]) -> AgenticRun:
-    """The AgenticRun in a YAML file with these `path=value` changes, validated after all of them. Raises `InvalidRun`."""
+    """Load the AgenticRun in a YAML file, apply the `path=value` changes and validate the result.
+
+    Raises:
+        InvalidRun: a change cannot be applied, or the result is invalid.
+    """
     return parse_run(with_overrides(read_run(path), changes))
 
 
 def with_overrides(document: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
-    """A copy of a run's document with these `path=value` changes made in their order; missing mappings on the way are made.
+    """Return a copy of a run's document with the `path=value` changes applied in order.
+
+    Missing mappings on a path are created.
 
     Raises:
-        InvalidRun: one line per change that cannot be made, each beginning with its path.
+        InvalidRun: a change cannot be applied. One line per change, which begins with its path.
     """
     changed = copy.deepcopy(document)
     errors = []
@@ -75,12 +82,16 @@ def _child(node: Any, keys: list[Key], place: int, empty_for: Key) -> Any:
 
 
 def _key_in(node: Any, keys: list[Key], place: int) -> Key:
-    """The key of this path element in `node`: a list's index, or a mapping's key as the file spells it (camelCase or snake_case)."""
+    """Return the key of a path element in `node`.
+
+    This is the index in a list, or a mapping's key as the file spells it (camelCase or snake_case).
+    """
     key = keys[place]
     if isinstance(node, list):
         if not str(key).isdigit():
             raise ValueError(
-                f"{_shown(keys[:place])}: is a list: write {_shown(keys[:place])}[0] for its first entry"
+                f"{_shown(keys[:place])}: is a list: "
+                f"write {_shown(keys[:place])}[0] for its first entry"
             )
         if int(key) >= len(node):
             raise ValueError(f"{_shown(keys[: place + 1])}: the list has {len(node)} entries")
@@ -91,7 +102,7 @@ def _key_in(node: Any, keys: list[Key], place: int) -> Key:
 
 
 def _keys(path: str) -> list[Key]:
-    """`pipeline.envs[0].maxSteps` -> spec, pipeline, envs, 0, maxSteps."""
+    """Split a path: `pipeline.envs[0].maxSteps` -> spec, pipeline, envs, 0, maxSteps."""
     keys: list[Key] = []
     for segment in path.split("."):
         match = _SEGMENT.fullmatch(segment)
@@ -108,7 +119,7 @@ def _value(text: str) -> Any:
 
 
 def _shown(keys: list[Key]) -> str:
-    """As in error messages: `spec.pipeline.envs[0].maxSteps`."""
+    """Return a path as in error messages: `spec.pipeline.envs[0].maxSteps`."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(
         "."
     )

@@ -1,4 +1,4 @@
-"""`spec.pipeline`: the RL run itself. Names follow ROLL's AgenticConfig; meanings are in docs/reference."""
+"""`spec.pipeline`: the RL run itself. Names follow ROLL's AgenticConfig; see docs/reference.md."""
 
 from __future__ import annotations
 
@@ -28,41 +28,45 @@ from agenticrun_api.training import (
 
 
 class Staleness(Model):
-    """How far rollout may run ahead of training."""
+    """Limit on how far rollout may run ahead of training."""
 
     RULES = (
         Rule(
             "self.max > 0.0 || self.partialRollout",
-            "partialRollout is about weights that change in mid-generation, which staleness.max 0 rules out: leave it out",
+            "partialRollout has no effect with staleness.max 0, where weights never change during "
+            "generation: leave it out",
             ".partialRollout",
             lambda s: s.max > 0 or s.partial_rollout,
         ),
     )
 
     max: Annotated[float, Field(ge=0, le=64)] = 0.0
-    """Policy versions that a rollout may be behind, fractions allowed. 0 is the synchronous algorithm."""
+    """Number of policy versions that a rollout may be behind, may be fractional. 0: synchronous."""
     partial_rollout: bool = True
-    """A response goes on with new weights, each token with its version. False: it is sampled again from its start."""
+    """True: a response continues with new weights, and each token records its version. False: it is
+    sampled again from its start."""
     off_policy: Literal["Refuse", "Ignore"] = "Refuse"
-    """Ignore: accept that rollouts of older policies bias the gradient. Refuse: demand a correction (pgVariant decoupled, or isWeight)."""
+    """Ignore: accept the bias of the gradient from rollouts of older policies. Refuse: require a
+    correction (pgVariant decoupled, or isWeight)."""
 
 
 class Record(Model):
-    """Rollouts on disk, to debug training without engines and environments."""
+    """Recorded rollouts, to debug training without engines and environments."""
 
     RULES = (
         Rule(
             "has(self.to) != has(self.replay)",
-            "set exactly one of to (write the batches of this run) and replay (train on batches that another run wrote)",
+            "set exactly one of to (write the batches of this run) and replay (train on batches "
+            "that another run wrote)",
             ".to",
             lambda r: (r.to is None) != (r.replay is None),
         ),
     )
 
     to: Path | None = None
-    """Folder or fsspec URL that every step's batch is written to."""
+    """Folder or fsspec URL to write the batch of every step to."""
     replay: Path | None = None
-    """Folder or fsspec URL whose batches are trained on, in their order. Nothing is sampled and nothing is played."""
+    """Folder or fsspec URL of recorded batches to train on, in order. No episodes are run."""
 
 
 class Pipeline(Model):
@@ -71,9 +75,10 @@ class Pipeline(Model):
     RULES = PIPELINE_RULES
 
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 42
-    """Every seed of the run derives from it."""
+    """All seeds of the run are derived from this one."""
     deterministic: bool = False
-    """The same run bit for bit, also through restarts: each response is computed alone, batches are sorted. Slower."""
+    """Make the run reproducible bit for bit, also across restarts: each response is computed alone,
+    and batches are sorted. Slower."""
     max_steps: Positive
     rollout_batch_size: Annotated[int, Field(ge=1, le=1_048_576)]
     """Trajectories of one training step."""
@@ -84,13 +89,15 @@ class Pipeline(Model):
     save_steps: Count = 50
     """Save a checkpoint every N steps and at the end; 0 = only at the end and when stopped."""
     logging_steps: Count = 1
-    """Write sample episodes (tracking.sampleLogs, tracking.renderDir) every N steps; 0 = never. Metrics are logged at every step."""
+    """Write sample episodes (tracking.sampleLogs, tracking.renderDir) every N steps; 0 = never.
+    Metrics are logged at every step."""
     sequence_length: Annotated[int, Field(ge=8, le=16_777_216)] = 4096
-    """Token limit of a whole trajectory (of one turn's prompt and answer for step-wise agents)."""
+    """Token limit of a whole trajectory; for step-wise agents, of the prompt and answer of one
+    turn."""
     model_update_frequency: Annotated[int, Field(ge=1, le=1000)] = 1
-    """The engines get new weights every N steps."""
+    """Load new weights into the engines every N steps."""
     critic_warmup: Count = 0
-    """First steps that train the critic alone."""
+    """Number of steps at the start that train only the critic."""
     algorithm: Algorithm = Algorithm()
     reward_normalization: RewardNormalization | None = None
     train_infer_correction: TrainInferCorrection | None = None
@@ -110,18 +117,20 @@ class Pipeline(Model):
     critic: Critic | None = None
 
     def env(self, tag: str) -> EnvSpec:
-        """The environment with this tag."""
+        """Return the environment with this tag."""
         return next(env for env in self.envs if env.tag == tag)
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a KL penalty needs the frozen policy."""
+        """True if a KL penalty needs the reference policy."""
         return self.algorithm.reward_kl is not None or self.algorithm.loss_kl is not None
 
     @property
     def uses_critic(self) -> bool:
+        """True if the algorithm needs a value model."""
         return self.algorithm.name == "gae"
 
     @property
     def compares_groups(self) -> bool:
+        """True if the algorithm compares the trajectories of a group."""
         return self.algorithm.name in GROUP_BASELINE

@@ -1,4 +1,4 @@
-"""What contradicts what in `spec.pipeline`."""
+"""Rules over several fields of `spec.pipeline`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ def _whitens(p: Any) -> bool:
     )
 
 
-_CORRECTS = f"({_ALGORITHM}.pgVariant == 'decoupled' || (has(self.trainInferCorrection) && has(self.trainInferCorrection.isWeight)))"
-_WHITENS = f"({_ALGORITHM}.whitenAdvantages || {_ALGORITHM}.whitenRewards || {_ALGORITHM}.name.startsWith('reinforce_plus_plus'))"
+_CORRECTS = (
+    f"({_ALGORITHM}.pgVariant == 'decoupled' || "
+    "(has(self.trainInferCorrection) && has(self.trainInferCorrection.isWeight)))"
+)
+_WHITENS = (
+    f"({_ALGORITHM}.whitenAdvantages || {_ALGORITHM}.whitenRewards || "
+    f"{_ALGORITHM}.name.startsWith('reinforce_plus_plus'))"
+)
 _USES_REFERENCE = f"(has({_ALGORITHM}.rewardKl) || has({_ALGORITHM}.lossKl))"
 
 
@@ -41,7 +47,8 @@ BATCH_RULES = (
     ),
     Rule(
         f"!has({_MINI}) || {_MINI} % self.trainEnvs.groupSize == 0",
-        "actorTrain.training.miniBatchSize must be a multiple of trainEnvs.groupSize: groups are kept whole",
+        "actorTrain.training.miniBatchSize must be a multiple of trainEnvs.groupSize: groups are "
+        "kept whole",
         ".actorTrain.training.miniBatchSize",
         lambda p: (
             not p.actor_train.training.mini_batch_size
@@ -85,7 +92,8 @@ TAG_RULES = (
         lambda p: p.val_envs is None or {e.tag for e in p.envs} >= set(p.val_envs.tags),
     ),
     Rule(
-        "!has(self.rewards) || self.rewards.all(r, !has(r.tags) || r.tags.all(t, self.envs.exists(e, e.tag == t)))",
+        "!has(self.rewards) || self.rewards.all(r, !has(r.tags) || r.tags.all(t, "
+        "self.envs.exists(e, e.tag == t)))",
         "rewards names a tag that no entry of envs has",
         ".rewards",
         lambda p: {e.tag for e in p.envs} >= {tag for reward in p.rewards for tag in reward.tags},
@@ -95,20 +103,25 @@ TAG_RULES = (
 ALGORITHM_RULES = (
     Rule(
         f"!({_ALGORITHM}.name in {_OWN}) || self.trainEnvs.groupSize >= 2",
-        f"{', '.join(GROUP_BASELINE)} compare the members of a group: trainEnvs.groupSize must be at least 2",
+        f"{', '.join(GROUP_BASELINE)} compare the trajectories of a group: trainEnvs.groupSize "
+        "must be at least 2",
         ".trainEnvs.groupSize",
         lambda p: p.algorithm.name not in GROUP_BASELINE or p.train_envs.group_size >= 2,
     ),
     Rule(
         f"!({_ALGORITHM}.name in {_OWN}) || !has(self.rewardNormalization)",
-        f"{', '.join(OWN_NORMALIZATION)} own their normalisation: remove rewardNormalization, or use another algorithm",
+        f"{', '.join(OWN_NORMALIZATION)} have their own normalisation: remove "
+        "rewardNormalization, or use another algorithm",
         ".rewardNormalization",
         lambda p: p.algorithm.name not in OWN_NORMALIZATION or p.reward_normalization is None,
     ),
     Rule(
-        "!has(self.rewardNormalization) || self.rewardNormalization.grouping != 'group' || self.trainEnvs.groupSize >= 2 || "
-        "(self.rewardNormalization.normMeanType != 'group' && self.rewardNormalization.normStdType != 'group')",
-        "rewardNormalization over groups of one leaves nothing: raise trainEnvs.groupSize, or use grouping batch",
+        "!has(self.rewardNormalization) || self.rewardNormalization.grouping != 'group' || "
+        "self.trainEnvs.groupSize >= 2 || "
+        "(self.rewardNormalization.normMeanType != 'group' && "
+        "self.rewardNormalization.normStdType != 'group')",
+        "rewardNormalization over groups of one leaves nothing: raise trainEnvs.groupSize, or use "
+        "grouping batch",
         ".rewardNormalization.grouping",
         lambda p: (
             p.reward_normalization is None
@@ -119,8 +132,10 @@ ALGORITHM_RULES = (
         ),
     ),
     Rule(
-        f"!has(self.rewardNormalization) || self.rewardNormalization.grouping != 'state' || {_ALGORITHM}.name == 'step_reinforce'",
-        "rewardNormalization.grouping state compares turns at equal states, which only step_reinforce has",
+        "!has(self.rewardNormalization) || self.rewardNormalization.grouping != 'state' || "
+        f"{_ALGORITHM}.name == 'step_reinforce'",
+        "rewardNormalization.grouping state compares turns at equal states, which only "
+        "step_reinforce has",
         ".rewardNormalization.grouping",
         lambda p: (
             p.reward_normalization is None
@@ -156,7 +171,8 @@ ALGORITHM_RULES = (
 
 WARMUP_RULES = (
     Rule(
-        "!has(self.warmup) || self.warmup.observationWeight == 0.0 || self.envs.exists(e, e.agent.type != 'step_wise')",
+        "!has(self.warmup) || self.warmup.observationWeight == 0.0 || self.envs.exists(e, "
+        "e.agent.type != 'step_wise')",
         "step-wise agents see no observation after an answer: leave observationWeight out",
         ".warmup.observationWeight",
         lambda p: (
@@ -170,20 +186,24 @@ WARMUP_RULES = (
 OFF_POLICY_RULES = (
     Rule(
         f"self.staleness.max == 0.0 || self.staleness.offPolicy == 'Ignore' || {_CORRECTS}",
-        "rollouts of older policies bias the gradient: set algorithm.pgVariant: decoupled or trainInferCorrection.isWeight, or accept it "
+        "rollouts of older policies bias the gradient: set algorithm.pgVariant: decoupled or "
+        "trainInferCorrection.isWeight, or accept it "
         "with offPolicy: Ignore",
         ".staleness.offPolicy",
         lambda p: p.staleness.max == 0 or p.staleness.off_policy == "Ignore" or _corrects(p),
     ),
     Rule(
-        "self.modelUpdateFrequency == 1 || double(self.modelUpdateFrequency - 1) <= self.staleness.max",
-        "with modelUpdateFrequency N a rollout is up to N-1 versions behind: raise staleness.max to at least N-1",
+        "self.modelUpdateFrequency == 1 || double(self.modelUpdateFrequency - 1) <= "
+        "self.staleness.max",
+        "with modelUpdateFrequency N a rollout is up to N-1 versions behind: raise staleness.max "
+        "to at least N-1",
         ".modelUpdateFrequency",
         lambda p: p.model_update_frequency - 1 <= p.staleness.max,
     ),
     Rule(
-        f"{_ALGORITHM}.pgVariant != 'decoupled' || !has(self.trainInferCorrection) || !has(self.trainInferCorrection.isWeight)",
-        "pgVariant decoupled holds the weight of isWeight already: leave one of them out",
+        f"{_ALGORITHM}.pgVariant != 'decoupled' || !has(self.trainInferCorrection) || "
+        "!has(self.trainInferCorrection.isWeight)",
+        "pgVariant decoupled already contains the weight of isWeight: leave one of them out",
         ".trainInferCorrection.isWeight",
         lambda p: (
             p.algorithm.pg_variant != "decoupled"
@@ -192,8 +212,10 @@ OFF_POLICY_RULES = (
         ),
     ),
     Rule(
-        f"!self.actorInfer.generating.allowTruncatedSampling || (!has(self.trainInferCorrection) && {_ALGORITHM}.pgVariant != 'decoupled')",
-        "truncated sampling and corrections by log-probs exclude each other: the recorded log-probs are not those of the sampling",
+        "!self.actorInfer.generating.allowTruncatedSampling || (!has(self.trainInferCorrection) "
+        f"&& {_ALGORITHM}.pgVariant != 'decoupled')",
+        "truncated sampling and corrections by log-probs exclude each other: the recorded "
+        "log-probs are not those of the sampling",
         ".actorInfer.generating.allowTruncatedSampling",
         lambda p: (
             not p.actor_infer.generating.allow_truncated_sampling
@@ -211,7 +233,8 @@ DETERMINISTIC_RULES = (
     ),
     Rule(
         "!self.deterministic || self.trainEnvs.groupSizeRedundancy == 0",
-        "which members of a redundant group finish first is chance: deterministic runs need groupSizeRedundancy 0",
+        "which members of a redundant group finish first is chance: deterministic runs need "
+        "groupSizeRedundancy 0",
         ".trainEnvs.groupSizeRedundancy",
         lambda p: not p.deterministic or p.train_envs.group_size_redundancy == 0,
     ),
@@ -223,7 +246,8 @@ DETERMINISTIC_RULES = (
     ),
     Rule(
         "!self.deterministic || self.actorInfer.strategy.name == 'transformers'",
-        "only the transformers engine samples the same bits whatever else it serves: deterministic runs need it",
+        "only the transformers engine samples the same bits whatever else it serves: "
+        "deterministic runs need it",
         ".actorInfer.strategy.name",
         lambda p: not p.deterministic or p.actor_infer.strategy.name == "transformers",
     ),
@@ -238,7 +262,8 @@ REPLAY_RULES = (
     ),
     Rule(
         "!has(self.record) || !has(self.record.replay) || !has(self.warmup)",
-        "a replay plays nothing: leave warmup out, and start from the recorded run's first weights with spec.model.path",
+        "a replay plays nothing: leave warmup out, and start from the recorded run's first "
+        "weights with spec.model.path",
         ".warmup",
         lambda p: p.record is None or p.record.replay is None or p.warmup is None,
     ),

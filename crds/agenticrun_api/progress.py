@@ -1,7 +1,8 @@
-"""What the driver tells the reporter, and the reporter tells the operator. One JSON document, `GET /progress`.
+"""The progress snapshot, a JSON document from the driver to the reporter to the operator.
 
-It comes from pods where user code runs, so the operator parses it strictly: unknown fields, too many metrics, long names and
-values that are not finite are refused.
+The operator reads it with `GET /progress`. It comes from pods where user code runs, so the operator
+parses it strictly and rejects unknown fields, too many metrics, long names and values that are not
+finite.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS, CheckpointStatus
 MAX_PROGRESS_BYTES = 65_536
 
 Number = Annotated[int, Field(ge=0, le=2**53)]
-"""Fits every JSON reader."""
+"""An integer that every JSON parser can represent."""
 
 
 class Activity(StrEnum):
@@ -38,34 +39,34 @@ class Outcome(StrEnum):
 
 
 class FinalReport(Model):
-    """How an attempt ended, in the driver's own words."""
+    """The driver's report on the end of an attempt."""
 
     outcome: Outcome
     reason: Annotated[str, Field(min_length=1, max_length=64)]
-    """CamelCase, for a condition."""
+    """Reason for a condition, in CamelCase."""
     message: Annotated[str, Field(max_length=4096)]
     retryable: bool
     time: Time
 
 
 class Progress(Model):
-    """A snapshot of one attempt."""
+    """A progress snapshot of one attempt."""
 
     run_uid: ShortText
     submission_id: ShortText
     attempt: Number
     sequence: Number
-    """Grows with every snapshot of an attempt."""
+    """Increases with every snapshot of an attempt."""
     activity: Activity
     step: Number
     """Completed training steps, over all attempts."""
     max_steps: Number
     policy_version: Number
     time: Time
-    """When the driver sent this."""
+    """Time at which the driver sent this."""
     last_step_time: Time | None = None
     seconds_per_step: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """Median of the newest steps, validation and checkpoints included."""
+    """Median of the newest steps, including validation and checkpoints."""
     reward: FiniteFloat | None = None
     tokens_per_second: FiniteFloat | None = None
     staleness: FiniteFloat | None = None
@@ -76,16 +77,17 @@ class Progress(Model):
         ],
         Field(max_length=MAX_METRICS),
     ] = {}
-    """The newest step's most telling numbers, the most telling first. The whole set is in metrics.jsonl."""
+    """The headline metrics of the newest step, the most important first. All are in
+    metrics.jsonl."""
     checkpoint: CheckpointStatus | None = None
     message: Annotated[str, Field(max_length=1024)] = ""
     final: FinalReport | None = None
 
 
 class Commands(Model):
-    """What the reporter answers to a driver's snapshot: what it has been asked for since it started."""
+    """The reporter's answer to a snapshot: the requests that it has received since it started."""
 
     stop: bool = False
-    """Save a checkpoint, report, exit with ExitCode.STOPPED."""
+    """Save a checkpoint, send the final report and exit with ExitCode.STOPPED."""
     checkpoint: int = 0
-    """How many checkpoints have been asked for; a change asks for one now."""
+    """Number of checkpoints requested so far; an increase requests one now."""

@@ -1,4 +1,4 @@
-"""`spec.roles`: what the pods of each role get."""
+"""`spec.roles`: resources and scheduling of each role's pods."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class PodRole(Model):
     """Resources and scheduling of one role's pods."""
 
     cpus: Quantity = "1"
-    """CPU request of a pod. There is no CPU limit: throttled RL is slow RL."""
+    """CPU request of a pod. There is no CPU limit, because throttling slows RL down."""
     memory: Quantity = "2Gi"
     """Memory request and limit of a pod."""
     gpus: Annotated[int, Field(ge=0, le=16)] = 0
-    """GPUs of a pod, requested under `gpuResourceName`. A trainer pod runs one rank per GPU (one without), an inference pod as many
-    engines as its GPUs are enough for (one without)."""
+    """Number of GPUs of a pod, requested as `gpuResourceName`. A trainer pod runs one rank per GPU,
+    an inference pod as many engines as its GPUs suffice for; without GPUs, each runs one."""
     gpu_resource_name: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu"
     node_selector: Annotated[
         dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=16)
@@ -42,12 +42,13 @@ class PodRole(Model):
     volume_mounts: OpenList = []
     """As in a container spec."""
     shm_size: Quantity = "1Gi"
-    """Size limit of /dev/shm, where Ray keeps its objects and weights lie on their way to the engines: on trainer and inference pods give
-    it twice the model's bytes, and more. It counts against `memory`."""
+    """Size limit of /dev/shm, which holds Ray's objects and the weights in transfer to the engines.
+    On trainer and inference pods, set more than twice the size of the model. Counts against
+    `memory`."""
 
 
 class WorkerRole(PodRole):
-    """A role with its own pods."""
+    """Settings of a role with a number of pods."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
 
@@ -60,34 +61,35 @@ class DriverRole(PodRole):
 
 
 class Roles(Model):
-    """The pods of a run. Actors land only on the pods of their role."""
+    """The pods of a run. Actors run only on the pods of their role."""
 
     driver: DriverRole = DriverRole()
     trainer: WorkerRole = WorkerRole()
     reference: WorkerRole | None = None
-    """Pods of the frozen policy's own; without them it shares the trainer's."""
+    """Separate pods for the reference policy. Default: it runs on the trainer's pods."""
     critic: WorkerRole | None = None
-    """Pods of the value model's own; without them it shares the trainer's."""
+    """Separate pods for the value model. Default: it runs on the trainer's pods."""
     inference: WorkerRole | None = None
-    """Pods of the engines; Disaggregated runs have them, also where nothing is said here. Colocated engines live on the trainer's pods."""
+    """Pods of the engines. Disaggregated runs have them even if this is not set. Colocated engines
+    run on the trainer's pods."""
     env: WorkerRole = WorkerRole()
 
     def has(self, role: Role) -> bool:
-        """Whether the role has pods."""
+        """Return True if the role has pods."""
         return getattr(self, role.value) is not None
 
     @property
     def workers(self) -> tuple[Role, ...]:
-        """Roles with pods beside the head, in the order of `Role`."""
+        """Roles that have pods, without the driver, in the order of `Role`."""
         return tuple(role for role in Role if role is not Role.DRIVER and self.has(role))
 
     def of(self, role: Role) -> PodRole:
-        """The settings of a role that has pods."""
+        """Return the settings of a role that has pods."""
         found: PodRole | None = getattr(self, role.value)
         assert found is not None, f"no pods of role {role}"
         return found
 
     def replicas(self, role: Role) -> int:
-        """How many pods a role has; the driver has one."""
+        """Return the number of pods of a role. The driver has one."""
         settings = self.of(role)
         return settings.replicas if isinstance(settings, WorkerRole) else 1

@@ -16,7 +16,7 @@ DNS_1035 = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
 
 class Metadata(Model):
-    """The part of metadata that a run's own code reads; the rest passes through unread."""
+    """The part of metadata that the operator and the workers read; other fields are ignored."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -40,8 +40,10 @@ class AgenticRun(Model):
 
     RULES = (
         Rule(
-            f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && self.metadata.name.matches('{DNS_1035}')",
-            f"metadata.name must be at most {MAX_NAME_LENGTH} lower-case letters, digits and '-', and begin with a letter",
+            f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && "
+            f"self.metadata.name.matches('{DNS_1035}')",
+            f"metadata.name must be at most {MAX_NAME_LENGTH} lower-case letters, digits and '-', "
+            "and begin with a letter",
             "",
             None,
         ),
@@ -59,7 +61,7 @@ class AgenticRun(Model):
         return self.metadata.namespace, self.metadata.name
 
     def document(self) -> dict[str, Any]:
-        """What is mounted in the pods: identity and spec, no status."""
+        """Return the document that is mounted in the pods: metadata and spec, without status."""
         keep = {"name", "namespace", "uid", "generation"}
         return {
             "apiVersion": self.api_version,

@@ -13,11 +13,12 @@ from agenticrun_api.pipeline import Pipeline
 from agenticrun_api.roles import Roles
 
 RAY_VERSION = "2.60.0"
-"""The Ray of the worker image that this release builds."""
+"""The Ray version in this release's worker image."""
 
 
 class InitializeModel(Model):
-    """A tiny causal LM with random weights and a word-level tokenizer, for demos and tests: no download."""
+    """A tiny causal LM with random weights and a word-level tokenizer, for demos and tests. Needs
+    no download."""
 
     RULES = (
         Rule(
@@ -37,7 +38,7 @@ class InitializeModel(Model):
     words: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=4096)
     ] = []
-    """Words of the vocabulary beside those that the run's environments declare."""
+    """Words of the vocabulary, in addition to those that the run's environments declare."""
 
 
 class ModelSpec(Model):
@@ -59,12 +60,14 @@ class ModelSpec(Model):
     )
 
     path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """Name on the hub, or a folder that every pod sees."""
+    """Name on the Hugging Face Hub, or a folder that every pod can read."""
     initialize: InitializeModel | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What trainers compute with and engines serve. Trained weights and optimizer state are float32 in any case."""
+    """Data type of the trainers' computation and of the engines' weights. Trained weights and
+    optimizer state are always float32."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """The trainer's attention, by its name in transformers. flash_attention_2 needs a GPU, bfloat16 and an image with flash-attn."""
+    """The trainer's attention implementation, by its name in transformers. flash_attention_2 needs
+    a GPU, bfloat16 and an image with flash-attn."""
     trust_remote_code: bool = False
 
 
@@ -72,7 +75,7 @@ class CodeSpec(Model):
     """The user's own modules."""
 
     config_map: Name
-    """A ConfigMap whose keys are file names; its folder is on PYTHONPATH in every Ray container."""
+    """A ConfigMap with one file per key. It is mounted on PYTHONPATH in every Ray container."""
 
 
 class VolumeClaim(Model):
@@ -81,7 +84,8 @@ class VolumeClaim(Model):
     RULES = (
         Rule(
             "has(self.claimName) != has(self.size)",
-            "set exactly one of claimName (an existing claim, kept) and size (a claim made and deleted with the run)",
+            "set exactly one of claimName (an existing claim, kept) and "
+            "size (a claim created and deleted with the run)",
             ".claimName",
             lambda v: (v.claim_name is None) != (v.size is None),
         ),
@@ -91,23 +95,26 @@ class VolumeClaim(Model):
     size: Quantity | None = None
     storage_class_name: Name | None = None
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = "ReadWriteOnce"
-    """Pods on several nodes need ReadWriteMany."""
+    """Use ReadWriteMany if the pods run on several nodes."""
 
 
 class Checkpoint(Model):
-    """Where training state goes, and what to go on from."""
+    """Storage of checkpoints, and the checkpoint to resume from."""
 
     uri: Annotated[str, Field(min_length=1, max_length=1024)] = "/checkpoints"
-    """A folder that head and trainer pods share, or object storage (s3://bucket/prefix). Each run writes below <uri>/<name>-<uid>."""
+    """A folder that head and trainer pods share, or object storage (s3://bucket/prefix). Each run
+    writes below <uri>/<name>-<uid>."""
     volume_claim: VolumeClaim | None = None
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
-    """Newest checkpoints that are kept."""
+    """Number of checkpoints to keep; older ones are deleted."""
     resume: Annotated[str, Field(min_length=1, max_length=1024)] = "Auto"
-    """Auto: the newest complete checkpoint of this run. Never. Or the folder of a checkpoint, of any run."""
+    """Auto: resume from the newest complete checkpoint of this run. Never: start at step 0. Or the
+    folder of a checkpoint of any run."""
 
 
 class Wandb(Model):
-    """Weights & Biases. The key comes from WANDB_API_KEY in roles.driver.env or envFrom, never from here."""
+    """Weights & Biases. Set the API key as WANDB_API_KEY in roles.driver.env or envFrom, not
+    here."""
 
     project: Annotated[str, Field(min_length=1, max_length=253)]
     entity: Annotated[str, Field(min_length=1, max_length=253)] | None = None
@@ -116,32 +123,35 @@ class Wandb(Model):
         list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=32)
     ] = []
     mode: Literal["online", "offline"] = "online"
-    """offline: written beside metrics.jsonl, to be sent later with `wandb sync`."""
+    """offline: write to the folder of metrics.jsonl, for a later `wandb sync`."""
 
 
 class Tracking(Model):
-    """Where metrics and samples go beside .status and Prometheus. metrics.jsonl is always written."""
+    """Destinations of metrics and samples besides .status and Prometheus. metrics.jsonl is always
+    written."""
 
     tensorboard: bool = True
     wandb: Wandb | None = None
     console: bool = True
     """One line per step in the driver's log."""
     sample_logs: Annotated[int, Field(ge=0, le=64)] = 1
-    """Whole episodes written as readable text to samples/step-N.txt, every pipeline.loggingSteps steps and at each validation."""
+    """Number of whole episodes to write as readable text to samples/step-N.txt, every
+    pipeline.loggingSteps steps and at each validation."""
     render_dir: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """Folder for pictures of these episodes (one GIF each), of environments that can render; relative to the run's output folder."""
+    """Folder for GIFs of these episodes, if the environment can render; relative to the run's
+    output folder."""
 
 
 class FailurePolicy(Model):
-    """What happens when the driver fails in a way that may pass."""
+    """Restarts after a driver failure that a retry may solve."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     backoff_seconds: Annotated[int, Field(ge=0, le=3600)] = 10
-    """Wait before the first restart; doubles each time, at most 10 minutes."""
+    """Wait before the first restart. It doubles with each restart, up to 10 minutes."""
 
 
 class Cleanup(Model):
-    """What happens to the RayCluster (never to the run) at the end."""
+    """Deletion of the RayCluster when the run ends. The run itself is kept."""
 
     on_success: Literal["Delete", "Keep"] = "Delete"
     on_failure: Literal["Delete", "Keep"] = "Delete"
@@ -184,13 +194,16 @@ class AgenticRunSpec(Model):
         ),
         Rule(
             "!has(self.roles) || !has(self.roles.reference) || "
-            "(has(self.pipeline.algorithm) && (has(self.pipeline.algorithm.rewardKl) || has(self.pipeline.algorithm.lossKl)))",
-            "roles.reference is for KL penalties: set pipeline.algorithm.rewardKl or lossKl, or leave it out",
+            "(has(self.pipeline.algorithm) && (has(self.pipeline.algorithm.rewardKl) || "
+            "has(self.pipeline.algorithm.lossKl)))",
+            "roles.reference is for KL penalties: set pipeline.algorithm.rewardKl or lossKl, or "
+            "leave it out",
             ".roles.reference",
             lambda s: s.roles.reference is None or s.pipeline.uses_reference,
         ),
         Rule(
-            "!has(self.checkpoint) || !has(self.checkpoint.volumeClaim) || self.checkpoint.uri.startsWith('/checkpoints')",
+            "!has(self.checkpoint) || !has(self.checkpoint.volumeClaim) || "
+            "self.checkpoint.uri.startsWith('/checkpoints')",
             "checkpoint.uri must lie below /checkpoints, where checkpoint.volumeClaim is mounted",
             ".checkpoint.uri",
             lambda s: (
@@ -206,7 +219,8 @@ class AgenticRunSpec(Model):
             lambda s: s.placement != "Colocated" or s.roles.inference is None,
         ),
         Rule(
-            "self.model.attnImplementation == 'sdpa' || self.pipeline.actorTrain.strategy.name != 'megatron'",
+            "self.model.attnImplementation == 'sdpa' || self.pipeline.actorTrain.strategy.name != "
+            "'megatron'",
             "megatron has an attention of its own: leave attnImplementation out",
             ".model.attnImplementation",
             lambda s: (
@@ -216,50 +230,59 @@ class AgenticRunSpec(Model):
         ),
         Rule(
             "self.placement != 'Colocated' || self.pipeline.staleness.max == 0.0",
-            "Colocated engines and trainers take turns, so that no rollout runs ahead: leave staleness.max at 0",
+            "Colocated engines and trainers take turns, so that no rollout runs ahead: leave "
+            "staleness.max at 0",
             ".pipeline.staleness.max",
             lambda s: s.placement != "Colocated" or s.pipeline.staleness.max == 0,
         ),
         Rule(
             "self.placement != 'Colocated' || self.pipeline.weightSync.transport != 'Broadcast'",
-            "no collective can have two members on one GPU: Colocated weights go by transport Auto, SharedMemory, ObjectStore or Disk",
+            "no collective can have two members on one GPU: Colocated weights go by transport "
+            "Auto, SharedMemory, ObjectStore or Disk",
             ".pipeline.weightSync.transport",
             lambda s: s.placement != "Colocated" or s.pipeline.weight_sync.transport != "Broadcast",
         ),
     )
 
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """Image of all pods; default: the operator's for the engine that the run samples with (chart values images)."""
+    """Image of all pods. Default: the operator's worker image for the run's engine (chart values
+    `images`)."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     image_pull_secrets: Annotated[list[Name], Field(max_length=16)] = []
     ray_version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", max_length=16)] = (
         RAY_VERSION
     )
-    """The Ray inside the image; at least 2.52 for token authentication."""
+    """The Ray version in the image; at least 2.52, for token authentication."""
     model: ModelSpec
     code: CodeSpec | None = None
     roles: Roles = Roles()
     placement: Literal["Disaggregated", "Colocated"] = "Disaggregated"
-    """Disaggregated: engines have pods and GPUs of their own. Colocated: they take turns with the trainers on the trainers' GPUs."""
+    """Disaggregated: engines have their own pods and GPUs. Colocated: engines share the trainers'
+    GPUs and take turns with them."""
     pipeline: Pipeline
     checkpoint: Checkpoint | None = None
     tracking: Tracking = Tracking()
     failure_policy: FailurePolicy = FailurePolicy()
     cleanup: Cleanup = Cleanup()
     ttl_seconds_after_finished: Count | None = None
-    """Delete the run this long after it finished."""
+    """Delete the run this many seconds after it has finished."""
 
     @property
     def colocated(self) -> bool:
+        """True if engines and trainers share GPUs."""
         return self.placement == "Colocated"
 
     @property
     def engine_role(self) -> Role:
-        """Whose pods carry the engines."""
+        """The role of the pods that run the engines."""
         return Role.TRAINER if self.colocated else Role.INFERENCE
 
     def actors_per_pod(self, role: Role) -> dict[Role, int]:
-        """What a pod of the role carries: ranks one per GPU, engines as many as find GPUs, and one of each without GPUs."""
+        """Return the number of actors of each role on one pod of `role`.
+
+        A pod runs one rank per GPU and as many engines as its GPUs suffice for; without GPUs it
+        runs one of each.
+        """
         gpus = self.roles.of(role).gpus
         carried: dict[Role, int] = {} if role is Role.INFERENCE else {role: max(1, gpus)}
         if role is self.engine_role:
@@ -267,14 +290,17 @@ class AgenticRunSpec(Model):
         return carried
 
     def actors(self, role: Role) -> int:
-        """How many actors of the role the run has."""
+        """Return the number of actors of the role in the run."""
         pods = self.engine_role if role is Role.INFERENCE else role
         return self.roles.replicas(pods) * self.actors_per_pod(pods)[role]
 
     @model_validator(mode="before")
     @classmethod
     def _has_inference_pods(cls, data: Any) -> Any:
-        """Where nothing is said about them. A default in the schema could not tell it from pods that a Colocated run asks for."""
+        """Add roles.inference to a Disaggregated run that does not set it.
+
+        With a default in the schema, a Colocated run that sets it could not be rejected.
+        """
         if not isinstance(data, dict) or data.get("placement", "Disaggregated") != "Disaggregated":
             return data
         roles = data.get("roles", {})
@@ -283,14 +309,20 @@ class AgenticRunSpec(Model):
 
     @model_validator(mode="after")
     def _engines_fit_their_pods(self) -> Self:
-        """Not a rule of the schema: the schema leaves an engine's options open, so that CEL cannot read them."""
+        """Check that a pod's GPUs are a multiple of an engine's GPUs.
+
+        This cannot be a rule in CEL, because the schema leaves the engine's options open.
+        """
         try:
             needed = self.pipeline.actor_infer.strategy.gpus
         except ValueError as error:
             raise _refused(".pipeline.actorInfer.strategy.config", str(error)) from error
         gpus = self.roles.of(self.engine_role).gpus
         if gpus % needed:
-            message = f"an engine takes {needed} GPUs (actorInfer.strategy.config), and {gpus} of a pod are not a multiple of that"
+            message = (
+                f"an engine takes {needed} GPUs (actorInfer.strategy.config), "
+                f"and {gpus} of a pod are not a multiple of that"
+            )
             raise _refused(f".roles.{self.engine_role}.gpus", message)
         return self
 

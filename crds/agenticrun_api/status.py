@@ -1,4 +1,4 @@
-"""`status` of an AgenticRun: written by the operator only."""
+"""`status` of an AgenticRun. Only the operator writes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LongText = Annotated[str, Field(max_length=4096)]
 def _rfc3339(text: str) -> str:
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None or not 1970 <= moment.year <= 2200:
-        raise ValueError("must be a time of our age, with its time zone")
+        raise ValueError("must be a time between 1970 and 2200 with a time zone")
     return text
 
 
@@ -40,16 +40,17 @@ class Phase(StrEnum):
 
     @property
     def finished(self) -> bool:
+        """True if the run has ended."""
         return self in (Phase.SUCCEEDED, Phase.FAILED)
 
 
 class ConditionType(StrEnum):
     CLUSTER_PROVISIONED = "ClusterProvisioned"
-    """The RayCluster and everything that it mounts exist."""
+    """The RayCluster and everything that its pods mount exist."""
     ROLES_READY = "RolesReady"
-    """Every pod of every role is ready; else the message says which is not, and why."""
+    """Every pod of every role is ready; if not, the message names the pod and the reason."""
     TRAINING = "Training"
-    """The driver runs and reports."""
+    """The driver runs and sends progress snapshots."""
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -90,7 +91,7 @@ class Condition(Model):
 
 
 class Metric(Model):
-    """A number as a string: Kubernetes objects hold no floats that clients agree on."""
+    """A number as a string, because Kubernetes clients do not handle floats consistently."""
 
     name: Annotated[str, Field(max_length=MAX_METRIC_NAME)]
     value: Annotated[str, Field(max_length=32)]
@@ -101,25 +102,27 @@ class RoleStatus(Model):
     desired: int
     ready: int
     gpus: int
-    """GPUs requested by the role's pods together."""
+    """Number of GPUs that all pods of the role request together."""
     message: ShortText = ""
 
 
 class RayClusterStatus(Model):
     name: ShortText
     incarnation: ShortText = ""
-    """`<head pod uid>/<restarts of the head container>`: Ray forgets its jobs when it changes."""
+    """`<head pod uid>/<restarts of the head container>`. When it changes, Ray has lost its jobs."""
 
 
 class JobStatus(Model):
-    """Written ahead: attempt and submissionId are stored before the job is submitted."""
+    """The Ray job of the newest attempt. attempt and submissionId are stored before the job is
+    submitted."""
 
     attempt: int
     submission_id: ShortText
     incarnation: ShortText = ""
-    """The cluster that the attempt was submitted to."""
+    """The incarnation of the head that the attempt was submitted to."""
     status: ShortText = ""
-    """As Ray says: PENDING, RUNNING, SUCCEEDED, FAILED, STOPPED; empty before the submission."""
+    """Ray's job status: PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED; empty before the
+    submission."""
 
 
 class CheckpointStatus(Model):
@@ -135,18 +138,19 @@ class AgenticRunStatus(Model):
     step: int | None = None
     max_steps: int | None = None
     progress: ShortText | None = None
-    """`120/1000`"""
+    """Completed and total steps, for example `120/1000`."""
     reward: ShortText | None = None
     """Mean score of the newest step's trajectories."""
     tokens_per_second: ShortText | None = None
     staleness: ShortText | None = None
     eta: ShortText | None = None
-    """`12m`"""
+    """Estimated remaining time, for example `12m`."""
     estimated_completion_time: Time | None = None
     last_step_time: Time | None = None
     policy_version: int | None = None
     activity: ShortText | None = None
-    """What the driver does now: starting, warm-up, rollout, training, validation, checkpoint, finished."""
+    """Current activity of the driver: starting, warm-up, rollout, training, validation, checkpoint,
+    stopping or finished."""
     metrics: Annotated[list[Metric], Field(max_length=MAX_METRICS)] = []
     roles: Annotated[list[RoleStatus], Field(max_length=8)] = []
     ray_cluster: RayClusterStatus | None = None
@@ -158,4 +162,4 @@ class AgenticRunStatus(Model):
     completion_time: Time | None = None
     message: LongText | None = None
     log_tail: LongText | None = None
-    """The end of the driver's log, kept after a failure because the cluster is deleted."""
+    """The end of the driver's log, kept after a failure because the RayCluster is deleted."""

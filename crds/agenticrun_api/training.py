@@ -1,4 +1,4 @@
-"""`spec.pipeline.{actorTrain,actorInfer,reference,critic,warmup,eval}`: the models of a run, how they train and how they sample."""
+"""`spec.pipeline.{actorTrain,actorInfer,reference,critic,warmup,eval}`: training and sampling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Training(Model):
 
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 1e-6
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """After `warmupSteps` of linear warm-up: stay, or fall to zero at maxSteps."""
+    """Schedule after the linear warm-up of `warmupSteps`: constant, or decay to zero at
+    maxSteps."""
     warmup_steps: Count = 0
     """In optimizer steps."""
     weight_decay: Coefficient = 0.0
@@ -24,23 +25,26 @@ class Training(Model):
     adam_beta2: Share = 0.999
     max_grad_norm: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     mini_batch_size: Positive | None = None
-    """Trajectories of one optimizer step, groups kept whole; default: the whole batch."""
+    """Trajectories of one optimizer step; groups are not split. Default: the whole batch."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=16_777_216)] = 16_384
     """Tokens of one forward and backward pass."""
     sequence_packing: bool = False
-    """Several samples in one row, without padding. A probe at the start checks that the model supports it; else rows are padded."""
+    """Put several samples in one row, without padding. If a check at the start shows that the model
+    does not support it, rows are padded."""
 
 
 class TrainStrategySpec(Model):
-    """What trains: `fsdp2` (PyTorch), `megatron` (Megatron-Core) or `deepspeed` (ZeRO)."""
+    """The training backend: `fsdp2` (PyTorch), `megatron` (Megatron-Core) or `deepspeed` (ZeRO)."""
 
     name: Literal["fsdp2", "megatron", "deepspeed"] = "fsdp2"
     config: Open = {}
-    """The strategy's own options under their own names, see docs/trainers.md. Those that other fields decide are refused."""
+    """The backend's own options under their own names, see docs/trainers.md. Options that other
+    fields set are rejected."""
 
 
 class Lora(Model):
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) are trained instead of the whole policy; engines serve the merged weights."""
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), trained instead of the whole policy.
+    Engines serve the merged weights."""
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
@@ -48,7 +52,8 @@ class Lora(Model):
     target_modules: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=253)]], Field(max_length=64)
     ] = []
-    """Names of the linear layers that get adapters, as peft reads them; default: all but the output layer."""
+    """Names of the linear layers that get adapters, as in peft. Default: all except the output
+    layer."""
 
 
 class ActorTrain(Model):
@@ -69,18 +74,20 @@ class ActorTrain(Model):
 
 
 class WeightSync(Model):
-    """How the trainer's weights reach the engines."""
+    """Transfer of the trainer's weights to the engines."""
 
     transport: Literal["Auto", "SharedMemory", "Broadcast", "ObjectStore", "Disk"] = "Auto"
-    """SharedMemory: engines on the trainer's node. Broadcast: a collective (NCCL on GPUs, gloo without) into the engines' own processes.
-    ObjectStore: through Ray to any node. Disk: through the folder of `uri`. Auto: SharedMemory where all engines are on the first trainer's
-    node, else ObjectStore."""
+    """SharedMemory: for engines on the trainer's node. Broadcast: a collective (NCCL on GPUs, else
+    gloo) into the engines' processes. ObjectStore: through Ray, to any node. Disk: through the
+    folder `uri`. Auto: SharedMemory if all engines are on the first trainer's node, else
+    ObjectStore."""
     uri: Path | None = None
     """Folder that trainer and inference pods share; for transport Disk."""
     bucket_bytes: Annotated[int, Field(ge=1024, le=17_179_869_184)] = 67_108_864
-    """Weights travel in buckets of about this size."""
+    """Weights are sent in buckets of about this size."""
     delta: bool = False
-    """Send only the elements that changed since the last sync, exactly. Not for Broadcast."""
+    """Send only the elements that changed since the last sync; the result is exact. Not for
+    Broadcast."""
 
     RULES = (
         Rule(
@@ -99,21 +106,23 @@ class WeightSync(Model):
 
 
 class Reference(Model):
-    """The frozen policy that KL penalties measure the distance to."""
+    """The frozen reference policy of the KL penalties."""
 
     path: Path | None = None
-    """Name on the hub or a folder; default: the policy as it is at step 0, after the warm-up."""
+    """Name on the Hugging Face Hub, or a folder. Default: the policy at step 0, after the
+    warm-up."""
 
 
 class Critic(Model):
     """The value model of gae."""
 
     path: Path | None = None
-    """Name on the hub or a folder of a causal language model; default: the actor's first weights. The value head starts at zero."""
+    """A causal language model: name on the Hugging Face Hub, or a folder. Default: the actor's
+    initial weights. The value head starts at zero."""
     training: Training = Training()
     """miniBatchSize must be left out: the critic trains on the actor's mini-batches."""
     value_clip: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """The value moves at most this far from the one at the batch's start."""
+    """Maximum change of a value from the one at the start of the batch."""
 
     RULES = (
         Rule(
@@ -130,19 +139,25 @@ _PARALLEL_SIZES: dict[str, tuple[str, ...]] = {
     "sglang": ("tp", "tp_size", "tensor_parallel_size", "pp_size", "pipeline_parallel_size"),
     "vllm": ("tensor_parallel_size", "pipeline_parallel_size"),
 }
-"""Options of each engine by which it takes several GPUs, with all their spellings."""
+"""Options of each engine that make it use several GPUs, in all spellings."""
 
 
 class InferStrategySpec(Model):
-    """What samples: `transformers` (in the worker's own process), or a server of `sglang` or `vllm`."""
+    """The inference engine: `transformers` (in the actor's process), or a server of `sglang` or
+    `vllm`."""
 
     name: Literal["transformers", "sglang", "vllm"] = "transformers"
     config: Open = {}
-    """The engine's own options under their own names, see docs/engines.md. Those that other fields decide are refused."""
+    """The engine's own options under their own names, see docs/engines.md. Options that other
+    fields set are rejected."""
 
     @property
     def gpus(self) -> int:
-        """GPUs of one engine: what its options of tensor and pipeline parallelism multiply to. Raises `ValueError` for a wrong one."""
+        """Number of GPUs of one engine: tensor-parallel size times pipeline-parallel size.
+
+        Raises:
+            ValueError: a size is not a positive whole number.
+        """
         config = {name.replace("-", "_"): value for name, value in self.config.items()}
         sizes = {name: config.get(name, 1) for name in _PARALLEL_SIZES[self.name]}
         for name, size in sizes.items():
@@ -154,12 +169,15 @@ class InferStrategySpec(Model):
 
 
 class Generating(Model):
-    """Sampling during training: the full distribution, so that recorded log-probs are those of the sampling distribution."""
+    """Sampling during training. By default from the full distribution, so that the recorded
+    log-probs are those of the sampling distribution."""
 
     RULES = (
         Rule(
-            "self.allowTruncatedSampling || (self.topP == 1.0 && self.topK == 0 && self.minP == 0.0)",
-            "topP, topK and minP sample from another distribution than the one that is trained: leave them out, or set "
+            "self.allowTruncatedSampling || (self.topP == 1.0 && self.topK == 0 && self.minP == "
+            "0.0)",
+            "topP, topK and minP sample from another distribution than the one that is trained: "
+            "leave them out, or set "
             "allowTruncatedSampling: true to accept the bias",
             ".allowTruncatedSampling",
             lambda g: (
@@ -173,14 +191,14 @@ class Generating(Model):
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """0 = off."""
     min_p: Share = 0.0
-    """Smallest probability of a token, relative to the likeliest one's."""
+    """Smallest probability of a token, relative to that of the most likely token."""
     allow_truncated_sampling: bool = False
-    """Allow topP, topK and minP. Log-probs are then recorded and trained at temperature 1 over the full vocabulary, and the
-    gradient is biased (metric rollout/truncated_sampling)."""
+    """Allow topP, topK and minP. Log-probs are then recorded and trained at temperature 1 over the
+    full vocabulary, and the gradient is biased (metric rollout/truncated_sampling)."""
 
 
 class ActorInfer(Model):
-    """The engines that sample."""
+    """The engines that sample from the policy."""
 
     strategy: InferStrategySpec = InferStrategySpec()
     generating: Generating = Generating()
@@ -191,7 +209,7 @@ class WarmupDataset(DatasetSpec):
     """Prompts with the answers to imitate."""
 
     prompt_column: Annotated[str, Field(min_length=1, max_length=253)] = "prompt"
-    """A text, or a list of chat messages."""
+    """Column with the prompt: a text or a list of chat messages."""
     answer_column: Annotated[str, Field(min_length=1, max_length=253)] = "answer"
 
 
@@ -215,18 +233,20 @@ class Warmup(Model):
 
     steps: Annotated[int, Field(ge=1, le=100_000)]
     batch_size: Annotated[int, Field(ge=1, le=65_536)] = 32
-    """Episodes or items of one step."""
+    """Episodes or data set items of one step."""
     learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
     """Default: actorTrain's."""
     observation_weight: Share = 0.0
-    """Weight of the loss on what the environment says after an answer: the policy learns to foresee what actions do. 0 = answers only."""
+    """Weight of the loss on the observation after an answer, so that the policy learns to predict
+    the effect of actions. 0 = answers only."""
     source: Literal["RandomValidActions", "Dataset"] = "RandomValidActions"
-    """Episodes of the training environments answered with uniformly random valid actions (the format, never the way), or a data set."""
+    """RandomValidActions: episodes of the training environments with uniformly random valid
+    actions, which teach the format but no strategy. Dataset: a data set."""
     dataset: WarmupDataset | None = None
 
 
 class Eval(Model):
-    """What `agenticrun eval` plays: the validation set, without training."""
+    """Settings of `agenticrun eval`, which runs the validation set without training."""
 
     samples: Annotated[int, Field(ge=1, le=4096)] = 1
     """Episodes of each level."""
@@ -235,7 +255,7 @@ class Eval(Model):
     ] = [1]
     """The k of pass@k (Chen et al. 2021, arXiv 2107.03374); each at most `samples`."""
     generating: ValidationGenerating | None = None
-    """Sampling; default: actorInfer.validationGenerating."""
+    """Sampling parameters. Default: actorInfer.validationGenerating."""
 
     RULES = (
         Rule(

@@ -1,7 +1,7 @@
-"""The version of AgenticRun, the only place where it is written.
+"""The version of AgenticRun, written only here.
 
-The build reads it, `make generate` copies it into the chart, and images, which hold the code without
-package metadata, import it.
+The build reads it, `make generate` copies it into the chart, and images, which hold the code
+without package metadata, import it.
 """
 
 __version__ = "0.1.0"

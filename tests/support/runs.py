@@ -295,7 +295,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Staleness,
-        "partialRollout is about weights",
+        "partialRollout has no effect",
         f"{_P}.staleness.partialRollout",
         ((f"{_P}.staleness", {"partialRollout": False}),),
         ((f"{_P}.staleness", {"max": 0.5, "partialRollout": False, "offPolicy": "Ignore"}),),
@@ -464,7 +464,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
-        "pgVariant decoupled holds the weight",
+        "pgVariant decoupled already contains the weight",
         f"{_P}.trainInferCorrection.isWeight",
         (
             (f"{_P}.algorithm.pgVariant", "decoupled"),
@@ -538,7 +538,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         EnvGroups,
-        "groups does not divide evenly over the tags",
+        "groups is not a multiple of the number of tags",
         f"{_P}.trainEnvs.groups",
         ((f"{_P}.envs", _TWO), (f"{_P}.trainEnvs", {"groups": 3, "groupSize": 4, "tags": _BOTH})),
         ((f"{_P}.envs", _TWO), (f"{_P}.trainEnvs", {"groups": 4, "groupSize": 4, "tags": _BOTH})),
@@ -594,14 +594,14 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
-        "grpo, rloo, dr_grpo, gigpo, reinforce_plus_plus_baseline compare the members of a group",
+        "grpo, rloo, dr_grpo, gigpo, reinforce_plus_plus_baseline compare the trajectories of a group",
         f"{_P}.trainEnvs.groupSize",
         ((f"{_P}.trainEnvs.groupSize", 1),),
         ((f"{_P}.trainEnvs.groupSize", 1), (f"{_P}.algorithm.name", "reinforce")),
     ),
     RuleCase(
         Pipeline,
-        "grpo, rloo, dr_grpo, gigpo, reinforce_plus_plus_baseline own their normalisation",
+        "grpo, rloo, dr_grpo, gigpo, reinforce_plus_plus_baseline have their own normalisation",
         f"{_P}.rewardNormalization",
         ((f"{_P}.rewardNormalization", {"grouping": "tag"}),),
         ((f"{_P}.rewardNormalization", {"grouping": "tag"}), (f"{_P}.algorithm.name", "reinforce")),
