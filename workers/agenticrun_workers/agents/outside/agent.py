@@ -1,4 +1,4 @@
-"""`outside`: an agent of any framework, which knows the policy as a base_url."""
+"""The `outside` agent: a program of any framework that calls the policy at a base_url."""
 
 from __future__ import annotations
 
@@ -33,16 +33,21 @@ POSTED, ENVIRONMENT = "posted", "environment"
 
 @register_agent("outside")
 class OutsideAgent:
-    """Starts a program for each episode, and makes trajectories of what it asked.
+    """Agent that starts a program for each episode and records its requests as trajectories.
 
     Args:
-        run: `module:function`, called with a base_url and a `Task`; sync ones in a thread. It may return the reward.
-        command: instead of `run`, a program with its arguments.
-        reward: `posted` (returned by `run`, or sent to `/reward`), `environment` (the last answer is played as the environment's
-            one step), or `module:function` of a trajectory's messages and the task.
-        model: the name that the program asks for.
-        tool_call_pattern: regular expression that finds a tool call in an answer; its last group is JSON with name and arguments.
-        timeout_seconds: of an episode, from the program's start.
+        tokenizer: tokenizer of the policy, with a chat template.
+        limits: limits of turns and tokens, and sampling settings.
+        run: `module:function`, called with a base_url and a `Task`; a sync function runs in a
+            thread. It may return the reward.
+        command: program and its arguments, instead of `run`.
+        reward: source of the reward. `posted`: returned by `run` or sent to `/reward`.
+            `environment`: the last answer is the only action of the environment. `module:function`:
+            a function of a trajectory's messages and the task.
+        model: model name that the program requests.
+        tool_call_pattern: regular expression of a tool call in an answer. Its last group is JSON
+            with name and arguments.
+        timeout_seconds: limit of an episode, from the start of the program.
     """
 
     def __init__(
@@ -125,7 +130,12 @@ class OutsideAgent:
         ]
 
     async def _play(self, session: Session, base_url: str, task: Task) -> Any:
-        """What the program returned. Raises `EnvFault` for what it does wrong, and whatever the engines raise."""
+        """Run the program and return its result.
+
+        Raises:
+            EnvFault: the program fails or exceeds its time limit.
+            Exception: the error of the engines, if they fail.
+        """
         program = asyncio.ensure_future(self._program(base_url, task))
         try:
             await asyncio.wait(
@@ -162,7 +172,11 @@ class OutsideAgent:
         task: Task,
         metrics: EpisodeMetrics,
     ) -> list[float]:
-        """Of each branch, for its last answer."""
+        """Return the reward of the last answer of each branch.
+
+        Raises:
+            EnvFault: a reward is missing, unexpected or not a finite number.
+        """
         if self._reward != POSTED and (returned is not None or session.reward is not None):
             raise EnvFault(
                 StopReason.ENV_ERROR,
@@ -200,7 +214,7 @@ class OutsideAgent:
             ) from None
 
     def _turns(self, session: Session, branch: list[Answer], reward: float) -> tuple[Turn, ...]:
-        """The first prompt is whole: what other branches train is part of it."""
+        """Return the turns of a branch. The first prompt includes what other branches train."""
         first, *others = (answer.sampled for answer in branch)
         rewards = [*(session.rewards.get(answer, 0.0) for answer in branch[:-1]), reward]
         return tuple(
@@ -212,7 +226,10 @@ class OutsideAgent:
 
 
 def _returned(program: asyncio.Future[Any], session: Session) -> Any:
-    """A program that fails after it was refused a request has only been cut."""
+    """Return the result of the program.
+
+    If it fails after a refused request, it was only cut short, and the result is None.
+    """
     try:
         return program.result()
     except EnvFault:

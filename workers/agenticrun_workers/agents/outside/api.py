@@ -1,4 +1,7 @@
-"""What clients may ask: every parameter is either done or refused by its name, none is ignored."""
+"""Requests and responses in the format of OpenAI's API.
+
+Every parameter of a request is either supported or refused by name; none is ignored.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from agenticrun_workers.agents.queued_types import MAX_SAMPLES, OWNED
 from agenticrun_workers.types import FinishReason, Generation
 
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-"""Parameters that by their definition do not change an answer."""
+"""Accepted parameters that by definition do not change an answer."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -28,7 +31,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-"""Parameters that the engines cannot do, and the values that ask for nothing."""
+"""Parameters that the engines do not support, with the values that have no effect."""
 
 CHAT_ONLY = ("store", "response_format", "modalities", "parallel_tool_calls", "top_logprobs")
 COMPLETION_ONLY = ("echo", "suffix")
@@ -37,7 +40,7 @@ MAX_STOPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How to answer. None: as the run says."""
+    """Options of a request. None = the run's value."""
 
     n: int = 1
     max_tokens: int | None = None
@@ -50,25 +53,29 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """Of `/v1/chat/completions`."""
+    """Request to `/v1/chat/completions`."""
 
     asked: Asked
     messages: tuple[ChatMessage, ...]
     tools: tuple[Mapping[str, Any], ...]
     calls: bool
-    """Whether tool calls are looked for in the answer."""
+    """True if the answer is searched for tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Of `/v1/completions`: a text, or tokens."""
+    """Request to `/v1/completions`. The prompt is a text or tokens."""
 
     asked: Asked
     prompt: str | tuple[int, ...]
 
 
 def chat_request(body: Any, limits: AgentLimits, model: str) -> ChatRequest:
-    """Raises `ApiError`."""
+    """Parse a request to `/v1/chat/completions`.
+
+    Raises:
+        ApiError: names the invalid parameter.
+    """
     fields = _Fields(body, model)
     messages = chat_messages(fields.take("messages"))
     tools = fields.take("tools") or []
@@ -93,7 +100,11 @@ def chat_request(body: Any, limits: AgentLimits, model: str) -> ChatRequest:
 
 
 def completion_request(body: Any, limits: AgentLimits, model: str) -> CompletionRequest:
-    """Raises `ApiError`."""
+    """Parse a request to `/v1/completions`.
+
+    Raises:
+        ApiError: names the invalid parameter.
+    """
     fields = _Fields(body, model)
     prompt = fields.take("prompt")
     if (
@@ -119,7 +130,7 @@ def completion_request(body: Any, limits: AgentLimits, model: str) -> Completion
 
 
 class _Fields:
-    """The parameters of a request, taken one by one; null says nothing."""
+    """Parameters of a request, taken one by one. A null parameter counts as missing."""
 
     def __init__(self, body: Any, model: str) -> None:
         if not isinstance(body, Mapping):
@@ -152,7 +163,7 @@ class _Fields:
         return bool(value)
 
     def asked(self, limits: AgentLimits, max_tokens: int | None, logprobs: bool) -> Asked:
-        """What both kinds of requests have in common."""
+        """Take the options that both kinds of requests have. Raises `ApiError`."""
         for name, place in OWNED.items():
             value, owned = self.take(name), getattr(limits, name)
             if value is not None and value != owned:
@@ -193,7 +204,7 @@ class _Fields:
         return tuple(stops)
 
     def end(self, neutral: tuple[str, ...]) -> None:
-        """Refuse whatever is left, unless it asks for nothing."""
+        """Refuse the remaining parameters, except labels and neutral values."""
         for name, value in self._left.items():
             if name in neutral:
                 if value not in NEUTRAL[name]:
@@ -214,7 +225,7 @@ class Choice:
     message: ChatMessage
     generation: Generation
     tokens: list[str]
-    """What each sampled token says."""
+    """Text of each sampled token."""
 
     @property
     def finish_reason(self) -> str:
@@ -245,7 +256,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What one request is answered with."""
+    """Response to one request."""
 
     id: str
     created: int
@@ -264,7 +275,7 @@ class Response:
         }
 
     def chat_body(self) -> dict[str, Any]:
-        """A `chat.completion`."""
+        """Return the response as a `chat.completion`."""
         choices = [
             {
                 "index": choice.index,
@@ -277,7 +288,10 @@ class Response:
         return self._body("chat.completion", choices) | {"usage": self.usage}
 
     def chat_chunks(self) -> Iterator[dict[str, Any]]:
-        """The same as `chat.completion.chunk`s: per choice one with what it says and one with how it ended."""
+        """Yield the response as `chat.completion.chunk` objects.
+
+        Each choice has two chunks: its message, and its finish reason.
+        """
         for choice in self.choices:
             delta = choice.message.body
             if choice.message.tool_calls:
@@ -303,13 +317,13 @@ class Response:
         yield from self._usage_chunk("chat.completion.chunk")
 
     def text_body(self) -> dict[str, Any]:
-        """A `text_completion`."""
+        """Return the response as a `text_completion`."""
         return self._body("text_completion", [self._text(choice) for choice in self.choices]) | {
             "usage": self.usage
         }
 
     def text_chunks(self) -> Iterator[dict[str, Any]]:
-        """The same, one chunk per choice."""
+        """Yield the response as `text_completion` chunks, one per choice."""
         for choice in self.choices:
             yield self._chunk("text_completion", [self._text(choice)])
         yield from self._usage_chunk("text_completion")
@@ -327,7 +341,7 @@ class Response:
             yield self._body(kind, []) | {"usage": self.usage}
 
     def _chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """With `include_usage` every chunk has the field, and the last one the numbers."""
+        """Return one chunk. With `include_usage`, only the last one has usage numbers."""
         return self._body(kind, choices) | ({"usage": None} if self.asked.include_usage else {})
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""The OpenAI-compatible endpoint of an env worker: one server on this machine, and a path with a secret for each episode.
+"""OpenAI-compatible endpoint of an env worker.
 
-It listens while episodes of outside agents are played, and no longer.
+One server on this machine serves all episodes, each below a secret path. It listens only while
+episodes of outside agents are running.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @asynccontextmanager
 async def serving(session: Session) -> AsyncIterator[str]:
-    """Serve an episode; the URL of its root, below which `/v1` and `/reward` are. At the end its requests are given up."""
+    """Serve an episode and yield the URL of its root, with `/v1` and `/reward` below it.
+
+    At the end, requests in progress are cancelled.
+    """
     endpoint = _endpoints.setdefault(asyncio.get_running_loop(), Endpoint())
     async with endpoint.serving(session) as url:
         yield url
 
 
 class Endpoint:
-    """A server that lives as long as it has sessions."""
+    """Server that runs while it has sessions."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -49,7 +53,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def serving(self, session: Session) -> AsyncIterator[str]:
-        """See the function of this name."""
+        """See `serving` of this module."""
         secret = secrets.token_urlsafe(SECRET_BYTES)
         async with self._changing:
             if self._runner is None:
@@ -78,7 +82,7 @@ class Endpoint:
                 web.post("/s/{secret}/reward", self._reward),
             ]
         )
-        # A client that is gone needs no answer: its request is given up in the engine, too.
+        # When a client disconnects, its request is also cancelled in the engine.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
         )
@@ -89,7 +93,7 @@ class Endpoint:
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Whatever goes wrong is told in the API's shape, and requests end with their session."""
+        """Track the requests of each session, and return all errors in the API's format."""
         try:
             secret = request.path.removeprefix("/s/").partition("/")[0]
             if secret not in self._sessions:
@@ -165,7 +169,7 @@ async def _json(request: web.Request) -> Any:
 
 
 async def _stream(request: web.Request, chunks: Iterable[dict[str, Any]]) -> web.StreamResponse:
-    """Server-sent events."""
+    """Send chunks as server-sent events."""
     stream = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )

@@ -1,4 +1,4 @@
-"""What a client is told when a request cannot be answered, in the shape of OpenAI's API."""
+"""Messages, tool calls and errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from agenticrun_workers.plugins import last_group
 
 
 class ApiError(Exception):
-    """A refusal. `param` names what is wrong in the request, `code` is one of OpenAI's words where there is one."""
+    """Error response to a request.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong and what to do.
+        param: the invalid parameter, if there is one.
+        code: error code, one of OpenAI's if one fits.
+    """
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -32,7 +39,7 @@ class ApiError(Exception):
 
 
 def refused(param: str, message: str, code: str | None = None) -> ApiError:
-    """Status 400: `param` is what the client has to change."""
+    """Return the error with status 400 for a parameter that the client has to change."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
@@ -42,15 +49,18 @@ KEYS = {
     "assistant": {"content", "tool_calls"},
     "tool": {"content", "tool_call_id"},
 }
-"""What a message of each role may say beside its role. Empty values of other keys say nothing: clients send back what they were sent."""
+"""Keys besides `role` that a message of each role may have.
+
+Empty values of other keys are accepted, because clients send received messages back.
+"""
 
 SAME_ROLE = {"developer": "system"}
-"""OpenAI's newer name of a role that chat templates know by the older one."""
+"""Newer role names of OpenAI, with the older names that chat templates know."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that an answer calls; `arguments` is JSON."""
+    """Function call in an answer. `arguments` is JSON."""
 
     id: str
     name: str
@@ -58,7 +68,7 @@ class ToolCall:
 
     @property
     def values(self) -> Any:
-        """The arguments; the text itself if it is no JSON."""
+        """Arguments as a value, or as text if they are not valid JSON."""
         try:
             return json.loads(self.arguments)
         except ValueError:
@@ -66,7 +76,7 @@ class ToolCall:
 
     @property
     def body(self) -> dict[str, Any]:
-        """As the API says it."""
+        """The call in the API's format."""
         return {
             "id": self.id,
             "type": "function",
@@ -75,7 +85,7 @@ class ToolCall:
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it: the arguments are values, which the template writes as JSON itself."""
+        """The call for chat templates, which write the argument values as JSON themselves."""
         return {
             "id": self.id,
             "type": "function",
@@ -94,7 +104,10 @@ class ChatMessage:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Equal for messages that say the same: spaces around the text and the layout of JSON arguments do not count."""
+        """Key that is equal for equivalent messages.
+
+        Space around the text and the layout of JSON arguments do not count.
+        """
         calls = tuple(
             (call.id, call.name, json.dumps(call.values, sort_keys=True))
             for call in self.tool_calls
@@ -103,7 +116,7 @@ class ChatMessage:
 
     @property
     def body(self) -> dict[str, Any]:
-        """As the API says it."""
+        """The message in the API's format."""
         said: dict[str, Any] = {
             "role": self.role,
             "content": self.content if self.content or not self.tool_calls else None,
@@ -116,7 +129,7 @@ class ChatMessage:
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The message for chat templates."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template for call in self.tool_calls]
@@ -126,7 +139,11 @@ class ChatMessage:
 
 
 def chat_messages(values: Any) -> tuple[ChatMessage, ...]:
-    """The `messages` of a request, at least one. Raises `ApiError`, which names the message."""
+    """Parse the `messages` of a request, at least one.
+
+    Raises:
+        ApiError: names the invalid message.
+    """
     if not isinstance(values, list) or not values:
         raise refused("messages", "a list of messages is expected, at least one")
     return tuple(_message(value, f"messages[{place}]") for place, value in enumerate(values))
@@ -149,7 +166,7 @@ def _message(value: Any, path: str) -> ChatMessage:
 
 
 def _text(content: Any, path: str, *, optional: bool) -> str:
-    """Text as it is, or parts of text put together."""
+    """Return a message's text; a list of text parts is joined. Raises `ApiError`."""
     if isinstance(content, str):
         return content
     if content is None and optional:
@@ -182,13 +199,18 @@ def _calls(values: Sequence[Any], path: str) -> tuple[ToolCall, ...]:
 
 
 HERMES = r"<tool_call>\s*(.*?)\s*</tool_call>"
-"""How Hermes, Qwen and many others call tools: JSON with `name` and `arguments` between two marks."""
+"""Tool calls of Hermes, Qwen and many others: JSON with `name` and `arguments` in tags."""
 
 
 def answer_message(text: str, pattern: re.Pattern[str]) -> tuple[ChatMessage, bool]:
-    """The answer with its tool calls, and whether all of them could be read.
+    """Parse the tool calls of an answer.
 
-    The last group of the pattern is the call. A call that cannot be read stays part of the text.
+    Args:
+        text: the answer.
+        pattern: finds a tool call; its last group is the call as JSON.
+
+    Returns:
+        The message, and True if all its calls could be parsed. Other calls stay in the text.
     """
     calls: list[ToolCall] = []
     readable = True

@@ -1,4 +1,4 @@
-"""The agent's own program: a function, or a command in a process of its own."""
+"""Program of an outside agent: a function, or a command in its own process."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from agenticrun_workers.plugins import PluginImportError, imported
 from agenticrun_workers.types import StopReason
 
 PATIENCE_SECONDS = 1.0
-"""How long a coroutine that is cancelled may take to end before it is left behind."""
+"""Seconds that a cancelled coroutine may take to end before it is abandoned."""
 
 API_KEY = "none"
-"""Any key does: the secret is in the URL."""
+"""Any key works, since the secret is in the URL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an episode is about, for the program."""
+    """Task of one episode, for the program."""
 
     instruction: str
     observation: str
     item: Mapping[str, Any]
-    """The item of `envs[].dataset`; empty without a data set."""
+    """Item of `envs[].dataset`; empty without a data set."""
     split: str
     seed: int
-    """Equal for all members of a group."""
+    """Equal for all episodes of a group."""
     model: str
-    """The name to ask for."""
+    """Model name that the program requests."""
     reward_url: str
-    """Takes `{"reward": 1.0}`."""
+    """URL that accepts `{"reward": 1.0}`."""
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -50,6 +50,7 @@ class Task:
 
     @property
     def body(self) -> dict[str, Any]:
+        """Task as JSON, for commands."""
         names = (
             "instruction",
             "observation",
@@ -64,11 +65,14 @@ class Task:
 
 
 Program = Callable[[str, Task], Awaitable[Any]]
-"""Plays an episode at a base_url, and returns the reward if it knows it. Raises `EnvFault`. Cancelled, it leaves nothing running."""
+"""Runs an episode at a base_url, and returns the reward if it knows it.
+
+It raises `EnvFault`. After a cancellation it leaves no process running.
+"""
 
 
 def function_program(function: Callable[..., Any]) -> Program:
-    """`function(base_url, task)`, in a thread unless it is async."""
+    """Return a program that calls `function(base_url, task)`, in a thread unless it is async."""
 
     async def run(base_url: str, task: Task) -> Any:
         return await called(function, base_url, task)
@@ -77,7 +81,11 @@ def function_program(function: Callable[..., Any]) -> Program:
 
 
 def command_program(command: Sequence[str]) -> Program:
-    """A command that finds OPENAI_BASE_URL, OPENAI_API_KEY and AGENTICRUN_TASK (JSON) in its environment."""
+    """Return a program that runs a command.
+
+    The command gets these environment variables: OPENAI_BASE_URL, OPENAI_API_KEY,
+    AGENTICRUN_REWARD_URL and AGENTICRUN_TASK (JSON).
+    """
 
     async def run(base_url: str, task: Task) -> None:
         own = {
@@ -95,7 +103,13 @@ def command_program(command: Sequence[str]) -> Program:
 async def _run_command(
     command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
 ) -> None:
-    """Run it to its end, with all processes of its session. Output goes to a file: a pipe would wait for processes left behind."""
+    """Run a command to its end, and kill all processes of its session.
+
+    Output goes to a file, because a pipe would wait for child processes that still hold it open.
+
+    Raises:
+        EnvFault: the command cannot be started or fails.
+    """
     starting = asyncio.create_task(
         asyncio.create_subprocess_exec(
             *command,
@@ -107,7 +121,8 @@ async def _run_command(
         )
     )
     try:
-        # Not awaited itself: asyncio answers a cancellation by killing the command alone, which may have begun others.
+        # Do not await the task itself: on cancellation, asyncio kills only the command and not
+        # the processes that it has started.
         await asyncio.wait({starting})
         status = await _started(starting).wait()
     finally:
@@ -143,7 +158,11 @@ def _last_line(output: IO[bytes]) -> str:
 
 
 def function_at(key: str, place: str) -> Callable[..., Any]:
-    """`module:function`. Raises `ValueError`, which names the config's `key`."""
+    """Return the function at `module:function`.
+
+    Raises:
+        ValueError: names `key`, the config key of the function.
+    """
     module_name, _, name = place.partition(":")
     try:
         found = imported(module_name, name)
@@ -158,7 +177,11 @@ def function_at(key: str, place: str) -> Callable[..., Any]:
 
 
 async def called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a user's function returns, sync or async. Raises `EnvFault` for whatever it raises."""
+    """Call a sync or async function of a user and return its result.
+
+    Raises:
+        EnvFault: the function raises any exception.
+    """
     call = partial(attempt, function, *arguments)
     outcome = call() if inspect.iscoroutinefunction(function) else await in_thread(call)
     if inspect.isawaitable(outcome.value):

@@ -1,8 +1,9 @@
-"""What was sampled in one episode, and how later requests go on from it.
+"""Session of one episode: it answers requests and records the sampled tokens.
 
-A client sends its whole conversation again with every request. The longest part of it that ends with a recorded answer stands for the
-recorded tokens; only what came after it is tokenised. So no sampled text is ever tokenised again, and the answers make a tree: a
-conversation asked twice or changed half-way is a fork, and one that begins otherwise is a root.
+A client sends its whole conversation with every request. The longest part that ends with a recorded
+answer is replaced by the recorded tokens, and only the rest is tokenised. So no sampled text is
+tokenised again, and the answers form a tree: a conversation that is repeated or changed half-way is
+a fork, and one with a different beginning is a root.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from agenticrun_workers.envs.calls import one_line
 from agenticrun_workers.types import FinishReason, Generation, IntArray, StopReason
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer shows for the first bytes of a character."""
+"""Text that a tokenizer shows for the first bytes of a character."""
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -50,18 +51,19 @@ class Answer:
     """One sampled answer."""
 
     completion: str
-    """The id of the response that it came with, and its place among the n of that."""
+    """Id of its response."""
     choice: int
+    """Index among the n answers of its response."""
     sampled: Sampled
     parent: Answer | None
     conversation: tuple[ChatMessage, ...]
-    """All messages, this answer the last."""
+    """All messages; this answer is the last one."""
     valid: bool
-    """Its tool calls could be read."""
+    """True if its tool calls could be parsed."""
 
 
 class Recorded:
-    """The answers of one episode, in the order in which they were sampled."""
+    """Answers of one episode, in sampling order."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> None:
         self._tokenizer = tokenizer
@@ -73,7 +75,12 @@ class Recorded:
     def chat_prompt(
         self, messages: Sequence[ChatMessage], tools: Tools
     ) -> tuple[IntArray, Answer | None]:
-        """Tokens of a conversation up to the start of the answer, int32 [T], and the recorded answer that they go on from."""
+        """Return the tokens of a conversation, with the sampled tokens of recorded answers.
+
+        Returns:
+            The tokens up to the start of the next answer, int32 [T], and the recorded answer that
+            the conversation continues, or None.
+        """
         templates = [message.for_template for message in messages]
         key = _key(messages, tools)
         for size in range(len(messages), 0, -1):
@@ -92,7 +99,10 @@ class Recorded:
         return self._chat.conversation(templates, tools), None
 
     def text_prompt(self, text: str) -> IntArray:
-        """Tokens of a text, int32 [T]: as far as it repeats a recorded text, the recorded tokens."""
+        """Return the tokens of a text, int32 [T].
+
+        The part that repeats a recorded text has the recorded tokens.
+        """
         best_T, known = np.zeros(0, np.int32), 0
         for prompt, answer in self._of_texts:
             if text.startswith(prompt):
@@ -107,25 +117,32 @@ class Recorded:
         return np.concatenate([best_T, np.asarray(rest, np.int32)])
 
     def _said_of(self, text: str, tokens_T: IntArray) -> tuple[int, int]:
-        """How many of these tokens the text begins with, and how many of its characters they are."""
+        """Return the longest prefix of the tokens that the text starts with.
+
+        Returns:
+            Number of tokens, and number of their characters.
+        """
 
         def goes_too_far(size: int) -> bool:
             return not text.startswith(self._chat.shown(tokens_T[:size]).rstrip(UNFINISHED))
 
         size = bisect_left(range(len(tokens_T) + 1), True, key=goes_too_far) - 1
         while not text.startswith(said := self._chat.shown(tokens_T[:size])):
-            size -= 1  # it ends inside of a character
+            size -= 1  # the last token ends inside a character
         return size, len(said)
 
     def parent_of(self, prompt_T: IntArray, matched: Answer | None = None) -> Answer | None:
-        """The longest sampled sequence that a prompt begins with; of equal ones the one whose conversation it repeats, else the latest."""
+        """Return the answer with the longest token sequence that the prompt starts with.
+
+        Of equally long ones it is `matched`, else the latest. None if there is no such answer.
+        """
         fitting = [answer for answer in reversed(self.answers) if answer.sampled.begins(prompt_T)]
         return max(
             fitting, key=lambda answer: (answer.sampled.length, answer is matched), default=None
         )
 
     def add(self, answer: Answer, tools: Tools = (), text: str | None = None) -> None:
-        """Remember an answer: to a conversation with these tools, or to the prompt `text`."""
+        """Add an answer to a conversation with these tools, or to the prompt `text`."""
         self.answers.append(answer)
         if text is None:
             self._of_chats[_key(answer.conversation, tools)] = answer
@@ -133,7 +150,7 @@ class Recorded:
             self._of_texts.append((text, answer))
 
     def find(self, completion: str, choice: int) -> Answer | None:
-        """The answer with this id and place."""
+        """Return the answer with this response id and index, or None."""
         return next(
             (
                 answer
@@ -144,9 +161,9 @@ class Recorded:
         )
 
     def branches(self) -> list[list[Answer]]:
-        """What each trajectory trains: for every answer that nothing went on from, the answers up to it.
+        """Return one branch of answers per trajectory, for each answer without a continuation.
 
-        An answer with several that go on from it is trained once, in the latest of its branches.
+        An answer with several continuations is trained once, in the latest of its branches.
         """
         went_on = {id(answer.parent) for answer in self.answers}
         trained: set[int] = set()
@@ -163,7 +180,7 @@ class Recorded:
 
 
 def _key(messages: Sequence[ChatMessage], tools: Tools) -> tuple[Any, ...]:
-    """Equal for conversations that say the same: the tools, and one item for each message."""
+    """Return a key of the tools and of each message; equivalent conversations have equal keys."""
     return json.dumps(list(tools), sort_keys=True), *(message.identity for message in messages)
 
 
@@ -172,31 +189,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What answers the requests of all episodes of an agent."""
+    """Tokenizer, limits and formats that all episodes of an agent share."""
 
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     limits: AgentLimits
     model: str
-    """The name that clients ask for."""
+    """Model name that clients request."""
     calls: re.Pattern[str]
-    """Finds tool calls in an answer."""
+    """Pattern of tool calls in an answer."""
 
 
 class Session:
-    """Answers the requests of one episode. Make it inside of an event loop."""
+    """Handler of the requests of one episode. Create it inside an event loop."""
 
     def __init__(self, policy: Policy, episode: Episode, generate: Generate) -> None:
         self.policy = policy
         self.recorded = Recorded(policy.tokenizer, policy.chat)
         self.reward: float | None = None
-        """Posted for the episode; the last one counts."""
+        """Posted reward of the episode; the last one counts."""
         self.rewards: dict[Answer, float] = {}
-        """Posted for single answers."""
+        """Posted rewards of single answers."""
         self.ended: StopReason | None = None
-        """Why a request was refused that would have gone on: max_turns or context_overflow."""
+        """Limit at which a request was refused: max_turns or context_overflow."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets the exception when the engines fail: the episode is lost."""
+        """Set to the engines' exception when they fail; the episode is then lost."""
         self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
         self._episode = episode
         self._generate = generate
@@ -204,7 +221,7 @@ class Session:
         self._numbers = 0
 
     async def chat(self, body: Any) -> Response:
-        """`/v1/chat/completions`. Raises `ApiError`."""
+        """Answer a request to `/v1/chat/completions`. Raises `ApiError`."""
         policy = self.policy
         request = chat_request(body, policy.limits, policy.model)
         if request.tools and not policy.chat.shows_tools(request.tools):
@@ -230,7 +247,7 @@ class Session:
         )
 
     async def complete(self, body: Any) -> Response:
-        """`/v1/completions`. Raises `ApiError`."""
+        """Answer a request to `/v1/completions`. Raises `ApiError`."""
         policy = self.policy
         request = completion_request(body, policy.limits, policy.model)
         prompt, text = request.prompt, request.prompt if isinstance(request.prompt, str) else None
@@ -255,7 +272,14 @@ class Session:
         )
 
     def post_reward(self, body: Any) -> None:
-        """`/reward`: of the episode, or of the trajectory that ends with the answer `trajectory` (and `choice`). Raises `ApiError`."""
+        """Store a reward that is posted to `/reward`.
+
+        It is the reward of the episode. With `trajectory` (and `choice`) it is the reward of the
+        trajectory that ends with this answer.
+
+        Raises:
+            ApiError: the body is invalid or the answer is unknown.
+        """
         if not isinstance(body, Mapping) or body.keys() - {"reward", "trajectory", "choice"}:
             raise refused(
                 "reward",
@@ -287,7 +311,7 @@ class Session:
         message_of: Callable[[str], tuple[ChatMessage, bool]],
         record: Callable[[Answer], None],
     ) -> Response:
-        """Sample, remember and put into words."""
+        """Sample the answers, record them and build the response. Raises `ApiError`."""
         self._check_room(prompt_T, param)
         parent = self.recorded.parent_of(prompt_T, matched)
         self._numbers += 1
@@ -330,7 +354,7 @@ class Session:
             )
 
     async def _sample(self, prompt_T: IntArray, asked: Asked, number: int) -> list[Generation]:
-        """n generations. A request that fails or is given up by its client is no turn."""
+        """Return n generations. A request that fails or is cancelled does not count as a turn."""
         self._turns += 1
         try:
             async with asyncio.TaskGroup() as group:
@@ -360,7 +384,8 @@ class Session:
             limits.sequence_length - len(prompt_T),
         )
         sampling = limits.sampling(longest, self.policy.chat.stop_tokens)
-        # The client's seed stands beside the episode's, so that the members of a group differ whatever their agent asks.
+        # The client's seed is combined with the episode's. So the episodes of a group differ even
+        # if their agent always sends the same seed.
         path = [0, number] if asked.seed is None else [1, asked.seed]
         return answered(
             await self._generate(
@@ -369,9 +394,12 @@ class Session:
         )
 
     def _stopped(self, whole: Generation, stops: tuple[str, ...]) -> tuple[Generation, str]:
-        """A generation up to the token that completes a stop text, and what it says before that.
+        """Cut a generation after the token that completes a stop text.
 
-        Where to stop follows from the tokens before, so the log-probs of those that stay are what they were.
+        The cut depends only on earlier tokens, so the log-probs of the remaining tokens stay valid.
+
+        Returns:
+            The generation, and its text before the stop text.
         """
         chat = self.policy.chat
 
@@ -397,10 +425,14 @@ class Session:
 
 
 def _tokenised(param: str, make: Callable[[], T]) -> T:
-    """What `make` returns. Messages that the chat template or the tokenizer refuses are the client's mistake."""
+    """Return the result of `make`.
+
+    Raises:
+        ApiError: the chat template or the tokenizer rejects the messages.
+    """
     try:
         return make()
-    except Exception as error:  # jinja, tokenizers and templates raise anything
+    except Exception as error:  # jinja, tokenizers and templates may raise anything
         raise refused(
             param, f"cannot be put into the policy's chat template and tokens: {one_line(error)}"
         ) from error
