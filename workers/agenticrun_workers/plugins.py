@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class PluginError(Exception):
-    """Base of errors in finding or building a plug-in. The message says what to do."""
+    """Base class of errors in finding or building a plug-in. The message says what to do."""
 
 
 class PluginNotFound(PluginError):
@@ -43,8 +43,9 @@ class Registry(Generic[T]):
     """Factories of one kind of plug-in.
 
     Args:
-        kind: the word used in messages.
-        group: the entry point group.
+        kind: word for the plug-in in messages.
+        group: entry point group.
+        errors: exception types to raise.
     """
 
     kind: str
@@ -53,7 +54,7 @@ class Registry(Generic[T]):
     _factories: dict[str, Callable[..., T]] = field(default_factory=dict)
 
     def register(self, name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-        """Return a decorator that registers a class or factory. The last one wins."""
+        """Return a decorator that registers a class or factory, replacing an earlier one."""
 
         def remember(factory: Callable[..., T]) -> Callable[..., T]:
             self._factories[name] = factory
@@ -62,7 +63,12 @@ class Registry(Generic[T]):
         return remember
 
     def find(self, name: str) -> Callable[..., T]:
-        """Return the factory of a registered name, an entry point or `module:Class`."""
+        """Return the factory of a registered name, an entry point or `module:Class`.
+
+        Raises:
+            PluginNotFound: no such plug-in.
+            PluginImportError: its module cannot be imported.
+        """
         if name in self._factories:
             return self._factories[name]
         module_name, _, attribute = name.partition(":")
@@ -83,6 +89,9 @@ class Registry(Generic[T]):
         """Build a plug-in. The camelCase keys of its config become keyword arguments.
 
         `fixed` arguments come from the caller and cannot be set by a config.
+
+        Raises:
+            PluginError: as in `find`, and PluginConfigError for an invalid config.
         """
         factory = self.find(name)
         arguments = {snake_case(key): value for key, value in config.items()}
@@ -139,11 +148,11 @@ def last_group(match: re.Match[str]) -> str:
 
 
 def snake_case(key: str) -> str:
-    """`isSlippery` -> `is_slippery`; snake_case stays as it is."""
+    """Convert camelCase to snake_case: `isSlippery` -> `is_slippery`."""
     return re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", key).lower()
 
 
 def camel_case(key: str) -> str:
-    """`is_slippery` -> `isSlippery`."""
+    """Convert snake_case to camelCase: `is_slippery` -> `isSlippery`."""
     head, *rest = key.split("_")
     return head + "".join(part.capitalize() for part in rest)

@@ -1,7 +1,7 @@
-"""Folders on any fsspec file system: a local path, s3://bucket/prefix, memory://x. Files are written whole, durably and with a checksum.
+"""Folders on any fsspec file system: a local path, s3://bucket/prefix or memory://x.
 
-Object stores know no rename, so nothing here relies on one: a file that is read is compared with the size and checksum that were
-noted when it was written.
+Files are written whole, durably and with a checksum. Object stores cannot rename files, so nothing
+relies on that: readers compare a file with the size and checksum from when it was written.
 """
 
 from __future__ import annotations
@@ -21,13 +21,21 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 MODULE_RECORD = "module.json"
-"""In a checkpointed module's folder: what it is, and under "files" the size and checksum of every other file there."""
+"""File in a checkpointed module's folder.
+
+It describes the module, and has the size and checksum of every other file under "files".
+"""
 
 _CHUNK_BYTES = 8 << 20
 
 
 class DamagedFile(Exception):
-    """A file is missing, truncated or altered. Raised by (file, what is wrong with it)."""
+    """A file is missing, truncated or altered.
+
+    Args:
+        file: URI of the file.
+        problem: what is wrong with it, as the end of a sentence.
+    """
 
     def __init__(self, file: str, problem: str) -> None:
         super().__init__(file, problem)
@@ -39,12 +47,18 @@ class DamagedFile(Exception):
 
 
 class UnusableStorage(Exception):
-    """A place that this process cannot use: no driver, no credentials, no such bucket, no permission. Says what to do."""
+    """This process cannot use a location, for lack of a driver, credentials, bucket or permission.
+
+    The message says what to do.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file as it was written. CRC-32: it finds accidents, at memory speed, and is no protection from forgery."""
+    """Size and checksum of a file, as it was written.
+
+    CRC-32 finds accidental damage at memory speed. It does not protect against forgery.
+    """
 
     size: int
     crc32: int
@@ -54,7 +68,7 @@ class FileEntry:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> FileEntry:
-        """Raises KeyError, TypeError or ValueError for anything else."""
+        """Parse a value of `to_json`. Raises KeyError, TypeError or ValueError for any other."""
         return FileEntry(int(value["size"]), int(value["crc32"], 16))
 
 
@@ -68,18 +82,17 @@ class Folder:
     def __init__(self, uri: str | os.PathLike[str]) -> None:
         uri = os.fspath(uri)
         try:
-            self._fs, path = fsspec.core.url_to_fs(
-                uri, use_listings_cache=False
-            )  # other processes write here too
+            # Other processes write here, too, so listings are not cached.
+            self._fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False)
         except (ImportError, ValueError, OSError) as error:
             raise UnusableStorage(
                 f"{uri}: {error}; use a folder or s3://bucket/prefix, or install that driver in the image"
             ) from error
         self._path = str(path).rstrip("/")
         self.local_path = Path(path) if isinstance(self._fs, LocalFileSystem) else None
-        """The absolute path, if this is a folder of this machine."""
+        """Absolute path of a local folder, else None."""
         self.uri = str(self.local_path) if self.local_path else uri.rstrip("/")
-        """A local folder's is its absolute path."""
+        """URI of the folder; for a local folder, its absolute path."""
 
     def __str__(self) -> str:
         return self.uri
@@ -88,7 +101,11 @@ class Folder:
         return Folder(f"{self.uri.rstrip('/')}/{name}")
 
     def require_writable(self) -> None:
-        """Write a file of a name that nobody else uses and delete it. Raises `UnusableStorage` if that cannot work, now or later."""
+        """Check that the folder is writable: write and delete a file with a unique name.
+
+        Raises:
+            UnusableStorage: writing fails in a way that a retry cannot fix.
+        """
         name = f".write-test-{uuid.uuid4().hex}"
         try:
             self.write(name, b"")
@@ -99,11 +116,11 @@ class Folder:
             raise UnusableStorage(f"{self.uri} cannot be written ({error}): {advice}") from error
 
     def read(self, name: str) -> bytes:
-        """Raises FileNotFoundError."""
+        """Return the content of a file. Raises FileNotFoundError."""
         return cast(bytes, self._fs.cat_file(self._at(name)))
 
     def write(self, name: str, data: bytes) -> FileEntry:
-        """Put a whole file in place at once: nobody sees half of it, and after this call it survives a crash."""
+        """Write a whole file at once. No reader sees a part of it, and it survives a crash."""
         if self.local_path is None:
             self._fs.pipe_file(self._at(name), data)
             return FileEntry(len(data), zlib.crc32(data))
@@ -114,7 +131,10 @@ class Folder:
 
     @contextmanager
     def create(self, name: str) -> Iterator[ChecksumWriter]:
-        """A new file to write in order. It is durable, and its `entry` final, when the block ends."""
+        """Open a new file for sequential writes.
+
+        When the block ends, the file is durable and its `entry` is final.
+        """
         if self.local_path is not None:
             path = self.local_path / name
             _make_folders(path.parent)
@@ -129,10 +149,12 @@ class Folder:
 
     @contextmanager
     def open_verified(self, name: str, entry: FileEntry) -> Iterator[IO[bytes]]:
-        """A file, seekable, after all of it was compared with `entry`; a remote one is downloaded once, to a temporary file.
+        """Open a seekable file after comparing all of its content with `entry`.
+
+        A remote file is downloaded once, to a temporary file.
 
         Raises:
-            DamagedFile: it is missing, or not what was written.
+            DamagedFile: the file is missing or differs from `entry`.
         """
         try:
             raw = self._fs.open(self._at(name), "rb")
@@ -147,18 +169,21 @@ class Folder:
             yield file
 
     def checksum(self, name: str) -> FileEntry:
-        """Read a file for its size and checksum. Raises FileNotFoundError."""
+        """Read a file and return its size and checksum. Raises FileNotFoundError."""
         with self._fs.open(self._at(name), "rb") as raw:
             return _entry_of(raw, None)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file below, by name relative to this folder; empty if there is no such folder."""
+        """Return the size of every file below, in bytes, by its name relative to this folder.
+
+        It is empty if the folder does not exist.
+        """
         start = len(self._path) + 1
         found: dict[str, dict[str, Any]] = self._fs.find(self._path, detail=True)
         return {path[start:]: int(info["size"]) for path, info in found.items()}
 
     def folders(self) -> list[str]:
-        """Names of the folders directly below."""
+        """Return the names of the folders directly below."""
         try:
             found: list[dict[str, Any]] = self._fs.ls(self._path, detail=True)
         except FileNotFoundError:
@@ -173,7 +198,7 @@ class Folder:
         return bool(self._fs.exists(self._at(name)))
 
     def rename(self, old: str, new: str) -> None:
-        """At once and durable in a local folder; a copy and a deletion elsewhere."""
+        """Rename a file: atomic and durable in a local folder, a copy and a deletion elsewhere."""
         if self.local_path is None:
             self._fs.mv(self._at(old), self._at(new))
             return
@@ -181,11 +206,11 @@ class Folder:
         _sync_folder(path.parent)
 
     def remove(self, name: str) -> None:
-        """Raises FileNotFoundError."""
+        """Delete a file. Raises FileNotFoundError."""
         self._fs.rm_file(self._at(name))
 
     def delete(self) -> None:
-        """Delete the folder and all below, if there is any."""
+        """Delete the folder and everything below it, if it exists."""
         if self._fs.exists(self._path):
             self._fs.rm(self._path, recursive=True)
 
@@ -194,7 +219,10 @@ class Folder:
 
 
 class ChecksumWriter:
-    """Passes writes on, in order, and counts and sums them. As much of a file as torch.save and pickle need."""
+    """Sequential writer that counts the bytes and computes their checksum.
+
+    It has the file methods that torch.save and pickle need.
+    """
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
@@ -203,7 +231,7 @@ class ChecksumWriter:
 
     @property
     def entry(self) -> FileEntry:
-        """What was written so far."""
+        """Size and checksum of the bytes written so far."""
         return FileEntry(self._size, self._crc32)
 
     def write(self, data: Any, /) -> int:
@@ -220,7 +248,7 @@ class ChecksumWriter:
         self._raw.flush()
 
     def close(self) -> None:
-        """Whoever opened the file below closes it."""
+        """Flush only: the underlying file is closed by the code that opened it."""
         self.flush()
 
 
@@ -241,7 +269,10 @@ def _difference(found: FileEntry, expected: FileEntry) -> str:
 
 
 def _advice(error: Exception) -> str | None:
-    """What to do about an error that trying again cannot cure; None for any other. Drivers name their credential errors so."""
+    """Return advice for an error that a retry cannot fix; None for any other error.
+
+    Credential errors are recognised by their names, since each driver has its own types.
+    """
     if "Credential" in type(error).__name__:
         return (
             "give driver and trainer pods credentials by environment (roles.<role>.envFrom), "
@@ -266,7 +297,7 @@ def _make_folders(path: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make the names in a folder durable, as fsync of a file does not."""
+    """Make the file names in a folder durable, which fsync of a file does not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

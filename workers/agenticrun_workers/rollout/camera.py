@@ -19,9 +19,9 @@ from agenticrun_workers.rollout.log_once import LogOnce
 log = logging.getLogger(__name__)
 
 MAX_FRAMES = 100
-"""Frames of one GIF. A longer episode is sampled evenly, and always shows its last state."""
+"""Frames of one GIF. A longer episode is sampled evenly, including its last state."""
 MAX_SIDE = 512
-"""Pixels; larger frames are scaled down."""
+"""Longest side in pixels; larger frames are scaled down."""
 MIN_SIDE = 32
 MAX_BYTES = 1_048_576
 """Size of one GIF: frames are scaled down until it fits."""
@@ -33,7 +33,7 @@ _warn = LogOnce(log.warning)
 class Filmed:
     """An environment that records a frame after each `reset` and `step`.
 
-    Frames are for people: a failed render loses the frame and not the episode.
+    A failed render loses only its frame, not the episode.
     """
 
     def __init__(self, env: Renders) -> None:
@@ -74,7 +74,10 @@ class Filmed:
 
 
 def animated_gif(frames: Sequence[NDArray[np.uint8]]) -> bytes:
-    """Return the frames as a looping GIF of at most `MAX_BYTES`; empty without frames."""
+    """Return the frames as a looping GIF of at most `MAX_BYTES`.
+
+    It is empty without frames, and if even the smallest size is too large.
+    """
     if not frames:
         return b""
     chosen = sorted(

@@ -1,10 +1,10 @@
-"""EnvPool: distributes groups over env workers and reruns those lost with a dead worker.
+"""EnvPool: distributes groups over env workers and reruns the groups of a dead worker.
 
 An environment that ends its process (`os._exit`, a crash in C) kills the env worker and all groups
 that run there. A group that was running in two workers that died becomes a suspect. A worker runs
-at most one suspect, and with it only groups that have seen no death. At the third death the suspect
-is given up, so a guilty episode costs three workers and no other episode. With `envs[].isolated` it
-costs only itself.
+at most one suspect, together with groups that were not running in any dead worker. At the third
+death the suspect is given up. So a crashing episode costs three workers and no other episode. With
+`envs[].isolated` it costs only itself.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class RolloutBackend(Protocol):
 
 @dataclass(slots=True)
 class _Open:
-    """A task that is running at a worker, or waits for one."""
+    """A task that runs on a worker or waits for one."""
 
     task: GroupTask
     done: asyncio.Future[list[EpisodeResult]]
     results: dict[int, EpisodeResult] = field(default_factory=dict)
-    """By member, in the order of finishing."""
+    """Results by member, in the order of finishing."""
     aborting: bool = False
     deaths: int = 0
-    """Workers that died while they ran it."""
+    """Number of workers that died while running the task."""
 
     @property
     def suspect(self) -> bool:
@@ -99,13 +99,13 @@ class _Worker:
     open: dict[tuple[str, int, int], _Open] = field(default_factory=dict)
     outgoing: list[GroupTask] = field(default_factory=list)
     episodes: int = 0
-    """Running episodes: the load."""
+    """Number of running episodes: the load."""
 
     def may_run(self, task: _Open) -> bool:
-        """Return False if a death of this worker would leave two candidates for its cause.
+        """Return False if a death of this worker would have two possible causes.
 
-        A suspect shares its worker only with groups that have seen no death: the next death of the
-        worker is then its own.
+        A suspect shares its worker only with groups that were not running in any dead worker. If
+        the worker dies, the suspect is the cause.
         """
         return not any(
             other.deaths and task.deaths and (other.suspect or task.suspect)
@@ -157,12 +157,11 @@ class EnvPool:
             self._assign_waiting()
 
     async def set_endpoints(self, engines: Mapping[str, Any], stores: Sequence[Any]) -> None:
-        """Set engines and stores of all workers, now and later. None runs before the first call."""
+        """Set the engines and stores of current and later workers. No group runs before this."""
         self._endpoints = Endpoints(self._endpoints.number + 1, engines, stores)
         calls = (worker.handle.set_endpoints.remote(self._endpoints) for worker in self._workers)
-        await asyncio.gather(
-            *calls, return_exceptions=True
-        )  # a dead worker is the watcher's business
+        # `_watch` handles dead workers.
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def stop(self) -> None:
         """Stop watching. The actors end with the Ray session."""
@@ -210,7 +209,7 @@ class EnvPool:
     async def _watch(self, worker: _Worker) -> None:
         """Replace a worker when it dies.
 
-        An error of a live worker, or a failure to replace it, ends the attempt.
+        An error of a live worker or a failed replacement ends the attempt.
         """
         try:
             self._bury(worker, await self._death_of(worker))
@@ -219,13 +218,17 @@ class EnvPool:
             self._fail(worker, error)
 
     async def _death_of(self, worker: _Worker) -> ray.exceptions.RayActorError:
-        """Collect results until the worker dies, and return its death. Raises what it raises."""
+        """Collect results until the worker dies, and return the error of its death.
+
+        Raises:
+            RayTaskError: the worker is alive and its `collect` fails.
+        """
         while True:
             try:
                 collected = await worker.handle.collect.remote()
-            except (
-                ray.exceptions.RayTaskError
-            ):  # it lives; of an actor's death that it met, this is a RayActorError too
+            except ray.exceptions.RayTaskError:
+                # The worker is alive. The error may also be a RayActorError, if the worker got it
+                # from another actor, so this clause comes first.
                 raise
             except ray.exceptions.RayActorError as death:
                 return death
@@ -233,11 +236,14 @@ class EnvPool:
                 self._deliver(worker, result)
 
     def _bury(self, worker: _Worker, death: ray.exceptions.RayActorError) -> None:
-        """Reassign the groups of a dead worker. Raises `RolloutFailed` after too many deaths."""
+        """Remove a dead worker and reassign its groups.
+
+        Raises:
+            RolloutFailed: too many workers died in a row.
+        """
         if isinstance(death, ray.exceptions.ActorUnavailableError):
-            ray.kill(
-                worker.handle
-            )  # it may live, and must not fill the stores with what others play now
+            # It may be alive, and must not store episodes that other workers now run again.
+            ray.kill(worker.handle)
         self._deaths += 1
         self._workers.remove(worker)
         log.warning(
@@ -252,7 +258,7 @@ class EnvPool:
         self._reassign(worker, death)
 
     def _reassign(self, worker: _Worker, error: BaseException) -> None:
-        """Assign the tasks of a dead worker to others. Its suspect is given up."""
+        """Assign the tasks of a dead worker to others. A suspect is given up."""
         for opened in worker.open.values():
             if opened.done.done():
                 continue
@@ -270,7 +276,7 @@ class EnvPool:
         worker.episodes -= 1
         opened = worker.open.get((result.key.stream, result.key.group, result.attempt))
         if opened is None or result.key.member not in opened.task.members:
-            return  # the caller has given the task up
+            return  # the caller no longer waits for it
         opened.results[result.key.member] = result
         if not opened.missing:
             opened.finish()

@@ -31,7 +31,7 @@ from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
 
 
 class EnvWorker:
-    """Runs episodes.
+    """Actor that runs episodes.
 
     Call `describe`, then `setup`; then `set_endpoints`, `submit`, `abort` and `collect` in any
     order.
@@ -61,7 +61,7 @@ class EnvWorker:
         return current_placement(self._name, Role.ENV)
 
     async def until_death(self) -> None:
-        """Never returns: the caller's future fails when this process dies."""
+        """Wait for ever, so that the caller's future fails when this process dies."""
         await asyncio.Event().wait()
 
     async def describe(self) -> TokenizerCorpus:
@@ -80,7 +80,7 @@ class EnvWorker:
         self._keep(asyncio.create_task(self._store_finished(), name="store-finished"))
 
     async def set_endpoints(self, endpoints: Endpoints) -> None:
-        """Use these engines and stores from now on, unless a newer call came first."""
+        """Use these engines and stores from now on; ignore the call if a newer one came first."""
         if endpoints.number > self._endpoints.number:
             self._endpoints = endpoints
             self._client.set_engines(endpoints.engines)
@@ -97,15 +97,16 @@ class EnvWorker:
                 self._keep(running)
 
     async def abort(self, episodes: list[tuple[EpisodeKey, int]]) -> None:
-        """Stop these (episode, attempt) pairs: they end as aborted. Unknown ones are ignored."""
+        """Stop these (episode, attempt) pairs; they end as aborted. Unknown ones are ignored."""
         for name in episodes:
             if name in self._running:
                 self._running[name].cancel()
 
     async def collect(self) -> bytes:
-        """Return finished episodes, a packed `list[EpisodeResult]`, empty after idle seconds.
+        """Return finished episodes as a packed `list[EpisodeResult]`; empty after idle seconds.
 
-        Raises the error of a background task: an episode may be lost, and its caller must not wait.
+        Raises the error of a background task, since its episode may be lost and the caller must not
+        wait for it.
         """
         return pack(await self._outbox.take())
 
@@ -191,7 +192,7 @@ def describe_envs(pipeline: Pipeline) -> TokenizerCorpus:
 def build_agents(
     pipeline: Pipeline, tokenizer: PreTrainedTokenizerBase
 ) -> dict[tuple[str, Stream], Agent]:
-    """Build one agent per tag and stream, since sampling differs. Raises `InvalidConfig`."""
+    """Build one agent per tag and stream, since their sampling differs. Raises `InvalidConfig`."""
     agents: dict[tuple[str, Stream], Agent] = {}
     for index, spec in enumerate(pipeline.envs):
         for stream in Stream:

@@ -63,7 +63,7 @@ class RunningEpisode:
 
     @property
     def told(self) -> bool:
-        """True for the first member: the one that transcripts and frames show."""
+        """True for the first member of the group, which transcripts and frames show."""
         return self.key.member == self.task.members[0]
 
     def abandoned(self) -> Trajectory:
@@ -81,10 +81,13 @@ class RunningEpisode:
 
 
 class EpisodeRunner:
-    """Runs the episodes of one env worker concurrently.
+    """Runner of the concurrent episodes of one env worker.
 
     Args:
-        agents: by tag and stream.
+        pipeline: `spec.pipeline`.
+        chat: the policy's chat template.
+        agents: agents by tag and stream.
+        sources: data sets, judges and demonstrations.
         client: sends generation requests to the engines.
     """
 
@@ -119,9 +122,7 @@ class EpisodeRunner:
             raise
         except EnvFault as fault:
             played.trajectories = [_nothing(played, fault.reason, str(fault))]
-        except (
-            BaseException
-        ) as error:  # an agent is a user's code and may raise anything: it costs this episode
+        except BaseException as error:  # a user's agent may raise anything
             message = one_line(error)
             self._report(f"an agent failed in {task.tag}: {message}")
             played.trajectories = [_nothing(played, StopReason.ENV_ERROR, message)]
@@ -232,7 +233,7 @@ def _nothing(played: RunningEpisode, reason: StopReason, error: str) -> Trajecto
 
 
 def _counted(generate: Generate, played: RunningEpisode) -> Generate:
-    """Wrap `generate` to record its generations, so that a stopped episode's tokens are counted."""
+    """Wrap `generate` to record generations, so that tokens of a stopped episode are counted."""
 
     async def counting(request: GenerationRequest) -> Generation:
         generation = await generate(request)
@@ -243,10 +244,10 @@ def _counted(generate: Generate, played: RunningEpisode) -> Generate:
 
 
 STEP_TIMEOUT_SECONDS = 60.0
-"""Default of `envs[].stepTimeoutSeconds`, in runs that are not deterministic."""
+"""Default of `envs[].stepTimeoutSeconds` in runs that are not deterministic."""
 
 BUILD_TIMEOUT_SECONDS = 300.0
-"""An isolated environment may read its data first."""
+"""Seconds to build an isolated environment, which may read its data first."""
 
 
 def step_timeout(pipeline: Pipeline, spec: EnvSpec) -> float | None:
@@ -268,7 +269,11 @@ class EnvCache:
         }
 
     async def take(self, tag: str) -> Env:
-        """Return an idle or new environment. Raises `EnvFault` if it is isolated."""
+        """Return an idle environment or a new one.
+
+        Raises:
+            EnvFault: an isolated environment cannot be started.
+        """
         if self._idle[tag]:
             return self._idle[tag].pop()
         if tag in self._isolations:
@@ -290,9 +295,9 @@ class EnvCache:
 
 
 MAX_CHARACTERS = 32_768
-"""Length of a transcript. Whole turns from the middle are left out of a longer one."""
+"""Length of a transcript. A longer one loses whole turns from the middle."""
 MAX_PART = 4_096
-"""Length of one prompt or answer. The middle of a longer one is left out."""
+"""Length of one prompt or answer. A longer one loses its middle."""
 
 
 def transcript(trajectory: Trajectory, chat: ChatFormat) -> str:

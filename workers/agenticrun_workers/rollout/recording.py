@@ -62,7 +62,8 @@ class Recording:
 
     Its methods block: call them in a thread.
 
-    Raises `UnusableStorage` for a URL that this process cannot use.
+    Raises:
+        UnusableStorage: this process cannot use the URL.
     """
 
     def __init__(self, uri: str) -> None:
@@ -76,9 +77,10 @@ class Recording:
         )
 
     def begin(self, done: int) -> None:
-        """Prepare to write after `done` steps, and remove later ones of an earlier attempt.
+        """Prepare to write after `done` steps, and remove later steps of an earlier attempt.
 
-        Raises `UnusableStorage` if the folder is not writable.
+        Raises:
+            UnusableStorage: the folder is not writable.
         """
         self._folder.require_writable()
         for step in self.steps():
@@ -224,7 +226,13 @@ RECORD_FIELD, REPLAY_FIELD = "spec.pipeline.record.to", "spec.pipeline.record.re
 
 
 class RecordingRollout:
-    """Writes each batch of `inner`, whose trajectories lie in `stores`, before it is trained on."""
+    """Rollout that writes each batch of `inner` to a recording before it is trained on.
+
+    Args:
+        inner: controller that makes the batches.
+        recording: files to write.
+        stores: stores with the trajectories of the batches.
+    """
 
     def __init__(self, inner: RolloutController, recording: Recording, stores: list[Any]) -> None:
         self._inner = inner
@@ -239,7 +247,8 @@ class RecordingRollout:
     ) -> RecordingRollout:
         """Continue recording after `step` training steps. Later recorded steps are removed.
 
-        Raises `InvalidConfig` if the folder is not writable.
+        Raises:
+            InvalidConfig: the folder is not writable.
         """
         try:
             recording = Recording(uri)
@@ -250,7 +259,7 @@ class RecordingRollout:
 
     @property
     def position(self) -> RolloutPosition:
-        """The controller's position. A batch that was not written completely is pending, too."""
+        """Position of the controller. A batch that is not completely written is also pending."""
         inner = self._inner.position
         return replace(
             inner,
@@ -285,7 +294,10 @@ class RecordingRollout:
 
 
 class ReplayRollout:
-    """Serves recorded batches: training step v uses the recorded step v. Nothing is sampled."""
+    """Rollout that serves recorded batches: training step v uses the recorded step v.
+
+    Nothing is sampled.
+    """
 
     def __init__(
         self,
@@ -307,7 +319,8 @@ class ReplayRollout:
     ) -> ReplayRollout:
         """Continue after `step` training steps.
 
-        Raises `InvalidConfig` unless all steps up to maxSteps are recorded.
+        Raises:
+            InvalidConfig: a step up to maxSteps is not recorded.
         """
         try:
             recording = Recording(uri)
@@ -356,13 +369,13 @@ class ReplayRollout:
         return Batch(groups, RolloutCounts(), queue_depth=0)
 
     async def stop(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no episode is in progress."""
 
 
 async def record_or_replay(
     pipeline: Pipeline, controller: RolloutController, stores: list[Any], step: int
 ) -> RolloutController | RecordingRollout | ReplayRollout:
-    """Return the rollout that `pipeline.record` asks for, after `step` training steps."""
+    """Return the rollout that `pipeline.record` selects, after `step` training steps."""
     record = pipeline.record
     if record is not None and record.to is not None:
         return await RecordingRollout.begin(controller, record.to, stores, step)

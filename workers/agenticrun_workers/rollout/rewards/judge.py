@@ -40,7 +40,10 @@ class JudgedTurn:
 
 @dataclass(frozen=True, slots=True)
 class JudgedEpisode:
-    """A finished episode as text. `item` is the data set's, `metrics` are the environment's."""
+    """A finished episode as text.
+
+    `item` comes from the data set and `metrics` from the environment.
+    """
 
     tag: str
     turns: tuple[JudgedTurn, ...]
@@ -69,13 +72,17 @@ class JudgedEpisode:
 
     @property
     def content_hash(self) -> bytes:
-        """Equal for equal episodes."""
+        """Hash that is equal for equal episodes."""
         return hashlib.sha256(
             json.dumps(asdict(self), sort_keys=True, default=repr).encode()
         ).digest()
 
     def fill(self, template: str) -> str:
-        """A template with {transcript}, {prompt}, {answer}, {score}, {tag}, {item[column]} and {metrics[name]} filled in."""
+        """Fill the placeholders of a template.
+
+        They are {transcript}, {prompt}, {answer}, {score}, {tag}, {item[column]} and
+        {metrics[name]}.
+        """
         return template.format_map({name: getattr(self, name) for name in TEMPLATE_FIELDS})
 
 
@@ -97,7 +104,7 @@ def judged_episode(
 
 
 class JudgeFailed(Exception):
-    """Reason for a missing score: as a value for one episode, raised for a whole call."""
+    """Reason for a missing score: returned for one episode, or raised for a whole call."""
 
 
 Judgement = float | JudgeFailed
@@ -108,9 +115,9 @@ class Judge(Protocol):
     """Scores episodes, several in one call."""
 
     calls_at_once: int
-    """Limit of concurrent calls."""
+    """Maximum number of concurrent calls."""
     episodes_per_call: int | None
-    """Most episodes of one call, beside `rewards[].maxBatchSize`; None: no limit of its own."""
+    """Maximum number of episodes per call, besides `rewards[].maxBatchSize`; None = no limit."""
 
     async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
         """Return a score, or the reason for a missing one, for each episode in order.
@@ -121,7 +128,7 @@ class Judge(Protocol):
 
 
 class JudgeNotFound(PluginNotFound):
-    """No judge of that name."""
+    """No judge of that name is registered or installed."""
 
 
 class JudgeImportError(PluginImportError):
@@ -129,7 +136,7 @@ class JudgeImportError(PluginImportError):
 
 
 class JudgeConfigError(PluginConfigError):
-    """The judge does not know a config key, or refuses a value."""
+    """A config key is unknown to the judge, or it rejects a value."""
 
 
 _registry: Registry[Any] = Registry(
@@ -140,9 +147,17 @@ register_judge = _registry.register
 
 
 def make_judge(type: str, config: Mapping[str, Any]) -> Judge:
-    """A registered judge, a `module:Class` that is one, or a `module:function` of an episode made into one.
+    """Build a judge.
 
-    Raises `JudgeNotFound`, `JudgeImportError` or `JudgeConfigError`, each saying what to do.
+    Args:
+        type: registered name, entry point, `module:Class`, or `module:function` with an episode as
+            its first parameter.
+        config: keyword arguments, with camelCase keys.
+
+    Raises:
+        JudgeNotFound: no such judge.
+        JudgeImportError: its module cannot be imported.
+        JudgeConfigError: its config is invalid.
     """
     target = _registry.find(type)
     if inspect.isclass(target):
@@ -156,7 +171,7 @@ def make_judge(type: str, config: Mapping[str, Any]) -> Judge:
 
 
 def check_template(template: str, name: str) -> None:
-    """Raise `ValueError` if the template asks for what an episode does not have."""
+    """Raise `ValueError` if a template uses a field that episodes do not have."""
     example = JudgedEpisode("tag", (JudgedTurn("", "", 0.0),), _Anything(), _Anything())
     try:
         example.fill(template)
@@ -167,7 +182,7 @@ def check_template(template: str, name: str) -> None:
 
 
 class _Anything(dict[str, Any]):
-    """Has every key: which columns an item has is known only when it comes."""
+    """Mapping with every key, since the columns of an item are not known in advance."""
 
     def __missing__(self, key: str) -> str:
         return key
@@ -177,10 +192,13 @@ MAX_THREADS = 8
 
 
 class FunctionJudge:
-    """`function(episode, **arguments) -> float`, sync or async.
+    """Judge that calls `function(episode, **arguments) -> float`, sync or async.
 
-    An async function scores the episodes of a call side by side. A sync one runs in a thread, one episode after the other.
-    Raises `TypeError` if the function does not take these arguments.
+    An async function scores the episodes of a call concurrently. A sync one runs in a thread, one
+    episode after another.
+
+    Raises:
+        TypeError: the function does not accept these arguments.
     """
 
     episodes_per_call: int | None = None
@@ -193,7 +211,7 @@ class FunctionJudge:
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="judge")
 
     async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
-        """See `Judge`. What the function raises fails its own episode only."""
+        """See `Judge`. An exception of the function fails only its own episode."""
         if inspect.iscoroutinefunction(self._function):
             return list(await asyncio.gather(*map(self._await_one, episodes)))
         return await asyncio.get_running_loop().run_in_executor(

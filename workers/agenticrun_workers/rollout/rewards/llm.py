@@ -19,31 +19,32 @@ from agenticrun_workers.rollout.rewards.judge import (
 )
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-"""HTTP statuses that another try may not meet."""
+"""HTTP statuses that are retried."""
 
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
-"""`rewards[].timeoutSeconds` bounds the call, retries included."""
+"""No limit per request: `rewards[].timeoutSeconds` limits the call with its retries."""
 
 MAX_SHOWN = 200
-"""Characters of an answer that a message quotes."""
+"""Characters of an answer that an error message quotes."""
 
 
 @register_judge("llm_judge")
 class LLMJudge:
-    """Asks a language model for a number. One request per episode.
+    """Judge that asks a language model for a number, with one request per episode.
 
     Args:
-        base_url: of the endpoint, up to and without `/chat/completions`; for example http://judge:8000/v1
-        model: its name at the endpoint.
-        prompt: template of the user's message; see `JudgedEpisode.fill`.
-        system_prompt: first message; empty = none.
-        score_pattern: regular expression; the last group of its last match in the answer is the score.
-        api_key_env: environment variable of the env pods that holds the key; empty = no key is sent.
-        temperature: of the judge's sampling.
-        max_tokens: of the judge's answer.
-        concurrency: requests under way at a time, of one env worker.
-        max_retries: tries after the first one, for an endpoint that is busy or does not answer.
-        backoff_seconds: wait before the first retry; doubled before each further one.
+        base_url: endpoint without `/chat/completions`, for example http://judge:8000/v1
+        model: model name at the endpoint.
+        prompt: template of the user message; see `JudgedEpisode.fill`.
+        system_prompt: system message; empty = none.
+        score_pattern: regular expression. The score is the last group of its last match in the
+            answer.
+        api_key_env: environment variable with the API key on the env pods; empty = no key.
+        temperature: sampling temperature of the judge.
+        max_tokens: token limit of the judge's answer.
+        concurrency: maximum number of concurrent requests per env worker.
+        max_retries: number of retries if the endpoint is busy or does not answer.
+        backoff_seconds: wait before the first retry, in seconds; doubled for each further one.
     """
 
     episodes_per_call: int | None = 1
@@ -109,7 +110,7 @@ class LLMJudge:
             return failure
 
     async def _ask(self, body: dict[str, Any]) -> str:
-        """The model's answer. Raises `JudgeFailed` after the last retry."""
+        """Return the model's answer. Raises `JudgeFailed` after the last retry."""
         self._http = self._http or aiohttp.ClientSession(headers=self._headers, timeout=NO_TIMEOUT)
         for attempt in range(self._max_retries + 1):
             if attempt:
@@ -137,7 +138,7 @@ class LLMJudge:
 
 
 def _content(body: str) -> str:
-    """The answer in a chat completion. Raises `JudgeFailed` for anything else."""
+    """Return the answer in a chat completion. Raises `JudgeFailed` for any other body."""
     try:
         content = json.loads(body)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError):

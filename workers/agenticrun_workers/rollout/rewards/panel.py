@@ -32,16 +32,16 @@ MAX_CACHED = 65_536
 """Size of a judge's LRU cache of scores."""
 
 MAX_TOLD = 20
-"""Distinct problems of a judge that are logged."""
+"""Maximum number of distinct problems that are logged per judge."""
 
 WINDOW_SECONDS = 0.005
 """Seconds that an episode waits for others to share its call."""
 
 
 class JudgePanel:
-    """Applies judges to finished episodes; see `of`.
+    """Judges of a run, applied to finished episodes.
 
-    `deterministic` judges each episode alone, because batching changes the last digits.
+    With `deterministic` each episode is judged alone, because batching changes the last digits.
     """
 
     def __init__(
@@ -68,10 +68,11 @@ class JudgePanel:
         return any(seat.looks_at(tag) for seat in self._seats)
 
     async def apply(self, trajectory: Trajectory, episode: JudgedEpisode) -> Trajectory:
-        """The trajectory with weight * score of each judge added to the reward of its last turn. Raises nothing.
+        """Add weight * score of each judge to the reward of the last turn. Raises nothing.
 
-        Metrics: `reward/<name>` (the score, unweighted), `judge/<name>/{seconds,cached}`, and `judge/<name>/failures` if it
-        failed: the trajectory then ends with env_error.
+        The returned trajectory has the metrics `reward/<name>` (the score without its weight) and
+        `judge/<name>/{seconds,cached}`. If a judge fails, it also has `judge/<name>/failures` and
+        ends with env_error.
         """
         if not trajectory.turns:
             return trajectory
@@ -108,13 +109,13 @@ class JudgePanel:
 class _Verdict:
     judgement: Judgement
     seconds: float
-    """From asking to knowing, waiting included."""
+    """Seconds from the request to the score, including the wait in the queue."""
     cached: bool
 
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    """One judge, its queue and its memory."""
+    """One judge with its queue and its cache."""
 
     spec: RewardSpec
     judge: Judge
@@ -133,7 +134,7 @@ class _Seat:
         return not self.spec.tags or tag in self.spec.tags
 
     async def verdict(self, episode: JudgedEpisode) -> _Verdict:
-        """Ask the judge, or remember; an equal episode that is being judged now is waited for."""
+        """Return the score. With `rewards[].cache`, equal episodes are judged once."""
         begin = time.perf_counter()
         key = episode.content_hash if self.spec.cache else b""
         known = self._known.get(key)
@@ -148,7 +149,7 @@ class _Seat:
         return _Verdict(judgement, time.perf_counter() - begin, cached=known is not None)
 
     def _remember(self, key: bytes, asked: asyncio.Future[Judgement]) -> None:
-        """Until it fails: a failure is not kept, so that the next equal episode asks again."""
+        """Cache a pending score. A failure is removed, so the next equal episode asks again."""
         self._known[key] = asked
         if len(self._known) > MAX_CACHED:
             self._known.popitem(last=False)
@@ -178,7 +179,7 @@ class _Seat:
         return 1 if self.deterministic else min(limits)
 
     def _flush(self) -> None:
-        """Everything that waits becomes one call."""
+        """Send all waiting episodes to the judge in one call."""
         if self._window is not None:
             self._window.cancel()
             self._window = None

@@ -16,16 +16,18 @@ from agenticrun_workers.rollout.rewards.judge import (
 
 @register_judge("reward_model")
 class RewardModelJudge:
-    """Scores the text of an episode with a classifier. Needs torch on the env pods, and holds one model per env worker.
+    """Judge that scores the text of an episode with a classifier.
 
-    The score is the logit of a model with one label, else the probability of `label`.
+    It needs torch on the env pods, and each env worker holds one model. The score is the logit of a
+    model with one label, else the probability of `label`.
 
     Args:
         path: folder or hub name of the model and its tokenizer.
-        template: the text that is scored; see `JudgedEpisode.fill`.
-        label: index of the class whose probability is the score; for models with several labels.
-        max_length: tokens of a text; longer ones lose their beginning, because the end decides.
-        device: as torch names it.
+        template: text to score; see `JudgedEpisode.fill`.
+        label: index of the class to score, for models with several labels.
+        max_length: token limit of a text. A longer one loses its beginning, because the end
+            decides.
+        device: torch device, such as cuda:0.
         trust_remote_code: allow the model's own code.
     """
 
@@ -72,7 +74,7 @@ class RewardModelJudge:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
 
     async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
-        """See `Judge`. One forward pass in a thread."""
+        """See `Judge`. Runs one forward pass in a thread."""
         texts = [episode.fill(self._template) for episode in episodes]
         return list(
             await asyncio.get_running_loop().run_in_executor(self._thread, self._score, texts)
