@@ -20,7 +20,7 @@ from agenticrun_workers.trainer import (
     Sample,
     TorchPolicy,
 )
-from agenticrun_workers.trainer.deepspeed_policy import DeepSpeedPolicy
+from agenticrun_workers.trainer.deepspeed.strategy import DeepSpeedPolicy
 from ragged_samples import LOSSES, batch
 from rank_programs import take_part
 

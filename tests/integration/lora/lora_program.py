@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from agenticrun_workers.models.lora import LoraSpec, adapter_names, add_lora, merge
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer import OptimizerSpec, Sample, TorchPolicy
-from agenticrun_workers.trainer.deepspeed_policy import DeepSpeedPolicy
+from agenticrun_workers.trainer.deepspeed.strategy import DeepSpeedPolicy
 from agenticrun_workers.trainer.ranks import whole
 from ragged_samples import LOSSES, batch
 from rank_programs import take_part

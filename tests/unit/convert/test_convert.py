@@ -19,7 +19,7 @@ from agenticrun_workers.convert import Conversion, ConvertError, Fate, as_yaml, 
 from agenticrun_workers.convert.converter import Composition
 from agenticrun_workers.convert.models import KEPT, ZERO_KEPT
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
-from agenticrun_workers.trainer.deepspeed_options import OFFLOADED, ZERO_PASSED, DeepSpeedOptions
+from agenticrun_workers.trainer.deepspeed.options import OFFLOADED, ZERO_PASSED, DeepSpeedOptions
 from agenticrun_workers.trainer.megatron.options import (
     DATA_PARALLEL,
     SIZES,

@@ -25,7 +25,7 @@ from agenticrun_workers.driver.progress import headline_metrics
 from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.rollout.controller import Batch, RolloutCounts
 from agenticrun_workers.rollout.groups import Group
-from agenticrun_workers.trainer import torch_critic
+from agenticrun_workers.trainer import critic as torch_critic
 from agenticrun_workers.trainer.actor_metrics import nothing_learned
 from agenticrun_workers.types import StopReason
 from agenticrun_workers.weights.sync import SyncReport

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agenticrun_workers.trainer import OptimizerSpec
-from agenticrun_workers.trainer.deepspeed_options import DECIDED_ELSEWHERE, DeepSpeedOptions
+from agenticrun_workers.trainer.deepspeed.options import DECIDED_ELSEWHERE, DeepSpeedOptions
 
 SPEC = OptimizerSpec(1e-3, max_grad_norm=0.5)
 

@@ -78,7 +78,7 @@ def test_a_packed_forward_pass_equals_an_unpacked_one(load: Load) -> None:
 def test_training_falls_back_to_padding_and_says_so(
     load: Load, strategy: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agenticrun_workers.trainer.torch_backend.can_pack", lambda decoder: False)
+    monkeypatch.setattr("agenticrun_workers.trainer.fsdp2.can_pack", lambda decoder: False)
     with caplog.at_level(logging.WARNING):
         refused = strategy(load, SPEC, packing=True)
     assert not refused._backend.packing

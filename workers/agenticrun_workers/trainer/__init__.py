@@ -1,6 +1,9 @@
 """Trainers: samples in, better weights out."""
 
+from agenticrun_workers.trainer.critic import TorchCritic
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
+from agenticrun_workers.trainer.policy_trainer import TorchPolicy
+from agenticrun_workers.trainer.reference import TorchReference
 from agenticrun_workers.trainer.strategy import (
     Checkpointed,
     CheckpointMismatch,
@@ -13,9 +16,6 @@ from agenticrun_workers.trainer.strategy import (
     ValueLossSpec,
     Values,
 )
-from agenticrun_workers.trainer.torch_critic import TorchCritic
-from agenticrun_workers.trainer.torch_policy import TorchPolicy
-from agenticrun_workers.trainer.torch_reference import TorchReference
 
 __all__ = [
     "CheckpointMismatch",

@@ -8,7 +8,7 @@ from torch import Tensor
 from agenticrun_workers.algorithms.aggregation import StepTotals, token_coefficients
 from agenticrun_workers.algorithms.losses import LossTokens, kl_loss, policy_loss
 from agenticrun_workers.trainer.actor_metrics import ActorMetrics
-from agenticrun_workers.trainer.microbatch import MicroBatch
+from agenticrun_workers.trainer.micro_batch import MicroBatch
 from agenticrun_workers.trainer.over_ranks import Reduce
 from agenticrun_workers.trainer.strategy import LossSpec, Sample
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from agenticrun_workers.models.lora import describe_lora
 from agenticrun_workers.trainer.checkpoint import ModuleState, architecture_of
-from agenticrun_workers.trainer.deepspeed_engine import MOMENTS, ZeroEngine
+from agenticrun_workers.trainer.deepspeed.engine import MOMENTS, ZeroEngine
 
 
 def state_of(engine: ZeroEngine) -> ModuleState:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.models.heads import UnsupportedModel, split_model
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS, score
-from agenticrun_workers.trainer.microbatch import MicroBatch
+from agenticrun_workers.trainer.micro_batch import MicroBatch
 from agenticrun_workers.trainer.sequences import Sequences, WholeSequences
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from agenticrun_workers.algorithms.aggregation import StepTotals
-from agenticrun_workers.trainer.microbatch import MicroBatch
+from agenticrun_workers.trainer.micro_batch import MicroBatch
 from agenticrun_workers.trainer.strategy import Sample
 
 Reduce = Callable[[list[float]], list[float]]

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenticrun_workers.trainer.microbatch import MicroBatch
+from agenticrun_workers.trainer.micro_batch import MicroBatch
 
 
 class Sequences(Protocol):

@@ -60,7 +60,7 @@ def build_strategy(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
                 )
         load_policy = _policy_loader(pipeline, source)
         if spec.name == "deepspeed":
-            from agenticrun_workers.trainer.deepspeed_policy import DeepSpeedPolicy
+            from agenticrun_workers.trainer.deepspeed.strategy import DeepSpeedPolicy
 
             return DeepSpeedPolicy(
                 load_policy, optimizer, config=spec.config, dtype=dtype, **arguments

@@ -23,7 +23,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agenticrun_workers.models.heads import UnsupportedModel
-from agenticrun_workers.trainer.microbatch import MicroBatch
+from agenticrun_workers.trainer.micro_batch import MicroBatch
 from agenticrun_workers.trainer.packing import packed_probe, probe_tolerance
 from agenticrun_workers.trainer.ranks import Ranks
 

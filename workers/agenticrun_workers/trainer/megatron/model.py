@@ -22,7 +22,7 @@ from agenticrun_workers.trainer.megatron.log_probs import score
 from agenticrun_workers.trainer.megatron.options import MegatronOptions
 from agenticrun_workers.trainer.megatron.parallel import Place
 from agenticrun_workers.trainer.megatron.pieces import padded_vocabulary, vocabulary_rows
-from agenticrun_workers.trainer.microbatch import MicroBatch
+from agenticrun_workers.trainer.micro_batch import MicroBatch
 
 
 def transformer_config(

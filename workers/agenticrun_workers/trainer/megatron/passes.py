@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from agenticrun_workers.trainer.megatron.model import even_rows
-from agenticrun_workers.trainer.microbatch import MicroBatch
+from agenticrun_workers.trainer.micro_batch import MicroBatch
 
 PartLoss = Callable[[MicroBatch, Tensor, Tensor], Tensor]
 """A micro-batch's part of the loss, from its log-probs and entropies, [N] each. Called on the last stage only."""

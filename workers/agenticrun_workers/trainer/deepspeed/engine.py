@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from agenticrun_workers.models.devices import compute_device
-from agenticrun_workers.trainer.microbatch import MicroBatch
+from agenticrun_workers.trainer.micro_batch import MicroBatch
 from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.optimizer import OptimizerSpec, StepCounts
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.trainer import Sample
-from agenticrun_workers.trainer.microbatch import filler, responses_and_end, split, weighted
+from agenticrun_workers.trainer.micro_batch import filler, responses_and_end, split, weighted
 
 CPU = torch.device("cpu")
 

@@ -31,7 +31,7 @@ from agenticrun_workers.trainer.megatron.parallel import join
 from agenticrun_workers.trainer.megatron.passes import Passes
 from agenticrun_workers.trainer.megatron.updater import MegatronUpdater
 from agenticrun_workers.trainer.megatron.weights import Weights
-from agenticrun_workers.trainer.microbatch import (
+from agenticrun_workers.trainer.micro_batch import (
     MicroBatch,
     Positions,
     filler,

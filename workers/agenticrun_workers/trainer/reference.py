@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.trainer import checkpoint
+from agenticrun_workers.trainer.fsdp2 import TorchBackend
 from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.options import DEFAULTS, FsdpOptions
+from agenticrun_workers.trainer.policy_trainer import log_probs
 from agenticrun_workers.trainer.strategy import CheckpointMismatch, Sample
-from agenticrun_workers.trainer.torch_backend import TorchBackend
-from agenticrun_workers.trainer.torch_policy import log_probs
 from agenticrun_workers.types import FloatArray
 
 

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from agenticrun_workers.algorithms.aggregation import StepTotals, token_coefficients
 from agenticrun_workers.algorithms.losses import value_loss
 from agenticrun_workers.trainer import checkpoint
-from agenticrun_workers.trainer.microbatch import MicroBatch, responses_and_end, weighted
+from agenticrun_workers.trainer.fsdp2 import TorchBackend
+from agenticrun_workers.trainer.micro_batch import MicroBatch, responses_and_end, weighted
 from agenticrun_workers.trainer.modules import ValueModule
 from agenticrun_workers.trainer.optimizer import OptimizerSpec, Updater
 from agenticrun_workers.trainer.options import DEFAULTS, FsdpOptions
 from agenticrun_workers.trainer.strategy import Sample, ValueLossSpec, Values
-from agenticrun_workers.trainer.torch_backend import TorchBackend
 
 SUMS = ("loss", "value", "vpred", "clipfrac", "error")
 

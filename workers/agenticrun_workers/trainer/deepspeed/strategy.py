@@ -18,18 +18,18 @@ from agenticrun_workers.models.lora import Adapters, whole_weights
 from agenticrun_workers.trainer.actor_loss import ActorLoss, SupervisedLoss
 from agenticrun_workers.trainer.actor_metrics import ActorMetrics, nothing_learned
 from agenticrun_workers.trainer.checkpoint import load_state, save_state
-from agenticrun_workers.trainer.deepspeed_engine import ZeroEngine
-from agenticrun_workers.trainer.deepspeed_options import DeepSpeedOptions
+from agenticrun_workers.trainer.deepspeed.engine import ZeroEngine
+from agenticrun_workers.trainer.deepspeed.options import DeepSpeedOptions
 from agenticrun_workers.trainer.deepspeed_state import restore, state_of
 from agenticrun_workers.trainer.export import write_folder
-from agenticrun_workers.trainer.microbatch import MicroBatch, weighted
+from agenticrun_workers.trainer.fsdp2 import TorchBackend
+from agenticrun_workers.trainer.micro_batch import MicroBatch, weighted
 from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.options import FsdpOptions
+from agenticrun_workers.trainer.policy_trainer import log_probs
 from agenticrun_workers.trainer.ranks import join_alone
 from agenticrun_workers.trainer.strategy import LossSpec, Sample
-from agenticrun_workers.trainer.torch_backend import TorchBackend
-from agenticrun_workers.trainer.torch_policy import log_probs
 from agenticrun_workers.types import FloatArray
 
 

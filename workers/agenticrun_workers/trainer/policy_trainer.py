@@ -17,13 +17,13 @@ from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.actor_loss import ActorLoss, SupervisedLoss
 from agenticrun_workers.trainer.actor_metrics import ActorMetrics, nothing_learned
 from agenticrun_workers.trainer.export import write_folder
-from agenticrun_workers.trainer.microbatch import responses, weighted
+from agenticrun_workers.trainer.fsdp2 import TorchBackend
+from agenticrun_workers.trainer.micro_batch import responses, weighted
 from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.optimizer import OptimizerSpec, Updater
 from agenticrun_workers.trainer.options import DEFAULTS, FsdpOptions
 from agenticrun_workers.trainer.ranks import whole
 from agenticrun_workers.trainer.strategy import LossSpec, Sample
-from agenticrun_workers.trainer.torch_backend import TorchBackend
 from agenticrun_workers.types import FloatArray
 
 

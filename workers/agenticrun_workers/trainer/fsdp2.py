@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from agenticrun_workers.algorithms.aggregation import StepTotals
-from agenticrun_workers.trainer.microbatch import MicroBatch, Positions, filler, split
+from agenticrun_workers.trainer.micro_batch import MicroBatch, Positions, filler, split
 from agenticrun_workers.trainer.modules import PolicyModule, ValueModule
 from agenticrun_workers.trainer.options import DEFAULTS, FsdpOptions
 from agenticrun_workers.trainer.over_ranks import balance, step_totals

@@ -1,0 +1,1 @@
+"""The strategy `deepspeed`: ZeRO 1 to 3."""
