@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from agenticrun_workers.models.pretrained import load_model, write_model
-from agenticrun_workers.trainer import OptimizerSpec, Sample, TrainStrategy
+from agenticrun_workers.trainer import OptimizerSpec, PolicyTrainer, Sample
 from ragged_samples import LOSSES, VOCABULARY, batch
 
 SPEC = OptimizerSpec(1e-2, "linear", warmup_steps=2, total_steps=20, weight_decay=0.01)
@@ -157,13 +157,13 @@ def samples_of(folder: Path, family: str) -> list[list[Sample]]:
     return [batch(model, LOSS, seed, 11) for seed in range(3)]
 
 
-def part(samples: list[Sample], policy: TrainStrategy) -> list[Sample]:
+def part(samples: list[Sample], policy: PolicyTrainer) -> list[Sample]:
     """A data rank's: uneven on purpose, the second one has fewer samples and micro-batches."""
     bounds = {1: (0, len(samples)), 2: (0, 7, len(samples))}[policy.data_size]
     return samples[bounds[policy.data_rank] : bounds[policy.data_rank + 1]]
 
 
-def weights_of(policy: TrainStrategy) -> dict[str, np.ndarray]:
+def weights_of(policy: PolicyTrainer) -> dict[str, np.ndarray]:
     """On rank 0."""
     return {name: weight.double().numpy().copy() for name, weight in policy.export_weights()}
 

@@ -23,7 +23,7 @@ from agenticrun_workers.models.initialize import InitializeSpec, initialize_mode
 from agenticrun_workers.models.lora import LoraSpec, add_lora
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.source import ModelSource
-from agenticrun_workers.trainer import OptimizerSpec, TorchPolicy
+from agenticrun_workers.trainer import OptimizerSpec, fsdp2_policy
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.types import GenerationRequest, SamplingParams
 from agenticrun_workers.weights.node import SHARED_MEMORY, AdapterNode, NodeWeights
@@ -88,7 +88,7 @@ def version_of(folder: Path, version: int, share: float = 1.0) -> dict[str, Tens
 
 
 class _Policy:
-    """The part of a `TrainStrategy` that an export needs.
+    """The part of a `PolicyTrainer` that an export needs.
 
     It sleeps `pause` seconds before each parameter, and makes the file `marker` before the fourth.
     """
@@ -134,7 +134,7 @@ class AdapterTrainer(TrainerActor):
     def __init__(self, folder: Path, pipeline: Pipeline, files: Path | None = None) -> None:
         super().__init__(0, 1, pipeline)
         self._source = ModelSource(str(files or folder))
-        self._strategy: Any = TorchPolicy(
+        self._strategy: Any = fsdp2_policy(
             lambda: add_lora(load_model(str(folder)), LoraSpec(rank=2, alpha=4.0)),
             OptimizerSpec(1e-3),
         )

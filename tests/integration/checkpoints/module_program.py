@@ -16,7 +16,7 @@ from torch import nn
 
 from agenticrun_workers.storage import Folder
 from agenticrun_workers.trainer import checkpoint
-from agenticrun_workers.trainer.options import FsdpOptions
+from agenticrun_workers.trainer.fsdp2 import FsdpOptions, shard
 from agenticrun_workers.trainer.ranks import Ranks, whole
 from rank_programs import take_part
 
@@ -42,9 +42,9 @@ class Trainer:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
         self._ranks = Ranks(torch.device("cpu"))
-        self._ranks.shard(
-            self.module, [self.module[0], self.module[2]], torch.float32, FsdpOptions()
-        )
+        device = torch.device("cpu")
+        layers = [self.module[0], self.module[2]]
+        shard(self.module, layers, self._ranks, device, torch.float32, FsdpOptions())
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.05, weight_decay=0.1)
         torch.manual_seed(1000 + self._ranks.rank)
         self.progress = {"steps": 0}

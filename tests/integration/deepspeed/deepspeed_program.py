@@ -17,10 +17,11 @@ from agenticrun_workers.trainer import (
     LossSpec,
     NonFiniteGradient,
     OptimizerSpec,
+    PolicyTrainer,
     Sample,
-    TorchPolicy,
+    fsdp2_policy,
 )
-from agenticrun_workers.trainer.deepspeed.strategy import DeepSpeedPolicy
+from agenticrun_workers.trainer.deepspeed.strategy import deepspeed_policy
 from ragged_samples import LOSSES, batch
 from rank_programs import take_part
 
@@ -37,8 +38,6 @@ SPEC = OptimizerSpec(
 LOSS = LOSSES["ppo"]
 STEPS = 3
 COMPARED = ("ppo", "decoupled segment", "cispo sequence")
-
-Policy = TorchPolicy | DeepSpeedPolicy
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -60,16 +59,16 @@ VARIANTS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 }
 
 
-def make_torch(model: Path, dtype: torch.dtype = torch.float32) -> TorchPolicy:
-    return TorchPolicy(
+def make_torch(model: Path, dtype: torch.dtype = torch.float32) -> PolicyTrainer:
+    return fsdp2_policy(
         partial(load_model, str(model), torch.float32), SPEC, max_tokens=30, dtype=dtype
     )
 
 
 def make_zero(
     model: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32
-) -> DeepSpeedPolicy:
-    return DeepSpeedPolicy(
+) -> PolicyTrainer:
+    return deepspeed_policy(
         partial(load_model, str(model), torch.float32),
         SPEC,
         config=config,
@@ -78,19 +77,19 @@ def make_zero(
     )
 
 
-def part(samples: list[Sample], policy: Policy, number: int) -> list[Sample]:
+def part(samples: list[Sample], policy: PolicyTrainer, number: int) -> list[Sample]:
     """Uneven on purpose: rank 0 has most of the samples, and every third time all: then rank 1 computes nothing of its own."""
     bound = len(samples) if policy.data_size == 1 or number % 3 == 0 else len(samples) * 2 // 3
     return samples[:bound] if policy.data_rank == 0 else samples[bound:]
 
 
-def weights(policy: Policy) -> dict[str, np.ndarray]:
+def weights(policy: PolicyTrainer) -> dict[str, np.ndarray]:
     """As they are now, on rank 0."""
     return {name: weight.float().numpy().copy() for name, weight in policy.export_weights()}
 
 
 def train(
-    policy: Policy,
+    policy: PolicyTrainer,
     model: Path,
     *,
     save: Path | None = None,
@@ -123,7 +122,7 @@ def train(
     }
 
 
-def gradients(policy: Policy, model: Path) -> dict[str, dict[str, Tensor]]:
+def gradients(policy: PolicyTrainer, model: Path) -> dict[str, dict[str, Tensor]]:
     """By loss. Every rank computes it; the whole is the same on all."""
     plain = load_model(str(model))
     samples = {name: batch(plain, LOSSES[name]) for name in COMPARED}
@@ -132,7 +131,7 @@ def gradients(policy: Policy, model: Path) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def broken_steps(policy: DeepSpeedPolicy, model: Path) -> dict[str, Any]:
+def broken_steps(policy: PolicyTrainer, model: Path) -> dict[str, Any]:
     """A step with a gradient that is not finite, one without any weight, and so many of the first kind that the run ends."""
     loss = LossSpec(aggregation="token-mean")
     samples = batch(load_model(str(model)), loss)

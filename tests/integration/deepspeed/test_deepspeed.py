@@ -1,4 +1,4 @@
-"""DeepSpeed on real gloo ranks trains as `TorchPolicy` does on one."""
+"""DeepSpeed on real gloo ranks trains as `PolicyTrainer` does on one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def program() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def reference(program: ModuleType, work: Path) -> Runs:
-    """`TorchPolicy` in this process: what all others are compared with."""
+    """`PolicyTrainer` in this process: what all others are compared with."""
     model = make_model(work / "model")
     narrow = program.make_torch(model, torch.bfloat16)
     bfloat16 = program.train(narrow, model, steps=program.STEPS)
@@ -117,7 +117,7 @@ def test_offload_and_checkpointing_change_nothing(
 def test_bfloat16_is_computed_with_and_float32_is_trained(
     reference: Runs, two_ranks: list[Runs], program: ModuleType, work: Path, stage: int
 ) -> None:
-    """The masters, which a checkpoint holds, go where those of `TorchPolicy` go; rounding differs on the way."""
+    """The masters, which a checkpoint holds, go where those of `PolicyTrainer` go; rounding differs on the way."""
     start, found, expected = (program.make_torch(work / "model") for _ in range(3))
     found.load(str(work / f"bfloat16 zero {stage}"))
     expected.load(str(work / "bfloat16 torch"))

@@ -18,7 +18,7 @@ from agenticrun_api import parse_run
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.driver.export import first_model
-from agenticrun_workers.trainer import Sample, TrainStrategy
+from agenticrun_workers.trainer import PolicyTrainer, Sample
 from agenticrun_workers.trainer.strategies import build_strategy
 from tiny_runs import tiny_document
 
@@ -39,7 +39,7 @@ class Trained:
         self.file = folder / "run.yaml"
         self.file.write_text(yaml.safe_dump(document))
         run = parse_run(document)
-        self.strategy: TrainStrategy = build_strategy(run.spec.pipeline, first_model(run))
+        self.strategy: PolicyTrainer = build_strategy(run.spec.pipeline, first_model(run))
         self.first = {name: weight.clone() for name, weight in self.strategy.export_weights()}
         tokens_T = np.arange(8, dtype=np.int32)
         weight_T = np.ones(8, np.float32)

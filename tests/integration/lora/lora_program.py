@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.models.lora import LoraSpec, adapter_names, add_lora, merge
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.trainer import OptimizerSpec, Sample, TorchPolicy
-from agenticrun_workers.trainer.deepspeed.strategy import DeepSpeedPolicy
+from agenticrun_workers.trainer import OptimizerSpec, PolicyTrainer, Sample, fsdp2_policy
+from agenticrun_workers.trainer.deepspeed.strategy import DeepSpeedStrategy, deepspeed_policy
 from agenticrun_workers.trainer.ranks import whole
 from ragged_samples import LOSSES, batch
 from rank_programs import take_part
@@ -25,18 +25,16 @@ LORA = LoraSpec(rank=3, alpha=6.0)
 LOSS = LOSSES["ppo"]
 STEPS = 3
 
-Policy = TorchPolicy | DeepSpeedPolicy
-
 
 def zero(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20}}
 
 
-STRATEGIES: dict[str, Callable[[Callable[[], PreTrainedModel]], Policy]] = {
-    "fsdp2": lambda load: TorchPolicy(load, SPEC, max_tokens=30),
-    "zero 1": lambda load: DeepSpeedPolicy(load, SPEC, config=zero(1), max_tokens=30),
-    "zero 2": lambda load: DeepSpeedPolicy(load, SPEC, config=zero(2), max_tokens=30),
-    "zero 3": lambda load: DeepSpeedPolicy(load, SPEC, config=zero(3), max_tokens=30),
+STRATEGIES: dict[str, Callable[[Callable[[], PreTrainedModel]], PolicyTrainer]] = {
+    "fsdp2": lambda load: fsdp2_policy(load, SPEC, max_tokens=30),
+    "zero 1": lambda load: deepspeed_policy(load, SPEC, config=zero(1), max_tokens=30),
+    "zero 2": lambda load: deepspeed_policy(load, SPEC, config=zero(2), max_tokens=30),
+    "zero 3": lambda load: deepspeed_policy(load, SPEC, config=zero(3), max_tokens=30),
 }
 
 
@@ -50,17 +48,17 @@ def adapted(model: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return network
 
 
-def part(samples: list[Sample], policy: Policy) -> list[Sample]:
+def part(samples: list[Sample], policy: PolicyTrainer) -> list[Sample]:
     bound = len(samples) * 2 // 3 if policy.data_size > 1 else len(samples)
     return samples[:bound] if policy.data_rank == 0 else samples[bound:]
 
 
-def weights(policy: Policy) -> dict[str, np.ndarray]:
+def weights(policy: PolicyTrainer) -> dict[str, np.ndarray]:
     """Return the current merged weights, on rank 0."""
     return {name: weight.numpy().copy() for name, weight in policy.export_weights()}
 
 
-def expanded(policy: Policy) -> dict[str, np.ndarray]:
+def expanded(policy: PolicyTrainer) -> dict[str, np.ndarray]:
     """As `weights`, made of base and adapters outside of the model."""
     assert policy.adapters is not None
     found, rules = (
@@ -74,14 +72,14 @@ def expanded(policy: Policy) -> dict[str, np.ndarray]:
     return {name: weight.numpy() for name, weight in found.items()}
 
 
-def base(policy: Policy) -> dict[str, Tensor]:
+def base(policy: PolicyTrainer) -> dict[str, Tensor]:
     """Return the whole frozen parameters under their names without adapters, on all ranks."""
     get = (
-        policy._engine.whole
-        if isinstance(policy, DeepSpeedPolicy)
+        policy.strategy.steps.whole
+        if isinstance(policy.strategy, DeepSpeedStrategy)
         else lambda parameter: whole(parameter.detach())
     )
-    named = policy._backend.module.model.named_parameters()
+    named = policy.strategy.model.module.model.named_parameters()
     return {
         name.replace(".base_layer", ""): get(parameter).clone()
         for name, parameter in named
@@ -89,7 +87,7 @@ def base(policy: Policy) -> dict[str, Tensor]:
     }
 
 
-def train(policy: Policy, model: Path, work: Path, name: str) -> dict[str, Any]:
+def train(policy: PolicyTrainer, model: Path, work: Path, name: str) -> dict[str, Any]:
     """Gradients, steps with a checkpoint in the middle, and what came of them."""
     plain = adapted(model)
     batches = [batch(plain, LOSS, seed) for seed in range(2 * STEPS)]
@@ -102,7 +100,7 @@ def train(policy: Policy, model: Path, work: Path, name: str) -> dict[str, Any]:
     return found | {"weights": weights(policy), "expanded": expanded(policy), "base": base(policy)}
 
 
-def resume(policy: Policy, model: Path, folder: Path) -> dict[str, np.ndarray]:
+def resume(policy: PolicyTrainer, model: Path, folder: Path) -> dict[str, np.ndarray]:
     """The weights after the second half of `train`."""
     plain = adapted(model)
     policy.load(str(folder))

@@ -11,8 +11,14 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from agenticrun_workers.trainer import CheckpointMismatch, NonFiniteGradient, OptimizerSpec, Sample
-from agenticrun_workers.trainer.megatron import MegatronPolicy
+from agenticrun_workers.trainer import (
+    CheckpointMismatch,
+    NonFiniteGradient,
+    OptimizerSpec,
+    PolicyTrainer,
+    Sample,
+)
+from agenticrun_workers.trainer.megatron import megatron_policy
 from megatron_cases import (
     CASES,
     DTYPES,
@@ -33,11 +39,11 @@ from rank_programs import take_part
 BY_NAME = {case.name: case for case in CASES}
 
 
-def make(models: Path, case: Case, family: str, optimizer: OptimizerSpec = SPEC) -> MegatronPolicy:
+def make(models: Path, case: Case, family: str, optimizer: OptimizerSpec = SPEC) -> PolicyTrainer:
     """A policy of this layout; the process leaves its last one."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    return MegatronPolicy(
+    return megatron_policy(
         str(models / family),
         DTYPES[case.dtype],
         optimizer,
@@ -136,7 +142,7 @@ def check_refusals(models: Path) -> dict[str, str]:
             found[name] = str(error)
     policy = make(models, BY_NAME["tensor"], "llama")
     try:
-        MegatronPolicy(str(models / "llama"), DTYPES["float64"], SPEC)
+        megatron_policy(str(models / "llama"), DTYPES["float64"], SPEC)
     except ValueError as error:
         found["second layout"] = str(error)
     assert policy.data_size == 1

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.trainer import TorchPolicy
+from agenticrun_workers.trainer import PolicyTrainer, fsdp2_policy
 from megatron_cases import (
     CASES,
     CONFIGS,
@@ -44,9 +44,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def torch_policy(work: Path, family: str, dtype: str) -> TorchPolicy:
+def torch_policy(work: Path, family: str, dtype: str) -> PolicyTrainer:
     load = partial(load_model, str(work / family), DTYPES[dtype])
-    return TorchPolicy(load, SPEC, max_tokens=MAX_TOKENS, temperature=LOSS.temperature)
+    return fsdp2_policy(load, SPEC, max_tokens=MAX_TOKENS, temperature=LOSS.temperature)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_one_process(
     found, expected = ranks[2][0]["bfloat16", "qwen3"], references["qwen3", "float32"]
     load = partial(load_model, str(work / "qwen3"))
     alone = train(
-        TorchPolicy(
+        fsdp2_policy(
             load, SPEC, max_tokens=MAX_TOKENS, temperature=LOSS.temperature, dtype=torch.bfloat16
         ),
         samples_of(work, "qwen3"),

@@ -13,8 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from agenticrun_workers.trainer import LossSpec, OptimizerSpec, Sample, TorchCritic, TorchPolicy
-from agenticrun_workers.trainer.options import FsdpOptions
+from agenticrun_workers.trainer import (
+    CriticTrainer,
+    LossSpec,
+    OptimizerSpec,
+    Sample,
+    fsdp2_policy,
+)
+from agenticrun_workers.trainer.fsdp2 import FsdpOptions
 from ragged_samples import LOSSES, VALUE_LOSSES, VOCABULARY, batch
 from rank_programs import take_part
 
@@ -81,9 +87,9 @@ def part(samples: list[Sample], rank: int, size: int) -> list[Sample]:
 
 def gradients(load: Load, options: FsdpOptions, cut: str) -> dict[str, dict[str, Tensor]]:
     """The policy's and the critic's. Every rank computes them; the whole is the same on all."""
-    policy = TorchPolicy(load, SPEC, options=options, **CUTS[cut])
+    policy = fsdp2_policy(load, SPEC, options=options, **CUTS[cut])
     mine = part(batch(load(), LOSS), policy.data_rank, policy.data_size)
-    critic = TorchCritic(load, SPEC, options=options, **CUTS[cut])
+    critic = CriticTrainer(load, SPEC, options=options, **CUTS[cut])
     critic.train_step(mine, VALUE_LOSSES["plain"])
     return {
         "policy": policy.gradients(mine, LOSS),
@@ -95,7 +101,7 @@ def steps(
     load: Load, loss: LossSpec, folder: Path | None = None, **arguments: Any
 ) -> dict[str, Any]:
     """Three steps, with a visit to host memory between them; then metrics, weights (on rank 0) and log-probs of all samples."""
-    policy = TorchPolicy(load, SPEC, max_tokens=30, **arguments)
+    policy = fsdp2_policy(load, SPEC, max_tokens=30, **arguments)
     mine = [
         part(batch(load(), loss, seed), policy.data_rank, policy.data_size) for seed in range(3)
     ]
@@ -111,17 +117,17 @@ def steps(
         "metrics": metrics,
         "weights": {name: weight.clone() for name, weight in policy.export_weights()},
         "logprobs": logprobs,
-        "kept": {p.dtype for p in policy._backend.module.parameters()}
+        "kept": {p.dtype for p in policy.strategy.model.module.parameters()}
         | {
             value.dtype
-            for state in policy._updater.optimizer.state.values()
+            for state in policy.strategy.steps.adamw.state.values()
             for value in state.values()
         },
     }
 
 
 def summed_over_data() -> list[float]:
-    policy = TorchPolicy(
+    policy = fsdp2_policy(
         partial(qwen2, "two key-value heads", torch.float64), SPEC, options=OPTIONS["ulysses"]
     )
     return [float(value) for value in policy.sum_over_data(np.array([1.0, policy.data_rank]))]

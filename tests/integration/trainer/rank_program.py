@@ -14,11 +14,12 @@ from torch import Tensor
 
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer import (
+    CriticTrainer,
     OptimizerSpec,
+    PolicyTrainer,
+    ReferencePolicy,
     Sample,
-    TorchCritic,
-    TorchPolicy,
-    TorchReference,
+    fsdp2_policy,
 )
 from ragged_samples import LOSSES, VALUE_LOSSES, batch
 from rank_programs import take_part
@@ -30,7 +31,7 @@ CUTS = {"padded": {"max_tokens": 30}, "packed": {"max_tokens": 40, "packing": Tr
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
-def weights(policy: TorchPolicy) -> dict[str, np.ndarray]:
+def weights(policy: PolicyTrainer) -> dict[str, np.ndarray]:
     """The policy's as they are now, on rank 0."""
     return {name: weight.numpy().copy() for name, weight in policy.export_weights()}
 
@@ -62,9 +63,9 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
     load = partial(load_model, str(model), torch.float64)
     batches = [batch(load(), LOSS, seed, 11) for seed in range(2 * STEPS)]
     policy, critic, reference = (
-        TorchPolicy(load, SPEC, max_tokens=30),
-        TorchCritic(load, SPEC, max_tokens=30),
-        TorchReference(load),
+        fsdp2_policy(load, SPEC, max_tokens=30),
+        CriticTrainer(load, SPEC, max_tokens=30),
+        ReferencePolicy(load),
     )
     parts = {"policy": policy, "critic": critic, "reference": reference}
     rank, world = policy.rank, policy.world_size
@@ -105,11 +106,11 @@ def gradients(model: Path) -> dict[tuple[str, str, str], dict[str, Tensor]]:
         load = partial(load_model, str(model), torch_dtype)
         plain = load()
         for cut, arguments in CUTS.items():
-            policy = TorchPolicy(load, SPEC, **arguments)
+            policy = fsdp2_policy(load, SPEC, **arguments)
             for name, loss in LOSSES.items():
                 mine = part(batch(plain, loss), policy.rank, policy.world_size)
                 found[name, dtype, cut] = policy.gradients(mine, loss)
-            critic = TorchCritic(load, SPEC, **arguments)
+            critic = CriticTrainer(load, SPEC, **arguments)
             for name, value_loss in VALUE_LOSSES.items():
                 mine = part(batch(plain, LOSS), critic.rank, critic.world_size)
                 critic.train_step(mine, value_loss)
@@ -119,7 +120,7 @@ def gradients(model: Path) -> dict[tuple[str, str, str], dict[str, Tensor]]:
 
 def export(model: Path, folder: Path) -> None:
     """Write the untrained policy as a Hugging Face folder."""
-    TorchPolicy(partial(load_model, str(model)), SPEC).export_folder(
+    fsdp2_policy(partial(load_model, str(model)), SPEC).export_folder(
         folder, {"note.txt": b"exported"}
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from agenticrun_workers.trainer import TorchPolicy
+from agenticrun_workers.trainer import fsdp2_policy
 from ragged_samples import LOSSES, largest_difference
 from rank_programs import launch, load
 
@@ -126,7 +126,7 @@ def test_log_probs_are_those_of_the_served_bfloat16_weights_to_the_bit(
     served = two[0]["steps"]["bfloat16"]["weights"]
     model.load_state_dict(served, strict="lm_head.weight" in served)
     samples = program.batch(program.qwen2("two key-value heads", torch.float32), LOSSES["ppo"], 0)
-    policy = TorchPolicy(lambda: model, program.SPEC, max_tokens=30)
+    policy = fsdp2_policy(lambda: model, program.SPEC, max_tokens=30)
     for rank, found in enumerate(two):
         expected = policy.compute_log_probs(program.part(samples, rank, 2))
         for a, b in zip(found["steps"]["bfloat16"]["logprobs"], expected, strict=True):
@@ -136,7 +136,9 @@ def test_log_probs_are_those_of_the_served_bfloat16_weights_to_the_bit(
 def test_a_checkpoint_of_bfloat16_training_holds_the_masters(
     two: list[dict[str, Any]], work: Path
 ) -> None:
-    policy = TorchPolicy(partial(program.qwen2, "two key-value heads", torch.float32), program.SPEC)
+    policy = fsdp2_policy(
+        partial(program.qwen2, "two key-value heads", torch.float32), program.SPEC
+    )
     policy.load(str(work / "bfloat16"))
     rounded = two[0]["steps"]["bfloat16"]["weights"]
     masters = dict(policy.export_weights())

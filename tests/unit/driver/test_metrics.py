@@ -25,8 +25,8 @@ from agenticrun_workers.driver.progress import headline_metrics
 from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.rollout.controller import Batch, RolloutCounts
 from agenticrun_workers.rollout.groups import Group
-from agenticrun_workers.trainer import critic as torch_critic
-from agenticrun_workers.trainer.actor_metrics import nothing_learned
+from agenticrun_workers.trainer import critic
+from agenticrun_workers.trainer.actor_loss import nothing_learned
 from agenticrun_workers.types import StopReason
 from agenticrun_workers.weights.sync import SyncReport
 from agenticrun_workers.weights.transports import Transport
@@ -260,7 +260,7 @@ def test_every_metric_is_explained_in_the_docs() -> None:
         *validation_metrics([result(0)]),
         *timing_metrics({"step": 1.0}, 1.0),
         *nothing_learned(),
-        *(f"critic/{name}" for name in torch_critic.SUMS),
+        *(f"critic/{name}" for name in critic.SUMS),
         *(
             f"guard/{guard.name}"
             for guard in guards_of(Guards(min_entropy=0.1, max_zero_variance_share=0.9))

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.trainer import (
     CheckpointMismatch,
+    CriticTrainer,
     OptimizerSpec,
     Sample,
-    TorchCritic,
-    TorchPolicy,
     ValueLossSpec,
+    fsdp2_policy,
 )
 from ragged_samples import LOSSES, VALUE_LOSSES, batch, largest_difference
 
@@ -33,17 +33,17 @@ def samples(load: Load) -> list[Sample]:
 
 
 @pytest.fixture
-def critic(load: Load, samples: list[Sample]) -> TorchCritic:
+def critic(load: Load, samples: list[Sample]) -> CriticTrainer:
     """A critic that has learned a little, so that its head is not zero."""
-    critic = TorchCritic(load, OptimizerSpec(5e-2), max_tokens=30)
+    critic = CriticTrainer(load, OptimizerSpec(5e-2), max_tokens=30)
     for _ in range(3):
         critic.train_step(samples, ValueLossSpec())
     return critic
 
 
-def plain_values(critic: TorchCritic, sample: Sample) -> Tensor:
+def plain_values(critic: CriticTrainer, sample: Sample) -> Tensor:
     """Value after each prefix, [T + 1]; the empty one has none."""
-    module = critic._backend.module
+    module = critic._model.module
     hidden_TH = module.decoder(
         input_ids=torch.from_numpy(sample.tokens_T).long()[None]
     ).last_hidden_state[0]
@@ -51,7 +51,7 @@ def plain_values(critic: TorchCritic, sample: Sample) -> Tensor:
     return torch.cat([values_T.new_zeros(1), values_T])
 
 
-def slow_loss(critic: TorchCritic, samples: list[Sample], spec: ValueLossSpec) -> Tensor:
+def slow_loss(critic: CriticTrainer, samples: list[Sample], spec: ValueLossSpec) -> Tensor:
     live = [s for s in samples if s.weight_T[1:].any()]
     total = sum(int(s.weight_T[1:].sum()) for s in live)
     loss = torch.zeros((), dtype=torch.float64)
@@ -78,27 +78,27 @@ def slow_loss(critic: TorchCritic, samples: list[Sample], spec: ValueLossSpec) -
 
 @pytest.mark.parametrize("name", VALUE_LOSSES)
 def test_the_gradient_is_that_of_the_formulas(
-    critic: TorchCritic, samples: list[Sample], name: str
+    critic: CriticTrainer, samples: list[Sample], name: str
 ) -> None:
     found = critic.gradients(samples, VALUE_LOSSES[name])
-    module: nn.Module = critic._backend.module
+    module: nn.Module = critic._model.module
     slow_loss(critic, samples, VALUE_LOSSES[name]).backward()
     expected = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     assert largest_difference(found, expected) < 1e-10
 
 
 def test_at_first_every_text_is_worth_nothing(load: Load, samples: list[Sample]) -> None:
-    for values in TorchCritic(load, SPEC).compute_values(samples):
+    for values in CriticTrainer(load, SPEC).compute_values(samples):
         assert not values.values_T.any()
         assert values.final == 0
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_values_are_read_before_each_response_token_and_at_the_end(
-    load: Load, critic: TorchCritic, samples: list[Sample], packing: bool
+    load: Load, critic: CriticTrainer, samples: list[Sample], packing: bool
 ) -> None:
-    other = TorchCritic(load, SPEC, packing=packing)
-    other._backend.module.load_state_dict(critic._backend.module.state_dict())
+    other = CriticTrainer(load, SPEC, packing=packing)
+    other._model.module.load_state_dict(critic._model.module.state_dict())
     for sample, values in zip(samples, other.compute_values(samples), strict=True):
         expected = plain_values(critic, sample).detach().numpy()
         np.testing.assert_allclose(
@@ -108,7 +108,7 @@ def test_values_are_read_before_each_response_token_and_at_the_end(
 
 
 def test_a_sample_without_response_tokens_still_has_a_final_value(
-    critic: TorchCritic, samples: list[Sample]
+    critic: CriticTrainer, samples: list[Sample]
 ) -> None:
     silent = replace(samples[0], turns_T=np.full_like(samples[0].turns_T, -1))
     [values] = critic.compute_values([silent])
@@ -116,7 +116,7 @@ def test_a_sample_without_response_tokens_still_has_a_final_value(
     assert values.final == pytest.approx(plain_values(critic, silent)[-1].item(), abs=1e-6)
 
 
-def test_metrics_say_what_the_step_did(critic: TorchCritic, samples: list[Sample]) -> None:
+def test_metrics_say_what_the_step_did(critic: CriticTrainer, samples: list[Sample]) -> None:
     spec = VALUE_LOSSES["clipped"]
     expected_loss = slow_loss(critic, samples, spec).item()
     pairs = []
@@ -138,24 +138,24 @@ def test_metrics_say_what_the_step_did(critic: TorchCritic, samples: list[Sample
 
 
 def test_the_critic_learns_what_it_is_shown(load: Load, samples: list[Sample]) -> None:
-    critic = TorchCritic(load, OptimizerSpec(1e-2))
+    critic = CriticTrainer(load, OptimizerSpec(1e-2))
     errors = [critic.train_step(samples, ValueLossSpec())["critic/error"] for _ in range(60)]
     assert errors[-1] < 0.05 * errors[0]
 
 
 def test_a_batch_without_any_weight_or_with_returns_that_are_not_finite_changes_no_weight(
-    critic: TorchCritic, samples: list[Sample]
+    critic: CriticTrainer, samples: list[Sample]
 ) -> None:
-    before = {name: p.detach().clone() for name, p in critic._backend.module.named_parameters()}
+    before = {name: p.detach().clone() for name, p in critic._model.module.named_parameters()}
     empty = [replace(s, weight_T=np.zeros_like(s.weight_T)) for s in samples]
     broken = [replace(s, returns_T=np.full_like(s.weight_T, np.inf)) for s in samples]
     assert critic.train_step(empty, ValueLossSpec())["critic/skipped_steps"] == 1
     assert critic.train_step(broken, ValueLossSpec())["critic/skipped_steps"] == 2
-    for name, parameter in critic._backend.module.named_parameters():
+    for name, parameter in critic._model.module.named_parameters():
         assert torch.equal(parameter, before[name])
 
 
-def test_a_loss_says_which_array_it_lacks(critic: TorchCritic, samples: list[Sample]) -> None:
+def test_a_loss_says_which_array_it_lacks(critic: CriticTrainer, samples: list[Sample]) -> None:
     with pytest.raises(ValueError, match="lacks returns_T"):
         critic.train_step([replace(s, returns_T=None) for s in samples], ValueLossSpec())
     with pytest.raises(ValueError, match="lacks old_values_T"):
@@ -166,7 +166,7 @@ def test_a_resumed_critic_goes_on_as_if_it_had_never_stopped(
     load: Load, samples: list[Sample], tmp_path: Path
 ) -> None:
     straight, resumed = (
-        TorchCritic(load, OptimizerSpec(1e-2, "linear", total_steps=9)) for _ in range(2)
+        CriticTrainer(load, OptimizerSpec(1e-2, "linear", total_steps=9)) for _ in range(2)
     )
     straight.train_step(samples, ValueLossSpec())
     straight.save(str(tmp_path))
@@ -178,6 +178,6 @@ def test_a_resumed_critic_goes_on_as_if_it_had_never_stopped(
 
 
 def test_a_policy_s_checkpoint_is_no_critic_s(load: Load, tmp_path: Path) -> None:
-    TorchPolicy(load, SPEC).save(str(tmp_path))
+    fsdp2_policy(load, SPEC).save(str(tmp_path))
     with pytest.raises(CheckpointMismatch):
-        TorchCritic(load, SPEC).load(str(tmp_path))
+        CriticTrainer(load, SPEC).load(str(tmp_path))

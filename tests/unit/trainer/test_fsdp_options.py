@@ -15,8 +15,13 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.trainer import OptimizerSpec, Sample, TorchPolicy, TorchReference
-from agenticrun_workers.trainer.options import FsdpOptions
+from agenticrun_workers.trainer import (
+    OptimizerSpec,
+    ReferencePolicy,
+    Sample,
+    fsdp2_policy,
+)
+from agenticrun_workers.trainer.fsdp2 import FsdpOptions
 from agenticrun_workers.trainer.ulysses import attention
 from ragged_samples import LOSSES, batch, largest_difference
 
@@ -99,7 +104,7 @@ def test_a_group_larger_than_the_ranks_is_refused(load: Load) -> None:
     with pytest.raises(
         ValueError, match="ulysses_sequence_parallel_size 2 does not divide the 1 trainer ranks"
     ):
-        TorchPolicy(load, SPEC, options=FsdpOptions(ulysses_sequence_parallel_size=2))
+        fsdp2_policy(load, SPEC, options=FsdpOptions(ulysses_sequence_parallel_size=2))
 
 
 def test_a_model_that_does_not_hand_its_sequences_down_to_its_attention_is_found_out() -> None:
@@ -117,13 +122,13 @@ def test_a_model_that_does_not_hand_its_sequences_down_to_its_attention_is_found
 def test_one_rank_computes_in_bfloat16_on_float32_masters(
     folder: Path, load_float32: Load, samples: list[Sample]
 ) -> None:
-    policy = TorchPolicy(load_float32, SPEC, dtype=torch.bfloat16)
-    rounded = TorchReference(lambda: load_model(str(folder), torch.bfloat16))
+    policy = fsdp2_policy(load_float32, SPEC, dtype=torch.bfloat16)
+    rounded = ReferencePolicy(lambda: load_model(str(folder), torch.bfloat16))
     for a, b in zip(
         policy.compute_log_probs(samples), rounded.compute_log_probs(samples), strict=True
     ):
         np.testing.assert_array_equal(a, b)
-    exact = TorchPolicy(load_float32, SPEC).gradients(samples, LOSS)
+    exact = fsdp2_policy(load_float32, SPEC).gradients(samples, LOSS)
     found = policy.gradients(samples, LOSS)
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}
     assert 1e-4 < largest_difference(found, exact) < 0.15
@@ -134,7 +139,7 @@ def test_gradients_of_micro_batches_are_summed_in_float32(
     load_float32: Load, samples: list[Sample]
 ) -> None:
     """A 32nd of the same gradient 32 times, which is exact in bfloat16; the sum would not be."""
-    policy = TorchPolicy(load_float32, SPEC, dtype=torch.bfloat16, max_tokens=1)
+    policy = fsdp2_policy(load_float32, SPEC, dtype=torch.bfloat16, max_tokens=1)
     assert (
         largest_difference(
             policy.gradients(samples[:1] * 32, LOSS), policy.gradients(samples[:1], LOSS)
@@ -148,10 +153,10 @@ def test_one_rank_keeps_parameters_and_optimizer_on_the_host(
     load: Load, samples: list[Sample]
 ) -> None:
     offloaded, plain = (
-        TorchPolicy(load, SPEC, options=FsdpOptions(offload_policy=True)),
-        TorchPolicy(load, SPEC),
+        fsdp2_policy(load, SPEC, options=FsdpOptions(offload_policy=True)),
+        fsdp2_policy(load, SPEC),
     )
-    assert isinstance(offloaded._backend.module, FSDPModule)
+    assert isinstance(offloaded.strategy.model.module, FSDPModule)
     for policy in (offloaded, plain):
         policy.train_step(samples, LOSS)
     for (name, a), (_, b) in zip(offloaded.export_weights(), plain.export_weights(), strict=True):
@@ -170,8 +175,8 @@ def test_recomputed_layers_change_no_gradient(load: Load, samples: list[Sample])
         model.get_decoder().layers[0].mlp.register_forward_pre_hook(count)
         return model
 
-    expected = TorchPolicy(lambda: counted("plain"), SPEC).gradients(samples, LOSS)
-    found = TorchPolicy(
+    expected = fsdp2_policy(lambda: counted("plain"), SPEC).gradients(samples, LOSS)
+    found = fsdp2_policy(
         lambda: counted("recomputing"), SPEC, options=FsdpOptions(gradient_checkpointing=True)
     ).gradients(samples, LOSS)
     assert largest_difference(found, expected) == 0
@@ -179,7 +184,7 @@ def test_recomputed_layers_change_no_gradient(load: Load, samples: list[Sample])
 
 
 def test_a_trainer_goes_on_after_a_visit_to_host_memory(load: Load, samples: list[Sample]) -> None:
-    visiting, straight = TorchPolicy(load, SPEC), TorchPolicy(load, SPEC)
+    visiting, straight = fsdp2_policy(load, SPEC), fsdp2_policy(load, SPEC)
     for _ in range(2):
         visiting.train_step(samples, LOSS)
         visiting.offload()

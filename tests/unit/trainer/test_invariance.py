@@ -9,7 +9,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from agenticrun_workers.trainer import OptimizerSpec, Sample, TorchCritic, TorchPolicy
+from agenticrun_workers.trainer import (
+    CriticTrainer,
+    OptimizerSpec,
+    Sample,
+    fsdp2_policy,
+)
 from ragged_samples import LOSSES, VALUE_LOSSES, batch, largest_difference
 
 SPEC = OptimizerSpec(1e-2)
@@ -44,11 +49,11 @@ def test_the_policy_s_gradient_is_the_same_however_the_batch_is_cut(
 ) -> None:
     loss = LOSSES[name]
     samples = batch(loaded(), loss)
-    expected = TorchPolicy(loaded, SPEC, max_tokens=10_000).gradients(samples, loss)
+    expected = fsdp2_policy(loaded, SPEC, max_tokens=10_000).gradients(samples, loss)
     assert all(gradient.norm() > 0 for gradient in expected.values())
     for arguments in CUTS.values():
         for ordered in (samples, shuffled(samples)):
-            found = TorchPolicy(loaded, SPEC, **arguments).gradients(ordered, loss)
+            found = fsdp2_policy(loaded, SPEC, **arguments).gradients(ordered, loss)
             assert largest_difference(found, expected) < TOLERANCE[dtype]
 
 
@@ -66,11 +71,11 @@ def test_the_critic_s_gradient_is_the_same_however_the_batch_is_cut(
             assert largest_difference(found, expected) < TOLERANCE[dtype]
 
 
-def trained_critic(loaded: Load, samples: list[Sample], **arguments: int) -> TorchCritic:
+def trained_critic(loaded: Load, samples: list[Sample], **arguments: int) -> CriticTrainer:
     """A critic with a head that is not zero, so that gradients reach the decoder. Weights are the same at each call."""
-    critic = TorchCritic(loaded, SPEC, **arguments)
+    critic = CriticTrainer(loaded, SPEC, **arguments)
     with torch.no_grad():
-        head = critic._backend.module.head
+        head = critic._model.module.head
         head.weight.copy_(torch.linspace(-1, 1, head.weight.numel()).reshape(head.weight.shape))
     return critic
 
@@ -79,10 +84,10 @@ def trained_critic(loaded: Load, samples: list[Sample], **arguments: int) -> Tor
 def test_metrics_are_the_same_however_the_batch_is_cut(name: str, load: Load) -> None:
     loss = LOSSES[name]
     samples = batch(load(), loss)
-    expected = dict(TorchPolicy(load, SPEC, max_tokens=10_000).train_step(samples, loss))
+    expected = dict(fsdp2_policy(load, SPEC, max_tokens=10_000).train_step(samples, loss))
     waste = expected.pop("train/padding_waste")
     for arguments in CUTS.values():
-        found = dict(TorchPolicy(load, SPEC, **arguments).train_step(shuffled(samples), loss))
+        found = dict(fsdp2_policy(load, SPEC, **arguments).train_step(shuffled(samples), loss))
         assert found.pop("train/padding_waste") < waste
         assert found == pytest.approx(expected, rel=1e-10)
 
@@ -91,9 +96,9 @@ def test_what_stands_behind_the_last_weighted_token_changes_nothing(load: Load) 
     loss = LOSSES["ppo"]
     samples = batch(load(), loss)
     longer = [longer_by(sample, 6) for sample in samples]
-    expected = TorchPolicy(load, SPEC).gradients(samples, loss)
+    expected = fsdp2_policy(load, SPEC).gradients(samples, loss)
     assert (
-        largest_difference(TorchPolicy(load, SPEC, packing=True).gradients(longer, loss), expected)
+        largest_difference(fsdp2_policy(load, SPEC, packing=True).gradients(longer, loss), expected)
         < 1e-12
     )
 

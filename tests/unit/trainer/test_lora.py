@@ -1,4 +1,4 @@
-"""Adapters in a model, and `TorchPolicy` on one rank that trains nothing else."""
+"""Adapters in a model, and `PolicyTrainer` on one rank that trains nothing else."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from agenticrun_workers.trainer import (
     CheckpointMismatch,
     LossSpec,
     OptimizerSpec,
+    PolicyTrainer,
     Sample,
-    TorchPolicy,
+    fsdp2_policy,
 )
 from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference, token_log_probs
 from slow_losses import actor_loss
@@ -145,12 +146,12 @@ def test_the_gradient_of_adapters_is_that_of_the_formulas(load: Load) -> None:
     samples = batch(model, loss)
     actor_loss(model, samples, loss).backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    found = TorchPolicy(lambda: adapted(load), SPEC, max_tokens=40).gradients(samples, loss)
+    found = fsdp2_policy(lambda: adapted(load), SPEC, max_tokens=40).gradients(samples, loss)
     assert all("lora_" in name for name in found)
     assert largest_difference(found, expected) < 1e-10
 
 
-def learn(policy: TorchPolicy, samples: list[Sample], steps: int) -> list[float]:
+def learn(policy: PolicyTrainer, samples: list[Sample], steps: int) -> list[float]:
     """Mean log-prob of the tokens that have an advantage of 1, before each step."""
     found = []
     for _ in range(steps):
@@ -176,7 +177,7 @@ def test_adapters_learn_while_the_base_stays_bit_for_bit(load: Load) -> None:
         for sample in batch(load(), LOSSES["ppo"])
     ]
     model = add_lora(load(), LORA)
-    policy = TorchPolicy(lambda: model, replace(SPEC, weight_decay=0.1), max_tokens=60)
+    policy = fsdp2_policy(lambda: model, replace(SPEC, weight_decay=0.1), max_tokens=60)
     found = learn(policy, samples, 20)
     assert found[-1] > found[0] + 0.5
     base = dict(load().named_parameters())
@@ -188,7 +189,7 @@ def test_adapters_learn_while_the_base_stays_bit_for_bit(load: Load) -> None:
 def test_an_exported_folder_is_a_plain_model_that_says_what_the_adapted_one_says(
     load: Load, tmp_path: Path
 ) -> None:
-    policy = TorchPolicy(lambda: adapted(load), SPEC)
+    policy = fsdp2_policy(lambda: adapted(load), SPEC)
     samples = batch(load(), LOSSES["ppo"])
     policy.export_folder(tmp_path, {})
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
@@ -203,13 +204,13 @@ def test_an_exported_folder_is_a_plain_model_that_says_what_the_adapted_one_says
 
 def test_a_checkpoint_holds_adapters_alone_and_goes_on(load: Load, tmp_path: Path) -> None:
     batches = [batch(load(), LOSSES["ppo"], seed) for seed in range(4)]
-    straight = TorchPolicy(lambda: add_lora(load(), LORA, seed=1), SPEC)
+    straight = fsdp2_policy(lambda: add_lora(load(), LORA, seed=1), SPEC)
     for samples in batches[:2]:
         straight.train_step(samples, LOSSES["ppo"])
     straight.save(str(tmp_path))
     names = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert all("lora_" in name for name in names if name.startswith(("model.", "optimizer.state.")))
-    resumed = TorchPolicy(lambda: add_lora(load(), LORA, seed=2), SPEC)
+    resumed = fsdp2_policy(lambda: add_lora(load(), LORA, seed=2), SPEC)
     resumed.load(str(tmp_path))
     for samples in batches[2:]:
         assert straight.train_step(samples, LOSSES["ppo"]) == resumed.train_step(
@@ -231,8 +232,8 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on(load: Load, tmp_path: Pat
 def test_a_checkpoint_of_other_adapters_is_refused(
     load: Load, tmp_path: Path, other: LoraSpec | None, difference: str
 ) -> None:
-    TorchPolicy(lambda: add_lora(load(), LORA), SPEC).save(str(tmp_path))
-    policy = TorchPolicy(lambda: load() if other is None else add_lora(load(), other), SPEC)
+    fsdp2_policy(lambda: add_lora(load(), LORA), SPEC).save(str(tmp_path))
+    policy = fsdp2_policy(lambda: load() if other is None else add_lora(load(), other), SPEC)
     with pytest.raises(
         CheckpointMismatch,
         match=f"lora: {difference}.*set spec.pipeline.actorTrain.lora to what was trained",
@@ -241,8 +242,8 @@ def test_a_checkpoint_of_other_adapters_is_refused(
 
 
 def test_adapters_refuse_a_checkpoint_of_whole_weights(load: Load, tmp_path: Path) -> None:
-    TorchPolicy(load, SPEC).save(str(tmp_path))
+    fsdp2_policy(load, SPEC).save(str(tmp_path))
     with pytest.raises(
         CheckpointMismatch, match="lora: the model has adapters, the checkpoint has none"
     ):
-        TorchPolicy(lambda: add_lora(load(), LORA), SPEC).load(str(tmp_path))
+        fsdp2_policy(lambda: add_lora(load(), LORA), SPEC).load(str(tmp_path))

@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from agenticrun_workers.models.heads import UnsupportedModel
-from agenticrun_workers.trainer.megatron import log_probs as scoring
-from agenticrun_workers.trainer.megatron.architecture import Architecture
-from agenticrun_workers.trainer.megatron.memory import Parked
+from agenticrun_workers.trainer.megatron import vocabulary_parallel
+from agenticrun_workers.trainer.megatron.architecture import Architecture, padded_vocabulary
 from agenticrun_workers.trainer.megatron.options import OWNED, MegatronOptions
-from agenticrun_workers.trainer.megatron.pieces import LAYER, padded_vocabulary, pieces_of
+from agenticrun_workers.trainer.megatron.strategy import Parked
+from agenticrun_workers.trainer.megatron.weights import LAYER, pieces_of
 from agenticrun_workers.trainer.ranks import join_alone
 
 SHAPE: dict[str, Any] = {
@@ -70,7 +70,9 @@ def inputs(tokens: int = 7) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_scores_are_log_softmax_and_its_entropy(group: dist.ProcessGroup) -> None:
     hidden_NH, weight_VH, targets_N = inputs()
-    logprobs_N, entropies_N = scoring.score(hidden_NH, weight_VH, targets_N, 0, 0.7, group)
+    logprobs_N, entropies_N = vocabulary_parallel.score(
+        hidden_NH, weight_VH, targets_N, 0, 0.7, group
+    )
     distribution = torch.distributions.Categorical(logits=hidden_NH @ weight_VH.T / 0.7)
     torch.testing.assert_close(logprobs_N, distribution.log_prob(targets_N))
     torch.testing.assert_close(entropies_N, distribution.entropy())
@@ -80,16 +82,19 @@ def test_scores_are_log_softmax_and_its_entropy(group: dist.ProcessGroup) -> Non
 def test_gradients_of_scores_are_those_of_finite_differences(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(vocabulary_parallel, "CHUNK_ELEMENTS", chunk)
     hidden_NH, weight_VH, targets_N = inputs()
     assert torch.autograd.gradcheck(
-        lambda h, w: scoring.score(h, w, targets_N, 0, 0.7, group), (hidden_NH, weight_VH)
+        lambda h, w: vocabulary_parallel.score(h, w, targets_N, 0, 0.7, group),
+        (hidden_NH, weight_VH),
     )
 
 
 def test_no_token_has_no_score(group: dist.ProcessGroup) -> None:
     hidden_NH, weight_VH, targets_N = inputs(0)
-    logprobs_N, entropies_N = scoring.score(hidden_NH, weight_VH, targets_N, 0, 1.0, group)
+    logprobs_N, entropies_N = vocabulary_parallel.score(
+        hidden_NH, weight_VH, targets_N, 0, 1.0, group
+    )
     assert logprobs_N.shape == entropies_N.shape == (0,)
 
 

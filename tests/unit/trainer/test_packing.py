@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, Qwen3Config
 
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.trainer import OptimizerSpec, TorchCritic, TorchPolicy
-from agenticrun_workers.trainer.packing import can_pack
+from agenticrun_workers.trainer import CriticTrainer, OptimizerSpec, PolicyTrainer, fsdp2_policy
+from agenticrun_workers.trainer.modules import can_pack
 from ragged_samples import LOSSES, batch
 
 SPEC = OptimizerSpec(1e-2)
@@ -68,18 +69,22 @@ def test_other_architectures_pack_too(config) -> None:
 
 def test_a_packed_forward_pass_equals_an_unpacked_one(load: Load) -> None:
     samples = batch(load(), LOSSES["ppo"], count=20)
-    plain = TorchPolicy(load, SPEC, max_tokens=1).compute_log_probs(samples)
-    packed = TorchPolicy(load, SPEC, packing=True).compute_log_probs(samples)
+    plain = fsdp2_policy(load, SPEC, max_tokens=1).compute_log_probs(samples)
+    packed = fsdp2_policy(load, SPEC, packing=True).compute_log_probs(samples)
     for a, b in zip(plain, packed, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", [TorchPolicy, TorchCritic])
+@pytest.mark.parametrize("strategy", [fsdp2_policy, CriticTrainer])
 def test_training_falls_back_to_padding_and_says_so(
-    load: Load, strategy: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    load: Load,
+    strategy: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("agenticrun_workers.trainer.fsdp2.can_pack", lambda decoder: False)
     with caplog.at_level(logging.WARNING):
         refused = strategy(load, SPEC, packing=True)
-    assert not refused._backend.packing
+    model = refused.strategy.model if isinstance(refused, PolicyTrainer) else refused._model
+    assert not model.batcher.packed
     assert "LlamaModel mixes packed sequences: training goes on with padding" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +20,12 @@ from agenticrun_workers.trainer import (
     LossSpec,
     NonFiniteGradient,
     OptimizerSpec,
+    PolicyTrainer,
+    ReferencePolicy,
     Sample,
-    TorchPolicy,
-    TorchReference,
+    fsdp2_policy,
 )
-from agenticrun_workers.trainer.options import FsdpOptions
+from agenticrun_workers.trainer.fsdp2 import FsdpOptions
 from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference, token_log_probs
 from slow_losses import actor_loss
 
@@ -45,7 +47,7 @@ def slow_gradients(
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def weights(policy: TorchPolicy) -> dict[str, np.ndarray]:
+def weights(policy: PolicyTrainer) -> dict[str, np.ndarray]:
     return {name: weight.numpy().copy() for name, weight in policy.export_weights()}
 
 
@@ -53,7 +55,7 @@ def weights(policy: TorchPolicy) -> dict[str, np.ndarray]:
 def test_the_gradient_is_that_of_the_formulas(load: Load, name: str) -> None:
     loss = LOSSES[name]
     samples = batch(load(), loss)
-    found = TorchPolicy(load, SPEC, max_tokens=40).gradients(samples, loss)
+    found = fsdp2_policy(load, SPEC, max_tokens=40).gradients(samples, loss)
     assert largest_difference(found, slow_gradients(load(), samples, loss)) < 1e-10
 
 
@@ -74,18 +76,18 @@ def test_a_model_of_another_architecture_with_dropout_trains_without_it() -> Non
 
     loss = LOSSES["ppo"]
     samples = batch(gpt2(), loss)
-    found = TorchPolicy(gpt2, SPEC, packing=True).gradients(samples, loss)
+    found = fsdp2_policy(gpt2, SPEC, packing=True).gradients(samples, loss)
     assert largest_difference(found, slow_gradients(gpt2(), samples, loss)) < 1e-10
 
 
 def test_scoring_in_chunks_changes_no_gradient(load: Load, samples: list[Sample]) -> None:
-    expected = TorchPolicy(load, SPEC).gradients(samples, LOSS)
-    chunked = TorchPolicy(load, SPEC, options=FsdpOptions(logits_chunk_elements=5 * VOCABULARY))
+    expected = fsdp2_policy(load, SPEC).gradients(samples, LOSS)
+    chunked = fsdp2_policy(load, SPEC, options=FsdpOptions(logits_chunk_elements=5 * VOCABULARY))
     assert largest_difference(chunked.gradients(samples, LOSS), expected) < 1e-12
 
 
 def test_without_old_log_probs_the_current_ones_serve(load: Load, samples: list[Sample]) -> None:
-    policy = TorchPolicy(load, SPEC)
+    policy = fsdp2_policy(load, SPEC)
     bare = [replace(s, old_logprobs_T=None) for s in samples]
     exact = [
         replace(s, old_logprobs_T=token_log_probs(load(), s.tokens_T, 1.0).detach().numpy())
@@ -97,11 +99,11 @@ def test_without_old_log_probs_the_current_ones_serve(load: Load, samples: list[
     assert metrics["actor/approxkl"] == 0
 
 
-@pytest.mark.parametrize("strategy", [TorchPolicy, TorchReference])
+@pytest.mark.parametrize("strategy", [fsdp2_policy, ReferencePolicy])
 def test_log_probs_of_all_response_tokens_equal_a_plain_forward_pass(
-    load: Load, samples: list[Sample], strategy: type
+    load: Load, samples: list[Sample], strategy: Callable[..., Any]
 ) -> None:
-    arguments = (load, SPEC) if strategy is TorchPolicy else (load,)
+    arguments = (load, SPEC) if strategy is fsdp2_policy else (load,)
     results = strategy(*arguments, max_tokens=30, temperature=0.7).compute_log_probs(samples)
     for sample, result in zip(samples, results, strict=True):
         logp_T = token_log_probs(load(), sample.tokens_T, 0.7).detach().numpy()
@@ -122,7 +124,7 @@ def test_the_supervised_gradient_is_the_mean_cross_entropy_of_weighted_tokens(
     )
     loss.backward()
     # With this epsilon, Adam's first step is g / (|g| + 1).
-    policy = TorchPolicy(load, OptimizerSpec(1.0, epsilon=1.0, max_grad_norm=1e9), max_tokens=40)
+    policy = fsdp2_policy(load, OptimizerSpec(1.0, epsilon=1.0, max_grad_norm=1e9), max_tokens=40)
     before = weights(policy)
     metrics = policy.supervised_step(samples)
     assert metrics["warmup/loss"] == pytest.approx(loss.item())
@@ -134,7 +136,7 @@ def test_the_supervised_gradient_is_the_mean_cross_entropy_of_weighted_tokens(
 def test_metrics_say_what_the_step_did(load: Load) -> None:
     loss = replace(LOSSES["ppo"], aggregation="token-mean")
     samples = batch(load(), loss)
-    metrics = TorchPolicy(load, OptimizerSpec(1e-2, warmup_steps=4), max_tokens=30).train_step(
+    metrics = fsdp2_policy(load, OptimizerSpec(1e-2, warmup_steps=4), max_tokens=30).train_step(
         samples, loss
     )
     ratios, changes = [], []
@@ -179,15 +181,15 @@ def test_the_gap_to_the_engine_is_told_where_both_speak_of_the_same_weights(load
             abs(new_T[t] - float(s.engine_logprobs_T[t]))
             for t in np.flatnonzero(s.weight_T[1:]) + 1
         ]  # type: ignore[index]
-    assert TorchPolicy(load, SPEC, max_tokens=30).train_step(bare, loss)[
+    assert fsdp2_policy(load, SPEC, max_tokens=30).train_step(bare, loss)[
         "engine/logprob_gap"
     ] == pytest.approx(np.mean(gaps))
-    assert "engine/logprob_gap" not in TorchPolicy(load, SPEC).train_step(samples, loss)
+    assert "engine/logprob_gap" not in fsdp2_policy(load, SPEC).train_step(samples, loss)
 
 
 def test_the_gradient_is_clipped_to_its_norm(load: Load, samples: list[Sample]) -> None:
     """Epsilon makes Adam's first step proportional to the gradient, so that its size shows the clipping."""
-    policy = TorchPolicy(load, OptimizerSpec(1.0, max_grad_norm=1e-3, epsilon=1.0))
+    policy = fsdp2_policy(load, OptimizerSpec(1.0, max_grad_norm=1e-3, epsilon=1.0))
     before = weights(policy)
     metrics = policy.train_step(samples, LOSS)
     step = np.sqrt(sum(np.square(w - before[name]).sum() for name, w in weights(policy).items()))
@@ -208,7 +210,7 @@ def broken(
 def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted(
     load: Load, samples: list[Sample], name: str, value: float
 ) -> None:
-    policy = TorchPolicy(load, replace(SPEC, weight_decay=0.1))
+    policy = fsdp2_policy(load, replace(SPEC, weight_decay=0.1))
     before = weights(policy)
     skipped = policy.train_step(broken(samples, name, value), LOSS)["actor/skipped_steps"]
     changed = any((weight != before[name]).any() for name, weight in weights(policy).items())
@@ -223,7 +225,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted(
 def test_reference_log_probs_that_are_not_finite_never_reach_the_weights(
     load: Load, samples: list[Sample], value: float
 ) -> None:
-    policy = TorchPolicy(load, SPEC)
+    policy = fsdp2_policy(load, SPEC)
     policy.train_step(broken(samples, "ref_logprobs_T", value), replace(LOSS, kl_coef=0.1))
     assert all(np.isfinite(weight).all() for weight in weights(policy).values())
 
@@ -231,7 +233,7 @@ def test_reference_log_probs_that_are_not_finite_never_reach_the_weights(
 def test_too_many_gradients_in_a_row_that_are_not_finite_end_the_run_and_name_a_parameter(
     load: Load, samples: list[Sample]
 ) -> None:
-    policy = TorchPolicy(load, replace(SPEC, max_skipped_steps=2))
+    policy = fsdp2_policy(load, replace(SPEC, max_skipped_steps=2))
     for _ in range(2):
         policy.train_step(broken(samples), LOSS)
     policy.train_step(samples, LOSS)
@@ -251,7 +253,7 @@ def test_a_number_that_is_not_finite_under_weight_zero_breaks_nothing(
         replace(s, advantages_T=np.where(s.weight_T > 0, s.advantages_T, np.nan).astype(np.float32))
         for s in samples
     ]
-    policy = TorchPolicy(load, SPEC)
+    policy = fsdp2_policy(load, SPEC)
     assert largest_difference(policy.gradients(outside, LOSS), policy.gradients(samples, LOSS)) == 0
 
 
@@ -259,7 +261,7 @@ def test_a_batch_without_any_weight_is_a_counted_skip_that_changes_nothing(
     load: Load, samples: list[Sample]
 ) -> None:
     empty = [replace(s, weight_T=np.zeros_like(s.weight_T)) for s in samples]
-    policy = TorchPolicy(load, replace(SPEC, weight_decay=0.1))
+    policy = fsdp2_policy(load, replace(SPEC, weight_decay=0.1))
     names = policy.train_step(samples, LOSS).keys()
     before = weights(policy)
     metrics = policy.train_step(empty, LOSS)
@@ -272,7 +274,7 @@ def test_a_batch_without_any_weight_is_a_counted_skip_that_changes_nothing(
 
 
 def test_a_loss_says_which_array_it_lacks(load: Load, samples: list[Sample]) -> None:
-    policy = TorchPolicy(load, SPEC)
+    policy = fsdp2_policy(load, SPEC)
     with pytest.raises(ValueError, match="sample 0 lacks ref_logprobs_T"):
         policy.train_step([replace(s, ref_logprobs_T=None) for s in samples], LossSpec(kl_coef=0.1))
     with pytest.raises(ValueError, match="decoupled PPO needs the engine's log-probs"):
@@ -290,7 +292,7 @@ def test_a_ratio_level_is_refused_for_a_loss_without_ratios() -> None:
 
 
 def test_exported_weights_have_the_model_s_names_and_values(load: Load) -> None:
-    exported = weights(TorchPolicy(load, SPEC))
+    exported = weights(fsdp2_policy(load, SPEC))
     expected = dict(load().named_parameters())
     assert exported.keys() == expected.keys()
     for name, weight in exported.items():
@@ -300,7 +302,7 @@ def test_exported_weights_have_the_model_s_names_and_values(load: Load) -> None:
 def test_an_exported_folder_loads_with_transformers_own_classes(
     load: Load, folder: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
-    policy = TorchPolicy(load, SPEC)
+    policy = fsdp2_policy(load, SPEC)
     policy.train_step(samples, LOSS)
     tokenizer_files = {
         file.name: file.read_bytes()
@@ -322,7 +324,7 @@ def test_an_exported_folder_loads_with_transformers_own_classes(
 def test_a_reference_becomes_the_policy_whose_weights_it_is_given(
     load: Load, samples: list[Sample], tmp_path: Path
 ) -> None:
-    policy, reference = TorchPolicy(load, replace(SPEC, learning_rate=0.1)), TorchReference(load)
+    policy, reference = fsdp2_policy(load, replace(SPEC, learning_rate=0.1)), ReferencePolicy(load)
     policy.train_step(samples, LOSS)
     moved = policy.compute_log_probs(samples)
     assert any(
@@ -332,7 +334,7 @@ def test_a_reference_becomes_the_policy_whose_weights_it_is_given(
     reference.load_weights(policy.export_weights())
     policy.train_step(samples, LOSS)
     reference.save(str(tmp_path))
-    restored = TorchReference(load)
+    restored = ReferencePolicy(load)
     restored.load(str(tmp_path))
     for frozen in (reference, restored):
         for a, b in zip(frozen.compute_log_probs(samples), moved, strict=True):
@@ -340,21 +342,21 @@ def test_a_reference_becomes_the_policy_whose_weights_it_is_given(
 
 
 def test_a_reference_refuses_the_weights_of_another_model(load: Load) -> None:
-    other = [(name, weight[:1]) for name, weight in TorchPolicy(load, SPEC).export_weights()]
+    other = [(name, weight[:1]) for name, weight in fsdp2_policy(load, SPEC).export_weights()]
     with pytest.raises(CheckpointMismatch, match="embed_tokens"):
-        TorchReference(load).load_weights(other)
+        ReferencePolicy(load).load_weights(other)
 
 
 def test_a_resumed_trainer_goes_on_as_if_it_had_never_stopped(load: Load, tmp_path: Path) -> None:
     spec = OptimizerSpec(1e-2, "linear", warmup_steps=2, total_steps=9)
     loss = LOSSES["ppo"]
     batches = [batch(load(), loss, seed) for seed in range(6)]
-    straight = TorchPolicy(load, spec)
+    straight = fsdp2_policy(load, spec)
     for step in range(3):
         straight.train_step(batches[step], loss)
     straight.policy_version = 3
     straight.save(str(tmp_path))
-    resumed = TorchPolicy(load, spec)
+    resumed = fsdp2_policy(load, spec)
     resumed.load(str(tmp_path))
     assert resumed.policy_version == 3
     for step in range(3, 6):
@@ -364,11 +366,11 @@ def test_a_resumed_trainer_goes_on_as_if_it_had_never_stopped(load: Load, tmp_pa
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_parameter(load: Load, tmp_path: Path) -> None:
-    TorchPolicy(load, SPEC).save(str(tmp_path / "checkpoint"))
+    fsdp2_policy(load, SPEC).save(str(tmp_path / "checkpoint"))
     initialize_model(
         tmp_path / "other", InitializeSpec(tuple("abcdefghijklmnop"), hidden_size=32, heads=2)
     )
-    other = TorchPolicy(lambda: load_model(str(tmp_path / "other")), SPEC)
+    other = fsdp2_policy(lambda: load_model(str(tmp_path / "other")), SPEC)
     with pytest.raises(
         CheckpointMismatch,
         match=r"embed_tokens.weight: the model has shape \[21, 32\].*shape \[21, 16\]",

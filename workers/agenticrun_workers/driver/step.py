@@ -5,7 +5,7 @@
                  per turn                                  algorithms.credit.assign_credit
     advantages   credits -> one number per token           algorithms.token_advantages, on the ranks
     critic       value loss -> optimizer steps             CriticStrategy.train_step
-    actor        policy loss -> optimizer steps            TrainStrategy.train_step
+    actor        policy loss -> optimizer steps            PolicyTrainer.train_step
 
 `TrainerGroup` calls the ranks. Each rank runs the method of the same name in trainer/policy_rank.py
 on its `RankBatch` (trainer/batch.py), which holds the tokens of its share of the batch from the

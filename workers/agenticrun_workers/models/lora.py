@@ -108,7 +108,7 @@ class Adapters:
     def base(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all other parameters, which never change.
 
-        Their order and names are those of `TrainStrategy.export_weights`, their dtype is that of
+        Their order and names are those of `PolicyTrainer.export_weights`, their dtype is that of
         the computation. Collective; yields on rank 0 only.
         """
         return self._on_first(base_weights(self._model, self._whole))

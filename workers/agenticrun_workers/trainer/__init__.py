@@ -1,35 +1,24 @@
 """Trainers: samples in, better weights out."""
 
-from agenticrun_workers.trainer.critic import TorchCritic
-from agenticrun_workers.trainer.optimizer import OptimizerSpec
-from agenticrun_workers.trainer.policy_trainer import TorchPolicy
-from agenticrun_workers.trainer.reference import TorchReference
-from agenticrun_workers.trainer.strategy import (
-    Checkpointed,
-    CheckpointMismatch,
-    CriticStrategy,
-    LossSpec,
-    NonFiniteGradient,
-    ReferenceStrategy,
-    Sample,
-    TrainStrategy,
-    ValueLossSpec,
-    Values,
-)
+from agenticrun_workers.trainer.actor_loss import LossSpec
+from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
+from agenticrun_workers.trainer.critic import CriticTrainer, ValueLossSpec, Values
+from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
+from agenticrun_workers.trainer.optimizer import NonFiniteGradient, OptimizerSpec
+from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
+from agenticrun_workers.trainer.reference import ReferencePolicy
+from agenticrun_workers.trainer.samples import Sample
 
 __all__ = [
     "CheckpointMismatch",
-    "Checkpointed",
-    "CriticStrategy",
+    "CriticTrainer",
     "LossSpec",
     "NonFiniteGradient",
     "OptimizerSpec",
-    "ReferenceStrategy",
+    "PolicyTrainer",
+    "ReferencePolicy",
     "Sample",
-    "TorchCritic",
-    "TorchPolicy",
-    "TorchReference",
-    "TrainStrategy",
     "ValueLossSpec",
     "Values",
+    "fsdp2_policy",
 ]

@@ -1,28 +1,83 @@
-"""The policy's losses on one micro-batch, the same for every trainer."""
+"""The policy's loss on one micro-batch, and its metrics: the same for every strategy."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from agenticrun_workers.algorithms.aggregation import StepTotals, token_coefficients
-from agenticrun_workers.algorithms.losses import LossTokens, kl_loss, policy_loss
-from agenticrun_workers.trainer.actor_metrics import ActorMetrics
+from agenticrun_workers.algorithms.aggregation import Aggregation, StepTotals, token_coefficients
+from agenticrun_workers.algorithms.losses import (
+    Kimi15,
+    KlKind,
+    LossTokens,
+    PolicyLoss,
+    Ppo,
+    RatioLevel,
+    Vanilla,
+    Variant,
+    kl_loss,
+    policy_loss,
+)
 from agenticrun_workers.trainer.micro_batch import MicroBatch
-from agenticrun_workers.trainer.over_ranks import Reduce
-from agenticrun_workers.trainer.strategy import LossSpec, Sample
+from agenticrun_workers.trainer.ranks import Ranks
+from agenticrun_workers.trainer.samples import Sample
 
 OPTIONAL = ("old_logprobs_T", "engine_logprobs_T", "is_weights_T")
 """Arrays that the loss reads if the samples have them: all samples of a step, or none."""
+SUMS = (
+    "pg_loss",
+    "kl_loss",
+    "total_loss",
+    "entropy",
+    "clipfrac",
+    "approxkl",
+    "policykl",
+    "ratio_mean",
+)
+HIDDEN = ("ratio_square", "gap", "gap_share")
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """The loss of `train_step`: aggregated policy loss + kl_coef KL - entropy_coef entropy.
+
+    Raises:
+        ValueError: a ratio level other than token for a variant without ratios.
+    """
+
+    variant: Variant = field(default_factory=Ppo)
+    ratio: RatioLevel = "token"
+    aggregation: Aggregation = "token-mean"
+    aggregation_norm: float = 1.0
+    """The constant C of seq-mean-token-sum-norm."""
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_kind: KlKind = "k3"
+    kl_limit: float | None = 10.0
+    """A token's estimate is clamped to it, without gradient above it."""
+    temperature: float = 1.0
+    """Of the sampling: log-probs and entropies are those of logits / temperature."""
+
+    def __post_init__(self) -> None:
+        if self.ratio != "token" and isinstance(self.variant, Vanilla | Kimi15):
+            raise ValueError(
+                f"the loss {type(self.variant).__name__} has no ratio "
+                f"that could be of level {self.ratio}"
+            )
 
 
 class ActorLoss:
-    """One optimizer step's loss, in parts whose gradients add up. Making it is collective.
+    """One optimizer step's loss, in parts that add up. Collective to construct.
 
     Args:
         samples: this rank's.
+        spec: of the loss.
         totals: the step's denominators over all ranks.
-        most: element-wise maximum over the data-parallel ranks: a rank without samples computes what the others do.
+        most: element-wise maximum over all ranks, so that a rank without samples computes the same
+            loss as the others.
         metrics: gets the sums of each part.
     """
 
@@ -31,7 +86,7 @@ class ActorLoss:
         samples: list[Sample],
         spec: LossSpec,
         totals: StepTotals,
-        most: Reduce,
+        most: Callable[[list[float]], list[float]],
         metrics: ActorMetrics,
     ) -> None:
         self._samples = samples
@@ -46,7 +101,7 @@ class ActorLoss:
         )
 
     def __call__(self, batch: MicroBatch, logprobs_N: Tensor, entropies_N: Tensor) -> Tensor:
-        """One micro-batch's part, a scalar."""
+        """Return one micro-batch's part, a scalar."""
         spec, samples, dtype = self._spec, self._samples, logprobs_N.dtype
         tokens = self._tokens(batch, logprobs_N)
         weight_N = batch.pick(samples, "weight_T", dtype)
@@ -73,7 +128,7 @@ class ActorLoss:
         return total
 
     def _tokens(self, batch: MicroBatch, logprobs_N: Tensor) -> LossTokens:
-        """What the loss reads of a micro-batch."""
+        """Return the inputs of the loss for a micro-batch."""
         samples, dtype = self._samples, logprobs_N.dtype
 
         def optional(name: str) -> Tensor | None:
@@ -96,7 +151,7 @@ class ActorLoss:
 
 
 class SupervisedLoss:
-    """One warm-up step's weighted cross-entropy, in parts whose gradients add up. `total` is the sum of the parts so far."""
+    """One warm-up step's weighted cross-entropy, in parts that add up to `total`."""
 
     def __init__(self, samples: list[Sample], totals: StepTotals) -> None:
         self._samples = samples
@@ -104,10 +159,94 @@ class SupervisedLoss:
         self.total = 0.0
 
     def __call__(self, batch: MicroBatch, logprobs_N: Tensor, _: Tensor) -> Tensor:
-        """One micro-batch's part, a scalar."""
+        """Return one micro-batch's part, a scalar."""
         weight_N = batch.pick(self._samples, "weight_T", logprobs_N.dtype)
         loss = -(
             token_coefficients(weight_N, batch.sequence_N, self._totals, "token-mean") * logprobs_N
         ).sum()
         self.total += loss.item()
         return loss
+
+
+class ActorMetrics:
+    """The actor's metrics of one optimizer step, summed over micro-batches and ranks.
+
+    Losses have the step's aggregation; everything else is a mean over the weighted tokens.
+    approxkl and policykl estimate KL(old || current) as the mean of (lp - old)^2 / 2 and of
+    old - lp. ess is the effective sample size of the ratios, (sum r)^2 / (n sum r^2), as a share of
+    the tokens. engine/logprob_gap is the mean of |lp - engine| for the same weights.
+    """
+
+    def __init__(self, totals: StepTotals, device: torch.device) -> None:
+        self._totals = totals
+        self._sums = torch.zeros(len(SUMS) + len(HIDDEN), dtype=torch.float64, device=device)
+        self._extremes = torch.full((2,), -torch.inf, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(
+        self,
+        losses: tuple[Tensor, Tensor, Tensor],
+        policy: PolicyLoss,
+        weight_N: Tensor,
+        entropy_N: Tensor,
+        tokens: LossTokens,
+        *,
+        on_policy: bool,
+    ) -> None:
+        """Add a micro-batch.
+
+        Args:
+            losses: policy loss, KL and total, scalars.
+            policy: loss and ratio of each token.
+            weight_N: the loss mask.
+            entropy_N: of each token's distribution.
+            tokens: inputs of the loss.
+            on_policy: the weights have not changed since the tokens were sampled.
+        """
+        share_N = weight_N.double() / self._totals.weight
+        ratio_N = policy.ratio_N.double()
+        change_N = (tokens.logprobs_N - tokens.old_logprobs_N).double()
+        per_token = [
+            entropy_N,
+            policy.clipped_N,
+            change_N.square() / 2,
+            -change_N,
+            ratio_N,
+            ratio_N.square(),
+        ]
+        engine_N = tokens.engine_logprobs_N if on_policy else None
+        gap_N = (
+            torch.zeros_like(ratio_N) if engine_N is None else (tokens.logprobs_N - engine_N).abs()
+        )
+        per_token += [gap_N, torch.full_like(ratio_N, float(engine_N is not None))]
+        self._sums += torch.stack(
+            [
+                *(loss.double() for loss in losses),
+                *((share_N * values_N.double()).sum() for values_N in per_token),
+            ]
+        )
+        if len(ratio_N):
+            self._extremes = torch.maximum(
+                self._extremes, torch.stack([ratio_N.max(), -ratio_N.min()])
+            )
+
+    def result(self, ranks: Ranks) -> dict[str, float]:
+        """Return the metrics, equal on every rank. Collective."""
+        sums = dict(zip((*SUMS, *HIDDEN), ranks.sum_scores(self._sums.tolist()), strict=True))
+        square, gap, gap_share = (sums.pop(name) for name in HIDDEN)
+        largest, smallest = ranks.max(self._extremes.tolist())
+        extras = {
+            "ratio_max": largest,
+            "ratio_min": -smallest,
+            "ess": sums["ratio_mean"] ** 2 / square if square else 0.0,
+        }
+        metrics = {f"actor/{name}": value for name, value in (sums | extras).items()}
+        return metrics | ({"engine/logprob_gap": gap / gap_share} if gap_share else {})
+
+
+def nothing_learned() -> dict[str, float]:
+    """Return the metrics of a step without a weighted token: no loss, no change."""
+    still = {"ratio_mean": 1.0, "ratio_max": 1.0, "ratio_min": 1.0, "ess": 1.0}
+    return {
+        f"actor/{name}": still.get(name, 0.0) for name in (*SUMS, "ratio_max", "ratio_min", "ess")
+    }

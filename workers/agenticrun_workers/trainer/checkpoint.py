@@ -7,18 +7,25 @@ each file that it reads with them.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemBase,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
@@ -26,13 +33,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from agenticrun_workers.models.lora import describe_lora
 from agenticrun_workers.storage import MODULE_RECORD, DamagedFile, FileEntry, Folder
-from agenticrun_workers.trainer.checkpoint_files import ShardReader, ShardWriter
-from agenticrun_workers.trainer.strategy import CheckpointMismatch
 
 T = TypeVar("T")
 
 Location = str | os.PathLike[str]
 """A local path or an fsspec URI."""
+FilePath = str | os.PathLike[str]
+
+
+class CheckpointMismatch(Exception):
+    """A checkpoint of another model or layout."""
 
 
 @dataclass(frozen=True)
@@ -315,3 +325,85 @@ def _unwrapped(work: Callable[[], object]) -> None:
     except CheckpointException as error:
         cause, _ = error.failures[min(error.failures)]
         raise cause from error
+
+
+class ShardWriter(FileSystemWriter):
+    """Writes a rank's shards into a new folder, each file durable when it is complete."""
+
+    def __init__(self, folder: Folder) -> None:
+        super().__init__(folder.uri, sync_files=False)
+        self._files = _Files(folder, {})
+        self.fs = self._files  # type: ignore[assignment]  # as FsspecWriter does
+        self.path = ""
+
+    @property
+    def written(self) -> dict[str, FileEntry]:
+        """What this rank has written."""
+        return self._files.entries
+
+
+class ShardReader(FileSystemReader):
+    """Reads shards.
+
+    Args:
+        entries: what the files must be. A read raises `DamagedFile` for any other.
+    """
+
+    def __init__(self, folder: Folder, entries: Mapping[str, FileEntry]) -> None:
+        super().__init__(folder.uri)
+        self.fs = _Files(folder, dict(entries))  # type: ignore[assignment]
+        self.path = ""
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        """What the shards hold; read once."""
+        if self._metadata is None:
+            self._metadata = super().read_metadata()
+        return self._metadata
+
+
+class _Files(FileSystemBase):
+    """Files by their names in a folder."""
+
+    def __init__(self, folder: Folder, entries: dict[str, FileEntry]) -> None:
+        self._folder = folder
+        self.entries = entries
+
+    @contextmanager
+    def create_stream(self, path: FilePath, mode: str) -> Iterator[io.IOBase]:
+        name = os.fspath(path)
+        if mode == "wb":
+            with self._folder.create(name) as writer:
+                yield cast(io.IOBase, writer)
+            self.entries[name] = writer.entry
+            return
+        if name not in self.entries:
+            raise DamagedFile(f"{self._folder}/{name}", "is unknown to the record of its folder")
+        with self._folder.open_verified(name, self.entries[name]) as file:
+            yield cast(io.IOBase, file)
+
+    def concat_path(self, _: FilePath, suffix: str) -> str:
+        return suffix
+
+    def rename(self, path: FilePath, new_path: FilePath) -> None:
+        self._folder.rename(os.fspath(path), os.fspath(new_path))
+        self.entries[os.fspath(new_path)] = self.entries.pop(os.fspath(path))
+
+    def init_path(self, path: FilePath) -> FilePath:
+        return path
+
+    def mkdir(self, _: FilePath) -> None:
+        """Folders come with the first file."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, _: FilePath) -> bool:
+        return True
+
+    def exists(self, path: FilePath) -> bool:
+        return os.fspath(path) in self.entries
+
+    def rm_file(self, path: FilePath) -> None:
+        self._folder.remove(os.fspath(path))
+
+    def ls(self, _: FilePath) -> list[str]:
+        return list(self.entries)

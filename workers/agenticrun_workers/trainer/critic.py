@@ -1,35 +1,58 @@
-"""The `fsdp2` strategy of the critic."""
+"""The value model under training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenticrun_workers.algorithms.aggregation import StepTotals, token_coefficients
+from agenticrun_workers.algorithms.aggregation import Aggregation, StepTotals, token_coefficients
 from agenticrun_workers.algorithms.losses import value_loss
 from agenticrun_workers.trainer import checkpoint
-from agenticrun_workers.trainer.fsdp2 import TorchBackend
+from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, ShardedModule
 from agenticrun_workers.trainer.micro_batch import MicroBatch, responses_and_end, weighted
 from agenticrun_workers.trainer.modules import ValueModule
-from agenticrun_workers.trainer.optimizer import OptimizerSpec, Updater
-from agenticrun_workers.trainer.options import DEFAULTS, FsdpOptions
-from agenticrun_workers.trainer.strategy import Sample, ValueLossSpec, Values
+from agenticrun_workers.trainer.optimizer import Optimizer, OptimizerSpec
+from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.types import FloatArray
 
 SUMS = ("loss", "value", "vpred", "clipfrac", "error")
 
 
-class TorchCritic:
-    """A value function under training; the protocol is `CriticStrategy`. For ranks and arguments see `TorchBackend`.
+@dataclass(frozen=True, slots=True)
+class ValueLossSpec:
+    """The loss of `CriticTrainer.train_step`."""
+
+    clip: float | None = None
+    """Furthest that a value may move from `old_values_T` in one step's loss; None: no limit."""
+    aggregation: Aggregation = "token-mean"
+    aggregation_norm: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The critic's values of one sample, float32."""
+
+    values_T: FloatArray
+    """Value of the text before each response token; 0 elsewhere."""
+    final: float
+    """Value of the whole text, to bootstrap from."""
+
+
+class CriticTrainer:
+    """One rank of a value model under training, with FSDP2. All methods are collective.
+
+    For ranks, the other arguments and errors see `ShardedModule`.
 
     Args:
-        load: makes the causal language model whose decoder the critic begins with, in the dtype of its parameters and of the
-            optimizer's state.
+        load: makes a causal language model; the critic starts with its decoder, in the dtype of its
+            parameters and of the optimizer's state.
         optimizer: learning rate, schedule, clipping.
-        dtype: to compute in; default: the parameters'.
+        dtype: of the computation; default: the parameters'.
     """
 
     def __init__(
@@ -42,90 +65,94 @@ class TorchCritic:
         dtype: torch.dtype | None = None,
         options: FsdpOptions = DEFAULTS,
     ) -> None:
-        self._backend = TorchBackend(
+        self._model = ShardedModule(
             ValueModule(load()),
             max_tokens=max_tokens,
             packing=packing,
             dtype=dtype,
             options=options,
         )
-        self._updater = Updater(self._backend.module, optimizer, self._backend.ranks)
-        ranks = self._backend.ranks
+        self._optimizer = Optimizer(self._model.module, optimizer, self._model.ranks)
+        ranks = self._model.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
         self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
 
     @torch.no_grad()
     def compute_values(self, samples: list[Sample]) -> list[Values]:
-        """See `CriticStrategy`."""
+        """Return the values of each of this rank's samples."""
         found = [np.zeros(len(sample.tokens_T) + 1, np.float32) for sample in samples]
-        for batch in self._backend.micro_batches(samples, responses_and_end):
-            batch.put(self._backend.module(batch), found)
-        self._backend.reshard()
+        for batch in self._model.batcher.split(samples, responses_and_end):
+            batch.put(self._model.module(batch), found)
+        self._model.reshard()
         return [Values(values_T1[:-1], float(values_T1[-1])) for values_T1 in found]
 
     def train_step(self, samples: list[Sample], loss: ValueLossSpec) -> Mapping[str, float]:
-        """See `CriticStrategy`.
+        """Take one optimizer step towards `returns_T`; skip it as `PolicyTrainer.train_step` does.
 
-        critic/value is the mean return, critic/vpred the mean value, critic/error the mean (V - G)^2, over weighted tokens.
+        Returns:
+            metrics, equal on every rank. Over weighted tokens critic/value is the mean return,
+            critic/vpred the mean value, critic/error the mean (V - G)^2.
+
+        Raises:
+            NonFiniteGradient: too many in a row.
+            ValueError: samples lack an array that the loss reads.
         """
-        totals = self._backend.totals(samples)
-        rate, norm, sums = self._updater.rate, 0.0, [0.0] * len(SUMS)
+        totals = self._model.batcher.totals(samples)
+        rate, norm, sums = self._optimizer.rate, 0.0, [0.0] * len(SUMS)
         if totals.weight == 0:
-            self._updater.skip()
+            self._optimizer.skip()
         else:
             sums = self._backward(samples, loss, totals)
-            norm = self._updater.step(rate)
+            norm = self._optimizer.step(rate)
         return {
             **{f"critic/{name}": value for name, value in zip(SUMS, sums, strict=True)},
             "critic/grad_norm": norm,
             "critic/lr": rate,
-            "critic/skipped_steps": float(self._updater.skipped),
+            "critic/skipped_steps": float(self._optimizer.skipped),
         }
 
     def gradients(self, samples: list[Sample], loss: ValueLossSpec) -> dict[str, Tensor]:
-        """The gradient that `train_step` would use, whole and unclipped, by parameter name; nothing changes. Collective."""
-        self._backward(samples, loss, self._backend.totals(samples))
-        return self._updater.gradients()
+        """Return the gradient that `train_step` would use, whole and unclipped, by name."""
+        self._backward(samples, loss, self._model.batcher.totals(samples))
+        return self._optimizer.gradients()
 
     def offload(self) -> None:
-        """See `TorchPolicy.offload`."""
-        self._updater.move(torch.device("cpu"))
-        self._backend.offload()
+        """See `PolicyTrainer.offload`."""
+        self._optimizer.move(torch.device("cpu"))
+        self._model.offload()
 
     def onload(self) -> None:
-        """See `TorchPolicy.onload`."""
-        self._backend.onload()
-        self._updater.move(self._backend.home)
+        """See `PolicyTrainer.onload`."""
+        self._model.onload()
+        self._optimizer.move(self._model.home)
 
     def save(self, folder: str) -> None:
-        """See `Checkpointed`."""
-        checkpoint.save(
-            folder, self._backend.module, self._updater.optimizer, self._updater.counts()
-        )
+        """See `PolicyTrainer.save`."""
+        checkpoint.save(folder, self._model.module, self._optimizer.adamw, self._optimizer.counts())
 
     def load(self, folder: str) -> None:
-        """See `Checkpointed`."""
-        self._updater.restore(
+        """See `PolicyTrainer.load`."""
+        self._optimizer.restore(
             checkpoint.load(
-                folder, self._backend.module, self._updater.optimizer, self._updater.counts()
+                folder, self._model.module, self._optimizer.adamw, self._optimizer.counts()
             )
         )
 
     def _backward(
         self, samples: list[Sample], spec: ValueLossSpec, totals: StepTotals
     ) -> list[float]:
-        """Sum the gradient over all micro-batches; returns the metrics in the order of `SUMS`, over all ranks."""
-        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self._backend.device)
-        for batch in self._backend.micro_batches(samples, weighted):
+        """Sum the gradient over all micro-batches; return the metrics of `SUMS` over all ranks."""
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self._model.device)
+        for batch in self._model.batcher.split(samples, weighted):
             loss, metrics = self._loss(batch, samples, spec, totals)
             loss.backward()  # type: ignore[no-untyped-call]
             sums += metrics
-        return self._backend.ranks.sum(sums.tolist())
+        return self._model.ranks.sum(sums.tolist())
 
     def _loss(
         self, batch: MicroBatch, samples: list[Sample], spec: ValueLossSpec, totals: StepTotals
     ) -> tuple[Tensor, Tensor]:
-        values_N = self._backend.module(batch)
+        values_N = self._model.module(batch)
         dtype = values_N.dtype
         weight_N = batch.pick(samples, "weight_T", dtype)
         returns_N = batch.pick(samples, "returns_T", dtype)

@@ -16,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agenticrun_workers.trainer.strategy import Sample
+from agenticrun_workers.algorithms.aggregation import StepTotals
+from agenticrun_workers.trainer.ranks import Ranks
+from agenticrun_workers.trainer.samples import Sample
 
 Positions = NDArray[np.intp]
 Place = tuple[int, int]
@@ -67,6 +69,51 @@ class MicroBatch:
             self.samples, self.positions, torch.split(values_N.float().cpu(), sizes), strict=True
         ):
             into[sample][chosen] = part.numpy()
+
+
+class MicroBatcher:
+    """Cuts the samples of an optimizer step into micro-batches. All methods are collective.
+
+    Args:
+        ranks: all of the trainer.
+        device: of the micro-batches.
+        max_tokens: tokens of one micro-batch, padding included.
+        packed: several sequences in a row.
+    """
+
+    def __init__(
+        self, ranks: Ranks, device: torch.device, max_tokens: int, *, packed: bool
+    ) -> None:
+        self.device = device
+        self.packed = packed
+        self._ranks = ranks
+        self._max_tokens = max_tokens
+
+    def split(
+        self, samples: list[Sample], select: Callable[[Sample], Positions]
+    ) -> list[MicroBatch]:
+        """Return this rank's micro-batches: on every rank as many as on the one with the most."""
+        batches = split(samples, select, self._max_tokens, self.device, packed=self.packed)
+        most = int(self._ranks.max([float(len(batches))])[0])
+        return batches + [filler(self.device)] * (most - len(batches))
+
+    def totals(self, samples: list[Sample]) -> StepTotals:
+        """Return the denominators of an optimizer step on all ranks' samples."""
+        weights = [float(sample.weight_T[1:].sum(dtype=np.float64)) for sample in samples]
+        weight, sequences = self._ranks.sum([sum(weights), float(sum(w > 0 for w in weights))])
+        return StepTotals(weight, sequences)
+
+    def balance(self, batches: list[MicroBatch]) -> dict[str, float]:
+        """Return the share of computed tokens that is padding, and the fullest rank's over the mean."""
+        mine = float(sum(batch.used for batch in batches))
+        used, computed = self._ranks.sum(
+            [mine, float(sum(batch.ids_BT.numel() for batch in batches))]
+        )
+        [fullest] = self._ranks.max([mine])
+        return {
+            "train/padding_waste": 1 - used / computed if computed else 0.0,
+            "train/token_imbalance": fullest * self._ranks.data_size / used if used else 1.0,
+        }
 
 
 def weighted(sample: Sample) -> Positions:

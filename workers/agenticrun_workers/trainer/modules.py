@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -9,7 +11,48 @@ from transformers import PreTrainedModel
 from agenticrun_workers.models.heads import UnsupportedModel, split_model
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS, score
 from agenticrun_workers.trainer.micro_batch import MicroBatch
-from agenticrun_workers.trainer.sequences import Sequences, WholeSequences
+
+PROBE_LENGTHS = (5, 9, 3)
+
+
+class Sequences(Protocol):
+    """Reads hidden states of those selected tokens that are this rank's, and brings together what was made of them."""
+
+    def hidden(self, decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        """The decoder's last hidden state at the token before each selected one of this rank, [n, H]. Collective."""
+        ...
+
+    def mine(self, batch: MicroBatch, values_N: Tensor) -> Tensor:
+        """Those of this rank's selected tokens, [n]."""
+        ...
+
+    def all(self, batch: MicroBatch, values_n: Tensor) -> Tensor:
+        """The values [N] of all selected tokens, from those of each rank's own. Collective."""
+        ...
+
+
+class FullSequences:
+    """Every selected token is this rank's."""
+
+    def hidden(self, decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
+        """See `Sequences`.
+
+        Without a cache and without a two-dimensional mask, transformers reads the bounds of packed sequences from their
+        position ids; with either, sequences of one row silently see each other.
+        """
+        output = decoder(
+            input_ids=batch.ids_BT, position_ids=batch.position_ids_BT, use_cache=False
+        )
+        hidden_BTH: Tensor = output.last_hidden_state
+        return hidden_BTH[batch.rows_N, batch.columns_N]
+
+    def mine(self, batch: MicroBatch, values_N: Tensor) -> Tensor:  # noqa: ARG002
+        """See `Sequences`."""
+        return values_N
+
+    def all(self, batch: MicroBatch, values_n: Tensor) -> Tensor:  # noqa: ARG002
+        """See `Sequences`."""
+        return values_n
 
 
 class PolicyModule(nn.Module):
@@ -30,7 +73,7 @@ class PolicyModule(nn.Module):
                 f"the output layer of {type(model).__name__} is a {type(head).__name__}, not a plain linear layer"
             )
         self.model = model
-        self.sequences: Sequences = WholeSequences()
+        self.sequences: Sequences = FullSequences()
         self._chunk_elements = chunk_elements
 
     @property
@@ -58,7 +101,7 @@ class ValueModule(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.decoder: PreTrainedModel = model.get_decoder()
-        self.sequences: Sequences = WholeSequences()
+        self.sequences: Sequences = FullSequences()
         parameter = next(self.decoder.parameters())
         size: int = model.config.get_text_config().hidden_size
         self.head = nn.Linear(size, 1, device=parameter.device, dtype=parameter.dtype)
@@ -73,3 +116,43 @@ class ValueModule(nn.Module):
         return self.sequences.all(
             batch, values_N.to(torch.promote_types(values_N.dtype, torch.float32))
         )
+
+
+@torch.no_grad()
+def can_pack(decoder: PreTrainedModel) -> bool:
+    """True if sequences packed into one row, with restarting position ids, give the hidden states that each gives alone."""
+    ids_1T, position_ids_1T = packed_probe(decoder)
+    rows = torch.split(ids_1T, list(PROBE_LENGTHS), dim=1)
+    alone_TH = torch.cat(
+        [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
+    )
+    packed_TH: Tensor = decoder(
+        input_ids=ids_1T, position_ids=position_ids_1T, use_cache=False
+    ).last_hidden_state[0]
+    return bool((packed_TH - alone_TH).abs().max() <= probe_tolerance(alone_TH))
+
+
+def packed_probe(decoder: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """One row of packed sequences of random tokens: ids and position ids, [1, T]. The same at each call."""
+    embeddings: nn.Embedding = decoder.get_input_embeddings()
+    device = embeddings.weight.device
+    generator = torch.Generator().manual_seed(0)
+    ids_1T = torch.cat(
+        [
+            torch.randint(embeddings.num_embeddings, (1, length), generator=generator)
+            for length in PROBE_LENGTHS
+        ],
+        1,
+    )
+    position_ids_1T = torch.cat([torch.arange(length) for length in PROBE_LENGTHS])[None]
+    return ids_1T.to(device), position_ids_1T.to(device)
+
+
+def probe_tolerance(expected_TH: Tensor) -> float:
+    """How far hidden states may be off that another way of computing gives.
+
+    Agreement to the square root of the precision (float32's at best: some kernels round to it), where mixing is off by more than
+    a tenth.
+    """
+    precision = max(torch.finfo(expected_TH.dtype).eps, torch.finfo(torch.float32).eps)
+    return float(precision**0.5 * expected_TH.abs().max())

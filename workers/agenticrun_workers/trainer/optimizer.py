@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from agenticrun_workers.trainer.ranks import Ranks, local, whole
-from agenticrun_workers.trainer.strategy import NonFiniteGradient
+
+
+class NonFiniteGradient(Exception):
+    """Too many optimizer steps in a row were skipped; names the first parameter that broke."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class StepCounts:
         return self.spec.rate(self.steps)
 
     @property
-    def hopeless(self) -> bool:
+    def skip_budget_exhausted(self) -> bool:
         """Whether one more gradient that is not finite ends the run."""
         return self._broken >= self.spec.max_skipped_steps
 
@@ -74,11 +77,11 @@ class StepCounts:
         """Count a step that is not taken."""
         self.skipped += 1
 
-    def settle(self, norm: float, *, scheduled: bool, first_broken: str | None) -> None:
+    def record_step(self, norm: float, *, scheduled: bool, first_broken: str | None) -> None:
         """Count a step whose gradient had this norm: taken if it was finite, else skipped. `scheduled`: it moves the schedule on.
 
         Args:
-            first_broken: under `hopeless` the first parameter whose gradient was not finite.
+            first_broken: under `skip_budget_exhausted` the first parameter whose gradient was not finite.
 
         Raises:
             NonFiniteGradient: more than `max_skipped_steps` times in a row.
@@ -106,13 +109,13 @@ class StepCounts:
         )
 
 
-class Updater(StepCounts):
+class Optimizer(StepCounts):
     """Takes the optimizer steps of one module, and counts them."""
 
     def __init__(self, module: nn.Module, spec: OptimizerSpec, ranks: Ranks) -> None:
         super().__init__(spec)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(
+        self.adamw = torch.optim.AdamW(
             trained,
             lr=spec.learning_rate,
             betas=(spec.beta1, spec.beta2),
@@ -130,21 +133,21 @@ class Updater(StepCounts):
         Raises:
             NonFiniteGradient: more than `max_skipped_steps` times in a row.
         """
-        first_broken = self._first_broken() if self.hopeless else None
+        first_broken = self._first_broken() if self.skip_budget_exhausted else None
         norm = float(
             whole(nn.utils.clip_grad_norm_(self._module.parameters(), self.spec.max_grad_norm))
         )
         if math.isfinite(norm):
-            for group in self.optimizer.param_groups:
+            for group in self.adamw.param_groups:
                 group["lr"] = rate
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.settle(norm, scheduled=scheduled, first_broken=first_broken)
+            self.adamw.step()
+        self.adamw.zero_grad()
+        self.record_step(norm, scheduled=scheduled, first_broken=first_broken)
         return norm
 
     def move(self, device: torch.device) -> None:
         """The optimizer's moments go to this device. Step counters stay where AdamW wants them."""
-        for state in self.optimizer.state.values():
+        for state in self.adamw.state.values():
             for name, value in state.items():
                 if value.dim():
                     state[name] = value.to(device)
@@ -156,7 +159,7 @@ class Updater(StepCounts):
             for name, p in self._module.named_parameters()
             if p.grad is not None
         }
-        self.optimizer.zero_grad()
+        self.adamw.zero_grad()
         return found
 
     def _first_broken(self) -> str:

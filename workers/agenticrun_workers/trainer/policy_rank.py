@@ -68,7 +68,7 @@ class TrainerActor(ReferenceUpdateMixin):
             threads: number of torch threads.
 
         Returns:
-            the share of each batch that this rank gets (`TrainStrategy.data_rank`).
+            the share of each batch that this rank gets (`PolicyTrainer.data_rank`).
 
         Raises:
             InvalidConfig: a model or an option of the strategy cannot be used.

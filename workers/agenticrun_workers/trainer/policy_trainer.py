@@ -1,183 +1,279 @@
-"""The `fsdp2` strategy of the policy."""
+"""The trainer of a policy: one optimizer step is `forward_backward` and `optimizer_step` of a strategy.
+
+A strategy (fsdp2, megatron, deepspeed) supplies the model, the reduction of gradients over ranks, and
+the state. Everything else about a step is here, once. There is one instance per rank; all ranks make
+the same calls in the same order.
+
+Denominators are global over the optimizer step: how samples are split into ranks, micro-batches and
+packs changes no gradient.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.aggregation import StepTotals
 from agenticrun_workers.algorithms.segments import Floats
-from agenticrun_workers.models.lora import Adapters, whole_weights
-from agenticrun_workers.trainer import checkpoint
-from agenticrun_workers.trainer.actor_loss import ActorLoss, SupervisedLoss
-from agenticrun_workers.trainer.actor_metrics import ActorMetrics, nothing_learned
-from agenticrun_workers.trainer.export import write_folder
-from agenticrun_workers.trainer.fsdp2 import TorchBackend
-from agenticrun_workers.trainer.micro_batch import responses, weighted
-from agenticrun_workers.trainer.modules import PolicyModule
-from agenticrun_workers.trainer.optimizer import OptimizerSpec, Updater
-from agenticrun_workers.trainer.options import DEFAULTS, FsdpOptions
-from agenticrun_workers.trainer.ranks import whole
-from agenticrun_workers.trainer.strategy import LossSpec, Sample
+from agenticrun_workers.models.lora import Adapters
+from agenticrun_workers.models.pretrained import write_model
+from agenticrun_workers.trainer.actor_loss import (
+    ActorLoss,
+    ActorMetrics,
+    LossSpec,
+    SupervisedLoss,
+    nothing_learned,
+)
+from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, weighted
+from agenticrun_workers.trainer.optimizer import StepCounts
+from agenticrun_workers.trainer.ranks import Ranks
+from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.types import FloatArray
 
+PartLoss = Callable[[MicroBatch, Tensor, Tensor], Tensor]
+"""Loss of a micro-batch (a scalar) from its log-probs [N] and entropies [N]. Parts add up."""
 
-class TorchPolicy:
-    """A policy under training; the protocol is `TrainStrategy`. For ranks and arguments see `TorchBackend`.
 
-    Args:
-        load: makes the model, in the dtype of its parameters and of the optimizer's state.
-        optimizer: learning rate, schedule, clipping.
-        temperature: of the sampling that the log-probs are about, for `compute_log_probs` and `supervised_step`.
-        dtype: to compute in, and of exported weights; default: the parameters'.
+class Strategy(Protocol):
+    """A policy's model in one parallel layout. All methods are collective.
+
+    Ranks of one `Ranks.data_rank` share a model (by tensor, pipeline, context or sequence
+    parallelism): they get the same samples in the same order, and all return the same.
     """
 
-    def __init__(
-        self,
-        load: Callable[[], PreTrainedModel],
-        optimizer: OptimizerSpec,
-        *,
-        max_tokens: int = 16_384,
-        temperature: float = 1.0,
-        packing: bool = False,
-        dtype: torch.dtype | None = None,
-        options: FsdpOptions = DEFAULTS,
+    @property
+    def ranks(self) -> Ranks:
+        """This process among the trainer's ranks."""
+        ...
+
+    @property
+    def batcher(self) -> MicroBatcher:
+        """Cuts samples into micro-batches."""
+        ...
+
+    @property
+    def steps(self) -> StepCounts:
+        """Optimizer steps so far, and the specification of the optimizer."""
+        ...
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The adapters, if nothing else trains."""
+        ...
+
+    def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:
+        """See `PolicyTrainer.compute_log_probs`."""
+        ...
+
+    def forward_backward(
+        self, batches: list[MicroBatch], temperature: float, loss: PartLoss
     ) -> None:
+        """Add the gradient of the summed parts, over all ranks, to the parameters' gradients.
+
+        Args:
+            batches: all of the optimizer step, the same number on every rank.
+            temperature: log-probs and entropies are those of logits / temperature.
+            loss: called only on ranks that have the model's output.
+        """
+        ...
+
+    def optimizer_step(self, rate: float, *, scheduled: bool = True) -> float:
+        """Clip the gradients, take a step at this learning rate, and clear them.
+
+        A gradient that is not finite changes only the count of steps.
+
+        Args:
+            rate: learning rate.
+            scheduled: the step moves the learning-rate schedule on.
+
+        Returns:
+            the norm of the gradient before clipping.
+
+        Raises:
+            NonFiniteGradient: more than `max_skipped_steps` times in a row.
+        """
+        ...
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients so far, whole, by Hugging Face's names, and clear them."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyTrainer.export_weights`."""
+        ...
+
+    def hugging_face_model(self) -> PreTrainedModel:
+        """Return a model with the config of an exported folder, on any device. Rank 0 only."""
+        ...
+
+    def save(self, folder: str, progress: dict[str, int]) -> None:
+        """Write this rank's shards, and `progress`."""
+        ...
+
+    def load(self, folder: str, progress: dict[str, int]) -> dict[str, int]:
+        """Restore what `save` wrote; return its progress over the given defaults."""
+        ...
+
+    def offload(self) -> None:
+        """See `PolicyTrainer.offload`."""
+        ...
+
+    def onload(self) -> None:
+        """See `PolicyTrainer.onload`."""
+        ...
+
+
+class PolicyTrainer:
+    """One rank of a policy under training. All methods are collective.
+
+    Args:
+        strategy: the model and its parallel layout.
+        temperature: of the sampling, for `compute_log_probs` and `supervised_step`.
+
+    Attributes:
+        policy_version: number of batches that the policy was trained on.
+        data_rank: this rank's part of a batch, below `data_size`.
+        adapters: the adapters, if nothing else trains.
+    """
+
+    def __init__(self, strategy: Strategy, temperature: float = 1.0) -> None:
+        self.strategy = strategy
         self.policy_version = 0
+        self.adapters = strategy.adapters
         self._temperature = temperature
-        module = PolicyModule(load(), options.logits_chunk_elements)
-        self._backend = TorchBackend(
-            module, max_tokens=max_tokens, packing=packing, dtype=dtype, options=options
-        )
-        self._updater = Updater(self._backend.module, optimizer, self._backend.ranks)
-        ranks = self._backend.ranks
+        ranks = strategy.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
         self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
-        self.adapters = Adapters.of(module.model, _whole, self.rank)
 
     def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
-        """See `LogProbStrategy`."""
-        return log_probs(self._backend, samples, self._temperature)
+        """Return the log-probs [T] of each sample's response tokens, 0 elsewhere.
 
-    def supervised_step(self, samples: list[Sample]) -> Mapping[str, float]:
-        """See `TrainStrategy`."""
-        totals = self._backend.totals(samples)
-        rate = self._updater.spec.supervised_learning_rate or self._updater.spec.learning_rate
-        loss, norm = SupervisedLoss(samples, totals), 0.0
-        if totals.weight == 0:
-            self._updater.skip()
-        else:
-            for batch in self._backend.micro_batches(samples, weighted):
-                loss(batch, *self._backend.module(batch, self._temperature)).backward()  # type: ignore[no-untyped-call]
-            norm = self._updater.step(rate, scheduled=False)
-        return {
-            "warmup/loss": self._backend.ranks.sum([loss.total])[0],
-            "warmup/grad_norm": norm,
-            "warmup/lr": rate,
-        }
+        They are those of logits / temperature. `samples` are this rank's only.
+        """
+        return self.strategy.score(samples, self._temperature)
 
     def train_step(self, samples: list[Sample], loss: LossSpec) -> Mapping[str, float]:
-        """See `TrainStrategy`."""
-        totals = self._backend.totals(samples)
-        rate, norm = self._updater.rate, 0.0
+        """Take one optimizer step on this rank's share of a mini-batch.
+
+        A non-finite gradient, or a mini-batch without a weighted token, changes nothing and is
+        counted in `actor/skipped_steps`.
+
+        Returns:
+            metrics `actor/...` and `train/...`, equal on every rank.
+
+        Raises:
+            NonFiniteGradient: too many in a row.
+            ValueError: samples lack an array that the loss reads.
+        """
+        totals = self.strategy.batcher.totals(samples)
+        rate, norm = self.strategy.steps.rate, 0.0
         if totals.weight == 0:
-            self._updater.skip()
-            metrics = {**nothing_learned(), **self._backend.balance([])}
+            self.strategy.steps.skip()
+            metrics = nothing_learned() | self.strategy.batcher.balance([])
         else:
-            metrics = self._backward(samples, loss, totals)
-            norm = self._updater.step(rate)
+            metrics = self._forward_backward(samples, loss, totals)
+            norm = self.strategy.optimizer_step(rate)
         return {
             **metrics,
             "actor/grad_norm": norm,
             "actor/lr": rate,
-            "actor/skipped_steps": float(self._updater.skipped),
+            "actor/skipped_steps": float(self.strategy.steps.skipped),
+        }
+
+    def supervised_step(self, samples: list[Sample]) -> Mapping[str, float]:
+        """Take one optimizer step of weighted next-token cross-entropy (warm-up).
+
+        Returns:
+            metrics `warmup/...`, equal on every rank.
+        """
+        totals = self.strategy.batcher.totals(samples)
+        spec = self.strategy.steps.spec
+        rate = spec.supervised_learning_rate or spec.learning_rate
+        loss, norm = SupervisedLoss(samples, totals), 0.0
+        if totals.weight == 0:
+            self.strategy.steps.skip()
+        else:
+            batches = self.strategy.batcher.split(samples, weighted)
+            self.strategy.forward_backward(batches, self._temperature, loss)
+            norm = self.strategy.optimizer_step(rate, scheduled=False)
+        return {
+            "warmup/loss": self.strategy.ranks.sum_scores([loss.total])[0],
+            "warmup/grad_norm": norm,
+            "warmup/lr": rate,
         }
 
     def gradients(self, samples: list[Sample], loss: LossSpec) -> dict[str, Tensor]:
-        """The gradient that `train_step` would use, whole and unclipped, by parameter name; nothing changes. Collective."""
-        self._backward(samples, loss, self._backend.totals(samples))
-        return {
-            name.removeprefix("model."): gradient
-            for name, gradient in self._updater.gradients().items()
-        }
+        """Return the gradient that `train_step` would use, whole and unclipped, by name.
+
+        Nothing changes. Names are Hugging Face's; with Megatron the result is on rank 0 only.
+        """
+        self._forward_backward(samples, loss, self.strategy.batcher.totals(samples))
+        return self.strategy.gradients()
 
     def sum_over_data(self, values: Floats) -> Floats:
-        """See `TrainStrategy`."""
-        return np.array(self._backend.ranks.sum(values.tolist()), np.float64)
+        """Return the element-wise sum over the parts of a batch: one rank of each `data_rank`."""
+        return np.array(self.strategy.ranks.sum(values.tolist()), np.float64)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainStrategy`. Tied parameters come once, under the name that `named_parameters` of the model gives."""
-        for name, full in self._whole_parameters():
-            if self.rank == 0:
-                yield name, full
+        """Yield all parameters, whole, under their Hugging Face names, on rank 0 only.
+
+        They have the dtype that engines serve (`spec.model.dtype`), are on any device, and may be
+        views of the parameters: read each before taking the next. Tied parameters come once. With
+        LoRA, adapters are merged.
+        """
+        return self.strategy.weights()
 
     def export_folder(self, folder: Path, files: Mapping[str, bytes]) -> None:
-        """See `TrainStrategy`."""
-        weights = {
-            name: full.to("cpu", copy=True)
-            for name, full in self._whole_parameters()
-            if self.rank == 0
-        }
+        """Write a Hugging Face model folder: weights, config and `files` (the tokenizer's)."""
+        weights = {name: weight.to("cpu", copy=True) for name, weight in self.export_weights()}
         if self.rank == 0:
-            write_folder(folder, self._backend.module.model, weights, files)
+            write_model(folder, self.strategy.hugging_face_model(), weights)
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
 
     def save(self, folder: str) -> None:
-        """See `Checkpointed`."""
-        checkpoint.save(folder, self._backend.module, self._updater.optimizer, self._progress())
+        """Write this rank's shards of weights, optimizer, schedule and random state.
+
+        Any strategy can load them, on any number of ranks.
+
+        Args:
+            folder: a path or an fsspec URI.
+        """
+        self.strategy.save(folder, self._progress())
 
     def load(self, folder: str) -> None:
-        """See `Checkpointed`."""
-        progress = checkpoint.load(
-            folder, self._backend.module, self._updater.optimizer, self._progress()
-        )
-        self._updater.restore(progress)
+        """Restore what `save` wrote.
+
+        Raises:
+            CheckpointMismatch: a checkpoint of another model; names the first parameter.
+        """
+        progress = self.strategy.load(folder, self._progress())
+        self.strategy.steps.restore(progress)
         self.policy_version = progress["policy_version"]
 
     def offload(self) -> None:
-        """Free the device for an engine that shares it: everything moves to host memory, until `onload`."""
-        self._updater.move(torch.device("cpu"))
-        self._backend.offload()
+        """Free the device for an engine that shares it. Train again only after `onload`."""
+        self.strategy.offload()
 
     def onload(self) -> None:
-        """Everything comes back to the device."""
-        self._backend.onload()
-        self._updater.move(self._backend.home)
+        """Move everything back to the device."""
+        self.strategy.onload()
 
-    def _progress(self) -> dict[str, int]:
-        return {**self._updater.counts(), "policy_version": self.policy_version}
-
-    def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in whole_weights(self._backend.module.model, _whole):
-            yield name, weight.to(self._backend.dtype)
-
-    def _backward(
+    def _forward_backward(
         self, samples: list[Sample], spec: LossSpec, totals: StepTotals
     ) -> dict[str, float]:
-        """Sum the gradient over all micro-batches; returns the metrics of the loss and of the ranks' balance."""
-        metrics = ActorMetrics(totals, self._backend.device)
-        part = ActorLoss(samples, spec, totals, self._backend.ranks.max, metrics)
-        batches = self._backend.micro_batches(samples, weighted)
-        for batch in batches:
-            part(batch, *self._backend.module(batch, spec.temperature)).backward()  # type: ignore[no-untyped-call]
-        return metrics.result(self._backend.ranks) | self._backend.balance(batches)
+        """Sum the gradient over all micro-batches; return metrics of loss and balance."""
+        ranks, batcher = self.strategy.ranks, self.strategy.batcher
+        metrics = ActorMetrics(totals, batcher.device)
+        loss = ActorLoss(samples, spec, totals, ranks.max, metrics)
+        batches = batcher.split(samples, weighted)
+        self.strategy.forward_backward(batches, spec.temperature, loss)
+        return metrics.result(ranks) | batcher.balance(batches)
 
-
-def _whole(parameter: nn.Parameter) -> Tensor:
-    return whole(parameter.detach())
-
-
-@torch.no_grad()
-def log_probs(
-    backend: TorchBackend[PolicyModule], samples: list[Sample], temperature: float
-) -> list[FloatArray]:
-    """Log-probs of the response tokens of each sample, 0 elsewhere. Collective."""
-    result = [np.zeros(len(sample.tokens_T), np.float32) for sample in samples]
-    for batch in backend.micro_batches(samples, responses):
-        batch.put(backend.module(batch, temperature)[0], result)
-    backend.reshard()
-    return result
+    def _progress(self) -> dict[str, int]:
+        return {**self.strategy.steps.counts(), "policy_version": self.policy_version}

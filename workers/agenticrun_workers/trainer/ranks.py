@@ -1,34 +1,29 @@
-"""This process among the trainer's ranks: its place, sums over all, and the sharding of a module."""
+"""This process among the trainer's ranks, and reductions over them."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.distributed.tensor import DTensor
 
 from agenticrun_workers.models.devices import claim_device, collective_backends
-from agenticrun_workers.trainer.options import FsdpOptions
 
 
 class Ranks:
-    """All ranks of the default process group, or just this process if there is none.
+    """All ranks of the default process group, or only this process if there is none.
 
     Args:
-        device: where collectives find their tensors.
-        group_size: so many neighbouring ranks work on the same samples.
+        device: of the tensors that collectives reduce.
+        group_size: number of neighbouring ranks that work on the same samples.
+
+    Attributes:
+        rank: below `size`.
+        data_rank: this rank's part of a batch, below `data_size`.
+        group_rank: rank among those of the same `data_rank`.
 
     Raises:
         ValueError: `group_size` does not divide the ranks.
@@ -39,67 +34,34 @@ class Ranks:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         if self.size % group_size:
             raise ValueError(
-                f"ulysses_sequence_parallel_size {group_size} does not divide the {self.size} trainer ranks"
+                f"ulysses_sequence_parallel_size {group_size} does not divide "
+                f"the {self.size} trainer ranks"
             )
         self.data_rank, self.group_rank = divmod(self.rank, group_size)
         self.data_size = self.size // group_size
         self._device = device
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank's samples count in sums: one rank of each `data_rank`."""
+        return self.group_rank == 0
+
+    @property
+    def scores(self) -> bool:
+        """Whether this rank's losses count in sums: one of each `data_rank` that computes them."""
+        return self.leads
+
     def sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over the parts of a batch: over one rank of each group."""
-        return self._reduce(
-            values if self.group_rank == 0 else [0.0] * len(values), dist.ReduceOp.SUM
-        )
+        """Return the element-wise sum over the parts of a batch. Collective."""
+        return self._reduce(values if self.leads else [0.0] * len(values), dist.ReduceOp.SUM)
+
+    def sum_scores(self, values: list[float]) -> list[float]:
+        """Return the element-wise sum, over the parts of a batch, of losses. Collective."""
+        return self._reduce(values if self.scores else [0.0] * len(values), dist.ReduceOp.SUM)
 
     def max(self, values: list[float]) -> list[float]:
-        """Element-wise maximum over the ranks."""
+        """Return the element-wise maximum over all ranks. Collective."""
         return self._reduce(values, dist.ReduceOp.MAX)
-
-    def shard(
-        self,
-        module: nn.Module,
-        layers: Iterable[nn.Module],
-        dtype: torch.dtype,
-        options: FsdpOptions,
-    ) -> None:
-        """Fully shard a module over the ranks, layer by layer. Gradients are summed, not averaged.
-
-        One rank has nothing to shard, but FSDP2 also computes in another dtype than the parameters' and offloads them: for
-        these it is used on one rank too, so that there is one implementation of them.
-
-        Args:
-            dtype: to compute in. Parameters and gradients keep their own.
-        """
-        own = next(module.parameters()).dtype
-        if self.size == 1 and dtype == own and not options.offload_policy:
-            return
-        if not dist.is_initialized():
-            join_alone(self._device)
-        mesh = init_device_mesh(self._device.type, (self.size,))
-        precision = (
-            MixedPrecisionPolicy()
-            if dtype == own
-            else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=own)
-        )
-        offload = (
-            CPUOffloadPolicy(pin_memory=self._device.type == "cuda")
-            if options.offload_policy
-            else OffloadPolicy()
-        )
-        for unit in [*layers, module]:
-            reshard = (
-                options.reshard_after_forward and unit is not module
-            )  # the root's backward pass begins at once
-            fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                mp_policy=precision,
-                offload_policy=offload,
-            )
-            assert isinstance(unit, FSDPModule)
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # gloo knows no PREMUL_SUM
 
     def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
@@ -112,10 +74,13 @@ class Ranks:
 def join_ranks(
     rank: int, size: int, rendezvous: tuple[str, int], listener: socket.socket | None
 ) -> None:
-    """Meet the other ranks at this host and port, and take a device. Also a rank that is alone has a process group then.
+    """Join the process group of all ranks, and take a device. A single rank gets a group too.
 
     Args:
-        listener: on the first rank, what listens there.
+        rank: of this process.
+        size: number of ranks.
+        rendezvous: host and port of the first rank.
+        listener: on the first rank, the socket that listens there.
     """
     device = claim_device(rank)
     if size == 1:
@@ -131,16 +96,16 @@ def join_ranks(
 
 
 def join_alone(device: torch.device) -> None:
-    """A process group of this process, which opens no port."""
+    """Make a process group of this process alone, without a port."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(collective_backends(device), store=store, rank=0, world_size=1)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor from all ranks' shards. Collective if it is sharded."""
+    """Return the tensor from all ranks' shards. Collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
+    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

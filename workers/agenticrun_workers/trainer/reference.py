@@ -1,4 +1,4 @@
-"""The `fsdp2` strategy of the frozen reference."""
+"""The frozen reference policy."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.trainer import checkpoint
-from agenticrun_workers.trainer.fsdp2 import TorchBackend
+from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
+from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, ShardedModule, score
 from agenticrun_workers.trainer.modules import PolicyModule
-from agenticrun_workers.trainer.options import DEFAULTS, FsdpOptions
-from agenticrun_workers.trainer.policy_trainer import log_probs
-from agenticrun_workers.trainer.strategy import CheckpointMismatch, Sample
+from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.types import FloatArray
 
 
-class TorchReference:
-    """A frozen policy; the protocol is `ReferenceStrategy`. For ranks and arguments see `TorchBackend`.
+class ReferencePolicy:
+    """One rank of a frozen policy, with FSDP2. All methods are collective.
+
+    For ranks, the other arguments and errors see `ShardedModule`.
 
     Args:
-        load: makes the model, in the dtype to compute in.
-        temperature: of the sampling that the log-probs are about.
+        load: makes the model, in the dtype of the computation.
+        temperature: of the sampling; log-probs are those of logits / temperature.
     """
 
     def __init__(
@@ -37,21 +38,26 @@ class TorchReference:
     ) -> None:
         self._temperature = temperature
         module = PolicyModule(load(), options.logits_chunk_elements).requires_grad_(False)
-        self._backend = TorchBackend(
-            module, max_tokens=max_tokens, packing=packing, options=options
-        )
-        ranks = self._backend.ranks
+        self._model = ShardedModule(module, max_tokens=max_tokens, packing=packing, options=options)
+        ranks = self._model.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
         self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
 
     def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
-        """See `LogProbStrategy`."""
-        return log_probs(self._backend, samples, self._temperature)
+        """See `PolicyTrainer.compute_log_probs`."""
+        return score(self._model, samples, self._temperature)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See `ReferenceStrategy`."""
-        parameters = dict(self._backend.module.model.named_parameters())
+        """Replace the parameters.
+
+        Args:
+            weights: all of them, whole, on every rank; as `PolicyTrainer.export_weights` yields.
+
+        Raises:
+            CheckpointMismatch: weights of another model.
+        """
+        parameters = dict(self._model.module.model.named_parameters())
         for name, value in weights:
             parameter = parameters.pop(name, None)
             if parameter is None or parameter.shape != value.shape:
@@ -72,17 +78,17 @@ class TorchReference:
             )
 
     def offload(self) -> None:
-        """See `TorchPolicy.offload`."""
-        self._backend.offload()
+        """See `PolicyTrainer.offload`."""
+        self._model.offload()
 
     def onload(self) -> None:
-        """See `TorchPolicy.onload`."""
-        self._backend.onload()
+        """See `PolicyTrainer.onload`."""
+        self._model.onload()
 
     def save(self, folder: str) -> None:
-        """See `Checkpointed`. The weights only."""
-        checkpoint.save(folder, self._backend.module, None, {})
+        """Write this rank's shards of the weights. See `PolicyTrainer.save`."""
+        checkpoint.save(folder, self._model.module, None, {})
 
     def load(self, folder: str) -> None:
-        """See `Checkpointed`."""
-        checkpoint.load(folder, self._backend.module, None, {})
+        """See `PolicyTrainer.load`."""
+        checkpoint.load(folder, self._model.module, None, {})

@@ -1,23 +1,60 @@
-"""Trajectories as training samples: one per trajectory, or one per turn of a step-wise agent."""
+"""Training samples: one per trajectory, or one per turn of a step-wise agent."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from agenticrun_workers.trainer.strategy import Sample
-from agenticrun_workers.types import FloatArray, Trajectory
+from agenticrun_workers.types import FloatArray, IntArray, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence to train on. All arrays have [T] tokens and are never padded.
+
+    Position t holds the value of predicting token t. The first token is never predicted. Optional
+    arrays are read only where `weight_T` is above 0.
+    """
+
+    tokens_T: IntArray
+    weight_T: FloatArray
+    """The loss mask: 1 on tokens that count; 0 on prompts, observations and filtered tokens."""
+    advantages_T: FloatArray
+    turns_T: IntArray
+    """Number of the turn on response tokens, not falling; -1 elsewhere."""
+    old_logprobs_T: FloatArray | None = None
+    """Recomputed by the trainer when the batch starts. Without them the loss uses the current ones,
+    detached (ratio 1)."""
+    ref_logprobs_T: FloatArray | None = None
+    engine_logprobs_T: FloatArray | None = None
+    """Recorded while sampling."""
+    is_weights_T: FloatArray | None = None
+    """Factor of each token's loss (train-inference correction)."""
+    returns_T: FloatArray | None = None
+    """The critic's target."""
+    old_values_T: FloatArray | None = None
+    """The critic's values when the batch started, for its clip."""
+    score: float = 0.0
+    """Of the whole trajectory; TOPR reads its sign."""
 
 
 def policy_samples(trajectory: Trajectory) -> list[Sample]:
-    """Samples for `compute_*`, and for `train_step` once advantages are known: weight 1 on every token that the policy sampled."""
+    """Return samples with weight 1 on every token that the policy sampled.
+
+    They can be scored; `train_step` needs their advantages as well.
+    """
     return _samples(trajectory, trajectory.response_mask_T.astype(np.float32))
 
 
 def supervised_samples(trajectory: Trajectory, observation_weight: float = 0.0) -> list[Sample]:
-    """Samples for `supervised_step`: weight 1 on the answers, which teaches how an answer looks.
+    """Return samples for `supervised_step`, with weight 1 on the answers.
 
-    `observation_weight` is the weight of what the environment says after the first answer, which teaches to foresee what
-    actions do. The first prompt weighs nothing: no action led to it. Nor do a step-wise agent's prompts, which repeat the past.
+    Args:
+        trajectory: a demonstration.
+        observation_weight: weight of the environment's tokens after the first answer, which teaches
+            the effect of actions. The first prompt has weight 0: no action led to it. A step-wise
+            agent's prompts have weight 0 too: they repeat earlier turns.
     """
     weight_T = np.where(
         trajectory.response_mask_T, 1.0, 0.0 if trajectory.stepwise else observation_weight

@@ -22,20 +22,18 @@ from agenticrun_workers.models.pretrained import ModelLoadError, load_source
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.trainer import (
-    CriticStrategy,
-    ReferenceStrategy,
-    TorchCritic,
-    TorchPolicy,
-    TorchReference,
-    TrainStrategy,
+    CriticTrainer,
+    PolicyTrainer,
+    ReferencePolicy,
+    fsdp2_policy,
 )
 from agenticrun_workers.trainer.config_translation import loss_temperature, optimizer_spec
-from agenticrun_workers.trainer.options import FsdpOptions
+from agenticrun_workers.trainer.fsdp2 import FsdpOptions
 
 OPTIONS = "spec.pipeline.actorTrain.strategy.config"
 
 
-def build_strategy(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
+def build_strategy(pipeline: Pipeline, source: ModelSource) -> PolicyTrainer:
     """Build the policy's trainer of this rank.
 
     Raises:
@@ -47,10 +45,10 @@ def build_strategy(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
     arguments = {"temperature": loss_temperature(pipeline), **_batches(pipeline.actor_train)}
     with _refusing("spec.model.path", OPTIONS):
         if spec.name == "megatron":
-            from agenticrun_workers.trainer.megatron import MegatronPolicy
+            from agenticrun_workers.trainer.megatron import megatron_policy
 
             with source.folder() as path:
-                return MegatronPolicy(
+                return megatron_policy(
                     path,
                     dtype,
                     optimizer,
@@ -60,17 +58,17 @@ def build_strategy(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
                 )
         load_policy = _policy_loader(pipeline, source)
         if spec.name == "deepspeed":
-            from agenticrun_workers.trainer.deepspeed.strategy import DeepSpeedPolicy
+            from agenticrun_workers.trainer.deepspeed.strategy import deepspeed_policy
 
-            return DeepSpeedPolicy(
+            return deepspeed_policy(
                 load_policy, optimizer, config=spec.config, dtype=dtype, **arguments
             )
-        return TorchPolicy(
+        return fsdp2_policy(
             load_policy, optimizer, dtype=dtype, options=FsdpOptions.parse(spec.config), **arguments
         )
 
 
-def build_policy_to_export(pipeline: Pipeline, source: ModelSource) -> TrainStrategy:
+def build_policy_to_export(pipeline: Pipeline, source: ModelSource) -> PolicyTrainer:
     """Build the policy in a single process, for any strategy that trained it.
 
     This works because all strategies share one checkpoint format.
@@ -80,12 +78,12 @@ def build_policy_to_export(pipeline: Pipeline, source: ModelSource) -> TrainStra
     """
     optimizer = optimizer_spec(pipeline, pipeline.actor_train.training)
     with _refusing("spec.model.path", OPTIONS):
-        return TorchPolicy(
+        return fsdp2_policy(
             _policy_loader(pipeline, source), optimizer, dtype=getattr(torch, source.dtype)
         )
 
 
-def build_reference(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> ReferenceStrategy:
+def build_reference(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> ReferencePolicy:
     """Build the reference of this rank.
 
     Args:
@@ -96,12 +94,12 @@ def build_reference(pipeline: Pipeline, source: ModelSource, *, shared: bool) ->
     """
     arguments = {"temperature": loss_temperature(pipeline), **_batches(pipeline.actor_train)}
     with _refusing("spec.pipeline.reference.path", OPTIONS):
-        return TorchReference(
+        return ReferencePolicy(
             partial(load_source, source), options=_options(pipeline, shared), **arguments
         )
 
 
-def build_critic(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> CriticStrategy:
+def build_critic(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> CriticTrainer:
     """Build the critic of this rank.
 
     Args:
@@ -113,7 +111,7 @@ def build_critic(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> Cr
     assert pipeline.critic is not None, "gae has a critic"
     optimizer = optimizer_spec(pipeline, pipeline.critic.training)
     with _refusing("spec.pipeline.critic.path", OPTIONS):
-        return TorchCritic(
+        return CriticTrainer(
             partial(load_source, source, _masters(source)),
             optimizer,
             dtype=getattr(torch, source.dtype),

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.trainer.micro_batch import MicroBatch
-from agenticrun_workers.trainer.packing import packed_probe, probe_tolerance
+from agenticrun_workers.trainer.modules import packed_probe, probe_tolerance
 from agenticrun_workers.trainer.ranks import Ranks
 
 NAME = "ulysses"

@@ -1,6 +1,6 @@
-"""The `megatron` strategy: Megatron-Core with tensor, pipeline, context and data parallelism. Importing it imports Megatron."""
+"""The strategy `megatron`. Importing it imports Megatron-Core."""
 
 from agenticrun_workers.trainer.megatron.options import MegatronOptions
-from agenticrun_workers.trainer.megatron.strategy import MegatronPolicy
+from agenticrun_workers.trainer.megatron.strategy import megatron_policy
 
-__all__ = ["MegatronOptions", "MegatronPolicy"]
+__all__ = ["MegatronOptions", "megatron_policy"]

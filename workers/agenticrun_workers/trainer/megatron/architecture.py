@@ -120,3 +120,15 @@ class Architecture:
                 f"strategy.config.pipeline_model_parallel_size {options.pipeline} must divide the model's {self.layers} layers; "
                 f"{' and '.join(UNEVEN)} say how many the ends have else"
             )
+
+
+def padded_vocabulary(model: Architecture, tensor_size: int) -> int:
+    """Rows of Megatron's embedding over all ranks: the same number on each."""
+    return -(-model.vocabulary // tensor_size) * tensor_size
+
+
+def vocabulary_rows(model: Architecture, tensor_rank: int, tensor_size: int) -> tuple[int, int]:
+    """The first token id of a rank, and how many it has; the rows after them are padding."""
+    rows = padded_vocabulary(model, tensor_size) // tensor_size
+    first = min(tensor_rank * rows, model.vocabulary)
+    return first, min(rows, model.vocabulary - first)

@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from agenticrun_workers.trainer.checkpoint import Location, ModuleState, load_state, save_state
 from agenticrun_workers.trainer.megatron.architecture import Architecture
 from agenticrun_workers.trainer.megatron.parallel import Place
-from agenticrun_workers.trainer.megatron.pieces import Piece
-from agenticrun_workers.trainer.megatron.updater import MOMENTS, MegatronUpdater
-from agenticrun_workers.trainer.megatron.weights import Parameter, Weights
+from agenticrun_workers.trainer.megatron.updater import MOMENTS, MegatronOptimizer
+from agenticrun_workers.trainer.megatron.weights import Parameter, Piece, Weights
 
 MODULE = "model."
 """The prefix of Hugging Face's names in the other strategies' module."""
@@ -72,7 +71,7 @@ class Checkpoints:
     """Saves and loads weights and optimizer of one model. All calls are collective."""
 
     def __init__(
-        self, model: Architecture, weights: Weights, updater: MegatronUpdater, place: Place
+        self, model: Architecture, weights: Weights, updater: MegatronOptimizer, place: Place
     ) -> None:
         self._model, self._weights, self._updater, self._place = model, weights, updater, place
 

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from agenticrun_workers.models.devices import compute_device
 from agenticrun_workers.trainer.megatron.options import MegatronOptions
-from agenticrun_workers.trainer.ranks import join_alone
+from agenticrun_workers.trainer.ranks import Ranks, join_alone
 
 
 @dataclass(frozen=True)
@@ -99,3 +99,26 @@ def _look() -> Place:
         data_size=groups.dp.size(),
         groups=groups,
     )
+
+
+class MegatronRanks(Ranks):
+    """Reductions over Megatron's ranks.
+
+    Of the ranks that share a model, one counts in sums: on the first pipeline stage for samples, on
+    the last for losses.
+    """
+
+    def __init__(self, place: Place, device: torch.device) -> None:
+        super().__init__(device)
+        self.data_rank, self.data_size = place.data_rank, place.data_size
+        self._place = place
+
+    @property
+    def leads(self) -> bool:
+        """See `Ranks`."""
+        return self._place.leads
+
+    @property
+    def scores(self) -> bool:
+        """See `Ranks`."""
+        return self._place.scores

@@ -1,66 +1,40 @@
-"""The `megatron` strategy of the policy."""
+"""The policy in Megatron-Core: tensor, pipeline, context and data parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, UntypedStorage
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from agenticrun_workers.algorithms.aggregation import StepTotals
-from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.models.devices import compute_device
 from agenticrun_workers.models.lora import Adapters
 from agenticrun_workers.models.pretrained import load_config
-from agenticrun_workers.trainer.actor_loss import ActorLoss, SupervisedLoss
-from agenticrun_workers.trainer.actor_metrics import ActorMetrics, nothing_learned
-from agenticrun_workers.trainer.export import write_folder
 from agenticrun_workers.trainer.megatron.architecture import Architecture
 from agenticrun_workers.trainer.megatron.checkpoint import Checkpoints
 from agenticrun_workers.trainer.megatron.cpu_device import megatron_device
-from agenticrun_workers.trainer.megatron.memory import Parked
-from agenticrun_workers.trainer.megatron.model import MegatronModel, transformer_config
+from agenticrun_workers.trainer.megatron.model import MegatronModel, even_rows, transformer_config
 from agenticrun_workers.trainer.megatron.options import MegatronOptions
-from agenticrun_workers.trainer.megatron.parallel import join
-from agenticrun_workers.trainer.megatron.passes import Passes
-from agenticrun_workers.trainer.megatron.updater import MegatronUpdater
+from agenticrun_workers.trainer.megatron.parallel import MegatronRanks, join
+from agenticrun_workers.trainer.megatron.updater import MegatronOptimizer
 from agenticrun_workers.trainer.megatron.weights import Weights
-from agenticrun_workers.trainer.micro_batch import (
-    MicroBatch,
-    Positions,
-    filler,
-    responses,
-    split,
-    weighted,
-)
+from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, filler, responses
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
-from agenticrun_workers.trainer.over_ranks import balance, step_totals
-from agenticrun_workers.trainer.ranks import Ranks
-from agenticrun_workers.trainer.strategy import LossSpec, Sample
+from agenticrun_workers.trainer.policy_trainer import PartLoss, PolicyTrainer
+from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.types import FloatArray
 
 
-class MegatronPolicy:
-    """A policy under training; the protocol is `TrainStrategy`. Making it and all its methods are collective.
-
-    Args:
-        path: folder or hub name of the model; each rank reads its part of the weights (safetensors). Not read again later.
-        dtype: to compute in and of exported weights. Masters and optimizer state are float32, or float64 for float64.
-        config: Megatron's options, see `options.py`.
-        temperature: of the sampling that the log-probs are about, for `compute_log_probs` and `supervised_step`.
-        packing: several sequences in a row.
-
-    Raises:
-        ModelLoadError: no such model, or its weights do not fit its config.
-        UnsupportedModel: Megatron would compute another model.
-        ValueError: of an option, naming it.
-    """
+class MegatronStrategy:
+    """Implements `Strategy`. For the arguments see `megatron_policy`."""
 
     def __init__(
         self,
@@ -68,11 +42,10 @@ class MegatronPolicy:
         dtype: torch.dtype,
         optimizer: OptimizerSpec,
         *,
-        config: Mapping[str, Any] = {},
-        max_tokens: int = 16_384,
-        temperature: float = 1.0,
-        packing: bool = False,
-        trust_remote_code: bool = False,
+        config: Mapping[str, Any],
+        max_tokens: int,
+        packing: bool,
+        trust_remote_code: bool,
     ) -> None:
         options = MegatronOptions.parse(config)
         self._hugging_face = load_config(path, trust_remote_code=trust_remote_code)
@@ -80,10 +53,10 @@ class MegatronPolicy:
         model.check_divisible(options)
         if dtype == torch.float64 and options.data_parallel.get("use_distributed_optimizer"):
             raise ValueError(
-                "strategy.config.use_distributed_optimizer needs spec.model.dtype float32 or bfloat16, not float64"
+                "strategy.config.use_distributed_optimizer needs spec.model.dtype "
+                "float32 or bfloat16, not float64"
             )
-        self._device, self._dtype = compute_device(), dtype
-        self._max_tokens, self._temperature, self._packing = max_tokens, temperature, packing
+        self._device = compute_device()
         with megatron_device():
             self._place = place = join(options)
             transformer = transformer_config(model, options, dtype)
@@ -92,34 +65,28 @@ class MegatronPolicy:
             for parameter, values in self._weights.read_folder(path):
                 parameter.tensor.data.copy_(values)
             reduced = {"grad_reduce_in_fp32": dtype == torch.bfloat16} | options.data_parallel
-            self._module = DistributedDataParallel(
+            parallel = DistributedDataParallel(
                 transformer, DistributedDataParallelConfig(**reduced), module
             )
-            self._ranks = Ranks(self._device)
-            self._updater = MegatronUpdater(
-                self._module, self._weights, optimizer, options, self._ranks
-            )
-            if (
-                dtype == torch.bfloat16
-            ):  # the masters begin with what is in the folder, not with its rounding
+            self.ranks = MegatronRanks(place, self._device)
+            self.steps = MegatronOptimizer(parallel, self._weights, optimizer, options, self.ranks)
+            if dtype == torch.bfloat16:  # masters start with the folder's values, not rounded
                 for parameter, values in self._weights.read_folder(path):
-                    self._updater.set_master(parameter, values)
-        self._passes = Passes(self._module, transformer, options.row_multiple)
-        self._checkpoints = Checkpoints(model, self._weights, self._updater, place)
-        self._parked: Parked | None = None
-        self.policy_version = 0
-        self.rank, self.world_size = place.rank, place.world
-        self.data_rank, self.data_size = place.data_rank, place.data_size
+                    self.steps.set_master(parameter, values)
+        self.batcher = MicroBatcher(self.ranks, self._device, max_tokens, packed=packing)
         self.adapters: Adapters | None = None
+        self._passes = Passes(parallel, transformer, options.row_multiple)
+        self._checkpoints = Checkpoints(model, self._weights, self.steps, place)
+        self._parked: Parked | None = None
 
-    def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
-        """See `LogProbStrategy`."""
+    def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:
+        """See `Strategy`."""
         result = [np.zeros(len(sample.tokens_T), np.float32) for sample in samples]
+        # A schedule has at least one micro-batch.
+        batches = self.batcher.split(samples, responses) or [filler(self._device)]
         with megatron_device():
             self._passes.forward(
-                self._micro_batches(samples, responses),
-                self._temperature,
-                lambda batch, logprobs_N: batch.put(logprobs_N, result),
+                batches, temperature, lambda batch, logprobs_N: batch.put(logprobs_N, result)
             )
         if self._place.stages > 1 and samples:
             values = torch.from_numpy(np.concatenate(result)).to(self._device)
@@ -127,122 +94,188 @@ class MegatronPolicy:
             return np.split(values.cpu().numpy(), np.cumsum([len(part) for part in result])[:-1])
         return result
 
-    def supervised_step(self, samples: list[Sample]) -> Mapping[str, float]:
-        """See `TrainStrategy`."""
-        totals = self._totals(samples)
-        rate = self._updater.spec.supervised_learning_rate or self._updater.spec.learning_rate
-        loss, norm = SupervisedLoss(samples, totals), 0.0
-        if totals.weight == 0:
-            self._updater.skip()
-        else:
-            with megatron_device():
-                self._passes.backward(
-                    self._micro_batches(samples, weighted), self._temperature, loss
-                )
-                norm = self._updater.step(rate, scheduled=False)
-        return {
-            "warmup/loss": self._ranks.sum([loss.total if self._place.scores else 0.0])[0],
-            "warmup/grad_norm": norm,
-            "warmup/lr": rate,
-        }
-
-    def train_step(self, samples: list[Sample], loss: LossSpec) -> Mapping[str, float]:
-        """See `TrainStrategy`."""
-        totals = self._totals(samples)
-        rate, norm = self._updater.rate, 0.0
-        if totals.weight == 0:
-            self._updater.skip()
-            metrics = {**nothing_learned(), **self._balance([])}
-        else:
-            with megatron_device():
-                metrics = self._backward(samples, loss, totals)
-                norm = self._updater.step(rate)
-        return {
-            **metrics,
-            "actor/grad_norm": norm,
-            "actor/lr": rate,
-            "actor/skipped_steps": float(self._updater.skipped),
-        }
-
-    def gradients(self, samples: list[Sample], loss: LossSpec) -> dict[str, Tensor]:
-        """The gradient that `train_step` would use, whole and unclipped, by Hugging Face's names, on rank 0; nothing changes."""
+    def forward_backward(
+        self, batches: list[MicroBatch], temperature: float, loss: PartLoss
+    ) -> None:
+        """See `Strategy`."""
         with megatron_device():
-            self._backward(samples, loss, self._totals(samples))
-            return self._updater.gradients()
+            self._passes.backward(batches, temperature, loss)
 
-    def sum_over_data(self, values: Floats) -> Floats:
-        """See `TrainStrategy`."""
-        return np.array(self._sum(values.tolist()), np.float64)
+    def optimizer_step(self, rate: float, *, scheduled: bool = True) -> float:
+        """See `Strategy`."""
+        with megatron_device():
+            return self.steps.step(rate, scheduled=scheduled)
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainStrategy`."""
+    def gradients(self) -> dict[str, Tensor]:
+        """See `Strategy`. Whole on rank 0 only."""
+        with megatron_device():
+            return self.steps.gradients()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Strategy`."""
         return self._weights.whole(lambda parameter: parameter.tensor.detach())
 
-    def export_folder(self, folder: Path, files: Mapping[str, bytes]) -> None:
-        """See `TrainStrategy`."""
-        weights = {name: weight.to("cpu", copy=True) for name, weight in self.export_weights()}
-        if self.rank == 0:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(self._hugging_face)
-            write_folder(folder, model, weights, files)
+    def hugging_face_model(self) -> PreTrainedModel:
+        """See `Strategy`."""
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(self._hugging_face)
+        return model
 
-    def save(self, folder: str) -> None:
-        """See `Checkpointed`. Any strategy and parallel layout can load it."""
-        self._checkpoints.save(folder, self._progress())
+    def save(self, folder: str, progress: dict[str, int]) -> None:
+        """See `Strategy`."""
+        self._checkpoints.save(folder, progress)
 
-    def load(self, folder: str) -> None:
-        """See `Checkpointed`."""
+    def load(self, folder: str, progress: dict[str, int]) -> dict[str, int]:
+        """See `Strategy`."""
         with megatron_device():
-            progress = self._checkpoints.load(folder, self._progress())
-        self._updater.restore(progress)
-        self.policy_version = progress["policy_version"]
+            return self._checkpoints.load(folder, progress)
 
     def offload(self) -> None:
-        """Leave the device's memory to an engine. Nothing can be computed until `onload`."""
-        self._parked = Parked(self._updater.tensors())
+        """Move everything to host memory."""
+        self._parked = Parked(self.steps.tensors())
 
     def onload(self) -> None:
-        """Come back to the device."""
+        """See `Strategy`."""
         if self._parked is not None:
             self._parked.restore()
             self._parked = None
 
-    def _progress(self) -> dict[str, int]:
-        return {**self._updater.counts(), "policy_version": self.policy_version}
 
-    def _backward(
-        self, samples: list[Sample], spec: LossSpec, totals: StepTotals
-    ) -> dict[str, float]:
-        """Sum the gradient over all micro-batches; returns the metrics of the loss and of the ranks' balance."""
-        metrics = ActorMetrics(totals, self._device)
-        # Ranks of one data rank compute the same loss: one of them tells its metrics.
-        part = ActorLoss(
-            samples,
-            spec,
-            totals,
-            self._ranks.max,
-            metrics if self._place.scores else ActorMetrics(totals, self._device),
+def megatron_policy(
+    path: str,
+    dtype: torch.dtype,
+    optimizer: OptimizerSpec,
+    *,
+    config: Mapping[str, Any] = {},
+    max_tokens: int = 16_384,
+    temperature: float = 1.0,
+    packing: bool = False,
+    trust_remote_code: bool = False,
+) -> PolicyTrainer:
+    """Return a policy that trains with Megatron-Core. Collective.
+
+    Args:
+        path: folder or hub name of the model; each rank reads its part of the weights
+            (safetensors). Not read again later.
+        dtype: of the computation and of exported weights. Masters and optimizer state are float32,
+            or float64 for float64.
+        optimizer: learning rate, schedule, clipping.
+        config: Megatron's options, see `MegatronOptions`.
+        max_tokens: tokens of one micro-batch, padding included.
+        temperature: of the sampling, for `compute_log_probs` and `supervised_step`.
+        packing: several sequences in a row.
+        trust_remote_code: run code that the model's folder brings.
+
+    Raises:
+        ModelLoadError: no such model, or its weights do not fit its config.
+        UnsupportedModel: Megatron would compute another model.
+        ValueError: of an option; names it.
+    """
+    strategy = MegatronStrategy(
+        path,
+        dtype,
+        optimizer,
+        config=config,
+        max_tokens=max_tokens,
+        packing=packing,
+        trust_remote_code=trust_remote_code,
+    )
+    return PolicyTrainer(strategy, temperature)
+
+
+class Passes:
+    """Runs the model of all stages; the calls are collective over the ranks of a data rank, gradients over all.
+
+    Args:
+        config: the module's; gets the functions that Megatron's schedules call back.
+        row_multiple: what the length of a row must be a multiple of.
+    """
+
+    def __init__(
+        self, module: DistributedDataParallel, config: TransformerConfig, row_multiple: int
+    ) -> None:
+        self._module = module
+        self._row_multiple = row_multiple
+        config.no_sync_func = module.no_sync
+        config.finalize_model_grads_func = _finalize
+
+    def backward(self, batches: list[MicroBatch], temperature: float, loss: PartLoss) -> None:
+        """Add the gradient of the parts' sum, summed over data ranks, to the parameters'."""
+
+        def part(batch: MicroBatch, scores_2N: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total = loss(batch, *scores_2N)
+            return total, torch.zeros((), dtype=torch.int, device=total.device), {}
+
+        self._run(batches, temperature, part, forward_only=False)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        batches: list[MicroBatch],
+        temperature: float,
+        read: Callable[[MicroBatch, Tensor], None],
+    ) -> None:
+        """Show `read` the log-probs [N] of each micro-batch, on the last stage only."""
+
+        def part(batch: MicroBatch, scores_2N: Tensor, **_: bool) -> None:
+            read(batch, scores_2N[0])
+
+        self._run(batches, temperature, part, forward_only=True, collect_non_loss_data=True)
+
+    def _run(
+        self,
+        batches: list[MicroBatch],
+        temperature: float,
+        part: Callable[..., Any],
+        **options: bool,
+    ) -> None:
+        even = [even_rows(batch, self._row_multiple) for batch in batches]
+
+        def step(
+            batches_left: Iterator[MicroBatch], module: DistributedDataParallel
+        ) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(batches_left)
+            return module(batch, temperature), lambda scores_2N, **named: part(
+                batch, scores_2N, **named
+            )
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(even),
+            model=[self._module],
+            num_microbatches=len(even),
+            seq_length=self._row_multiple,  # unused: every micro-batch has its own
+            micro_batch_size=1,
+            **options,
         )
-        batches = self._micro_batches(samples, weighted)
-        self._passes.backward(batches, spec.temperature, part)
-        return metrics.result(self._ranks) | self._balance(batches)
 
-    def _micro_batches(
-        self, samples: list[Sample], select: Callable[[Sample], Positions]
-    ) -> list[MicroBatch]:
-        """This rank's micro-batches, filled up to the number of the data rank that has most."""
-        batches = split(samples, select, self._max_tokens, self._device, packed=self._packing)
-        most = max(1, int(self._ranks.max([float(len(batches))])[0]))
-        return batches + [filler(self._device)] * (most - len(batches))
 
-    def _totals(self, samples: list[Sample]) -> StepTotals:
-        """The denominators of an optimizer step on all ranks' samples."""
-        return step_totals(samples, self._sum)
+class Parked:
+    """The contents of tensors, kept in host memory while they have none on their device. Views of one storage stay views of it."""
 
-    def _balance(self, batches: list[MicroBatch]) -> dict[str, float]:
-        """As `TorchBackend.balance`."""
-        return balance(batches, self.data_size, self._sum, self._ranks.max)
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = {
+            storage.data_ptr(): storage
+            for storage in (tensor.untyped_storage() for tensor in tensors)
+            if storage.nbytes()
+        }
+        self._kept: list[tuple[UntypedStorage, UntypedStorage]] = []
+        for storage in storages.values():
+            kept = torch.UntypedStorage(storage.nbytes(), device="cpu")  # type: ignore[no-untyped-call]
+            kept.copy_(storage, False)
+            self._kept.append((storage, kept))
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
-    def _sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over one rank of each data rank."""
-        return self._ranks.sum(values if self._place.leads else [0.0] * len(values))
+    def restore(self) -> None:
+        """Give every tensor its memory and contents back."""
+        for storage, kept in self._kept:
+            storage.resize_(kept.nbytes())
+            storage.copy_(kept, False)
+        self._kept = []
+
+
+def _finalize(module: list[DistributedDataParallel], _: Tensor | None, **options: Any) -> None:
+    """Megatron's sums over ranks, without its division by a number of tokens: ours is in the loss."""
+    finalize_model_grads(module, None, **options)

@@ -31,7 +31,7 @@ class Shard:
     end: int
 
 
-class MegatronUpdater(StepCounts):
+class MegatronOptimizer(StepCounts):
     """Takes the optimizer steps, and counts them."""
 
     def __init__(
@@ -71,8 +71,8 @@ class MegatronUpdater(StepCounts):
         return adam
 
     def step(self, rate: float, *, scheduled: bool = True) -> float:
-        """As `Updater.step`. Collective."""
-        first_broken = self._first_broken() if self.hopeless else None
+        """See `Strategy.optimizer_step`."""
+        first_broken = self._first_broken() if self.skip_budget_exhausted else None
         self._whole.prepare_grads()
         norm = self._norm()
         if math.isfinite(norm):
@@ -84,7 +84,7 @@ class MegatronUpdater(StepCounts):
                         parameter.grad.mul_(shrink)
             self._whole.step_with_ready_grads()
         self.clear()
-        self.settle(norm, scheduled=scheduled, first_broken=first_broken)
+        self.record_step(norm, scheduled=scheduled, first_broken=first_broken)
         return norm
 
     def clear(self) -> None:
