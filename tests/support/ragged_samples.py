@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.losses import Cispo, Decoupled, Kimi15, Ppo, Tis, Topr, Vanilla
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
-from agenticrun_workers.trainer import LossSpec, Sample, ValueLossSpec
+from agenticrun_workers.trainer.actor_loss import LossSpec
+from agenticrun_workers.trainer.critic import ValueLossSpec
+from agenticrun_workers.trainer.samples import Sample
 
 VOCABULARY = 21
 ADDED = {"entropy_coef": 0.03, "kl_coef": 0.05, "temperature": 0.8, "aggregation_norm": 7.0}

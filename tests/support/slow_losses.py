@@ -18,7 +18,8 @@ from agenticrun_workers.algorithms.losses import (
     Vanilla,
     Variant,
 )
-from agenticrun_workers.trainer import LossSpec, Sample
+from agenticrun_workers.trainer.actor_loss import LossSpec
+from agenticrun_workers.trainer.samples import Sample
 
 
 def actor_loss(model: PreTrainedModel, samples: list[Sample], spec: LossSpec) -> Tensor:

@@ -23,7 +23,8 @@ from agenticrun_workers.models.initialize import InitializeSpec, initialize_mode
 from agenticrun_workers.models.lora import LoraSpec, add_lora
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.source import ModelSource
-from agenticrun_workers.trainer import OptimizerSpec, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
+from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.types import GenerationRequest, SamplingParams
 from agenticrun_workers.weights.node import SHARED_MEMORY, AdapterNode, NodeWeights

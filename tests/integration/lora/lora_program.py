@@ -14,9 +14,12 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.models.lora import LoraSpec, adapter_names, add_lora, merge
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.trainer import OptimizerSpec, PolicyTrainer, Sample, fsdp2_policy
 from agenticrun_workers.trainer.deepspeed.strategy import DeepSpeedStrategy, deepspeed_policy
+from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
+from agenticrun_workers.trainer.optimizer import OptimizerSpec
+from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.ranks import whole
+from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, batch
 from rank_programs import take_part
 

@@ -11,14 +11,11 @@ import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from agenticrun_workers.trainer import (
-    CheckpointMismatch,
-    NonFiniteGradient,
-    OptimizerSpec,
-    PolicyTrainer,
-    Sample,
-)
+from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 from agenticrun_workers.trainer.megatron import megatron_policy
+from agenticrun_workers.trainer.optimizer import NonFiniteGradient, OptimizerSpec
+from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
+from agenticrun_workers.trainer.samples import Sample
 from megatron_cases import (
     CASES,
     DTYPES,

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.trainer import PolicyTrainer, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
+from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from megatron_cases import (
     CASES,
     CONFIGS,

@@ -13,14 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from agenticrun_workers.trainer import (
-    CriticTrainer,
-    LossSpec,
-    OptimizerSpec,
-    Sample,
-    fsdp2_policy,
-)
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions
+from agenticrun_workers.trainer.actor_loss import LossSpec
+from agenticrun_workers.trainer.critic import CriticTrainer
+from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
+from agenticrun_workers.trainer.optimizer import OptimizerSpec
+from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, VALUE_LOSSES, VOCABULARY, batch
 from rank_programs import take_part
 

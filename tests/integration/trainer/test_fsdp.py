@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from agenticrun_workers.trainer import fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from ragged_samples import LOSSES, largest_difference
 from rank_programs import launch, load
 

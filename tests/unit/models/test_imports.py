@@ -8,7 +8,10 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["models.source", "models.tokenizer", "weights.sync"])
+@pytest.mark.parametrize(
+    "module",
+    ["models.source", "models.tokenizer", "weights.sync", "rollout.env_worker", "driver.attempt"],
+)
 def test_a_module_of_processes_without_tensors_does_not_import_torch(module: str) -> None:
     code = f"import sys, agenticrun_workers.{module}; print('torch' in sys.modules)"
     found = subprocess.run(

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from agenticrun_workers.storage import DamagedFile, FileEntry, Folder
-from agenticrun_workers.trainer import CheckpointMismatch, checkpoint
+from agenticrun_workers.trainer import checkpoint
+from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 
 
 def a_module(width: int = 4, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:

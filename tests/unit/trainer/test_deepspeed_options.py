@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from agenticrun_workers.trainer import OptimizerSpec
 from agenticrun_workers.trainer.deepspeed.options import DECIDED_ELSEWHERE, DeepSpeedOptions
+from agenticrun_workers.trainer.optimizer import OptimizerSpec
 
 SPEC = OptimizerSpec(1e-3, max_grad_norm=0.5)
 

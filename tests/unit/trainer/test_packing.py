@@ -13,8 +13,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, Qwen3Config
 
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.trainer import CriticTrainer, OptimizerSpec, PolicyTrainer, fsdp2_policy
+from agenticrun_workers.trainer.critic import CriticTrainer
+from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from agenticrun_workers.trainer.modules import can_pack
+from agenticrun_workers.trainer.optimizer import OptimizerSpec
+from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from ragged_samples import LOSSES, batch
 
 SPEC = OptimizerSpec(1e-2)

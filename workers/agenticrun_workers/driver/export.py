@@ -31,7 +31,7 @@ def export_checkpoint(run: AgenticRun, checkpoint: str, folder: Path) -> int:
     Raises:
         InvalidConfig: there is no complete checkpoint, or it is damaged or of another model.
     """
-    from agenticrun_workers.trainer import CheckpointMismatch
+    from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
     from agenticrun_workers.trainer.strategies import build_policy_to_export
 
     found, step = _find(checkpoint)

@@ -4,7 +4,7 @@
     credit       rewards, KL, baselines -> one number      here, from scalars:
                  per turn                                  algorithms.credit.assign_credit
     advantages   credits -> one number per token           algorithms.token_advantages, on the ranks
-    critic       value loss -> optimizer steps             CriticStrategy.train_step
+    critic       value loss -> optimizer steps             CriticTrainer.train_step
     actor        policy loss -> optimizer steps            PolicyTrainer.train_step
 
 `TrainerGroup` calls the ranks. Each rank runs the method of the same name in trainer/policy_rank.py

@@ -30,8 +30,7 @@ from agenticrun_workers.algorithms.token_advantages import (
     turn_kl,
 )
 from agenticrun_workers.algorithms.whitening import Reduce
-from agenticrun_workers.trainer import Sample, Values
-from agenticrun_workers.trainer.samples import policy_samples
+from agenticrun_workers.trainer.samples import Sample, Values, policy_samples
 from agenticrun_workers.types import EpisodeKey, FloatArray, IntArray, Trajectory
 
 LogprobGaps = Mapping[str, tuple[float, float]]

@@ -18,8 +18,10 @@ from agenticrun_workers.algorithms.losses import (
     Variant,
 )
 from agenticrun_workers.algorithms.token_advantages import TokenSpec
-from agenticrun_workers.trainer import LossSpec, OptimizerSpec, ValueLossSpec
+from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.batch import optimizer_steps_per_batch
+from agenticrun_workers.trainer.critic import ValueLossSpec
+from agenticrun_workers.trainer.optimizer import OptimizerSpec
 
 
 def needs_old_logprobs(pipeline: Pipeline) -> bool:

@@ -17,8 +17,7 @@ from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, ShardedModul
 from agenticrun_workers.trainer.micro_batch import MicroBatch, responses_and_end, weighted
 from agenticrun_workers.trainer.modules import ValueModule
 from agenticrun_workers.trainer.optimizer import Optimizer, OptimizerSpec
-from agenticrun_workers.trainer.samples import Sample
-from agenticrun_workers.types import FloatArray
+from agenticrun_workers.trainer.samples import Sample, Values
 
 SUMS = ("loss", "value", "vpred", "clipfrac", "error")
 
@@ -31,16 +30,6 @@ class ValueLossSpec:
     """Furthest that a value may move from `old_values_T` in one step's loss; None: no limit."""
     aggregation: Aggregation = "token-mean"
     aggregation_norm: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """The critic's values of one sample, float32."""
-
-    values_T: FloatArray
-    """Value of the text before each response token; 0 elsewhere."""
-    final: float
-    """Value of the whole text, to bootstrap from."""
 
 
 class CriticTrainer:

@@ -70,7 +70,7 @@ class RankActor:
             InvalidConfig: the checkpoint is of another model.
             DamagedFile: a file is broken.
         """
-        from agenticrun_workers.trainer import CheckpointMismatch
+        from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 
         try:
             self._part(part).load(folder)

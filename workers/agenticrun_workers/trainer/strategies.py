@@ -21,14 +21,11 @@ from agenticrun_workers.models.lora import LoraSpec, UnknownTarget, add_lora
 from agenticrun_workers.models.pretrained import ModelLoadError, load_source
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.seeds import derive
-from agenticrun_workers.trainer import (
-    CriticTrainer,
-    PolicyTrainer,
-    ReferencePolicy,
-    fsdp2_policy,
-)
 from agenticrun_workers.trainer.config_translation import loss_temperature, optimizer_spec
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions
+from agenticrun_workers.trainer.critic import CriticTrainer
+from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
+from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
+from agenticrun_workers.trainer.reference import ReferencePolicy
 
 OPTIONS = "spec.pipeline.actorTrain.strategy.config"
 
