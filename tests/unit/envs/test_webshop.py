@@ -359,7 +359,7 @@ def test_odd_products_of_the_files_are_read_as_webshop_reads_them(tmp_path: Path
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"items": "nowhere.json"}, "attributes is missing|items: nowhere.json"),
+        ({"items": "nowhere.json"}, "attributes is missing|items: cannot read nowhere.json"),
         ({"reviews": "reviews.json"}, "items is missing"),
         ({"goals": "robot"}, "goals must be human or synthetic"),
         ({"observationMode": "html"}, "observationMode must be text or text_rich"),
