@@ -173,7 +173,7 @@ MUTANTS = (
         f"{WORKERS}/trainer",
         "(len(batches[-1]) + 1) * lengths[i] > max_tokens",
         "len(batches[-1]) * lengths[i] > max_tokens",
-        ("tests/unit/trainer/test_microbatch.py",),
+        ("tests/unit/trainer/test_micro_batch.py",),
     ),
     Mutant(
         "trainer/learning-rate-warm-up",
@@ -187,7 +187,7 @@ MUTANTS = (
         f"{WORKERS}/trainer",
         "self._broken >= self.spec.max_skipped_steps",
         "self._broken > self.spec.max_skipped_steps + 1",
-        ("tests/unit/trainer/test_torch_policy.py",),
+        ("tests/unit/trainer/test_policy_trainer.py",),
     ),
     Mutant(
         "models/lora-scale",
