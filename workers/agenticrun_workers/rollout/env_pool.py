@@ -33,7 +33,7 @@ SUSPECT_AFTER = 2
 
 
 class RolloutBackend(Protocol):
-    """Runs groups of episodes."""
+    """Backend that runs groups of episodes."""
 
     async def run(self, task: GroupTask) -> list[EpisodeResult]:
         """Return one result per member, in the order of the task.

@@ -240,8 +240,8 @@ T = TypeVar("T")
 class ResultMailbox(Generic[T]):
     """Results for one consumer that polls with `take`.
 
-    A remote call costs about a millisecond of CPU whatever it carries. So the producer puts single
-    results, and the consumer keeps one `take` running that returns all of them.
+    A remote call costs about a millisecond of CPU, independent of its size. So the producer puts
+    single results, and the consumer keeps one `take` running that returns all of them.
     """
 
     def __init__(self, gather_seconds: float = 0.002) -> None:

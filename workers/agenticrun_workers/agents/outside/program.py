@@ -65,7 +65,7 @@ class Task:
 
 
 Program = Callable[[str, Task], Awaitable[Any]]
-"""Runs an episode at a base_url, and returns the reward if it knows it.
+"""Async function that runs an episode at a base_url and returns the reward, if known.
 
 It raises `EnvFault`. After a cancellation it leaves no process running.
 """

@@ -1,4 +1,4 @@
-"""A language model as a judge, behind an OpenAI-compatible endpoint (chat completions)."""
+"""Language model as a judge, behind an OpenAI-compatible endpoint (chat completions)."""
 
 from __future__ import annotations
 
