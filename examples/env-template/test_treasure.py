@@ -1,4 +1,4 @@
-"""pytest test_treasure.py, beside treasure.py"""
+"""Test the environment: run `pytest test_treasure.py` in this folder."""
 
 from treasure import Treasure
 

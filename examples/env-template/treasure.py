@@ -9,7 +9,7 @@ from agenticrun_workers.envs import StepResult
 
 
 class Treasure:
-    """One episode at a time; an instance plays many, one after another.
+    """The environment. An instance runs many episodes, one after another.
 
     Arguments are the keys of `envs[].config`: `highest: 15` in YAML. Raise a ValueError that names
     the key of a bad value.
@@ -23,24 +23,24 @@ class Treasure:
         if highest < 2:
             raise ValueError(f"highest must be at least 2, not {highest}")
         self.highest = highest
-        # What the task is and how to answer: the first message of an episode.
+        # The task and the format of an answer: the first message of an episode.
         self.instruction = f"Find the number from 1 to {highest}. Answer with a number."
 
     def reset(self, seed, split):
-        """Begin an episode.
+        """Start an episode and return its first observation.
 
         The same seed and split must give the same episode on any machine: use your own generator.
         """
         draw = random.Random(seed)
-        # Training and validation share no level: every fifth number is for validation.
+        # Training and validation must not share levels: every fifth number is for validation.
         numbers = [n for n in range(1, self.highest + 1) if (n % 5 == 0) == (split == "validation")]
         self.treasure = draw.choice(numbers or [1])
         return "find"
 
     def step(self, action):
-        """Play the text of an answer.
+        """Take the text of an answer and return the result.
 
-        Any text can come: an answer without sense is a normal step with action_is_valid 0.
+        Any text can come: an invalid answer is a normal step with action_is_valid 0.
         """
         if action not in self.valid_actions():
             return StepResult(
@@ -55,18 +55,18 @@ class Treasure:
             metrics={
                 "success": float(found),
                 "action_is_valid": 1.0,
-            },  # env/<tag>/success is what validation shows
+            },  # validation reports env/<tag>/success
         )
 
     def valid_actions(self):
-        """Optional: answers that are valid now.
+        """Return the answers that are valid now (optional).
 
-        The warm-up teaches the format with them, and the random policy plays them.
+        The warm-up teaches the format with them, and the random policy chooses from them.
         """
         return [str(n) for n in range(1, self.highest + 1)]
 
     def vocabulary(self):
-        """Optional: all pieces of text.
+        """Return all pieces of text (optional).
 
         For the word-level tokenizer of a model made from scratch (`model.initialize`).
         """

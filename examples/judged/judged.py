@@ -1,6 +1,6 @@
 """A quiz about the words of words.jsonl.
 
-The environment only asks; a reward function judges the answers.
+The environment only asks; a reward function rewards the answers.
 """
 
 from agenticrun_workers.envs import StepResult
@@ -9,13 +9,13 @@ WORDS = ["hot", "cold", "day", "night", "up", "down"]
 
 
 class Quiz:
-    """One question, one answer, no reward of its own."""
+    """One question and one answer, without a reward of the environment."""
 
     blocking = False  # steps take microseconds, so they need no thread
     instruction = "Say the opposite."
 
     def set_item(self, item):
-        """The row of the data set that the next episode is about."""
+        """Set the row of the data set for the next episode."""
         self.item = item
 
     def reset(self, seed, split):
@@ -32,12 +32,12 @@ class Quiz:
         return WORDS
 
     def vocabulary(self):
-        """All pieces of text, for the word-level tokenizer of a model made from scratch."""
+        """Return all pieces of text, for the word-level tokenizer of a model made from scratch."""
         return [*WORDS, "over"]
 
 
 def right(episode, *, partly=0.0):
-    """The reward function: 1 for the solution, `partly` for any other word of the quiz."""
+    """Return 1 for the solution, `partly` for any other word of the quiz, else 0."""
     if episode.answer == episode.item["solution"]:
         return 1.0
     return partly if episode.answer in WORDS else 0.0

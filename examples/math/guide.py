@@ -1,5 +1,5 @@
-"""The agent and the environment of docs/math.md: your own, in the style of AReaL's guide."""
-# ruff: noqa: B007, C408, RUF059 - these lines are the guide's
+"""The agent and the environment of docs/math.md, in the style of AReaL's guide."""
+# ruff: noqa: B007, C408, RUF059 - these lines come from the guide
 
 import asyncio
 
@@ -9,7 +9,7 @@ from agenticrun_workers.envs.math import reference_answer, shared_verifier
 
 
 class MathMultiTurnAgent:
-    """Tries again and again, and is told each time whether it was right."""
+    """An agent that tries several times and learns each time whether it was right."""
 
     def __init__(self, gconfig: GenerationConfig, tokenizer, num_turns: int = 2, my_param: float = 1.0):
         self.gconfig = gconfig.new(n=1)
@@ -24,7 +24,7 @@ class MathMultiTurnAgent:
         obs_queue: asyncio.Queue,
         act_queue: asyncio.Queue,
     ):
-        """One trajectory for each turn."""
+        """Return one trajectory for each turn."""
         await env.reset()
         qid, token_ids = prompt.qid, prompt.token_ids
         trajectories = []

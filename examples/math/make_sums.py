@@ -1,4 +1,4 @@
-"""Writes sums.jsonl: every sum of two numbers up to five, with solutions as GSM8K has them.
+"""Write sums.jsonl: every sum of two numbers up to five, with solutions in GSM8K's format.
 
 python examples/math/make_sums.py > examples/math/sums.jsonl
 """
@@ -9,7 +9,7 @@ DIGITS = range(6)
 
 
 def sums():
-    """One item for each sum."""
+    """Yield one item for each sum."""
     for a in DIGITS:
         for b in DIGITS:
             yield {"question": f"{a}+{b}=", "answer": f"{a} and {b} make {a + b}.\n#### {a + b}"}

@@ -16,7 +16,7 @@ OPPOSITE = {
 
 
 class Opposites:
-    """Each right answer earns its share of 1. The episode is a success if all are right."""
+    """Each right answer earns an equal share of 1. The episode succeeds if all are right."""
 
     blocking = False  # steps take microseconds, so they need no thread
     instruction = "Say the opposite."
@@ -26,7 +26,7 @@ class Opposites:
 
     def reset(self, seed, split):
         draw = random.Random(seed)
-        while True:  # a hash decides which sequences are for validation: training never sees those
+        while True:  # a hash assigns sequences to validation: training never sees those
             self.left = [draw.choice(list(OPPOSITE)) for _ in range(self.length)]
             self.right = 0
             if _is_holdout(self.left) == (split == "validation"):
@@ -49,7 +49,7 @@ class Opposites:
         return list(OPPOSITE)
 
     def vocabulary(self):
-        """All pieces of text, for the word-level tokenizer of a model made from scratch."""
+        """Return all pieces of text, for the word-level tokenizer of a model made from scratch."""
         return [*OPPOSITE, "over"]
 
 

@@ -1,6 +1,6 @@
-"""An agent that knows nothing of AgenticRun: a script that uses the openai client.
+"""An agent without any AgenticRun code: a script that uses the openai client.
 
-It asks, doubts the answer, and asks again. `run: asker:play` calls it as a function;
+It asks, questions the answer, and asks again. `run: asker:play` calls it as a function;
 `command: [python, -m, asker]` starts it as a program for each episode.
 """
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from openai import DefaultHttpxClient, OpenAI
 
 CONNECTIONS = DefaultHttpxClient()
-"""Shared by all episodes of a worker: a new client reads TLS certificates for 50 ms."""
+"""Shared by all episodes of an env worker: a new client reads TLS certificates for 50 ms."""
 
 
 def play(base_url, task):
@@ -21,7 +21,7 @@ def play(base_url, task):
     messages += [answer.choices[0].message, {"role": "user", "content": "Sure?"}]
     client.chat.completions.create(
         model=task.model, messages=messages
-    )  # the environment judges the last answer
+    )  # the environment rewards the last answer
 
 
 if __name__ == "__main__":

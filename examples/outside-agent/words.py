@@ -36,5 +36,5 @@ class Words:
         return list(OPPOSITE)
 
     def vocabulary(self):
-        """All pieces of text, for the word-level tokenizer of a model made from scratch."""
+        """Return all pieces of text, for the word-level tokenizer of a model made from scratch."""
         return [*OPPOSITE, "over"]
