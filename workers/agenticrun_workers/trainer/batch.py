@@ -60,7 +60,7 @@ class ModelScores:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """What the driver learns from scoring a batch."""
+    """Results of scoring a batch that a rank returns to the driver."""
 
     kl: Mapping[EpisodeKey, Floats] | None
     """Summed KL of each turn to the reference; None where the reward has no KL penalty."""
@@ -84,7 +84,7 @@ class TurnCredits:
     per_turn: Mapping[EpisodeKey, Floats]
     """float64 [turns of the trajectory]"""
     trains: Mapping[EpisodeKey, bool]
-    """Whether the trajectory's tokens are in the loss."""
+    """True if the trajectory's tokens are in the loss."""
     kl_coef: float
     metrics: Mapping[str, float]
 
@@ -121,7 +121,7 @@ class RankBatch:
 
     trajectories: list[Trajectory]
     bootstrap: bool = False
-    """Whether the critic's value of their end continues the returns of truncated trajectories."""
+    """True if a truncated trajectory's returns continue with the critic's value of its end."""
     mini_batches: Sequence[Sequence[int]] = ()
     """As in `RankPlan`."""
     old_logprobs: list[FloatArray] | None = None

@@ -1,7 +1,8 @@
-"""One module with its optimizer in a folder (torch.distributed.checkpoint), readable by any number of ranks.
+"""Checkpoint of one module and its optimizer, in the format of torch.distributed.checkpoint.
 
-Every rank writes its shards; rank 0 writes `module.json` last, with the size and checksum of every file. A rank that loads compares
-each file that it reads with them.
+Any number of ranks can read it. Every rank writes its shards; rank 0 writes `module.json` last,
+with the size and checksum of every file. A rank that loads a checkpoint compares every file that it
+reads with these entries.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ class CheckpointMismatch(Exception):
 
 @dataclass(frozen=True)
 class Record:
-    """`module.json`."""
+    """Contents of `module.json`."""
 
     architecture: str
     parameters: int
-    """Numbers in all of them."""
+    """Number of elements in all parameters."""
     shapes: str
-    """SHA-256 of their sorted names and shapes."""
+    """SHA-256 of the sorted names and shapes of the parameters."""
     ranks: int
     torch: str
     progress: dict[str, int]
     files: dict[str, FileEntry]
     adapters: dict[str, Any] | None = None
-    """What low-rank adapters the parameters are (`describe_lora`); None: they are whole weights."""
+    """Description of the low-rank adapters (`describe_lora`); None for whole weights."""
 
     def to_bytes(self) -> bytes:
         return json.dumps(
@@ -69,7 +70,12 @@ class Record:
 
     @staticmethod
     def read(folder: Folder) -> Record:
-        """Raises `CheckpointMismatch` if there is none, `DamagedFile` if it cannot be understood."""
+        """Read the record of a checkpoint.
+
+        Raises:
+            CheckpointMismatch: the folder has no record.
+            DamagedFile: the record cannot be parsed.
+        """
         try:
             value = json.loads(folder.read(MODULE_RECORD))
             return Record(
@@ -88,16 +94,19 @@ class Record:
 
 @dataclass(frozen=True)
 class ModuleState:
-    """What is saved of a module, as state dicts of torch.distributed.checkpoint: their tensors are whole, DTensors, or know their part."""
+    """State of a module, as state dicts of torch.distributed.checkpoint.
+
+    The tensors are whole, DTensors, or objects that know which part of a tensor they hold.
+    """
 
     architecture: str
     parameters: int
-    """Numbers in all of them."""
+    """Number of elements in all parameters."""
     adapters: dict[str, Any] | None
     model: dict[str, Any]
-    """By parameter name. With adapters, they alone."""
+    """Tensors by parameter name; only the adapters if the model has any."""
     optimizer: dict[str, Any]
-    """As `get_optimizer_state_dict` gives it; empty for a frozen module."""
+    """Result of `get_optimizer_state_dict`; empty for a frozen module."""
 
 
 def save(
@@ -106,7 +115,16 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     progress: dict[str, int],
 ) -> None:
-    """Write this rank's shards, without an optimizer the weights alone; they are durable when it returns. Collective."""
+    """Write this rank's shards of a module. Collective.
+
+    The files are durable when the function returns.
+
+    Args:
+        location: new folder.
+        module: sharded or whole.
+        optimizer: its optimizer; None saves the weights alone.
+        progress: counters to keep in the record.
+    """
     save_state(location, _module_state(module, optimizer), progress)
 
 
@@ -130,7 +148,7 @@ def load(
 
 
 def save_state(location: Location, state: ModuleState, progress: dict[str, int]) -> None:
-    """Write this rank's part of a state; it is durable when it returns. Collective."""
+    """Write this rank's part of a state. Collective; the files are durable when it returns."""
     folder = Folder(location)
     rank, ranks = _rank()
     whole = {
@@ -161,15 +179,24 @@ def save_state(location: Location, state: ModuleState, progress: dict[str, int])
 
 
 def load_state(location: Location, state: ModuleState, progress: dict[str, int]) -> dict[str, int]:
-    """Read what `save_state` wrote, by however many ranks, into the tensors of `state`; return its progress. Collective.
+    """Read a checkpoint of `save_state` into the tensors of `state`. Collective.
 
-    `progress` gives the counters that the checkpoint lacks.
+    The number of ranks may differ from the number that wrote it. Each rank continues with its own
+    random state; a rank without a saved one derives it from its number and rank 0's state.
 
-    Each rank goes on with its own random state. A rank that is new since then starts one, from its number and rank 0's state.
+    Args:
+        location: folder of the checkpoint.
+        state: its tensors are overwritten.
+        progress: defaults of counters that the checkpoint lacks.
 
-    Raises: every rank the same,
-        CheckpointMismatch: naming the first parameter that is missing, unknown or of another shape. Nothing has changed then.
-        DamagedFile: the tensors may have become a mixture: load another checkpoint into them, or give them up.
+    Returns:
+        the counters of the checkpoint.
+
+    Raises:
+        CheckpointMismatch: a parameter is missing, unknown or of another shape; names the first
+            one. Nothing has changed. Every rank raises the same error.
+        DamagedFile: a file is broken. The tensors may hold a mixture of values: load another
+            checkpoint into them, or discard them. Every rank raises the same error.
     """
     folder = Folder(location)
 
@@ -219,7 +246,7 @@ def _module_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
 
 def _options(module: nn.Module, *, strict: bool = True) -> StateDictOptions:
-    """Under adapters, they alone."""
+    """Return the options of state dicts; a model with adapters saves only these."""
     return StateDictOptions(ignore_frozen_params=describe_lora(module) is not None, strict=strict)
 
 
@@ -257,7 +284,8 @@ def _check_adapters(
         name = next(name for name in wanted if stored.get(name) != wanted[name])
         difference = f"the model has {name} {wanted[name]}, the checkpoint {stored.get(name)}"
     raise CheckpointMismatch(
-        f"lora: {difference} ({folder}); set spec.pipeline.actorTrain.lora to what was trained, or spec.checkpoint.resume to Never"
+        f"lora: {difference} ({folder}); set spec.pipeline.actorTrain.lora to "
+        "what was trained, or spec.checkpoint.resume to Never"
     )
 
 
@@ -272,7 +300,10 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def architecture_of(module: nn.Module) -> str:
-    """As Hugging Face calls it; the class, without FSDP's prefix, for what has no config."""
+    """Return Hugging Face's name of the model type.
+
+    A module without a config has the name of its class, less FSDP's prefix.
+    """
     types = (
         getattr(getattr(part, "config", None), "model_type", None) for part in module.modules()
     )
@@ -298,7 +329,10 @@ def _rank() -> tuple[int, int]:
 
 
 def _agreed(work: Callable[[], T]) -> T:
-    """Do what every rank does; if one fails, all raise its error instead of waiting for it in the next collective."""
+    """Run `work` on every rank; if it fails on one, all raise its error.
+
+    Otherwise the other ranks would wait for the failed one in the next collective.
+    """
     result: T | None = None
     error: Exception | None = None
     try:
@@ -315,7 +349,10 @@ def _agreed(work: Callable[[], T]) -> T:
 
 
 def _unwrapped(work: Callable[[], object]) -> None:
-    """Do it; raise the first rank's own error instead of torch's `CheckpointException`, which is no `Exception`."""
+    """Run `work`; raise the first rank's own error instead of torch's `CheckpointException`.
+
+    `CheckpointException` is not an `Exception`.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -328,7 +365,7 @@ def _unwrapped(work: Callable[[], object]) -> None:
 
 
 class ShardWriter(FileSystemWriter):
-    """Writes a rank's shards into a new folder, each file durable when it is complete."""
+    """Writer of a rank's shards into a new folder; each file is durable once it is complete."""
 
     def __init__(self, folder: Folder) -> None:
         super().__init__(folder.uri, sync_files=False)
@@ -338,15 +375,16 @@ class ShardWriter(FileSystemWriter):
 
     @property
     def written(self) -> dict[str, FileEntry]:
-        """What this rank has written."""
+        """Return the entries of the files that this rank has written."""
         return self._files.entries
 
 
 class ShardReader(FileSystemReader):
-    """Reads shards.
+    """Reader of shards.
 
     Args:
-        entries: what the files must be. A read raises `DamagedFile` for any other.
+        entries: expected size and checksum of each file. A read raises `DamagedFile` for a file
+            that differs.
     """
 
     def __init__(self, folder: Folder, entries: Mapping[str, FileEntry]) -> None:
@@ -356,14 +394,14 @@ class ShardReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """What the shards hold; read once."""
+        """Return the metadata of the shards; the file is read once."""
         if self._metadata is None:
             self._metadata = super().read_metadata()
         return self._metadata
 
 
 class _Files(FileSystemBase):
-    """Files by their names in a folder."""
+    """File access by name inside a folder."""
 
     def __init__(self, folder: Folder, entries: dict[str, FileEntry]) -> None:
         self._folder = folder
@@ -393,7 +431,7 @@ class _Files(FileSystemBase):
         return path
 
     def mkdir(self, _: FilePath) -> None:
-        """Folders come with the first file."""
+        """Do nothing: a folder appears with its first file."""
 
     @classmethod
     def validate_checkpoint_id(cls, _: FilePath) -> bool:

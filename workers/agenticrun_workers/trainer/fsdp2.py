@@ -51,7 +51,7 @@ DECIDED_ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class FsdpOptions:
-    """How a model is stored and computed (`strategy.config`). No option changes what is learned."""
+    """Storage and computation of a model (`strategy.config`). No option changes what is learned."""
 
     reshard_after_forward: bool = True
     """Free a layer's gathered parameters after its forward pass and gather them again for the

@@ -1,7 +1,8 @@
-"""Log-probs and entropies of chosen tokens from hidden states, without the logits of all tokens in memory.
+"""Log-probs and entropies of chosen tokens, without the logits of all tokens in memory.
 
-The output layer and the softmax run on as many tokens at a time as `chunk_elements` logits allow, and once more in the backward pass:
-between the two only one number per token is kept (the log of the softmax's denominator, and the entropy).
+The output layer and the softmax run on one chunk of tokens at a time (`chunk_elements` logits), and
+run again in the backward pass. Between the two passes only the log of the softmax's denominator and
+the entropy of each token are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 2**27
-"""Logits of a chunk: 512 MiB in float32. About two such tensors exist at a time, three in the backward pass."""
+"""Logits of a chunk: 512 MiB in float32.
+
+About two such tensors exist at a time, three in the backward pass.
+"""
 
 
 def score(
@@ -24,9 +28,10 @@ def score(
     temperature: float,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets and entropies of their distributions, both under softmax(logits / temperature).
+    """Return log-probs of the targets and entropies of their distributions.
 
-    Logits are computed in the dtype of hidden states and weights, everything after them in float32 at least.
+    Both are those of softmax(logits / temperature). Logits are computed in the dtype of hidden
+    states and weights, everything after them in at least float32.
 
     Returns:
         log-probs [N] and entropies [N], in float32 or the wider dtype of the logits.
@@ -38,7 +43,9 @@ def score(
 
 
 class _Score(torch.autograd.Function):
-    """With z = logits / temperature, p = softmax(z), lp = log p of the target and H the entropy:
+    """Log-prob and entropy of a target, with a backward pass that computes the logits again.
+
+    With z = logits / temperature, p = softmax(z), lp = log p of the target and H the entropy:
 
     d lp / d z_v = [v is the target] - p_v,   d H / d z_v = -p_v (log p_v + H).
     """
@@ -77,7 +84,7 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, normalizers_N, entropies_N = ctx.saved_tensors
         d_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
-        # Over the chunks the weight's gradient is summed in float32: bfloat16 would lose the small terms.
+        # The sum over chunks is in float32: bfloat16 would lose the small terms.
         d_weight_VH = (
             torch.zeros_like(weight_VH, dtype=normalizers_N.dtype)
             if ctx.needs_input_grad[1]
@@ -119,6 +126,6 @@ class _Score(torch.autograd.Function):
 def _scaled_logits(
     hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float
 ) -> Tensor:
-    """A new tensor [C, V] in float32 at least."""
+    """Return logits / temperature of a chunk, a new tensor [C, V] in at least float32."""
     logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH, bias_V)
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).div_(temperature)

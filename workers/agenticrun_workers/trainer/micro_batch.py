@@ -1,8 +1,10 @@
-"""Samples into micro-batches of about equal rows, bounded by a token budget: padded, or packed.
+"""Splitting of samples into micro-batches within a token budget, padded or packed.
 
-Right padding under causal attention needs no mask: a token never looks to its right. It is therefore exact and takes the
-fastest attention kernel, and sorting by length keeps the waste small. Packing fills what is left of a row with shorter
-sequences. Rows are never longer than the longest sequence, so attention costs no more than with padding.
+Micro-batches hold samples of similar length. Right padding under causal attention needs no mask,
+because a token never attends to its right. It is therefore exact and can use the fastest attention
+kernel. Sorting by length keeps the padding small. Packing fills the rest of a row with shorter
+sequences. Rows are never longer than the longest sequence, so attention costs no more than with
+padding.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from agenticrun_workers.trainer.samples import Sample
 
 Positions = NDArray[np.intp]
 Place = tuple[int, int]
-"""Row of a sample and the column where it begins."""
+"""Row of a sample and its first column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +32,32 @@ class MicroBatch:
     """B rows of T tokens, and the N selected tokens in them, ordered by sample and position."""
 
     samples: list[int]
-    """The samples in it, as indices into the list that was split."""
+    """Indices into the list of samples that was split."""
     positions: list[Positions]
-    """Selected positions of each of them; position t of a sample is about predicting its token t."""
+    """Selected positions of each sample; position t is about predicting the sample's token t."""
     ids_BT: Tensor
     position_ids_BT: Tensor | None
-    """Restarting with each sequence if rows are packed; None: every row is one sequence."""
+    """Position ids that restart with each sequence of a packed row; None: one sequence per row."""
     rows_N: Tensor
     columns_N: Tensor
-    """Where the token before each selected one stands: the prediction is read there."""
+    """Column of the token before each selected one, where the prediction is read."""
     targets_N: Tensor
     """The selected tokens; 0 for the position after a sample's last token."""
     sequence_N: Tensor
     """Index into `samples`."""
     used: int
-    """Tokens that are not padding."""
+    """Number of tokens that are not padding."""
 
     def pick(self, samples: list[Sample], name: str, dtype: torch.dtype) -> Tensor:
-        """One value per selected token, [N], from the array `name` of the samples that were split.
+        """Return one value per selected token, [N], from the array `name` of the samples.
+
+        Args:
+            samples: the list that was split.
+            name: attribute of `Sample`.
+            dtype: of the result.
 
         Raises:
-            ValueError: one of them has no such array.
+            ValueError: a sample has no such array.
         """
         parts: list[NDArray[Any]] = [np.zeros(0)]
         for number, chosen in zip(self.samples, self.positions, strict=True):
@@ -63,7 +70,12 @@ class MicroBatch:
         )
 
     def put(self, values_N: Tensor, into: Sequence[NDArray[np.float32]]) -> None:
-        """Write one value per selected token into the arrays of all samples, in their original order."""
+        """Write one value per selected token into the arrays of the samples.
+
+        Args:
+            values_N: the values.
+            into: one array per sample of the list that was split, in its order.
+        """
         sizes = [len(chosen) for chosen in self.positions]
         for sample, chosen, part in zip(
             self.samples, self.positions, torch.split(values_N.float().cpu(), sizes), strict=True
@@ -72,7 +84,7 @@ class MicroBatch:
 
 
 class MicroBatcher:
-    """Cuts the samples of an optimizer step into micro-batches. All methods are collective.
+    """Splits the samples of an optimizer step into micro-batches. All methods are collective.
 
     Args:
         ranks: all of the trainer.
@@ -92,7 +104,10 @@ class MicroBatcher:
     def split(
         self, samples: list[Sample], select: Callable[[Sample], Positions]
     ) -> list[MicroBatch]:
-        """Return this rank's micro-batches: on every rank as many as on the one with the most."""
+        """Return this rank's micro-batches.
+
+        All ranks return the same number: the largest that any of them needs.
+        """
         batches = split(samples, select, self._max_tokens, self.device, packed=self.packed)
         most = int(self._ranks.max([float(len(batches))])[0])
         return batches + [filler(self.device)] * (most - len(batches))
@@ -104,7 +119,7 @@ class MicroBatcher:
         return StepTotals(weight, sequences)
 
     def balance(self, batches: list[MicroBatch]) -> dict[str, float]:
-        """Return the share of computed tokens that is padding, and the fullest rank's over the mean."""
+        """Return the share of padding, and the largest load of a rank divided by the mean."""
         mine = float(sum(batch.used for batch in batches))
         used, computed = self._ranks.sum(
             [mine, float(sum(batch.ids_BT.numel() for batch in batches))]
@@ -117,17 +132,17 @@ class MicroBatcher:
 
 
 def weighted(sample: Sample) -> Positions:
-    """The positions that a loss reads; the first token has no prediction."""
+    """Return the positions that a loss reads; the first token has no prediction."""
     return np.flatnonzero(sample.weight_T[1:]) + 1
 
 
 def responses(sample: Sample) -> Positions:
-    """The positions of response tokens."""
+    """Return the positions of response tokens."""
     return np.flatnonzero(sample.turns_T[1:] >= 0) + 1
 
 
 def responses_and_end(sample: Sample) -> Positions:
-    """The positions of response tokens, and the one after the last token."""
+    """Return the positions of response tokens, and the one after the last token."""
     return np.append(responses(sample), len(sample.tokens_T))
 
 
@@ -139,9 +154,18 @@ def split(
     *,
     packed: bool = False,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` tokens, padding included; a longer sample is one of its own. Each sample is in one.
+    """Split samples into micro-batches; each sample is in one of them.
 
-    What no selected token's prediction needs is not computed. Samples without selected tokens are left out.
+    Samples without selected tokens are left out, and so are tokens after the last one that a
+    prediction needs.
+
+    Args:
+        samples: to split.
+        select: positions of a sample to predict.
+        max_tokens: of a micro-batch, padding included. A longer sample has a micro-batch of its
+            own.
+        device: of the micro-batches.
+        packed: put several sequences in a row.
     """
     chosen = {i: positions for i, sample in enumerate(samples) if len(positions := select(sample))}
     lengths = {i: int(positions[-1]) for i, positions in chosen.items()}
@@ -150,7 +174,10 @@ def split(
 
 
 def filler(device: torch.device) -> MicroBatch:
-    """A micro-batch without selected tokens, so that every rank can run the same number of them."""
+    """Return a micro-batch without selected tokens.
+
+    Ranks with fewer micro-batches than others use it, so that all run the same number.
+    """
     nothing = torch.zeros(0, dtype=torch.long, device=device)
     return MicroBatch(
         [],
@@ -175,7 +202,7 @@ def _pad(lengths: dict[int, int], max_tokens: int) -> list[dict[int, Place]]:
 
 
 def _pack(lengths: dict[int, int], max_tokens: int) -> list[dict[int, Place]]:
-    """First fit, longest first, into rows as long as the longest sequence of the micro-batch."""
+    """Place sequences first fit, longest first, into rows as long as the longest one."""
     batches: list[dict[int, Place]] = []
     waiting = sorted(lengths, key=lambda i: (-lengths[i], i))
     while waiting:

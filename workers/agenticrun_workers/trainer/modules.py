@@ -1,4 +1,4 @@
-"""The trained networks: micro-batches in, one value per selected token out."""
+"""The trained networks, from a micro-batch to one value per selected token."""
 
 from __future__ import annotations
 
@@ -16,29 +16,36 @@ PROBE_LENGTHS = (5, 9, 3)
 
 
 class Sequences(Protocol):
-    """Reads hidden states of those selected tokens that are this rank's, and brings together what was made of them."""
+    """Division of the selected tokens between the ranks that share each sequence.
+
+    Each of these ranks reads the hidden states of its own tokens; the results are then combined.
+    """
 
     def hidden(self, decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
-        """The decoder's last hidden state at the token before each selected one of this rank, [n, H]. Collective."""
+        """Return the decoder's last hidden states, [n, H]. Collective.
+
+        They are read at the token before each selected token of this rank.
+        """
         ...
 
     def mine(self, batch: MicroBatch, values_N: Tensor) -> Tensor:
-        """Those of this rank's selected tokens, [n]."""
+        """Return the values of this rank's selected tokens, [n]."""
         ...
 
     def all(self, batch: MicroBatch, values_n: Tensor) -> Tensor:
-        """The values [N] of all selected tokens, from those of each rank's own. Collective."""
+        """Combine the ranks' values into those of all selected tokens, [N]. Collective."""
         ...
 
 
 class FullSequences:
-    """Every selected token is this rank's."""
+    """Whole sequences on every rank: all selected tokens are this rank's."""
 
     def hidden(self, decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
         """See `Sequences`.
 
-        Without a cache and without a two-dimensional mask, transformers reads the bounds of packed sequences from their
-        position ids; with either, sequences of one row silently see each other.
+        transformers derives the bounds of packed sequences from their position ids, but only
+        without a cache and without a two-dimensional mask. With either, the sequences of one row
+        would silently attend to each other.
         """
         output = decoder(
             input_ids=batch.ids_BT, position_ids=batch.position_ids_BT, use_cache=False
@@ -56,13 +63,13 @@ class FullSequences:
 
 
 class PolicyModule(nn.Module):
-    """A causal language model whose logits never exist whole (`scoring`).
+    """A causal language model that never holds all its logits in memory (`log_probs`).
 
     Args:
         chunk_elements: logits that exist at a time.
 
     Raises:
-        UnsupportedModel: the logits are more than a plain linear layer of the decoder's hidden states.
+        UnsupportedModel: the logits are not a plain linear function of the decoder's hidden states.
     """
 
     def __init__(self, model: PreTrainedModel, chunk_elements: int = CHUNK_ELEMENTS) -> None:
@@ -70,7 +77,8 @@ class PolicyModule(nn.Module):
         _, head = split_model(model)
         if type(head) is not nn.Linear:
             raise UnsupportedModel(
-                f"the output layer of {type(model).__name__} is a {type(head).__name__}, not a plain linear layer"
+                f"the output layer of {type(model).__name__} is a {type(head).__name__}, "
+                "not a plain linear layer"
             )
         self.model = model
         self.sequences: Sequences = FullSequences()
@@ -81,7 +89,9 @@ class PolicyModule(nn.Module):
         return self.model.get_decoder()
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs of the selected tokens and the entropy they were sampled with, both under logits / temperature.
+        """Compute log-probs of the selected tokens and entropies of their distributions.
+
+        Both are those of softmax(logits / temperature).
 
         Returns:
             log-probs [N] and entropies [N], in float32 or the model's wider dtype.
@@ -96,7 +106,10 @@ class PolicyModule(nn.Module):
 
 
 class ValueModule(nn.Module):
-    """The decoder of a causal language model with a linear value head, which is zero at first: every text is worth 0."""
+    """The decoder of a causal language model with a linear value head.
+
+    The head starts at zero, so the first value of every text is 0.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -109,7 +122,10 @@ class ValueModule(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Value of the text before each selected token, [N], in float32 or the model's wider dtype."""
+        """Return the value of the text before each selected token.
+
+        The result is [N], in float32 or the model's wider dtype.
+        """
         values_N: Tensor = self.head(self.sequences.hidden(self.decoder, batch))[
             :, 0
         ].clone()  # FSDP2 puts hooks on it: no view
@@ -120,7 +136,11 @@ class ValueModule(nn.Module):
 
 @torch.no_grad()
 def can_pack(decoder: PreTrainedModel) -> bool:
-    """True if sequences packed into one row, with restarting position ids, give the hidden states that each gives alone."""
+    """Return True if the decoder keeps packed sequences apart.
+
+    That is: sequences in one row, with restarting position ids, have the same hidden states as each
+    sequence alone.
+    """
     ids_1T, position_ids_1T = packed_probe(decoder)
     rows = torch.split(ids_1T, list(PROBE_LENGTHS), dim=1)
     alone_TH = torch.cat(
@@ -133,7 +153,10 @@ def can_pack(decoder: PreTrainedModel) -> bool:
 
 
 def packed_probe(decoder: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """One row of packed sequences of random tokens: ids and position ids, [1, T]. The same at each call."""
+    """Return one row of packed random sequences: ids and position ids, [1, T].
+
+    The result is the same at each call.
+    """
     embeddings: nn.Embedding = decoder.get_input_embeddings()
     device = embeddings.weight.device
     generator = torch.Generator().manual_seed(0)
@@ -149,10 +172,11 @@ def packed_probe(decoder: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 def probe_tolerance(expected_TH: Tensor) -> float:
-    """How far hidden states may be off that another way of computing gives.
+    """Return the largest allowed difference between two computations of hidden states.
 
-    Agreement to the square root of the precision (float32's at best: some kernels round to it), where mixing is off by more than
-    a tenth.
+    Relative to the largest magnitude it is the square root of the precision (at best that of
+    float32, to which some kernels round). Sequences that attend to each other differ by more than a
+    tenth.
     """
     precision = max(torch.finfo(expected_TH.dtype).eps, torch.finfo(torch.float32).eps)
     return float(precision**0.5 * expected_TH.abs().max())

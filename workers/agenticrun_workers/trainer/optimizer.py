@@ -1,4 +1,4 @@
-"""AdamW with a learning-rate schedule, which never takes a step that would break the weights."""
+"""AdamW with a learning-rate schedule, which skips steps that would break the weights."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ class NonFiniteGradient(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """Numbers of the optimizer; steps count optimizer steps of `train_step`."""
+    """Settings of the optimizer; steps are optimizer steps of `train_step`."""
 
     learning_rate: float
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
-    """When linear and cosine have fallen to zero; they need it."""
+    """Step at which the linear and cosine schedules reach zero; these schedules require it."""
     supervised_learning_rate: float | None = None
-    """For `supervised_step`, without a schedule; default: `learning_rate`."""
+    """Learning rate of `supervised_step`, without a schedule; default: `learning_rate`."""
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     max_skipped_steps: int = 10
-    """Steps in a row that may be skipped for a gradient that is not finite; the next one raises `NonFiniteGradient`."""
+    """Steps in a row that may be skipped because the gradient is not finite.
+
+    The next such step raises `NonFiniteGradient`.
+    """
 
     def __post_init__(self) -> None:
         if self.schedule != "constant" and not self.total_steps:
             raise ValueError(f"the schedule {self.schedule} needs total_steps")
 
     def rate(self, step: int) -> float:
-        """Learning rate of optimizer step number `step` (from 0)."""
+        """Return the learning rate of optimizer step number `step` (from 0)."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.schedule == "constant" or self.total_steps is None:
@@ -52,25 +55,25 @@ class OptimizerSpec:
 
 
 class StepCounts:
-    """Counts optimizer steps, taken and skipped, whatever optimizer takes them."""
+    """Counter of optimizer steps, taken and skipped; independent of the optimizer."""
 
     def __init__(self, spec: OptimizerSpec) -> None:
         self.spec = spec
         self.steps = 0
-        """Steps taken, which the schedule follows."""
+        """Steps taken so far; the schedule follows this number."""
         self.skipped = 0
-        """Steps not taken: gradient not finite, or nothing to learn from."""
+        """Steps skipped because the gradient was not finite or there was nothing to learn from."""
         self._broken = 0
-        """Gradients in a row that were not finite."""
+        """Number of the latest gradients in a row that were not finite."""
 
     @property
     def rate(self) -> float:
-        """Learning rate of the next step."""
+        """Return the learning rate of the next step."""
         return self.spec.rate(self.steps)
 
     @property
     def skip_budget_exhausted(self) -> bool:
-        """Whether one more gradient that is not finite ends the run."""
+        """True if one more gradient that is not finite ends the run."""
         return self._broken >= self.spec.max_skipped_steps
 
     def skip(self) -> None:
@@ -78,10 +81,13 @@ class StepCounts:
         self.skipped += 1
 
     def record_step(self, norm: float, *, scheduled: bool, first_broken: str | None) -> None:
-        """Count a step whose gradient had this norm: taken if it was finite, else skipped. `scheduled`: it moves the schedule on.
+        """Count a step as taken if its gradient was finite, else as skipped.
 
         Args:
-            first_broken: under `skip_budget_exhausted` the first parameter whose gradient was not finite.
+            norm: of the gradient.
+            scheduled: the step moves the schedule on.
+            first_broken: the first parameter with a gradient that is not finite; needed only under
+                `skip_budget_exhausted`.
 
         Raises:
             NonFiniteGradient: more than `max_skipped_steps` times in a row.
@@ -94,11 +100,12 @@ class StepCounts:
         self._broken += 1
         if first_broken is not None:
             raise NonFiniteGradient(
-                f"{self._broken} gradients in a row were not finite; in the last, that of {first_broken} is the first"
+                f"{self._broken} gradients in a row were not finite; "
+                f"in the last, that of {first_broken} is the first"
             )
 
     def counts(self) -> dict[str, int]:
-        """What a checkpoint keeps beside the optimizer's state."""
+        """Return the counters that a checkpoint stores besides the optimizer's state."""
         return {"steps": self.steps, "skipped": self.skipped, "broken": self._broken}
 
     def restore(self, counts: dict[str, int]) -> None:
@@ -110,7 +117,7 @@ class StepCounts:
 
 
 class Optimizer(StepCounts):
-    """Takes the optimizer steps of one module, and counts them."""
+    """Optimizer of one module, which also counts its steps."""
 
     def __init__(self, module: nn.Module, spec: OptimizerSpec, ranks: Ranks) -> None:
         super().__init__(spec)
@@ -126,9 +133,16 @@ class Optimizer(StepCounts):
         self._ranks = ranks
 
     def step(self, rate: float, *, scheduled: bool = True) -> float:
-        """Clip the gradients, take a step at this rate and clear them. Collective. Returns the norm before clipping.
+        """Clip the gradients, take a step at this rate and clear the gradients. Collective.
 
-        A gradient that is not finite changes nothing but the count. `scheduled`: the step moves the schedule on.
+        A gradient that is not finite changes only the count of steps.
+
+        Args:
+            rate: learning rate.
+            scheduled: the step moves the schedule on.
+
+        Returns:
+            the norm of the gradient before clipping.
 
         Raises:
             NonFiniteGradient: more than `max_skipped_steps` times in a row.
@@ -146,14 +160,14 @@ class Optimizer(StepCounts):
         return norm
 
     def move(self, device: torch.device) -> None:
-        """The optimizer's moments go to this device. Step counters stay where AdamW wants them."""
+        """Move the optimizer's moments to a device; step counters stay where AdamW wants them."""
         for state in self.adamw.state.values():
             for name, value in state.items():
                 if value.dim():
                     state[name] = value.to(device)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients so far, whole, by parameter name; they are cleared. Collective."""
+        """Return the whole gradients so far, by parameter name, and clear them. Collective."""
         found = {
             name: whole(p.grad).clone()
             for name, p in self._module.named_parameters()
@@ -163,7 +177,7 @@ class Optimizer(StepCounts):
         return found
 
     def _first_broken(self) -> str:
-        """The first parameter with a gradient that is not finite on any rank."""
+        """Return the first parameter with a gradient that is not finite on any rank."""
         named = [
             (name, parameter.grad)
             for name, parameter in self._module.named_parameters()

@@ -1,11 +1,12 @@
-"""The trainer of a policy: one optimizer step is `forward_backward` and `optimizer_step` of a strategy.
+"""The trainer of a policy.
 
-A strategy (fsdp2, megatron, deepspeed) supplies the model, the reduction of gradients over ranks, and
-the state. Everything else about a step is here, once. There is one instance per rank; all ranks make
-the same calls in the same order.
+One optimizer step is a `forward_backward` and an `optimizer_step` of a strategy. A strategy (fsdp2,
+megatron, deepspeed) supplies the model, the reduction of gradients over ranks, and the state.
+Everything else about a step is in this module. There is one instance per rank; all ranks make the
+same calls in the same order.
 
-Denominators are global over the optimizer step: how samples are split into ranks, micro-batches and
-packs changes no gradient.
+Denominators are global over the optimizer step: splitting samples into ranks, micro-batches and
+packs in another way does not change the gradient.
 """
 
 from __future__ import annotations
@@ -48,22 +49,22 @@ class Strategy(Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """This process among the trainer's ranks."""
+        """Return this process's position among the trainer's ranks."""
         ...
 
     @property
     def batcher(self) -> MicroBatcher:
-        """Cuts samples into micro-batches."""
+        """Return the splitter of samples into micro-batches."""
         ...
 
     @property
     def steps(self) -> StepCounts:
-        """Optimizer steps so far, and the specification of the optimizer."""
+        """Return the count of optimizer steps so far, with the specification of the optimizer."""
         ...
 
     @property
     def adapters(self) -> Adapters | None:
-        """The adapters, if nothing else trains."""
+        """Return the adapters, if nothing else trains."""
         ...
 
     def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:

@@ -43,12 +43,12 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank's samples count in sums: one rank of each `data_rank`."""
+        """True on one rank of each `data_rank`: the one that counts in sums over samples."""
         return self.group_rank == 0
 
     @property
     def scores(self) -> bool:
-        """Whether this rank's losses count in sums: one of each `data_rank` that computes them."""
+        """True on one rank of each `data_rank`: the one that counts in sums over losses."""
         return self.leads
 
     def sum(self, values: list[float]) -> list[float]:

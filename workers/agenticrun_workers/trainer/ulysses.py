@@ -1,9 +1,12 @@
-"""Ulysses sequence parallelism (Jacobs et al. 2023, arXiv 2309.14509): a group of ranks computes each sequence together.
+"""Ulysses sequence parallelism: a group of ranks computes each sequence together.
 
-Each rank holds a piece of every row, and all layers work on pieces. Only attention needs whole rows: before it an all-to-all
-exchanges pieces of all heads for whole rows of some heads, after it another one exchanges them back. So that each rank can compute the
-loss of whole sequences, the group adds up its log-probs; the gradient of a rank's own ones then flows into its piece, and the ranks'
-gradients of the parameters are summed as under data parallelism.
+Source: Jacobs et al. 2023, arXiv 2309.14509. Each rank holds a piece of every row, and all layers
+work on pieces. Only attention needs whole rows: an all-to-all before it exchanges pieces of all
+heads for whole rows of some heads, and another one after it reverses the exchange.
+
+The group combines its log-probs, so that each rank can compute the loss of whole sequences. The
+gradient of a rank's own log-probs flows into its piece, and the gradients of the parameters are
+summed over the ranks as under data parallelism.
 """
 
 from __future__ import annotations
@@ -28,33 +31,36 @@ from agenticrun_workers.trainer.modules import packed_probe, probe_tolerance
 from agenticrun_workers.trainer.ranks import Ranks
 
 NAME = "ulysses"
-"""Of the attention function, for transformers."""
+"""Name of the attention function in transformers."""
 KERNELS = ("sdpa", "flash_attention_2")
 """Attention functions that work on any number of heads. (Eager ones belong to their models.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What attention on whole rows needs to know; the decoder hands it down to the attention function of each layer."""
+    """Properties of whole rows, which the decoder passes to each layer's attention function."""
 
     group: dist.ProcessGroup
     attend: Callable[..., tuple[Tensor, Tensor | None]]
     position_ids_BT: Tensor | None
-    """Of the whole rows; None if every row is one sequence."""
+    """Position ids of the whole rows; None if every row is one sequence."""
     mask: Tensor | None
-    """Of layers that see everything before; None: causal."""
+    """Mask of layers that attend to everything before a token; None: causal."""
     sliding_mask: Tensor | None
-    """Of layers that see a window."""
+    """Mask of layers that attend to a window."""
 
 
 class UlyssesSequences:
-    """Implements `Sequences` for a decoder whose attention it replaces, before the decoder is sharded. Making it is collective.
+    """`Sequences` for a decoder with the attention of this module. Collective to construct.
+
+    Construct it before the decoder is sharded: it replaces the decoder's attention.
 
     Args:
         packed: rows will hold several sequences.
 
     Raises:
-        UnsupportedModel: the number of heads, the attention's implementation or the model's structure do not allow it.
+        UnsupportedModel: the number of heads, the implementation of attention or the structure of
+            the model is not supported.
     """
 
     def __init__(self, decoder: PreTrainedModel, ranks: Ranks, *, packed: bool) -> None:
@@ -69,11 +75,13 @@ class UlyssesSequences:
         kernel, heads = str(self._config._attn_implementation), self._config.num_attention_heads
         if kernel not in KERNELS:
             raise UnsupportedModel(
-                f"ulysses_sequence_parallel_size needs the attention {' or '.join(KERNELS)}, not {kernel}"
+                f"ulysses_sequence_parallel_size needs the attention "
+                f"{' or '.join(KERNELS)}, not {kernel}"
             )
         if heads % self._size:
             raise UnsupportedModel(
-                f"ulysses_sequence_parallel_size {self._size} does not divide the {heads} attention heads"
+                f"ulysses_sequence_parallel_size {self._size} does not divide "
+                f"the {heads} attention heads"
             )
         self._attend = ALL_ATTENTION_FUNCTIONS[kernel]
         self._slides = "sliding_attention" in (getattr(self._config, "layer_types", None) or ())
@@ -103,7 +111,7 @@ class UlyssesSequences:
         return math.ceil(batch_width / self._size)
 
     def _mine(self, batch: MicroBatch) -> Tensor:
-        """Indices [n] of the selected tokens whose prediction is read in this rank's piece."""
+        """Return the indices [n] of selected tokens with a prediction in this rank's piece."""
         return (batch.columns_N // self._piece(batch.ids_BT.shape[1]) == self._place).nonzero()[
             :, 0
         ]
@@ -111,7 +119,10 @@ class UlyssesSequences:
     def _pieces(
         self, decoder: PreTrainedModel, ids_BT: Tensor, position_ids_BT: Tensor | None
     ) -> Tensor:
-        """Last hidden states [B, t, H] of this rank's piece of each row. The last piece is filled up with padding."""
+        """Return the last hidden states [B, t, H] of this rank's piece of each row.
+
+        The last piece is padded.
+        """
         width = self._piece(ids_BT.shape[1])
         padding = width * self._size - ids_BT.shape[1]
         positions_BT = torch.arange(width * self._size, device=ids_BT.device).expand(
@@ -143,7 +154,10 @@ class UlyssesSequences:
 
     @torch.no_grad()
     def _check(self, decoder: PreTrainedModel, ranks: Ranks, packed: bool) -> None:
-        """Replace the attention, and see that pieces give what whole rows give: models may attend in ways of their own."""
+        """Replace the attention, and check that pieces have the same hidden states as whole rows.
+
+        A model may compute attention in a way of its own that pieces break.
+        """
         ids, packed_positions = packed_probe(decoder)
         positions = packed_positions if packed else None
         whole_TH: Tensor = decoder(
@@ -157,7 +171,8 @@ class UlyssesSequences:
         off = float((found_tH - mine_tH).abs().max()) if len(mine_tH) else 0.0
         if ranks.max([off])[0] > probe_tolerance(whole_TH):
             raise UnsupportedModel(
-                f"{type(decoder).__name__} does not give the same in pieces: leave ulysses_sequence_parallel_size out"
+                f"{type(decoder).__name__} does not give the same in pieces: "
+                "leave ulysses_sequence_parallel_size out"
             )
 
 
@@ -172,7 +187,10 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' interface: [B, heads, t, D] of the pieces in, [B, t, heads, D] out."""
+    """Compute attention on whole rows, from pieces to pieces, in transformers' interface.
+
+    Shapes: query, key and value [B, heads, t, D]; result [B, t, heads, D].
+    """
     if rows is None:
         raise UnsupportedModel(
             f"{type(module).__name__} is not told by its model how sequences are cut"
@@ -200,12 +218,12 @@ def attention(
 
 
 def _cut(x: Tensor, parts: int) -> Tensor:
-    """[B, P * n, ...] as [B, P, n, ...]."""
+    """Reshape [B, P * n, ...] to [B, P, n, ...]."""
     return x.reshape(x.shape[0], parts, -1, *x.shape[2:])
 
 
 class _Grouped:
-    """An attention module whose key-value heads were repeated."""
+    """Stand-in for an attention module after its key-value heads were repeated."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self._module = module
@@ -216,7 +234,10 @@ class _Grouped:
 
 
 def _exchange(sent_S: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Part s of the first dimension goes to rank s of the group; what rank s sent is part s of the result."""
+    """Send part s of the first dimension to rank s of the group.
+
+    Part s of the result is the part that rank s sent.
+    """
     received_S: Tensor = _AllToAll.apply(sent_S, group)
     return received_S
 
@@ -235,7 +256,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over the group. Every rank computes the same loss from it, which counts once: the gradient is each rank's own."""
+    """Sum over the group, with the gradient of this rank's own term.
+
+    Every rank computes the same loss from the sum, and the loss counts once.
+    """
 
     @staticmethod
     def forward(ctx: Any, values_N: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
