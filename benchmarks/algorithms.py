@@ -1,13 +1,17 @@
-"""How fast is a step's credit? Each algorithm against `clone()` of one float32 tensor with a number per token, in the same run.
+"""Measure how fast and how large a step's credit computation is, relative to copying one tensor.
+
+The tensor has one float32 number per token, and `clone()` copies it in the same run.
 
     python benchmarks/algorithms.py [--quick] [--json FILE]
 
-1,024 trajectories of 8,192 tokens, 60 % of them responses, in 10 turns; states are raw 32-byte hashes. Inputs are full arrays with
-prompts and observations in them. Every case goes through the product's own functions, allocates its outputs, and is timed in
-turn with the clone, several times; figures are ratios of medians. `<case>_growth` is the time per token at four times the
-trajectories over that at 1,024: 1 is linear. (Smaller sizes say nothing about that: the allocator then hands out memory that is
-in the caches, and no page is faulted in.) `<case>_memory` is the peak of the process's memory above what it held before the call (VmHWM,
-reset through /proc/self/clear_refs), outputs included, in tensors of that size. `--quick` takes a sixteenth of the trajectories.
+1,024 trajectories of 8,192 tokens, 60 % of them responses, in 10 turns; states are raw 32-byte
+hashes. Inputs are full arrays with prompts and observations in them. Every case goes through the
+product's own functions, allocates its outputs, and is timed in turn with the clone, several times;
+figures are ratios of medians. `<case>_growth` is the time per token at four times the trajectories
+over that at 1,024: 1 is linear. (Smaller sizes say nothing about that: the allocator then reuses
+cached memory, and no page is faulted in.) `<case>_memory` is the peak of the process's memory above
+its level before the call (VmHWM, reset through /proc/self/clear_refs), outputs included, in tensors
+of that size. `--quick` takes a sixteenth of the trajectories.
 """
 
 from __future__ import annotations
@@ -133,7 +137,7 @@ CASES: dict[str, Callable[[Batch], object]] = {
 
 
 def seconds(batches: dict[int, Batch], repeats: int) -> dict[int, dict[str, float]]:
-    """Median time of every case at every size, all taken in turns, so that a busy machine is busy for all of them."""
+    """Return the median time of every case at every size. Cases alternate: load hits all alike."""
     times: dict[tuple[int, str], list[float]] = {
         (size, name): [] for size in batches for name in CASES
     }
@@ -220,7 +224,8 @@ def main() -> None:
         memory = figures[f"{name}_memory"]
         growth = figures[f"{name}_growth"]
         print(
-            f"{name:10} {figures[f'{name}_over_clone']:5.2f} of clone (at most {limit:g})   memory {memory:4.2f} tensors "
+            f"{name:10} {figures[f'{name}_over_clone']:5.2f} of clone (at most {limit:g})   "
+            f"memory {memory:4.2f} tensors "
             f"(under {MEMORY_LIMIT:g})   time per token at 4x the size {growth:4.2f} times"
         )
     if arguments.json:

@@ -1,11 +1,15 @@
-"""One run, three engines, three trainers: reward, log-prob gap, tokens per second and seconds of weight sync of each combination.
+"""Train one run with each combination of three engines and three trainers, and compare them.
 
-    python benchmarks/combinations.py [--engines NAME ...] [--trainers NAME ...] [--quick] [--json FILE]
+The figures are reward, log-prob gap, tokens per second and seconds of weight sync.
 
-Each of them is `agenticrun run -f examples/engines-and-trainers.yaml` in local mode, with two trainer ranks and only the names of the
-strategies changed: the same seed, so the same levels and the same first weights. Rewards differ, because engines draw their own samples.
-The log-prob gap is mean |trainer's - engine's log-prob| over the tokens that were sampled with the weights that are trained.
-`--quick` trains for one step.
+    python benchmarks/combinations.py [--engines NAME ...] [--trainers NAME ...] [--quick]
+        [--json FILE]
+
+Each of them is `agenticrun run -f examples/engines-and-trainers.yaml` in local mode, with two
+trainer ranks. Only the names of the strategies change: the seed is the same, so the levels and the
+first weights are too. Rewards differ, because engines draw their own samples. The log-prob gap is
+mean |trainer's - engine's log-prob| over the tokens that were sampled with the weights that are
+trained. `--quick` trains for one step.
 """
 
 from __future__ import annotations
@@ -44,7 +48,11 @@ class Result:
 
 
 def run(engine: str, trainer: str, steps: int) -> Result:
-    """Train with one combination. Raises `CalledProcessError` if that fails, after its output has been shown."""
+    """Train with one combination.
+
+    Raises:
+        CalledProcessError: The run failed; its output has been shown.
+    """
     with tempfile.TemporaryDirectory(prefix="combination-") as folder:
         settings = {
             "spec.pipeline.actorInfer.strategy.name": engine,
@@ -110,8 +118,10 @@ def main() -> None:
         for trainer in arguments.trainers:
             found = run(engine, trainer, 1 if arguments.quick else 4)
             print(
-                f"{engine:14}{trainer:12}{found.reward:8.3f}{found.gap:11.2e}{found.tokens_per_second:8.0f}{found.sync_seconds:8.3f}"
-                f"{found.wall_seconds:8.0f}{'' if found.gap < LARGEST_GAP else '  the gap is too large'}",
+                f"{engine:14}{trainer:12}{found.reward:8.3f}{found.gap:11.2e}"
+                f"{found.tokens_per_second:8.0f}{found.sync_seconds:8.3f}"
+                f"{found.wall_seconds:8.0f}"
+                f"{'' if found.gap < LARGEST_GAP else '  the gap is too large'}",
                 flush=True,
             )
             figures |= {

@@ -255,7 +255,8 @@ def main() -> None:
         model = Path(folder) / "model"
         initialize_model(model, MODEL)
         print(
-            f"{'engine':14}{'tokens':>8}{'ours tok/s':>12}{'own tok/s':>12}{'lean tok/s':>12}{'share':>8}"
+            f"{'engine':14}{'tokens':>8}{'ours tok/s':>12}{'own tok/s':>12}{'lean tok/s':>12}"
+            f"{'share':>8}"
         )
         for engine in arguments.engines:
             for length, found in asyncio.run(measure(engine, model, requests, rounds)).items():
@@ -263,7 +264,8 @@ def main() -> None:
                 own = f"{found['own']:.0f}" if "own" in found else "-"
                 limit = "" if length else f"  (at least {LIMIT})"
                 print(
-                    f"{engine:14}{LENGTHS[length]:8}{found['ours']:12.0f}{own:>12}{found['lean']:12.0f}{share:8.3f}{limit}",
+                    f"{engine:14}{LENGTHS[length]:8}{found['ours']:12.0f}{own:>12}"
+                    f"{found['lean']:12.0f}{share:8.3f}{limit}",
                     flush=True,
                 )
                 figures[f"client_share_{length}{engine}"] = share

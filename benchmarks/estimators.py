@@ -1,9 +1,13 @@
-"""Do all algorithms learn the demo's task within one budget? Each of examples/algorithms as a sequential loop in one process.
+"""Train the demo's task with each of examples/algorithms within one budget, and compare them.
 
-    python benchmarks/estimators.py [--quick] [--json FILE] [--plot FILE] [--only NAME ...] [--seed N] [--jobs N]
+Each runs as a sequential loop in one process.
 
-Every algorithm has the same 300 steps of 128 trajectories, the same levels and the same warm-up (a step-wise agent's has no
-observations to foresee). Success is greedy, on 200 levels that training never sees. `--quick` trains 4 steps: a smoke test.
+    python benchmarks/estimators.py [--quick] [--json FILE] [--plot FILE] [--only NAME ...]
+        [--seed N] [--jobs N]
+
+Every algorithm has the same 300 steps of 128 trajectories, the same levels and the same warm-up
+(a step-wise agent's has no observations to foresee). Success is greedy, on 200 levels that training
+never sees. `--quick` trains 4 steps: a smoke test.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ def table(outcomes: dict[str, Outcome]) -> str:
         passed = "yes" if o.final >= GOAL else "no"
         spent = o.cpu_warmup + o.cpu_rollout + o.cpu_training
         lines.append(
-            f"{name:19}  {o.random:6.3f}  {o.warmup:7.3f}  {shown}  {o.final:5.3f}  {passed:6}  {spent:5.0f}"
+            f"{name:19}  {o.random:6.3f}  {o.warmup:7.3f}  {shown}  {o.final:5.3f}  {passed:6}"
+            f"  {spent:5.0f}"
         )
     return "\n".join(lines)
 

@@ -1,10 +1,14 @@
-"""Does the demo learn, and for how much CPU? The YAML's own run as a sequential loop in one process, without Ray or Kubernetes.
+"""Measure how well the demo learns, and how much CPU it takes.
 
-    python benchmarks/learning.py [RUN.yaml] [--seeds 0 1 2] [--quick] [--json FILE] [--set PATH=VALUE ...]
+Runs the YAML's own run as a sequential loop in one process, without Ray or Kubernetes.
 
-Every part but the transport is the product's: environments, agent, engine, trainer, advantages, mini-batches and seeds. For
-each seed it plays the uniformly random valid policy, the policy after the warm-up, and the trained one (greedy) on the same
-validation levels, which training never sees. `--quick` trains one seed for a sixth of the steps: a smoke test, not a result.
+    python benchmarks/learning.py [RUN.yaml] [--seeds 0 1 2] [--quick] [--json FILE]
+        [--set PATH=VALUE ...]
+
+Every part but the transport is the product's: environments, agent, engine, trainer, advantages,
+mini-batches and seeds. For each seed it plays the uniformly random valid policy, the policy after
+the warm-up, and the trained one (greedy) on the same validation levels, which training never sees.
+`--quick` trains one seed for a sixth of the steps: a smoke test, not a result.
 """
 
 from __future__ import annotations
@@ -136,7 +140,8 @@ class Learner:
                 outcome.curve[step] = await self.success()
                 spent = outcome.cpu_warmup + outcome.cpu_rollout + outcome.cpu_training
                 print(
-                    f"seed {outcome.seed}: step {step}, success {outcome.curve[step]:.3f}, {spent:.0f} s of CPU",
+                    f"seed {outcome.seed}: step {step}, success {outcome.curve[step]:.3f}, "
+                    f"{spent:.0f} s of CPU",
                     flush=True,
                 )
         await self._engine.stop()
@@ -233,7 +238,8 @@ def table(outcomes: list[Outcome]) -> str:
         parts = f"{total:6.0f} ({o.cpu_warmup:.0f} + {o.cpu_rollout:.0f} + {o.cpu_training:.0f})"
         best = max(o.curve.values())
         lines.append(
-            f"{o.seed:4}  {o.random:6.3f}  {o.warmup:7.3f}  {o.final:5.3f}  {best:5.3f}  {'yes' if o.passed else 'no':6}  {parts}"
+            f"{o.seed:4}  {o.random:6.3f}  {o.warmup:7.3f}  {o.final:5.3f}  {best:5.3f}  "
+            f"{'yes' if o.passed else 'no':6}  {parts}"
         )
     return "\n".join(lines)
 

@@ -1,12 +1,16 @@
-"""What do log-probs and entropies of long sequences cost? By chunks (`training.scoring`) against the whole softmax, backward pass included.
+"""Measure time and memory of log-probs and entropies of long sequences, backward pass included.
+
+Compares the chunks of `trainer.log_probs` with the whole softmax.
 
     python benchmarks/log_probs.py [--quick] [--json FILE]
 
-32,768 tokens, a vocabulary of 151,936 (Qwen's), float32; the loss reads the log-prob and the entropy of every token. A small hidden
-size, because the memory is about the vocabulary. `peak_gibibytes` is the peak of a process of its own above what it held before the
-forward pass (VmHWM, reset through /proc/self/clear_refs), gradients included; `logits_gibibytes` is one float32 tensor of all logits,
-of which the whole softmax needs several. The whole softmax runs at `naive_tokens`, where it fits, beside the chunks at the same size:
-`time_over_naive` and `peak_over_naive` are about these two. On CPU; a GPU's memory is bounded in the same way.
+32,768 tokens, a vocabulary of 151,936 (Qwen's), float32; the loss reads the log-prob and the
+entropy of every token. The hidden size is small, because the memory is about the vocabulary.
+`peak_gibibytes` is the peak of a separate process above its level before the forward pass (VmHWM,
+reset through /proc/self/clear_refs), gradients included; `logits_gibibytes` is one float32 tensor
+of all logits: the whole softmax needs several. The whole softmax runs at `naive_tokens`, where it
+fits, beside the chunks at the same size: `time_over_naive` and `peak_over_naive` compare these two.
+On CPU; a GPU's memory is bounded in the same way.
 """
 
 from __future__ import annotations
@@ -69,13 +73,14 @@ def _bytes(name: str) -> int:
 
 
 def in_a_process(way: str, tokens: int, vocabulary: int) -> dict[str, float]:
-    """`measure` in a process of its own, so that no other pass's memory is counted or used again."""
+    """Run `measure` in a separate process, so that no other pass's memory is counted or reused."""
     command = [sys.executable, __file__, "--measure", way, str(tokens), str(vocabulary)]
     measured: dict[str, float] = json.loads(
         subprocess.run(command, check=True, capture_output=True, text=True).stdout
     )
     print(
-        f"{way:8} {tokens:6} tokens   {measured['seconds']:7.1f} s   peak {measured['bytes'] / GIBIBYTE:6.2f} GiB",
+        f"{way:8} {tokens:6} tokens   {measured['seconds']:7.1f} s   "
+        f"peak {measured['bytes'] / GIBIBYTE:6.2f} GiB",
         flush=True,
     )
     return measured

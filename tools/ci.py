@@ -1,9 +1,9 @@
 """`make check` and `make test`: the stages that must pass, in order, with the minutes each took.
 
 `python3 tools/ci.py check` is the inner loop: lint, types, unit tests and one tiny run on this
-machine. Without an argument all stages run. They share one cluster. A cluster that was already up is used and left up. One that this program
-started is stopped at the end, whatever happened in between. Standard library only: it runs before
-anything is installed.
+machine. Without an argument all stages run. They share one cluster. A cluster that was already up
+is used and left up. One that this program started is stopped at the end, whatever happened in
+between. Standard library only: it runs before anything is installed.
 """
 
 from __future__ import annotations

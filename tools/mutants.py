@@ -4,10 +4,10 @@
     python3 tools/mutants.py NAME [NAME ...]  some of them
     python3 tools/mutants.py --list
 
-Each mutant replaces one piece of code, which must occur exactly once in its file or folder, and names
-the tests that must then fail. The working tree stays as it is: mutants live in copies. The tests are
-first run on unchanged code, because a test that always fails notices nothing. Exit code 1 if a mutant
-survives or its code is no longer there.
+Each mutant replaces one piece of code, which must occur exactly once in its file or folder, and
+names the tests that must then fail. The working tree stays as it is: mutants live in copies. The
+tests are first run on unchanged code, because a test that always fails notices nothing. Exit code 1
+if a mutant survives or its code is no longer there.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def with_registry(values: str, registry: str, version: str) -> str:
 
     Args:
         values: The chart's values.yaml.
-        registry: Host and path below which the release's images are, such as `ghcr.io/owner/agenticrun`.
+        registry: Host and path of the release's images, such as `ghcr.io/owner/agenticrun`.
         version: Tag of the images.
 
     Raises:

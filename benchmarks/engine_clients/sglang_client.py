@@ -1,4 +1,7 @@
-"""SGLang's own benchmark client over given prompts. Runs in SGLang's environment; see benchmarks/engines.py."""
+"""SGLang's own benchmark client over given prompts.
+
+Runs in SGLang's environment; see benchmarks/engines.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 import time
 from types import SimpleNamespace
 
-# Its module of data sets, of which none is used here, imports a library that SGLang's server does not need.
+# SGLang's module of data sets imports a library that its server does not need. None is used here.
 sys.modules["datasets"] = SimpleNamespace(load_dataset=None)  # type: ignore[assignment]
 
 from sglang.benchmark import serving  # noqa: E402

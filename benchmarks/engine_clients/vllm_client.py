@@ -1,4 +1,7 @@
-"""vLLM's own benchmark client over given prompts. Runs in vLLM's environment; see benchmarks/engines.py."""
+"""vLLM's own benchmark client over given prompts.
+
+Runs in vLLM's environment; see benchmarks/engines.py.
+"""
 
 from __future__ import annotations
 

@@ -36,12 +36,14 @@ disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshot
 [plugins."io.containerd.grpc.v1.cri"]
   sandbox_image = "{PAUSE_IMAGE}"
   disable_apparmor = true
-  restrict_oom_score_adj = true  # without CAP_SYS_RESOURCE runc can't lower the score and no sandbox starts
+  restrict_oom_score_adj = true  # without CAP_SYS_RESOURCE runc can't lower the score \
+and no sandbox starts
   netns_mounts_under_state_dir = true
   [plugins."io.containerd.grpc.v1.cri".containerd]
     snapshotter = "overlayfs"
     default_runtime_name = "runc"
-    discard_unpacked_layers = true  # the local registry has the blobs already: a second copy of the worker image is 5 GB
+    discard_unpacked_layers = true  # the local registry has the blobs already: \
+a second copy of the worker image is 5 GB
     [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
       runtime_type = "io.containerd.runc.v2"
       [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
@@ -106,7 +108,8 @@ def kubelet(settings: Settings) -> str:
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
 address: {settings.node_ip}
-authentication: {{anonymous: {{enabled: false}}, webhook: {{enabled: true}}, x509: {{clientCAFile: "{settings.pki}/ca.crt"}}}}
+authentication: {{anonymous: {{enabled: false}}, webhook: {{enabled: true}}, \
+x509: {{clientCAFile: "{settings.pki}/ca.crt"}}}}
 authorization: {{mode: Webhook}}
 tlsCertFile: {settings.pki}/kubelet.crt
 tlsPrivateKeyFile: {settings.pki}/kubelet.key

@@ -1,7 +1,10 @@
-"""docs/reference.md, generated from the API models: `python tools/docs/reference.py > docs/reference.md`.
+"""Generate docs/reference.md from the API models.
 
-Each mapping of the spec becomes a section with a table: field, type, default, constraints, and the docstring under the field.
-The tables come from the CRD's schema, so they cannot say anything that the apiserver does not enforce.
+    python tools/docs/reference.py > docs/reference.md
+
+Each mapping of the spec becomes a section with a table: field, type, default, constraints, and the
+docstring under the field. The tables come from the CRD's schema, so they cannot say anything that
+the apiserver does not enforce.
 """
 
 from __future__ import annotations

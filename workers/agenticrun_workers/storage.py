@@ -86,7 +86,8 @@ class Folder:
             self._fs, path = fsspec.core.url_to_fs(uri, use_listings_cache=False)
         except (ImportError, ValueError, OSError) as error:
             raise UnusableStorage(
-                f"{uri}: {error}; use a folder or s3://bucket/prefix, or install that driver in the image"
+                f"{uri}: {error}; use a folder or s3://bucket/prefix, "
+                "or install that driver in the image"
             ) from error
         self._path = str(path).rstrip("/")
         self.local_path = Path(path) if isinstance(self._fs, LocalFileSystem) else None
@@ -276,7 +277,8 @@ def _advice(error: Exception) -> str | None:
     if "Credential" in type(error).__name__:
         return (
             "give driver and trainer pods credentials by environment (roles.<role>.envFrom), "
-            "for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL if it is not Amazon's"
+            "for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "and AWS_ENDPOINT_URL if it is not Amazon's"
         )
     if isinstance(error, FileNotFoundError):
         return "make the bucket first"

@@ -312,7 +312,8 @@ class QueuedEpisode:
             or not all(isinstance(s, ScoredSequence) for s in sequences)
         ):
             raise _mistake(
-                f"collect_trajectory must return one ScoredSequence or several, not {_shown(returned)}"
+                "collect_trajectory must return one ScoredSequence or several, "
+                f"not {_shown(returned)}"
             )
         try:
             return [self._trajectory(sequence) for sequence in sequences]
@@ -325,14 +326,16 @@ class QueuedEpisode:
         sampled = self._tree.find(sequence.tokens)
         if sampled is None:
             raise _mistake(
-                "a ScoredSequence has tokens that were not sampled: they must be one of the seqs of a bundle"
+                "a ScoredSequence has tokens that were not sampled: "
+                "they must be one of the seqs of a bundle"
             )
         path = [replace(sampled, parent=None)] if sequence.trained == "last" else sampled.path()
         given = sequence.rewards
         rewards = [*given] if isinstance(given, Sequence) else [*[0.0] * (len(path) - 1), given]
         if len(rewards) != len(path):
             raise _mistake(
-                f"a ScoredSequence has {len(rewards)} rewards, and its trained turns are {len(path)}"
+                f"a ScoredSequence has {len(rewards)} rewards, "
+                f"and its trained turns are {len(path)}"
             )
         turns = [
             one.turn(self._chat, float(reward)) for one, reward in zip(path, rewards, strict=True)

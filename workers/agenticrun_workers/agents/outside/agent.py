@@ -251,6 +251,7 @@ def _posted(reward: float | None) -> float:
     if reward is None:
         raise EnvFault(
             StopReason.ENV_ERROR,
-            "the agent ended without a reward: return one from run, or post it (docs/outside-agents.md)",
+            "the agent ended without a reward: return one from run, "
+            "or post it (docs/outside-agents.md)",
         )
     return reward

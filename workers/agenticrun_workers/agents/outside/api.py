@@ -169,7 +169,8 @@ class _Fields:
             if value is not None and value != owned:
                 raise refused(
                     name,
-                    f"is {value!r}, and the run samples with {owned}: leave it out, and set {place}",
+                    f"is {value!r}, and the run samples with {owned}: "
+                    f"leave it out, and set {place}",
                 )
         n = self.number("n", 1) or 1
         if n > MAX_SAMPLES:

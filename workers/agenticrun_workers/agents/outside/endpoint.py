@@ -112,7 +112,10 @@ class Endpoint:
         except ApiError as error:
             return web.json_response(error.body, status=error.status)
         except web.HTTPException as error:
-            message = f"{request.method} {request.path_qs.partition('/v1/')[2]}: {error.reason} (known under /v1: {PATHS})"
+            message = (
+                f"{request.method} {request.path_qs.partition('/v1/')[2]}: {error.reason} "
+                f"(known under /v1: {PATHS})"
+            )
             return web.json_response(ApiError(error.status, message).body, status=error.status)
         except Exception:
             log.exception("a request of an outside agent failed")

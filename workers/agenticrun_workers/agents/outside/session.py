@@ -343,7 +343,10 @@ class Session:
         limits = self.policy.limits
         if len(prompt_T) >= limits.sequence_length:
             self.ended = StopReason.CONTEXT_OVERFLOW
-            message = f"{len(prompt_T)} tokens leave no room for an answer within sequenceLength {limits.sequence_length}"
+            message = (
+                f"{len(prompt_T)} tokens leave no room for an answer within "
+                f"sequenceLength {limits.sequence_length}"
+            )
             raise refused(param, message, "context_length_exceeded")
         if self._turns >= limits.max_turns:
             self.ended = StopReason.MAX_TURNS

@@ -12,7 +12,10 @@ from agenticrun_workers.inference.server_command import command_line, find_engin
 from agenticrun_workers.inference.server_process import HOST, ServerSpec
 
 VERSIONS = "==0.5.23"
-"""The version we test with. The HTTP API and the internals that our plug-in hooks into are unstable."""
+"""The version we test with.
+
+The HTTP API and the internals that our plug-in hooks into are unstable.
+"""
 HERE = Path(__file__).parent
 OWNED = {
     "model_path": "spec.model",
@@ -45,9 +48,12 @@ CPU_DEFAULTS: Mapping[str, Any] = {
     "mem_fraction_static": 0.9,
     "max_running_requests": 64,
 }
-"""`sleep_on_idle`: otherwise an idle server takes a whole core. `mem_fraction_static`: the cache has
+"""Defaults on CPU.
+
+`sleep_on_idle`: otherwise an idle server takes a whole core. `mem_fraction_static`: the cache has
 a fixed size, `max_total_tokens`. A small fraction would only make the start fail for larger models,
-or while other processes allocate memory."""
+or while other processes allocate memory.
+"""
 GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
 """`enable_memory_saver`: lets `sleep` free the memory for a trainer."""
 DTYPES = ("float32", "bfloat16", "float16")

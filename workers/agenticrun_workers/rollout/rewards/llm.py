@@ -79,7 +79,8 @@ class LLMJudge:
             raise ValueError("concurrency must be at least 1 and maxRetries at least 0")
         if api_key_env and not os.environ.get(api_key_env):
             raise ValueError(
-                f"apiKeyEnv: {api_key_env} is not set on the env pods: set it with roles.env.envFrom"
+                f"apiKeyEnv: {api_key_env} is not set on the env pods: "
+                "set it with roles.env.envFrom"
             )
         self._headers = (
             {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}

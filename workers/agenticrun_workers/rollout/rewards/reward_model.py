@@ -66,7 +66,8 @@ class RewardModelJudge:
         labels = self._model.config.num_labels
         if (labels == 1) != (label is None) or (label is not None and not 0 <= label < labels):
             raise ValueError(
-                f"label: {path} has {labels} label(s); name one from 0 to {labels - 1} if there are several, else none"
+                f"label: {path} has {labels} label(s); "
+                f"name one from 0 to {labels - 1} if there are several, else none"
             )
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token

@@ -66,7 +66,10 @@ class RequestArguments(LogitsProcessor):  # type: ignore[misc]
         return logits
 
     def uniforms(self, count: int) -> Tensor:
-        """Return a random number for the next token of each of the first rows, float64 [count, 1]."""
+        """Return a random number for the next token of each of the first rows.
+
+        Float64 [count, 1].
+        """
         rows = [self._rows[row] for row in range(count)]
         seeds_B = np.array([row.seed for row in rows], np.uint64)
         indices_B = np.array([len(row.outputs) for row in rows], np.uint64)
