@@ -1,7 +1,8 @@
 """Pure maths of the algorithms: NumPy and numba for rewards and advantages, torch for losses.
 
-A step's order of operations has two halves: `assign_credit` on the driver, from the scalars of a batch to a number per turn;
-`token_advantages` on every rank, from those to advantages per token.
+A step's order of operations has two halves. `assign_credit` runs on the driver and turns the
+scalars of a batch into one number per turn. `token_advantages` runs on every rank and turns those
+into advantages per token.
 """
 
 from agenticrun_workers.algorithms.correction import CorrectionSpec, FilterSpec, WeightSpec

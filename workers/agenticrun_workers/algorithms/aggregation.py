@@ -1,7 +1,8 @@
 """Coefficients that turn a sum over tokens into the configured mean.
 
-Every mean is written as `sum(coefficient_t * loss_t)`, with denominators counted over the whole optimizer step. Splitting the
-tokens into micro-batches, packs or ranks therefore never changes the gradient.
+Every mean is written as `sum(coefficient_t * loss_t)`, with denominators counted over the whole
+optimizer step. Splitting the tokens into micro-batches, packs or ranks therefore never changes the
+gradient.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ Aggregation = Literal[
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Denominators of one optimizer step, over all ranks and micro-batches; both are 0 if nothing is to be learned."""
+    """Denominators of one optimizer step, over all ranks and micro-batches.
+
+    Both are 0 if there is nothing to learn from.
+    """
 
     weight: float
     """Sum of the token weights."""
     sequences: float
-    """Sequences with at least one token of weight above 0."""
+    """Number of sequences with at least one token of weight above 0."""
 
 
 def token_coefficients(
@@ -34,15 +38,20 @@ def token_coefficients(
     aggregation: Aggregation,
     norm: float = 1.0,
 ) -> Tensor:
-    """Coefficient of each token's loss, [N]; 0 where its weight is 0.
+    """Return the coefficient of each token's loss, [N]; 0 where its weight is 0.
 
-    With w the weights, W their sum and S the sequences of the step: token-mean w / W; seq-mean-token-sum w / S;
-    seq-mean-token-mean w / (sum of w in the sequence * S); seq-mean-token-sum-norm w / (S * norm) (Dr. GRPO, arXiv 2503.20783).
+    With w the weights, W their sum and S the number of sequences of the step:
+
+        token-mean               w / W
+        seq-mean-token-sum       w / S
+        seq-mean-token-mean      w / (sum of w in the sequence * S)
+        seq-mean-token-sum-norm  w / (S * norm)    (Dr. GRPO, arXiv 2503.20783)
 
     Args:
-        weight_N: loss mask (or weights) of the tokens at hand.
-        sequence_N: number of the sequence that each token belongs to, int64. A sequence's tokens must all be at hand.
+        weight_N: loss mask (or weights) of the tokens given.
+        sequence_N: number of each token's sequence, int64. All tokens of a sequence must be given.
         totals: counted over ALL tokens of the optimizer step.
+        aggregation: one of the means above.
         norm: the constant C of seq-mean-token-sum-norm.
     """
     match aggregation:

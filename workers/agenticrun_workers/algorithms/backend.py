@@ -1,4 +1,7 @@
-"""Runs token passes over all trajectories: compiled and in threads where numba is installed, else in NumPy."""
+"""Runner of token passes over all trajectories.
+
+The passes are compiled and run in threads if numba is installed, else they run in NumPy.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,19 @@ except ModuleNotFoundError as error:
     passes = plain
 
 SERIAL_BELOW = 200_000
-"""Tokens from which threads pay."""
+"""Number of tokens from which threads are worth their cost."""
 
 
 def run(name: str, cu_N1: Integers, *arguments: Any) -> None:
-    """The pass of this name over every trajectory, in as many threads as OMP_NUM_THREADS or the CPUs allow.
+    """Run a pass over every trajectory, in up to `threads()` threads.
 
-    Each trajectory is computed by one thread and written by nobody else: results do not depend on the number of threads.
+    One thread computes and writes each trajectory, so results do not depend on the number of
+    threads.
+
+    Args:
+        name: of the function in `kernels` or `plain`.
+        cu_N1: offsets of the trajectories.
+        arguments: of the function, after `cu_N1`.
     """
     function: Callable[..., None] = getattr(passes, name)
     workers = 1 if passes is plain or cu_N1[-1] < SERIAL_BELOW else threads()
@@ -46,7 +55,10 @@ def run(name: str, cu_N1: Integers, *arguments: Any) -> None:
 
 
 def even_ranges(cu_N1: Integers, parts: int) -> list[tuple[int, int]]:
-    """[first, last) ranges that cover all trajectories, with about the same number of tokens each; at least one, maybe empty."""
+    """Return ranges [first, last) that cover all trajectories.
+
+    They hold about the same number of tokens each. There is at least one, which may be empty.
+    """
     cuts = np.searchsorted(cu_N1, cu_N1[-1] * np.arange(1, parts) / parts)
     edges = [0, *(int(cut) for cut in cuts), len(cu_N1) - 1]
     ranges = [(first, last) for first, last in pairwise(edges) if last > first]
@@ -54,7 +66,7 @@ def even_ranges(cu_N1: Integers, parts: int) -> list[tuple[int, int]]:
 
 
 def threads() -> int:
-    """OMP_NUM_THREADS (Ray sets it to an actor's CPUs), else the CPUs of this process."""
+    """Return OMP_NUM_THREADS (Ray sets it to an actor's CPUs), else the CPUs of this process."""
     return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
 
 

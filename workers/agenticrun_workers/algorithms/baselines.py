@@ -1,4 +1,7 @@
-"""Estimators that compare trajectories (or steps) with each other: one value per trajectory or turn, no critic."""
+"""Estimators that compare trajectories or steps with each other.
+
+They give one value per trajectory or turn and need no critic.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from agenticrun_workers.algorithms.segments import (
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A value for each score, and which scores had nothing to be compared with."""
+    """One value per score, and a mask of the scores that had nothing to be compared with."""
 
     values_N: Floats
     degenerate_N: Booleans
@@ -32,20 +35,30 @@ class Compared:
 def grpo(
     scores_N: Floats, groups_N: Integers, mean: Over = "group", std: Over = "group"
 ) -> Compared:
-    """(s_i - mean) / std of the group (Shao et al. 2024, arXiv 2402.03300), of the batch, or undivided."""
+    """Return (s_i - mean) / std (Shao et al. 2024, arXiv 2402.03300).
+
+    Args:
+        scores_N: float64 [N].
+        groups_N: number of each score's group, from 0.
+        mean: set of the mean: the group, the batch, or none (0).
+        std: set of the standard deviation: the group, the batch, or none (1).
+    """
     normalized = normalization(scores_N, groups_N, mean, std)
     return Compared(normalized.apply(scores_N), normalized.degenerate_N)
 
 
 def dr_grpo(scores_N: Floats, groups_N: Integers) -> Compared:
-    """s_i - mean of the group (Liu et al. 2025, arXiv 2503.20783); its loss aggregation is seq-mean-token-sum-norm."""
+    """Return s_i - mean of the group (Liu et al. 2025, arXiv 2503.20783).
+
+    Its loss aggregation is seq-mean-token-sum-norm.
+    """
     return grpo(scores_N, groups_N, "group", "none")
 
 
 def rloo(scores_N: Floats, groups_N: Integers) -> Compared:
-    """s_i - mean of the OTHER members of the group = (s_i - mean) n / (n - 1) (Ahmadian et al. 2024, arXiv 2402.14740).
+    """Return s_i - mean of the OTHER scores of the group (Ahmadian et al. 2024, arXiv 2402.14740).
 
-    A group of one has no others: 0.
+    This equals (s_i - mean) n / (n - 1). In a group of one there are no others, and the value is 0.
     """
     if not len(scores_N):
         return Compared(scores_N, np.zeros(0, np.bool_))
@@ -57,15 +70,18 @@ def rloo(scores_N: Floats, groups_N: Integers) -> Compared:
 
 
 def step_returns(rewards_K: Floats, cu_turns_N1: Integers, gamma: float) -> Floats:
-    """R_k = r_k + gamma R_{k+1} inside each trajectory, turns in order, float64 [K]."""
+    """Return R_k = r_k + gamma R_{k+1} inside each trajectory, turns in order, float64 [K]."""
     decay_K = np.where(last_of_each(cu_turns_N1), 0.0, gamma)
     return discounted_suffix(rewards_K, decay_K, int(np.diff(cu_turns_N1).max(initial=0)))
 
 
 def state_sets(groups_K: Integers, states_K: NDArray[Any]) -> Integers:
-    """Numbers of equal states INSIDE the same trajectory group: states of two groups never share one, int64 [K].
+    """Number the turns so that equal states of one trajectory group have equal numbers, int64 [K].
+
+    Turns of two groups never have the same number.
 
     Args:
+        groups_K: trajectory group of each turn.
         states_K: raw 32-byte digests of the observations, as `S32`, `V32` or uint8 [K, 32].
     """
     if not len(groups_K):
@@ -77,7 +93,7 @@ def state_sets(groups_K: Integers, states_K: NDArray[Any]) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class StepCredit:
-    """What gigpo gives each turn, and its two parts."""
+    """Result of `gigpo`: the credit of each turn, and its two parts."""
 
     values_K: Floats
     episode_N: Floats
@@ -98,11 +114,13 @@ def gigpo(
     mean: Over = "group",
     std: Over = "group",
 ) -> StepCredit:
-    """w_E A_E + w_S A_S for every turn (Feng et al. 2025, arXiv 2505.10978).
+    """Return w_E A_E + w_S A_S for every turn (Feng et al. 2025, arXiv 2505.10978).
 
-    A_E is the trajectory's score s = sum_k r_k among its group's trajectories, each counted once. A_S is the step return R_k
-    (`step_returns`) among the turns of the same group that saw the same state; a state seen once gives 0. Both are normalised by
-    `mean` and `std`, where `group` means the trajectory group for A_E and the equal states for A_S.
+    A_E compares the trajectory's score s = sum_k r_k with those of its group; each trajectory
+    counts once. A_S compares the step return R_k (`step_returns`) with those of the turns of the
+    same group that saw the same state; for a state that was seen once it is 0. Both are normalised
+    by `mean` and `std`, where `group` means the trajectory group for A_E and the turns with an
+    equal state for A_S.
     """
     episode = grpo(segment_sums(rewards_K, cu_turns_N1), groups_N, mean, std)
     owner_K = owners(cu_turns_N1)

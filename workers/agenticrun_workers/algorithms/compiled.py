@@ -1,4 +1,7 @@
-"""How kernels are compiled: without the interpreter lock, and kept on disk where a folder for that can be written."""
+"""Compilation of kernels by numba.
+
+Compiled code runs without the interpreter lock, and is kept on disk if a folder for it is writable.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """Compiled by numba, every operation in the order that it is written in."""
+    """Compile a function; operations keep the order in which they are written."""
     return cast(F, _compile(function, fastmath=False))
 
 
 def compiled_in_lanes(function: F) -> F:
-    """The same, but sums may be taken in lanes: the same bits at every call, not those of the plain loop."""
+    """Compile a function, with sums that may be split into vector lanes.
+
+    The result has the same bits at every call, but not those of the plain loop.
+    """
     return cast(F, _compile(function, fastmath={"reassoc"}))
 
 

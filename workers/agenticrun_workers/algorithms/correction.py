@@ -1,15 +1,17 @@
-"""Correction of the mismatch between the trainer's log-probs (old) and the engine's, of the same weights and tokens.
+"""Correction of the mismatch between log-probs of the trainer and of the inference engine.
 
-With q = log pi_old - log pi_engine of a response token, each token has four ratios, and four differences of probabilities:
+Both are of the same weights and tokens. With q = log pi_old - log pi_engine of a response token,
+each token has four ratios, and four differences of probabilities:
 
     token      exp(q)                                  p_old - p_engine
     segment    exp(mean of q over its turn)            mean over its turn
     geometric  exp(mean of q over its sequence)        mean over its sequence
     sequence   exp(SUM of q over its sequence)         sum over its sequence
 
-The weight is min(ratio, upper bound) at one level (truncated importance sampling; Yao et al. 2025, "Your efficient RL framework
-secretly brings you off-policy RL training"); filters take tokens whose ratio or difference is out of bounds out of the mask, and
-so out of loss, denominators and whitening. Means run over all response tokens, whatever another filter says.
+The weight is min(ratio, upper bound) at one level (truncated importance sampling; Yao et al. 2025,
+"Your efficient RL framework secretly brings you off-policy RL training"). Filters remove tokens
+with a ratio or difference out of bounds from the mask, and with it from loss, denominators and
+whitening. Means run over all response tokens, including those that another filter removes.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ Level = Literal["token", "segment", "geometric", "sequence"]
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """The loss of each token times its ratio, at most `upper_bound`; None does not limit it."""
+    """Multiplication of each token's loss by its ratio, at most `upper_bound`; None: no bound."""
 
     level: Level = "token"
     upper_bound: float | None = 1.2
@@ -50,7 +52,7 @@ class WeightSpec:
 
 @dataclass(frozen=True, slots=True)
 class FilterSpec:
-    """Bounds outside which a token leaves the loss; None does not limit."""
+    """Bounds outside which a token is removed from the loss; None: no bound."""
 
     level: Level = "token"
     ratio_low: float | None = None
@@ -67,18 +69,18 @@ class CorrectionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What the correction says about each token of a rank."""
+    """Result of the correction for the tokens of a rank."""
 
     mask_L: Booleans
-    """Response tokens of trajectories that train which no filter removed."""
+    """Response tokens of trained trajectories that no filter removed."""
     weights_L: NDArray[np.float32] | None
-    """0 outside responses; None without a weight."""
+    """Weight of each token, 0 outside responses; None if the correction has no weight."""
     tally_NM: Floats
     """Sums per trajectory; `correction_metrics` reads them."""
 
     @property
     def finite(self) -> bool:
-        """Whether all log-probs were."""
+        """True if all log-probs were finite."""
         return bool(np.isfinite(self.tally_NM[:, GAP]).all())
 
 
@@ -91,7 +93,7 @@ def correct(
     old_logprobs_L: NDArray[Any],
     engine_logprobs_L: NDArray[Any],
 ) -> Correction:
-    """Mask and weights of packed tokens; the arrays are `Tokens`'s."""
+    """Return mask and weights of packed tokens; for the arrays see `Tokens`."""
     bounds = _bounds(spec)
     mask_L = np.empty(len(turns_L), np.bool_)
     weights_L = np.empty(len(turns_L), np.float32) if spec.weight else None
@@ -109,7 +111,12 @@ def correct(
 
 
 def correction_metrics(spec: CorrectionSpec, tally_M: Floats) -> dict[str, float]:
-    """ROLL's names, means over response tokens, from the tallies summed over trajectories and ranks."""
+    """Return metrics under ROLL's names: means over response tokens.
+
+    Args:
+        spec: of the correction.
+        tally_M: tallies summed over trajectories and ranks.
+    """
     tokens = max(tally_M[TOKENS], 1.0)
     metrics = {
         "actor/train_infer_logprob_gap": tally_M[GAP] / tokens,
@@ -132,7 +139,10 @@ def correction_metrics(spec: CorrectionSpec, tally_M: Floats) -> dict[str, float
 
 
 def _bounds(spec: CorrectionSpec) -> Bounds:
-    """The filters as one row of bounds per level: several filters of a level hold together."""
+    """Return the filters as one row of bounds per level.
+
+    A token must pass all filters of a level.
+    """
     low, high = (np.full((2, len(LEVELS)), end) for end in (-np.inf, np.inf))
     for chosen in spec.filters:
         row = LEVELS.index(chosen.level)

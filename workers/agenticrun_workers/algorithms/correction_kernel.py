@@ -1,4 +1,7 @@
-"""The train-inference correction, compiled: one pass over the tokens, all four levels. `plain` has the same in NumPy."""
+"""The train-inference correction, compiled: one pass over the tokens for all four levels.
+
+`plain` has the same function in NumPy.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from agenticrun_workers.algorithms.layout import (
 from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers
 
 BLOCK = 256
-"""Tokens whose exponentials are computed together, in the first-level cache."""
+"""Tokens per block of exponentials; a block fits the first-level cache."""
 LOG2_E = 1.4426950408889634
 RATIO_FLOOR, RATIO_CEILING = exp(-LOG_LIMIT), exp(LOG_LIMIT)
 LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
@@ -32,7 +35,10 @@ LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 
 @compiled
 def fast_exp(x: float) -> float:
-    """exp, right to 1e-14: 2^n times the series of the rest, without a call, so that loops over it are vectorised."""
+    """Return exp(x), accurate to 1e-14: 2^n times the series of the rest.
+
+    It calls no function, so loops over it are vectorised.
+    """
     x = min(max(x, -708.0), 709.0)
     n = np.floor(x * LOG2_E + 0.5)
     r = (x - n * LN2_HIGH) - n * LN2_LOW
@@ -53,7 +59,11 @@ def token_level(
     start: int, stop: int, trains: bool, old_L: NDArray[Any], engine_L: NDArray[Any], bounds: Bounds, blocks: Floats, mask_L: Booleans,
     weights_L: Any, tally: Floats,
 ) -> tuple[float, float]:  # fmt: skip
-    """The verdict on each response token of [start, stop), at most BLOCK; returns their summed log ratio and difference."""
+    """Apply the token level to the response tokens in [start, stop), at most BLOCK.
+
+    Returns:
+        sums of their log ratios and of their differences of probabilities.
+    """
     for i in range(stop - start):
         old, engine = np.float64(old_L[start + i]), np.float64(engine_L[start + i])
         ratio = fast_exp(old - engine)
@@ -93,7 +103,12 @@ def settle(
     start: int, stop: int, turns_L: NDArray[np.int32], level: int, ratio: float, diff: float, tokens: float, bounds: Bounds,
     mask_L: Booleans, weights_L: Any, tally: Floats,
 ) -> None:  # fmt: skip
-    """One level's verdict on the `tokens` response tokens in [start, stop), which share this ratio and difference."""
+    """Apply one level to response tokens that share a ratio and a difference.
+
+    Args:
+        start, stop: range of positions.
+        tokens: number of response tokens in the range.
+    """
     ratio_kept = bounds.ratio_low[level] <= ratio <= bounds.ratio_high[level]
     diff_kept = bounds.diff_low[level] <= diff <= bounds.diff_high[level]
     tally[RATIO + level] += tokens * ratio
@@ -115,7 +130,7 @@ def correct(
     first: int, last: int, cu_N1: Integers, cu_seqlens_S1: Integers, turns_L: NDArray[np.int32], trains_N: Booleans,
     old_L: NDArray[Any], engine_L: NDArray[Any], bounds: Bounds, mask_L: Booleans, weights_L: Any, tally_NM: Floats,
 ) -> None:  # fmt: skip
-    """Fills the mask that the filters leave, the weights (0 outside responses) and the tallies."""
+    """Fill the mask, the weights (0 outside responses) and the tallies."""
     blocks = np.empty((3, BLOCK))
     for n in range(first, last):
         tally = tally_NM[n]

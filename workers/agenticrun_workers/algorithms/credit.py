@@ -1,9 +1,12 @@
-"""From the scalars of a batch to one number per turn: the first half of a step's order of operations, on the driver.
+"""From the scalars of a batch to one number per turn, on the driver.
 
-    scores -> zeroed rewards and penalties -> reward clip -> KL of the ADVANTAGE_ESTIMATORS
-    -> normalisation or the estimator's own baseline -> turns
+This is the first half of a step's order of operations:
 
-The second half, on the ranks, is `token_advantages`. Trajectories that are not trainable are in no statistic.
+    scores -> zeroed rewards and penalties -> reward clip -> KL of the ADVANTAGE_ESTIMATORS ->
+    normalisation or the estimator's own baseline -> turns
+
+The second half, on the ranks, is `token_advantages`. No statistic includes trajectories that are
+not trainable.
 """
 
 from __future__ import annotations
@@ -56,37 +59,46 @@ Kind = Literal["reward", "advantage"]
 Truncated = Literal["train", "mask", "zeroReward", "softPenalty"]
 
 STEP_ESTIMATORS = ("step_reinforce", "gigpo")
-"""They credit turns by their own rewards."""
+"""Estimators that credit turns by the turns' own rewards."""
 ADVANTAGE_ESTIMATORS = (*STEP_ESTIMATORS, "grpo", "rloo", "dr_grpo")
-"""They give every token of a turn one advantage; the others place a reward and take returns over tokens."""
+"""Estimators that give every token of a turn the same advantage.
+
+The others place a reward on a token and compute returns over tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditSpec:
-    """Which estimator, and its numbers."""
+    """Choice of the estimator, and its numbers."""
 
     estimator: Estimator = "grpo"
     reward_placement: Literal["trajectory", "turn"] = "trajectory"
-    """Where estimators of kind `reward` put rewards: the score on the last turn, or r_k on turn k."""
+    """Place of rewards for estimators of kind `reward`.
+
+    The score on the last turn, or r_k on turn k.
+    """
     reward_clip: float | None = None
-    """Bound of the score, or of each r_k where turns are credited by their own."""
+    """Bound of the score, or of each r_k if turns are credited by their own rewards."""
     truncated: Truncated = "train"
-    """What a trajectory ended by a limit means. softPenalty depends on length alone (DAPO)."""
+    """Treatment of a trajectory that a limit ended. softPenalty depends on length alone (DAPO)."""
     overlong_limit: float = 1.0
     overlong_buffer: float = 1.0
     overlong_penalty: float = 1.0
     norm_grouping: Grouping = "batch"
     norm_mean: Over = "none"
     norm_std: Over = "none"
-    """rewardNormalization, for gae, reinforce, agentic_reinforce, reinforce_plus_plus and (over step returns) step_reinforce."""
+    """rewardNormalization of gae, reinforce, agentic_reinforce and reinforce_plus_plus.
+
+    step_reinforce applies it to step returns.
+    """
     group_mean: Over = "group"
     group_std: Over = "group"
-    """Of grpo and gigpo."""
+    """Mean and standard deviation of grpo and gigpo."""
     step_reward_gamma: float = 0.95
     """Discount per turn of the step returns of gigpo and step_reinforce."""
     episode_reward_weight: float = 1.0
     step_reward_weight: float = 1.0
-    """w_E and w_S of gigpo."""
+    """Weights w_E and w_S of gigpo."""
 
     @property
     def kind(self) -> Kind:
@@ -95,25 +107,32 @@ class CreditSpec:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What each turn gets."""
+    """Credit of each turn of a batch."""
 
     per_turn_K: Floats
     kind: Kind
-    """reward: it sits on the last response token of its turn, and returns over tokens follow. advantage: every response token of
-    the turn has it."""
+    """Use of the numbers.
+
+    reward: the number is on the last response token of its turn, and returns over tokens follow.
+    advantage: it is the advantage of every response token of the turn.
+    """
     trains_N: Booleans
-    """Whether the trajectory's tokens are in the loss."""
+    """True if the trajectory's tokens are in the loss."""
     metrics: dict[str, float]
 
 
 def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) -> Credit:
-    """What each turn of a batch gets.
+    """Return the credit of each turn of a batch.
 
     Args:
-        kl_coef: coefficient of `kl_K` in the reward of the ADVANTAGE_ESTIMATORS; for the others the ranks subtract it token by token.
+        spec: estimator and its numbers.
+        episodes: scalars of the batch.
+        kl_coef: coefficient of `kl_K` in the reward of the ADVANTAGE_ESTIMATORS; for the others the
+            ranks subtract the KL token by token.
 
     Raises:
-        ValueError: a trainable trajectory has a reward (or KL) that is not finite, or an array that the estimator needs is missing.
+        ValueError: a trainable trajectory has a reward (or KL) that is not finite, or an array that
+            the estimator needs is missing.
     """
     chosen = np.flatnonzero(episodes.trainable_N)
     valid, turns = episodes.take(chosen)
@@ -135,7 +154,10 @@ def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) ->
 
 
 def _shaped_rewards(spec: CreditSpec, episodes: Episodes) -> tuple[Floats, dict[str, float]]:
-    """Rewards per turn after penalties and clip; whole trajectories' are on their last turn."""
+    """Return rewards per turn after penalties and clip, and metrics.
+
+    The reward of a whole trajectory is on its last turn.
+    """
     cu = episodes.cu_turns_N1
     rewards_K = episodes.rewards_K
     metrics = _spread("critic/score", segment_sums(rewards_K, cu))
@@ -165,7 +187,7 @@ def _shaped_rewards(spec: CreditSpec, episodes: Episodes) -> tuple[Floats, dict[
 def _estimate(
     spec: CreditSpec, episodes: Episodes, rewards_K: Floats
 ) -> tuple[Floats, dict[str, float]]:
-    """The value of each turn, and the estimator's metrics."""
+    """Return the value of each turn, and the metrics of the estimator."""
     cu, owner_K = episodes.cu_turns_N1, owners(episodes.cu_turns_N1)
     groups_N = codes(episodes.groups_N)
     scores_N = segment_sums(rewards_K, cu)
@@ -196,7 +218,8 @@ def _estimate(
             normalized = normalization(
                 scores_N, _sets(spec, episodes, None), spec.norm_mean, spec.norm_std
             )
-    # The score's normalisation spread over its turns: scaled rewards, and the shift where the trajectory ends.
+    # Normalisation of the score, spread over its turns: the scale applies to every reward, the
+    # shift only where the trajectory ends.
     values_K = rewards_K * normalized.scale_N[owner_K] - on_last_turn(
         normalized.shift_N * normalized.scale_N, cu
     )
@@ -242,11 +265,16 @@ def _whole_trajectories(compared: Compared, owner_K: Integers) -> tuple[Floats, 
 
 
 def _sets(spec: CreditSpec, episodes: Episodes, owner_K: Integers | None) -> Integers:
-    """The sets that rewardNormalization's grouping names, of trajectories, or of turns where their owners are given."""
+    """Return the sets of `rewardNormalization.grouping`.
+
+    Args:
+        owner_K: trajectory of each turn, for sets of turns; None for sets of trajectories.
+    """
     if spec.norm_grouping == "state":
         if owner_K is None:
             raise ValueError(
-                f"rewardNormalization.grouping state compares turns: {spec.estimator} has one reward per trajectory"
+                f"rewardNormalization.grouping state compares turns: "
+                f"{spec.estimator} has one reward per trajectory"
             )
         return state_sets(
             episodes.groups_N[owner_K], _given(episodes.states_K, "states_K", "grouping state")

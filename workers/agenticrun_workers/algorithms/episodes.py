@@ -1,4 +1,4 @@
-"""The scalars of a batch: what the driver knows of its trajectories."""
+"""Scalars of a batch: all that the driver knows about its trajectories."""
 
 from __future__ import annotations
 
@@ -17,24 +17,30 @@ class Episodes:
 
     cu_turns_N1: Integers
     rewards_K: Floats
-    """What environment and judges paid for each turn."""
+    """Reward of each turn from environment and judges."""
     invalid_K: Booleans
-    """The answer held no valid action."""
+    """True if the answer held no valid action."""
     response_tokens_K: Integers
     groups_N: Integers
     tags_N: Integers
     format_penalty_N: Floats
-    """Added for each invalid turn: 0 or below."""
+    """Reward added for each invalid turn: 0 or below."""
     truncated_N: Booleans
-    """Ended by a limit: max_turns, max_tokens or context_overflow."""
+    """True if a limit ended the trajectory: max_turns, max_tokens or context_overflow."""
     trainable_N: Booleans
     states_K: NDArray[Any] | None = None
-    """Raw 32-byte digests of the observation before each turn, `S32`, `V32` or uint8 [K, 32]; gigpo and grouping `state` need them."""
+    """Raw 32-byte digests of the observation before each turn, `S32`, `V32` or uint8 [K, 32].
+
+    gigpo and the grouping `state` need them.
+    """
     kl_K: Floats | None = None
-    """Summed token KL of each turn, not yet times its coefficient; the ADVANTAGE_ESTIMATORS need it for a KL in the reward."""
+    """Summed token KL of each turn, before its coefficient.
+
+    The ADVANTAGE_ESTIMATORS need it for a KL in the reward.
+    """
 
     def take(self, chosen: Integers) -> tuple[Episodes, Integers]:
-        """These trajectories alone, and where their turns were."""
+        """Return the chosen trajectories, and the indices of their turns in the batch."""
         cu, turns = take_segments(self.cu_turns_N1, chosen)
         taken = replace(
             self,
@@ -53,11 +59,19 @@ class Episodes:
         return taken, turns
 
     def require_finite(self, numbers_N: Integers) -> None:
-        """Raises ValueError with the array and the trajectory's number if a reward or KL is not finite."""
+        """Check that all rewards and KLs are finite.
+
+        Args:
+            numbers_N: number of each trajectory, for the message.
+
+        Raises:
+            ValueError: a value is not finite; names the array and the trajectory.
+        """
         for name, values_K in (("rewards_K", self.rewards_K), ("kl_K", self.kl_K)):
             if values_K is not None and not np.isfinite(values_K).all():
                 turn = int(np.argmin(np.isfinite(values_K)))
                 trajectory = int(numbers_N[owners(self.cu_turns_N1)[turn]])
                 raise ValueError(
-                    f"{name} of trajectory {trajectory} holds {values_K[turn]}: count it out as env_error"
+                    f"{name} of trajectory {trajectory} holds {values_K[turn]}: "
+                    "count it out as env_error"
                 )

@@ -1,7 +1,8 @@
-"""The token passes, compiled by numba: one trajectory after the other, each read once. `plain` has the same functions in NumPy.
+"""The token passes, compiled by numba: one trajectory after the other, each read once.
 
-Every function works on the trajectories [first, last) of its range and writes only there, so that ranges can run in threads.
-Positions that are not response tokens (turn -1) do not exist for any of them; their outputs are 0 (False).
+`plain` has the same functions in NumPy. Every function works on the trajectories [first, last) and
+writes only there, so that ranges can run in threads. All functions ignore positions that are not
+response tokens (turn -1); their outputs are 0 (False).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers
 
 @compiled
 def token_kl(old: float, ref: float, code: int) -> float:
-    """KL of one token by `KL_CODES`."""
+    """Return the KL of one token; `KL_CODES` has the codes."""
     d = np.float64(old) - np.float64(ref)
     if code == 1:
         return d
@@ -41,7 +42,7 @@ def response_mask(
     trains_N: Booleans,
     mask_L: Booleans,
 ) -> None:
-    """Response tokens of trajectories that train."""
+    """Mark the response tokens of trajectories that train."""
     for n in range(first, last):
         for t in range(cu_N1[n], cu_N1[n + 1]):
             mask_L[t] = trains_N[n] and turns_L[t] >= 0
@@ -58,7 +59,10 @@ def spread(
     out_L: Any,
     totals_N4: Floats,
 ) -> None:
-    """The value of its turn on every masked token, 0 elsewhere. Totals over masked tokens: number, sum."""
+    """Write each turn's value on its masked tokens, 0 elsewhere.
+
+    Totals over masked tokens: number, sum.
+    """
     for n in range(first, last):
         count = 0
         total = 0.0
@@ -81,7 +85,11 @@ def reward_sums(
     center: float,
     sums_N4: Floats,
 ) -> None:
-    """Per trajectory over masked tokens: number, sum of (r - center), sum of its square, tokens that the clip changed."""
+    """Sum over the masked tokens of each trajectory.
+
+    The four columns: number of tokens, sum of (r - center), sum of its square, number of tokens
+    that the clip changed.
+    """
     turns_L, per_turn_K, old_L, ref_L, kl_code, kl_coef, bound, _, _ = (
         rewards  # locals: a tuple's fields are counted references
     )
@@ -116,10 +124,11 @@ def discount(
     returns_L: Any,
     totals_N4: Floats,
 ) -> None:
-    """Generalised advantages over the response tokens of each trajectory, 0 where masked out; `token_advantages` has the formula.
+    """Write generalised advantages of the response tokens of each trajectory, 0 where masked out.
 
-    Without values (an empty array) V = 0. `returns_L` is filled where there are values. Totals: the number of masked tokens, the
-    sums of their advantages and values, and a 0 that is NaN where any advantage was not finite.
+    `token_advantages` has the formula. Without values (an empty array) V = 0. `returns_L` is filled
+    if there are values. Totals: number of masked tokens, sums of their advantages and values, and a
+    0 that is NaN if any advantage was not finite.
     """
     turns_L, per_turn_K, old_L, ref_L, kl_code, kl_coef, bound, shift, scale = rewards
     values_L, bootstrap_N = critic
@@ -176,7 +185,7 @@ def deviations(
     center: float,
     sums_N2: Floats,
 ) -> None:
-    """Per trajectory over masked tokens: sum of (x - center), sum of its square."""
+    """Sum (x - center) and its square over the masked tokens of each trajectory."""
     for n in range(first, last):
         total = 0.0
         squares = 0.0
@@ -200,7 +209,10 @@ def rescale(
     bound: float,
     clipped_N: Integers,
 ) -> None:
-    """x <- clip((x - shift) * scale) on masked tokens, in place; the number that the clip changed."""
+    """Set x to clip((x - shift) * scale) on masked tokens, in place.
+
+    `clipped_N` gets the number of tokens that the clip changed.
+    """
     for n in range(first, last):
         clipped = 0
         for t in range(cu_N1[n], cu_N1[n + 1]):
@@ -224,7 +236,7 @@ def turn_kl(
     kl_K: Floats,
     kl_N2: Floats,
 ) -> None:
-    """Summed KL of each turn's tokens; and per trajectory, with their number."""
+    """Sum the KL over the tokens of each turn and of each trajectory, and count the latter."""
     for n in range(first, last):
         for t in range(cu_N1[n], cu_N1[n + 1]):
             if turns_L[t] >= 0:
@@ -243,7 +255,7 @@ def all_finite(
     values_L: Any,
     finite_N: Booleans,
 ) -> None:
-    """Whether the values at response tokens are finite, per trajectory."""
+    """Mark the trajectories with finite values at all response tokens."""
     for n in range(first, last):
         probe = 0.0
         for t in range(cu_N1[n], cu_N1[n + 1]):

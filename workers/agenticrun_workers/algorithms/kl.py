@@ -4,10 +4,11 @@ Per sampled token, d = log pi_old - log pi_ref (Schulman 2020, "Approximating KL
 
     k1   d                     unbiased, may be negative
     k2   d^2 / 2
-    k3   exp(-d) + d - 1       unbiased, never negative; at most 10, so that one strange token does not own the batch (as ROLL)
+    k3   exp(-d) + d - 1       unbiased, never negative; at most 10, as in ROLL
     abs  |d|
 
-Nothing here carries a gradient. `full` needs whole distributions, which are never kept: it does not exist here.
+The limit of k3 keeps one strange token from dominating the batch. Nothing here carries a gradient.
+`full` is not available: it needs whole distributions, which are never kept.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from agenticrun_workers.algorithms.segments import Floats, Integers, segment_sum
 KlKind = Literal["k1", "k2", "k3", "abs"]
 
 KL_CODES: dict[KlKind | None, int] = {None: 0, "k1": 1, "k2": 2, "k3": 3, "abs": 4}
-"""How kernels know the kinds; 0 is no KL."""
+"""Codes of the kinds in kernels; 0 is no KL."""
 
 K3_LIMIT = 10.0
 
 
 def mean_kl(kl_K: Floats, response_tokens_K: Integers, cu_turns_N1: Integers) -> float:
-    """Mean over trajectories with response tokens of their KL per token: what the controller compares with its target."""
+    """Return the mean over trajectories of their KL per token, without those that have no response.
+
+    The controller compares this value with its target.
+    """
     tokens_N = segment_sums(response_tokens_K, cu_turns_N1)
     spoke_N = tokens_N > 0
     return (
@@ -40,9 +44,12 @@ def mean_kl(kl_K: Floats, response_tokens_K: Integers, cu_turns_N1: Integers) ->
 
 @dataclass(frozen=True, slots=True)
 class KlController:
-    """coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) (Ziegler et al. 2019, arXiv 1909.08593); fixed without a target.
+    """Controller of the KL coefficient (Ziegler et al. 2019, arXiv 1909.08593).
 
-    A value: `updated` returns the next one, and `coef` is all that a checkpoint has to keep.
+        coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)
+
+    Without a target the coefficient is fixed. The controller is a value: `updated` returns the next
+    one. A checkpoint only has to store `coef`.
     """
 
     coef: float
@@ -50,7 +57,7 @@ class KlController:
     horizon: float = 10_000.0
 
     def updated(self, kl: float, samples: int) -> KlController:
-        """The controller after a batch of n samples with this mean KL."""
+        """Return the controller after a batch of n samples with this mean KL."""
         if self.target is None:
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)

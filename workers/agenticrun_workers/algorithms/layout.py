@@ -1,4 +1,4 @@
-"""What the token kernels are called with. Named tuples, because compiled code takes those."""
+"""Arguments of the token kernels: named tuples, because compiled code accepts those."""
 
 from __future__ import annotations
 
@@ -10,24 +10,31 @@ from numpy.typing import NDArray
 from agenticrun_workers.algorithms.segments import Floats
 
 NOTHING = np.zeros(0, np.float32)
-"""In the place of an array that is not there."""
+"""Stands for an array that is not given."""
 
 LEVELS = ("token", "segment", "geometric", "sequence")
-"""Of the train-inference ratio: of a token; exp of its mean over the turn, over the sequence; exp of its SUM over the sequence."""
+"""Levels of the train-inference ratio.
+
+The ratio of a token; exp of the mean log ratio over the turn; over the sequence; exp of the SUM
+over the sequence.
+"""
 
 
 class TokenRewards(NamedTuple):
-    """The reward of a response token: (clip(reward of its turn if it is the turn's last - coef * KL) - shift) * scale."""
+    """Inputs of a response token's reward.
+
+    (clip(reward of its turn if it is the turn's last - coef * KL) - shift) * scale
+    """
 
     turns_L: NDArray[np.int32]
     per_turn_K: Floats
     old_logprobs_L: NDArray[Any]
     ref_logprobs_L: NDArray[Any]
     kl_code: int
-    """Of `KL_CODES`; 0 reads neither log-prob."""
+    """One of `KL_CODES`; with 0 neither log-prob is read."""
     kl_coef: float
     bound: float
-    """Of the clip; infinite for none."""
+    """Bound of the clip; infinite for none."""
     shift: float = 0.0
     scale: float = 1.0
 
@@ -38,18 +45,22 @@ class Discounts(NamedTuple):
     gamma: float
     lambd: float
     turn_level: bool
-    """Only where a turn ends; 1 inside a turn."""
+    """Apply gamma and lambda only where a turn ends; both are 1 inside a turn."""
 
 
 class Values(NamedTuple):
-    """The critic's side: V before each token, and V at the final observation of each trajectory (0 after a terminal token)."""
+    """Values of the critic.
+
+    V before each token, and V at the final observation of each trajectory (0 after a terminal
+    token).
+    """
 
     values_L: NDArray[Any]
     bootstrap_N: Floats
 
 
 class Bounds(NamedTuple):
-    """What the train-inference correction keeps and weighs; rows are LEVELS."""
+    """Bounds of the train-inference correction; rows are LEVELS."""
 
     ratio_low: Floats
     ratio_high: Floats
@@ -69,13 +80,16 @@ CLIPPED = 2
 KEPT = 3
 """Tokens that no filter removed."""
 RATIO = 4
-"""From here one column per level: sum of the ratio."""
+"""Sum of the ratio; the first of one column per level."""
 DIFF = 8
-"""Sum of the difference of probabilities."""
+"""Sum of the difference of probabilities; the first of one column per level."""
 RATIO_KEPT = 12
-"""Tokens whose ratio is within its bounds."""
+"""Tokens with a ratio within its bounds; the first of one column per level."""
 DIFF_KEPT = 16
 COLUMNS = 20
 
 LOG_LIMIT = 20.0
-"""Log ratios are held in [-20, 20] before exp, so that the sum over a long sequence stays a number (exp(20) is 5e8)."""
+"""Log ratios are clipped to [-20, 20] before exp (exp(20) is 5e8).
+
+Without the limit the sum over a long sequence would overflow.
+"""

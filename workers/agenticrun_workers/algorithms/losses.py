@@ -1,8 +1,9 @@
-"""Losses per token, differentiable: the actor's variants, the KL to the reference, the critic's. `aggregation` makes means of them.
+"""Differentiable losses per token: the actor's variants, the KL to the reference, the critic's.
 
-Notation: lp = log-prob under the current policy, old = under the policy at the batch's start, A = advantage, sg = detached,
-rho = exp(lp - old) at the configured ratio level. Only tokens of weight above 0 are given, so what a filter removed takes part
-in no mean over a turn or a sequence either.
+`aggregation` turns them into means. Notation: lp = log-prob under the current policy, old = under
+the policy at the batch's start, A = advantage, sg = detached, rho = exp(lp - old) at the configured
+ratio level. Callers pass only tokens of weight above 0, so a mean over a turn or a sequence also
+excludes filtered tokens.
 """
 
 from __future__ import annotations
@@ -24,18 +25,27 @@ class Vanilla:
 
 @dataclass(frozen=True, slots=True)
 class Ppo:
-    """-min(rho A, clip(rho, 1 - low, 1 + high) A) (Schulman et al. 2017, arXiv 1707.06347); at ratio level sequence: GSPO (2507.18071)."""
+    """-min(rho A, clip(rho, 1 - low, 1 + high) A) (Schulman et al. 2017, arXiv 1707.06347).
+
+    At ratio level sequence it is GSPO (arXiv 2507.18071).
+    """
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    """c > 1: the loss of a negative advantage is at most -c A (Ye et al. 2020, arXiv 1912.09729)."""
+    """c > 1: the loss of a negative advantage is at most -c A.
+
+    Source: Ye et al. 2020, arXiv 1912.09729.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Decoupled(Ppo):
-    """sg(w) * PPO's loss, w = min(exp(old - engine), cap): the clip is around the policy at the batch's start, the weight
-    corrects to the mixture of policies that sampled (AReaL, Fu et al. 2025, arXiv 2505.24298)."""
+    """sg(w) * PPO's loss, w = min(exp(old - engine), cap).
+
+    Source: AReaL, Fu et al. 2025, arXiv 2505.24298. The clip is around the policy at the batch's
+    start; the weight corrects for the mixture of policies that sampled.
+    """
 
     cap: float = 2.0
 
@@ -50,9 +60,10 @@ class Tis:
 
 @dataclass(frozen=True, slots=True)
 class Topr:
-    """Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv 2503.14286), by the sign of the trajectory's score.
+    """Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv 2503.14286).
 
-    Positive: -w_pos A lp. Zero or negative: -w_neg sg(clamp(rho, 0, 1)) A lp.
+    The formula depends on the sign of the trajectory's score. Positive: -w_pos A lp. Zero or
+    negative: -w_neg sg(clamp(rho, 0, 1)) A lp.
     """
 
     positive_weight: float = 1.0
@@ -61,17 +72,23 @@ class Topr:
 
 @dataclass(frozen=True, slots=True)
 class Cispo:
-    """-sg(clamp(rho, 1 - low, 1 + high)) A lp: every token keeps its gradient (MiniMax-M1, arXiv 2506.13585)."""
+    """-sg(clamp(rho, 1 - low, 1 + high)) A lp (MiniMax-M1, arXiv 2506.13585).
+
+    Every token keeps its gradient.
+    """
 
     epsilon_low: float = 0.1
     epsilon_high: float = 0.1
     unified_mask: bool = False
-    """Zero the tokens that PPO's clip would hold: A > 0 and rho > 1 + high, or A < 0 and rho < 1 - low."""
+    """Zero the loss of tokens that PPO's clip would hold.
+
+    These have A > 0 and rho > 1 + high, or A < 0 and rho < 1 - low.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Kimi15:
-    """-A lp + tau/2 (lp - old)^2 (Kimi k1.5, arXiv 2501.12599). Per token: the ratio level is not read."""
+    """-A lp + tau/2 (lp - old)^2 (Kimi k1.5, arXiv 2501.12599), per token: no ratio level."""
 
     tau: float = 0.1
 
@@ -81,20 +98,23 @@ Variant = Vanilla | Ppo | Decoupled | Tis | Topr | Cispo | Kimi15
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """What the loss reads of N tokens, ordered by sequence and position. Whole sequences, except tokens of weight 0."""
+    """Inputs of the loss for N tokens, ordered by sequence and position.
+
+    Sequences are whole, except for tokens of weight 0.
+    """
 
     logprobs_N: Tensor
-    """The only one that gradients flow through."""
+    """The only array with a gradient."""
     old_logprobs_N: Tensor
     advantages_N: Tensor
     sequence_N: Tensor
-    """int64; neighbours of one sequence are neighbours here."""
+    """int64, number of the sequence; tokens of one sequence are adjacent."""
     turn_N: Tensor
     """int64, number of the turn inside the sequence."""
     score_N: Tensor
-    """Of the token's trajectory; only its sign is read (TOPR)."""
+    """Score of the token's trajectory; only its sign is read (TOPR)."""
     engine_logprobs_N: Tensor | None = None
-    """Under the policies that sampled; needed by `Decoupled`."""
+    """Log-probs under the policies that sampled; `Decoupled` needs them."""
     is_weights_N: Tensor | None = None
     """Factor of each token's loss (train-inference correction)."""
 
@@ -105,16 +125,17 @@ class PolicyLoss:
 
     loss_N: Tensor
     ratio_N: Tensor
-    """Detached, at the ratio level."""
+    """Ratio at the configured level, detached."""
     clipped_N: Tensor
-    """True where a clip (or the dual clip, or a clamp of the weight) is in force."""
+    """True where a clip, the dual clip or a clamp of the weight has an effect."""
 
 
 def policy_loss(variant: Variant, level: RatioLevel, tokens: LossTokens) -> PolicyLoss:
-    """The actor's loss of each token, see the variants' docstrings.
+    """Return the actor's loss of each token; the variants' docstrings have the formulas.
 
     Raises:
-        ValueError: `Decoupled` without the engine's log-probs, or with importance weights, which are the same ratio.
+        ValueError: `Decoupled` without the engine's log-probs, or with importance weights, which
+            are the same ratio.
     """
     ratio_N = importance_ratio(tokens, level)
     fixed_N, lp_N, a_N = ratio_N.detach(), tokens.logprobs_N, tokens.advantages_N
@@ -153,9 +174,10 @@ def policy_loss(variant: Variant, level: RatioLevel, tokens: LossTokens) -> Poli
 
 
 def importance_ratio(tokens: LossTokens, level: RatioLevel) -> Tensor:
-    """rho per token, [N]: exp(lp - old) of the token, or of the mean over its turn (segment) or over its sequence.
+    """Return rho per token, [N], at a ratio level.
 
-    Means are over the tokens given; gradients flow through them.
+    It is exp(lp - old) of the token, or exp of the mean of lp - old over its turn (segment) or over
+    its sequence. Means are over the tokens given; gradients flow through them.
     """
     difference_N = tokens.logprobs_N - tokens.old_logprobs_N
     match level:
@@ -170,10 +192,15 @@ def importance_ratio(tokens: LossTokens, level: RatioLevel) -> Tensor:
 def kl_loss(
     logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: KlKind, limit: float | None = 10.0
 ) -> Tensor:
-    """Estimate of KL(policy || reference) per token, [N], never negative (Schulman 2020, "Approximating KL divergence").
+    """Return an estimate of KL(policy || reference) per token, [N], never negative.
 
-    d = ref - lp. k2: d^2 / 2. k3: exp(d) - d - 1. Gradients flow through `logprobs_N` only. An estimate above `limit` counts as
-    `limit`, without gradient: k3 grows exponentially, and one token would outweigh the batch.
+    With d = ref - lp (Schulman 2020, "Approximating KL divergence"):
+
+        k2  d^2 / 2
+        k3  exp(d) - d - 1
+
+    Gradients flow through `logprobs_N` only. An estimate above `limit` counts as `limit`, without
+    gradient: k3 grows exponentially, and one token would outweigh the batch.
     """
     difference_N = ref_logprobs_N.detach() - logprobs_N
     if kind == "k2":
@@ -185,7 +212,11 @@ def kl_loss(
 
 
 _LARGEST_EXPONENT = 80.0
-"""exp of it is finite in float32; far above it `limit` holds anyway, but infinity times the clamp's zero gradient is NaN."""
+"""Largest argument of exp; the result is finite in float32.
+
+`limit` applies far below it, but without this bound infinity times the clamp's zero gradient would
+be NaN.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +225,7 @@ class ValueLoss:
 
     loss_N: Tensor
     clipped_N: Tensor
-    """True where the clip holds the gradient at zero."""
+    """True where the clip sets the gradient to zero."""
 
 
 def value_loss(
@@ -203,7 +234,10 @@ def value_loss(
     old_values_N: Tensor | None = None,
     clip: float | None = None,
 ) -> ValueLoss:
-    """1/2 max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2), or 1/2 (V - G)^2 without `clip` (Schulman et al. 2017, PPO's code).
+    """Return the critic's loss of each token (Schulman et al. 2017, PPO's code).
+
+        1/2 max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2)
+        1/2 (V - G)^2  without `clip`
 
     Raises:
         ValueError: `clip` without `old_values_N`.
@@ -232,13 +266,14 @@ def _ppo(variant: Ppo, ratio_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, T
 def _behaviour_weight(variant: Decoupled, tokens: LossTokens) -> Tensor:
     if tokens.engine_logprobs_N is None or tokens.is_weights_N is not None:
         raise ValueError(
-            "decoupled PPO needs the engine's log-probs, and excludes importance weights, which are the same ratio"
+            "decoupled PPO needs the engine's log-probs, "
+            "and excludes importance weights, which are the same ratio"
         )
     return (tokens.old_logprobs_N - tokens.engine_logprobs_N).exp().clamp(max=variant.cap).detach()
 
 
 def _run_means(values_N: Tensor, *keys_N: Tensor) -> Tensor:
-    """Each value replaced by the mean of its run of equal keys, [N]."""
+    """Replace each value by the mean of its run of equal keys, [N]."""
     starts_N = torch.zeros(len(values_N), dtype=torch.bool, device=values_N.device)
     for key_N in keys_N:
         starts_N[1:] |= key_N[1:] != key_N[:-1]

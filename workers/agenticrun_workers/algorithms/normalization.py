@@ -1,9 +1,10 @@
-"""Centre and scale scores by the batch or by sets of it.
+"""Centring and scaling of scores by the batch or by sets of it.
 
     x' = (x - mean) / std        mean and std each over the batch, over x's own set, or not at all
 
-The standard deviation is unbiased (n - 1). A set with n < 2 or std <= 1e-6 has no spread to divide by: its members keep the
-centred score where the mean was taken over that same set, and become 0 where it was not; either way they are counted.
+The standard deviation is unbiased (n - 1). A set with n < 2 or std <= 1e-6 has no spread to divide
+by. Its scores stay centred if the mean was over that same set, else they become 0; either way they
+are counted.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ class Normalization:
     shift_N: Floats
     scale_N: Floats
     degenerate_N: Booleans
-    """Members of sets without spread, where a standard deviation was asked for."""
+    """True for scores of a set without spread, if a standard deviation was asked for."""
 
     def apply(self, scores_N: Floats) -> Floats:
         return (scores_N - self.shift_N) * self.scale_N
 
 
 def normalization(scores_N: Floats, sets_N: Integers, mean: Over, std: Over) -> Normalization:
-    """How to normalise these scores.
+    """Return shift and scale that normalise these scores.
 
     Args:
         scores_N: float64 [N], valid ones only.
-        sets_N: the number of each score's set, from 0; what `group` means. All 0 where the set is the whole batch.
+        sets_N: number of each score's set, from 0; the meaning of `group`. All 0 if the set is the
+            whole batch.
+        mean: set of the mean.
+        std: set of the standard deviation.
     """
     batch_N = np.zeros_like(sets_N)
     over = {"batch": batch_N, "group": sets_N}
@@ -57,23 +61,29 @@ def normalization(scores_N: Floats, sets_N: Integers, mean: Over, std: Over) -> 
 
 
 def set_means(scores_N: Floats, sets_N: Integers) -> Floats:
-    """Mean of each score's own set, [N]."""
+    """Return the mean of each score's own set, [N]."""
     return (np.bincount(sets_N, scores_N) / np.maximum(np.bincount(sets_N), 1))[sets_N]
 
 
 def set_stds(scores_N: Floats, sets_N: Integers) -> Floats:
-    """Unbiased standard deviation of each score's own set in two phases, 0 for a set of one, [N]."""
+    """Return the unbiased standard deviation of each score's own set, [N]; 0 for a set of one.
+
+    It is computed in two phases: the mean first, then the squares about it.
+    """
     squares = np.bincount(sets_N, (scores_N - set_means(scores_N, sets_N)) ** 2)
     return np.sqrt(squares / np.maximum(np.bincount(sets_N) - 1, 1))[sets_N]
 
 
 def set_sizes(sets_N: Integers) -> Integers:
-    """Members of each score's own set, [N]."""
+    """Return the size of each score's own set, [N]."""
     return np.bincount(sets_N)[sets_N]
 
 
 def zero_variance_share(scores_N: Floats, sets_N: Integers) -> float:
-    """Share of the sets whose scores are all equal: under a baseline of their own they train nothing. 0 without sets."""
+    """Return the share of sets with equal scores only; 0 without sets.
+
+    With a baseline per set, such a set contributes no gradient.
+    """
     if not len(scores_N):
         return 0.0
     lowest, highest = np.full(sets_N.max() + 1, np.inf), np.full(sets_N.max() + 1, -np.inf)

@@ -1,6 +1,7 @@
-"""The token passes in NumPy: what runs where numba is not installed. The same functions as in `kernels`, the same results.
+"""The token passes in NumPy, for machines without numba.
 
-No loop over tokens: recurrences are scans by doubling (`discounted_suffix`), sums are by segment.
+The functions and their results are the same as in `kernels`. There is no loop over tokens:
+recurrences are scans by doubling (`discounted_suffix`), sums are by segment.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Responses(NamedTuple):
     trajectory_M: Integers
     turns_M: Integers
     last_M: Booleans
-    """The last response token of its trajectory."""
+    """True for the last response token of its trajectory."""
     closes_M: Booleans
-    """The last response token of its turn."""
+    """True for the last response token of its turn."""
 
 
 def responses(first: int, last: int, cu_N1: Integers, turns_L: NDArray[np.int32]) -> Responses:

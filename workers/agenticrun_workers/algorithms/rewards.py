@@ -1,4 +1,4 @@
-"""From what the environment paid to the rewards that are credited: penalties, clip and the turn that carries them."""
+"""From the environment's rewards to the credited ones: penalties, clip and placement."""
 
 from __future__ import annotations
 
@@ -8,38 +8,45 @@ from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, o
 
 
 def zero_rewards(rewards_K: Floats, cu_turns_N1: Integers, zeroed_N: Booleans) -> Floats:
-    """The environment's rewards, 0 in the trajectories marked. Penalties are added later, so that they stay."""
+    """Return the environment's rewards, 0 in the marked trajectories.
+
+    Penalties are added later, so they remain.
+    """
     return np.where(zeroed_N[owners(cu_turns_N1)], 0.0, rewards_K)
 
 
 def format_penalties(invalid_K: Booleans, penalty_N: Floats, cu_turns_N1: Integers) -> Floats:
-    """What each turn without a valid action costs, [K]."""
+    """Return the penalty of each turn, [K]; 0 for a turn with a valid action."""
     return np.where(invalid_K, penalty_N[owners(cu_turns_N1)], 0.0)
 
 
 def overlong_penalty(lengths_N: Integers, limit: float, buffer: float, penalty: float) -> Floats:
-    """Soft overlong punishment by length, [N] (Yu et al. 2025, DAPO, arXiv 2503.14476, eq. 13), times `penalty`.
+    """Return the soft overlong punishment [N] (Yu et al. 2025, DAPO, arXiv 2503.14476, eq. 13).
 
-    0 up to limit - buffer, then falling linearly to -penalty at the limit, -penalty beyond it.
+    It is 0 up to limit - buffer, falls linearly to -penalty at the limit, and stays -penalty beyond
+    it.
 
     Args:
         lengths_N: response tokens of each trajectory.
+        limit: length in tokens.
         buffer: tokens before the limit in which the penalty grows; above 0.
+        penalty: largest deduction.
     """
     share_N: Floats = np.clip((limit - buffer - lengths_N) / buffer, -1.0, 0.0)
     return penalty * share_N
 
 
 def clip(values: Floats, bound: float | None) -> Floats:
-    """Values limited to [-bound, bound]; None leaves them as they are."""
+    """Limit values to [-bound, bound]; None leaves them unchanged."""
     return values if bound is None else np.clip(values, -bound, bound)
 
 
 def carriers(response_tokens_K: Integers, cu_turns_N1: Integers) -> Integers:
-    """The turn whose tokens carry each turn's reward, int64 [K]: itself, as a rule.
+    """Return the turn with the tokens that carry each turn's reward, int64 [K].
 
-    A turn with an empty response has no token to carry its reward: the nearest earlier turn with tokens does, else the nearest
-    later one, so that no reward is lost. A trajectory without response tokens keeps its own turns.
+    This is the turn itself, unless its response is empty. Then it is the nearest earlier turn with
+    tokens, else the nearest later one, so that no reward is lost. In a trajectory without response
+    tokens each turn keeps its own reward.
     """
     turn_K = np.arange(len(response_tokens_K))
     owner_K = owners(cu_turns_N1)
@@ -53,13 +60,13 @@ def carriers(response_tokens_K: Integers, cu_turns_N1: Integers) -> Integers:
 
 
 def last_turns(cu_turns_N1: Integers) -> tuple[Integers, Booleans]:
-    """The last turn of each trajectory that has turns, and which those are, bool [N]."""
+    """Return the last turn of each trajectory that has turns, and a mask of these, bool [N]."""
     has_turns_N = np.diff(cu_turns_N1) > 0
     return cu_turns_N1[1:][has_turns_N] - 1, has_turns_N
 
 
 def on_last_turn(values_N: Floats, cu_turns_N1: Integers) -> Floats:
-    """Each trajectory's value on its last turn, 0 on the others, [K]."""
+    """Place each trajectory's value on its last turn, 0 on the others, [K]."""
     values_K = np.zeros(int(cu_turns_N1[-1]))
     turns, has_turns_N = last_turns(cu_turns_N1)
     values_K[turns] = values_N[has_turns_N]

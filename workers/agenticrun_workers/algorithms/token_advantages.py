@@ -1,19 +1,26 @@
-"""From one number per turn to advantages per token: the second half of a step's order of operations, on every rank.
+"""From one number per turn to advantages per token, on every rank.
 
-    placement on tokens -> token KL -> reward clip -> train-inference filter -> whitened rewards -> returns / advantages
-    -> whitening -> advantage clip
+This is the second half of a step's order of operations; the first half, on the driver, is `credit`:
 
-The first half, on the driver, is `credit`. Over the RESPONSE tokens of a trajectory alone (prompts and observations do not exist):
+    placement on tokens -> token KL -> reward clip -> train-inference filter -> whitened rewards ->
+    returns / advantages -> whitening -> advantage clip
+
+The recurrence runs over the RESPONSE tokens of a trajectory alone (prompts and observations are
+left out):
 
     delta_t = r_t + g_t V_next - V_t        A_t = delta_t + g_t l_t A_next
 
-    gae                 g = gamma, l = lambda (Schulman et al. 2016, arXiv 1506.02438); turn_level: g = l = 1 inside a turn
-    reinforce           V = 0, l = 1: A_t = r_t + gamma A_next, the discounted reward-to-go (also reinforce_plus_plus and its baseline)
+    gae                 g = gamma, l = lambda (Schulman et al. 2016, arXiv 1506.02438);
+                        turn_level: g = l = 1 inside a turn
+    reinforce           V = 0, l = 1: A_t = r_t + gamma A_next, the discounted reward-to-go
+                        (also reinforce_plus_plus and its baseline)
     agentic_reinforce   the same with g = 1 inside a turn and gamma at its end
-    advantages          every token has its turn's number (step_reinforce, grpo, rloo, dr_grpo, gigpo)
+    advantages          every token has its turn's number
+                        (step_reinforce, grpo, rloo, dr_grpo, gigpo)
 
-After the last token the next value is the critic's at the final observation for a truncated trajectory if asked, else 0. A
-filtered token leaves the loss, not the recurrence: no reward is lost. The critic's target is the unwhitened A + V.
+After the last token of a truncated trajectory the next value is the critic's at the final
+observation if configured; otherwise it is 0. A filtered token is removed from the loss, not from
+the recurrence, so that no reward is lost. The critic's target is the unwhitened A + V.
 reinforce_plus_plus (and its baseline, Hu et al. 2025, arXiv 2501.03262) always whitens.
 """
 
@@ -38,7 +45,7 @@ ALWAYS_WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The L tokens of a rank's N trajectories, prompts included: whole sequences one after the other.
+    """The L tokens of a rank's N trajectories, prompts included, as concatenated whole sequences.
 
     A step-wise trajectory has several sequences, adjacent and in turn order.
     """
@@ -46,15 +53,15 @@ class Tokens:
     cu_seqlens_S1: Integers
     cu_trajectories_N1: Integers
     turns_L: NDArray[np.int32]
-    """Index into per_turn_K of each response token, -1 elsewhere; never falling over response tokens."""
+    """Index into per_turn_K of each response token, not falling; -1 elsewhere."""
     trains_N: Booleans
     engine_logprobs_L: NDArray[Any] | None = None
     old_logprobs_L: NDArray[Any] | None = None
     ref_logprobs_L: NDArray[Any] | None = None
     values_L: NDArray[Any] | None = None
-    """V read at the position before each token. It and bootstrap_N are gae's."""
+    """V read at the position before each token. Only gae reads it and bootstrap_N."""
     bootstrap_N: Floats | None = None
-    """V at the final observation of truncated trajectories, 0 for the others; None is 0 for all."""
+    """V at the final observation of truncated trajectories, 0 for the others; None: 0 for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ class TokenSpec:
     lambd: float = 0.95
     turn_level: bool = False
     reward_kl: KlKind | None = None
-    """For estimators of kind `reward`; the others have it from the driver."""
+    """KL in the reward for estimators of kind `reward`; for the others the driver applies it."""
     whiten_rewards: bool = False
     whiten_advantages: bool = False
     reward_clip: float | None = None
@@ -74,7 +81,7 @@ class TokenSpec:
 
     @property
     def discounts(self) -> Discounts:
-        """Those of the recurrence above."""
+        """Return the discounts of the recurrence above."""
         lambd = self.lambd if self.estimator == "gae" else 1.0
         return Discounts(
             self.gamma,
@@ -88,27 +95,31 @@ class TokenAdvantages:
     advantages_L: NDArray[np.float32]
     """0 where the mask is False."""
     returns_L: NDArray[np.float32] | None
-    """The critic's target at every response token; gae only."""
+    """The critic's target at every response token; only with gae."""
     mask_L: Booleans
     """Response tokens that are in the loss."""
     weights_L: NDArray[np.float32] | None
-    """Of the train-inference correction: a constant factor of each token's loss."""
+    """Weights of the train-inference correction: a constant factor of each token's loss."""
     metrics: dict[str, float]
-    """Over all ranks."""
+    """Metrics over all ranks."""
 
 
 def token_advantages(
     spec: TokenSpec, tokens: Tokens, per_turn_K: Floats, kind: Kind, kl_coef: float, reduce: Reduce
 ) -> TokenAdvantages:
-    """Advantages of a rank's tokens.
+    """Return the advantages of a rank's tokens.
 
     Args:
+        spec: recurrence, KL, correction, whitening and clips.
+        tokens: of this rank.
         per_turn_K: `Credit.per_turn_K` of this rank's turns, in the order of its trajectories.
-        kl_coef: of `reward_kl`, as the controller has it; 0 where `kind` is `advantage`.
+        kind: of the credits.
+        kl_coef: current coefficient of `reward_kl`; 0 if `kind` is `advantage`.
         reduce: sums over ranks; identity on one rank. Every rank calls it equally often.
 
     Raises:
-        ValueError: an array that the spec needs is missing, or holds a number that is not finite at a response token.
+        ValueError: an array that the spec needs is missing, or holds a number that is not finite at
+            a response token.
     """
     cu_N1 = tokens.cu_trajectories_N1
     mask_L, weights_L, metrics = _mask_and_weights(spec, tokens, reduce)
@@ -127,7 +138,7 @@ def token_advantages(
 
 
 def turn_kl(tokens: Tokens, kind: KlKind, num_turns: int) -> Floats:
-    """Summed KL of the response tokens of each of the rank's turns, float64 [K]; for `Episodes.kl_K`.
+    """Return the summed KL of the response tokens of each turn, float64 [K]; for `Episodes.kl_K`.
 
     Raises:
         ValueError: log-probs are missing, or not finite at a response token.
@@ -138,7 +149,10 @@ def turn_kl(tokens: Tokens, kind: KlKind, num_turns: int) -> Floats:
 def _mask_and_weights(
     spec: TokenSpec, tokens: Tokens, reduce: Reduce
 ) -> tuple[Booleans, NDArray[np.float32] | None, dict[str, float]]:
-    """Response tokens of trajectories that train, less those that the correction's filters remove, and its weights."""
+    """Return the loss mask, the weights of the correction, and metrics.
+
+    The mask holds the response tokens of trajectories that train, less those that a filter removes.
+    """
     cu_N1 = tokens.cu_trajectories_N1
     if spec.correction is None:
         mask_L = np.empty(len(tokens.turns_L), np.bool_)
@@ -172,7 +186,7 @@ def _token_rewards(
     mask_L: Booleans,
     reduce: Reduce,
 ) -> tuple[TokenRewards, dict[str, float]]:
-    """How each token's reward comes about, and what was seen on the way."""
+    """Return the inputs of each token's reward, and metrics."""
     cu_N1 = tokens.cu_trajectories_N1
     metrics: dict[str, float] = {}
     old_L = ref_L = NOTHING
@@ -204,7 +218,7 @@ def _token_rewards(
 
 
 def _mean_kl(kind: KlKind, tokens: Tokens, num_turns: int, reduce: Reduce) -> float:
-    """`kl.mean_kl` over the ranks."""
+    """Return `kl.mean_kl` over the ranks."""
     _, kl_N2 = _kl_sums(kind, tokens, num_turns)
     spoke_N = kl_N2[:, 1] > 0
     total, count = reduce(
@@ -214,7 +228,7 @@ def _mean_kl(kind: KlKind, tokens: Tokens, num_turns: int, reduce: Reduce) -> fl
 
 
 def _kl_sums(kind: KlKind, tokens: Tokens, num_turns: int) -> tuple[Floats, Floats]:
-    """KL of each turn, and of each trajectory with its response tokens."""
+    """Return the KL of each turn, and of each trajectory with its number of response tokens."""
     old_L, ref_L = (
         _finite(tokens, "old_logprobs_L", "reward_kl"),
         _finite(tokens, "ref_logprobs_L", "reward_kl"),
@@ -241,7 +255,7 @@ def _discount(
     advantages_L: NDArray[np.float32],
     totals_N4: Floats,
 ) -> NDArray[np.float32] | None:
-    """Fills the advantages and their totals; returns the critic's target, if there is a critic."""
+    """Fill the advantages and their totals; return the critic's target, None without a critic."""
     gae = spec.estimator == "gae"
     values_L = _given(tokens.values_L, "values_L", "gae") if gae else NOTHING
     returns_L = np.empty(len(values_L), np.float32)
@@ -263,7 +277,8 @@ def _discount(
     finite_N = np.isfinite(totals_N4[:, 3])
     if not finite_N.all():
         raise ValueError(
-            f"values_L or bootstrap_N of trajectory {int(np.argmin(finite_N))} of this rank is not finite"
+            f"values_L or bootstrap_N of trajectory {int(np.argmin(finite_N))} "
+            "of this rank is not finite"
         )
     return returns_L if gae else None
 
@@ -276,7 +291,10 @@ def _whiten_and_clip(
     totals: Floats,
     reduce: Reduce,
 ) -> dict[str, float]:
-    """Whitens and clips in place. The mean and std reported are those BEFORE it: afterwards they would say nothing."""
+    """Whiten and clip in place.
+
+    The reported mean and std are those BEFORE whitening: afterwards they carry no information.
+    """
     count, advantages, values, _ = reduce(totals)
     tokens = max(count, 1.0)
     metrics = {"critic/advantages/mean": float(advantages / tokens)}
@@ -316,12 +334,13 @@ def _given(array: NDArray[Any] | None, name: str, user: str) -> NDArray[Any]:
 
 
 def _finite(tokens: Tokens, name: str, user: str) -> NDArray[Any]:
-    """The array of this name, which must be finite at every response token."""
+    """Return the array of this name, after a check that it is finite at every response token."""
     array_L = _given(getattr(tokens, name), name, user)
     finite_N = np.ones(len(tokens.trains_N), np.bool_)
     backend.run("all_finite", tokens.cu_trajectories_N1, tokens.turns_L, array_L, finite_N)
     if not finite_N.all():
         raise ValueError(
-            f"{name} of trajectory {int(np.argmin(finite_N))} of this rank is not finite: count it out as env_error"
+            f"{name} of trajectory {int(np.argmin(finite_N))} of this rank is not finite: "
+            "count it out as env_error"
         )
     return array_L
