@@ -51,7 +51,7 @@ a while to find the last one."""
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """How to start an engine's server."""
+    """Start parameters of an engine's server."""
 
     name: str
     command: Callable[[int], Sequence[str]]

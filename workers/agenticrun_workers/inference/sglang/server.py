@@ -64,7 +64,7 @@ CPU_CACHED_TOKENS = 16384
 
 @dataclass(frozen=True)
 class SglangOptions:
-    """How to start an SGLang server. The arguments are those of `SglangEngine`."""
+    """Start parameters of an SGLang server. The arguments are those of `SglangEngine`."""
 
     folder: Path
     dtype: str

@@ -92,7 +92,7 @@ CPU_CACHE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class VllmServer:
-    """How to start a vLLM server. The arguments are those of `VllmEngine`.
+    """Start parameters of a vLLM server. The arguments are those of `VllmEngine`.
 
     Raises:
         ValueError: `config` has an option that another field decides.

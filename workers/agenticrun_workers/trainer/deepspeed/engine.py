@@ -1,4 +1,7 @@
-"""A module in DeepSpeed's engine: what ZeRO shards, gradients over any number of micro-batches, and steps that are counted."""
+"""A module in DeepSpeed's engine, and the optimizer steps of its parameters.
+
+ZeRO shards the module. A step sums gradients over any number of micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ from agenticrun_workers.trainer.optimizer import OptimizerSpec, StepCounts
 if compute_device().type == "cpu":
     os.environ.setdefault(
         "DS_ACCELERATOR", "cpu"
-    )  # read at the import; else DeepSpeed guesses, and warns
+    )  # read at import; without it DeepSpeed guesses, and warns
     os.environ.setdefault(
         "LOCAL_SIZE", "1"
-    )  # else DeepSpeed asks a program for the NUMA nodes whenever it reduces gradients
+    )  # else DeepSpeed runs a program to list NUMA nodes at each reduction
 
 import deepspeed
 from deepspeed.utils import (
@@ -43,21 +46,25 @@ from deepspeed.utils import (
 
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-"""A faster all-reduce between CPUs of one machine. DeepSpeed compiles it at the first use; images have no compiler."""
+"""A faster all-reduce between CPUs of one machine.
+
+It is off: DeepSpeed compiles it at its first use, and the images have no compiler.
+"""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter."""
+"""Names of AdamW's state of a parameter."""
 
 
 class ZeroEngine(StepCounts):
-    """Takes a policy's optimizer steps with ZeRO, and counts them. Collective, all of it.
+    """Optimizer of a policy with ZeRO, which also counts its steps. All methods are collective.
 
-    Gradients are sums over ranks and micro-batches. DeepSpeed takes the mean over ranks: losses go in times their number.
+    Gradients are sums over ranks and micro-batches. DeepSpeed takes the mean over ranks, so losses
+    are multiplied by the number of ranks.
 
     Args:
-        module: on this rank's device, the same on all ranks; after this it is ZeRO's.
-        spec: learning rate, schedule, clipping. DeepSpeed clips, as `torch.nn.utils.clip_grad_norm_` does, and leaves everything as
-            it is when the norm is not finite.
+        module: on this rank's device, the same on all ranks; from here on ZeRO owns it.
+        spec: learning rate, schedule, clipping. DeepSpeed clips as `torch.nn.utils.clip_grad_norm_`
+            does, and changes nothing if the norm is not finite.
         config: DeepSpeed's.
     """
 
@@ -98,12 +105,17 @@ class ZeroEngine(StepCounts):
             self.masters_set()
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """The module's, for a backward pass."""
+        """Run the module's forward pass; a backward pass can follow."""
         logprobs_N, entropies_N = self._engine(batch, temperature)
         return logprobs_N, entropies_N
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of one micro-batch. `last`: of this step."""
+        """Add the gradient of one micro-batch.
+
+        Args:
+            loss: of the micro-batch.
+            last: it is the last micro-batch of this step.
+        """
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * dist.get_world_size())
 
@@ -118,7 +130,7 @@ class ZeroEngine(StepCounts):
         return norm
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that the optimizer has, each once."""
+        """Yield the parameters that the optimizer has, each once."""
         return (
             (name, parameter)
             for name, parameter in self.module.named_parameters()
@@ -126,14 +138,12 @@ class ZeroEngine(StepCounts):
         )
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients so far, whole, by parameter name; they are cleared."""
+        """Return the whole gradients so far, by parameter name, and clear them."""
         found = {name: safe_get_full_grad(parameter).clone() for name, parameter in self.trained()}
         for (
             _,
             parameter,
-        ) in (
-            self.trained()
-        ):  # DeepSpeed has no other way to drop them than a step that it must skip
+        ) in self.trained():  # DeepSpeed drops gradients only in a step, so force it to skip one
             if self.stage == 3:
                 safe_set_local_grad(parameter, torch.full_like(parameter.ds_tensor, torch.nan))  # type: ignore[attr-defined]  # DeepSpeed's
             else:
@@ -148,7 +158,7 @@ class ZeroEngine(StepCounts):
 
     @property
     def adam_steps(self) -> float:
-        """Steps that AdamW corrects its moments for."""
+        """Number of steps in AdamW's bias correction."""
         return float(self.adam.state[self._flat_masters()[0]]["step"])
 
     def set_adam_steps(self, steps: float) -> None:
@@ -156,17 +166,22 @@ class ZeroEngine(StepCounts):
             self.adam.state[flat]["step"].fill_(steps)
 
     def master(self, parameter: nn.Parameter) -> Tensor:
-        """Its float32 value, whole."""
+        """Return a parameter's whole float32 value."""
         value: Tensor = safe_get_full_fp32_param(parameter)
         return value
 
     def moment(self, parameter: nn.Parameter, name: str) -> Tensor:
-        """One of `MOMENTS`, whole."""
+        """Return one of `MOMENTS` of a parameter, whole."""
         value: Tensor = safe_get_full_optimizer_state(parameter, name)
         return value
 
     def set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Give it this whole float32 value, also to compute with."""
+        """Set the float32 value of a parameter, and the value that the model computes with.
+
+        Args:
+            parameter: the same on every rank.
+            value: float32, whole.
+        """
         value = value.to(parameter.device)
         if self.stage == 3:
             safe_set_local_fp32_param(parameter, _part(parameter, value))
@@ -183,38 +198,42 @@ class ZeroEngine(StepCounts):
             safe_set_full_optimizer_state(parameter, value, name)
 
     def masters_set(self) -> None:
-        """After `set_master` of all parameters: compute with them."""
+        """Copy the masters to the values that the model computes with.
+
+        Call it after `set_master` of all parameters.
+        """
         if self.stage < 3:
             self.optimizer.update_lp_params()
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
-        """Its value as it computes, from all ranks' shards."""
+        """Return the whole value that the model computes with, from all ranks' shards."""
         if self.stage < 3:
             return parameter.detach()
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
 
     def move(self, device: torch.device) -> None:
-        """Take AdamW's moments to the device, and the masters where they are not what is computed with.
+        """Move AdamW's moments to a device, and the masters if they are separate tensors.
 
-        DeepSpeed's own `offload_states` wants its fused AdamW, and leaves nothing to export from. Here the weights stay.
+        The weights stay. DeepSpeed's own `offload_states` requires its fused AdamW, and leaves no
+        weights to export.
         """
         for flat in (
             self._flat_masters()
-        ):  # copied also from CPU to CPU, where tests see then what a GPU would
+        ):  # copy from CPU to CPU too, so that tests see the same as on a GPU
             if self.stage < 3 or all(
                 flat is not computed for computed in self.optimizer.fp16_partitioned_groups_flat
             ):
                 flat.data = flat.data.to(device, copy=True)
             state = self.adam.state[flat]
             state.update({name: state[name].to(device, copy=True) for name in MOMENTS})
-        if self.stage < 3:  # DeepSpeed's parameters know their parts of the tensors that have moved
+        if self.stage < 3:  # link DeepSpeed's parameters to the moved tensors
             self.optimizer._link_all_hp_params()
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _first_broken(self) -> str:
-        """The first parameter with a gradient that is not finite on any rank."""
+        """Return the first parameter with a gradient that is not finite on any rank."""
         broken = [
             name
             for name, parameter in self.trained()
@@ -223,14 +242,17 @@ class ZeroEngine(StepCounts):
         return broken[0] if broken else "their joint norm"
 
     def _flat_masters(self) -> list[Tensor]:
-        """This rank's float32 weights as the optimizer has them."""
+        """Return this rank's float32 weights as the optimizer holds them."""
         if self.stage == 3:
             flat: list[Tensor] = self.optimizer.fp32_partitioned_groups_flat
             return flat
         return [flat for group in self.adam.param_groups for flat in group["params"]]
 
     def _start_adam(self) -> None:
-        """Give AdamW its state, as its first step would: a checkpoint can be written or read before it."""
+        """Give AdamW the state that its first step would create.
+
+        A checkpoint can then be written or read before that step.
+        """
         for flat in self._flat_masters():
             zeros = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
             self.adam.state[flat] = {"step": torch.zeros(()), **zeros}
@@ -239,7 +261,7 @@ class ZeroEngine(StepCounts):
 
 
 def state_of(engine: ZeroEngine) -> ModuleState:
-    """A copy in host memory, each rank its rows. Collective."""
+    """Return a copy of the state in host memory; each rank holds its rows. Collective."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     names = {id(parameter): name for name, parameter in engine.trained()}
     masters: dict[str, Tensor] = {}
@@ -280,7 +302,7 @@ def restore(engine: ZeroEngine, state: ModuleState) -> None:
 
 
 def _rows(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """This rank's rows of a whole tensor, as `torch.chunk` cuts it."""
+    """Return this rank's rows of a whole tensor, as `torch.chunk` divides it."""
     size = -(-len(whole) // mesh.size())
     rows = whole[size * mesh.get_local_rank() :][:size].to("cpu", copy=True)
     return DTensor.from_local(
@@ -289,7 +311,10 @@ def _rows(whole: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _part(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """This rank's part of a whole value, as ZeRO-3 cuts it: flat, the last rank's filled up with zeros."""
+    """Return this rank's part of a whole value, as ZeRO-3 divides it.
+
+    The value is flattened, and the last rank's part is padded with zeros.
+    """
     size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
     padded = torch.nn.functional.pad(
         value.flatten(), (0, size * dist.get_world_size() - value.numel())

@@ -1,4 +1,7 @@
-"""Options of the strategy `deepspeed` (`strategy.config`): DeepSpeed's own JSON, less what other fields decide."""
+"""Options of the strategy `deepspeed` (`strategy.config`).
+
+They are DeepSpeed's own JSON, without what other fields decide.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ PASSED = frozenset(
         "wall_clock_breakdown",
     }
 )
-"""Options that go to DeepSpeed as they are, beside `zero_optimization` and `bf16`."""
+"""Options that DeepSpeed gets unchanged, besides `zero_optimization` and `bf16`."""
 ZERO_DECIDED_ELSEWHERE = {
     "compute_grad_norm": f"{_TRAINING}.maxGradNorm",
     "elastic_checkpoint": "spec.checkpoint",
@@ -89,10 +92,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedOptions:
-    """What a run says about DeepSpeed, checked."""
+    """Checked options of a run for DeepSpeed."""
 
     passed: Mapping[str, Any]
-    """For DeepSpeed."""
+    """Options for DeepSpeed."""
     stage: int = 3
     gradient_checkpointing: bool = False
     """Keep only the inputs of each layer and compute the layer again in the backward pass."""
@@ -101,14 +104,19 @@ class DeepSpeedOptions:
 
     @staticmethod
     def parse(config: Mapping[str, Any], dtype: torch.dtype) -> DeepSpeedOptions:
-        """From `strategy.config`. Raises `ValueError` that names the option that is unknown, wrong, or decided by another field.
+        """Read `strategy.config`.
 
         Args:
-            dtype: that is computed in.
+            config: the options.
+            dtype: of the computation.
+
+        Raises:
+            ValueError: an option is unknown, wrong, or decided by another field; names it.
         """
         if dtype not in DTYPES:
             raise ValueError(
-                f"deepspeed computes in float32 or bfloat16: set spec.model.dtype, or train in {dtype} with fsdp2"
+                "deepspeed computes in float32 or bfloat16: set spec.model.dtype, or train in "
+                f"{dtype} with fsdp2"
             )
         _check_names("", config, {"zero_optimization", "bf16", *PASSED, *OWN}, DECIDED_ELSEWHERE)
         _check_bf16(config.get("bf16", {}), dtype)
@@ -121,15 +129,16 @@ class DeepSpeedOptions:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether masters and moments are in host memory in any case."""
+        """True if masters and moments are always in host memory."""
         return bool(
             self.passed["zero_optimization"].get("offload_optimizer", {}).get("device") == "cpu"
         )
 
     def config(self, optimizer: OptimizerSpec, dtype: torch.dtype) -> dict[str, Any]:
-        """DeepSpeed's whole configuration.
+        """Return DeepSpeed's whole configuration.
 
-        To DeepSpeed, a step has one micro-batch of one sample: the trainer says itself which backward pass is a step's last one.
+        For DeepSpeed a step has one micro-batch of one sample: the trainer itself marks the last
+        backward pass of a step.
         """
         return {
             "communication_data_type": "fp32",
@@ -139,7 +148,7 @@ class DeepSpeedOptions:
             "gradient_clipping": optimizer.max_grad_norm,
             "bf16": {"enabled": dtype is torch.bfloat16},
             "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own is compiled at its first use, by a compiler that images lack
+            "zero_force_ds_cpu_optimizer": False,  # its own needs a compiler
         }
 
 
@@ -149,11 +158,13 @@ def _check_names(
     for name in given:
         if name in elsewhere:
             raise ValueError(
-                f"the option {section}{name} of deepspeed is decided by {elsewhere[name]}: leave it out"
+                f"the option {section}{name} of deepspeed is decided by {elsewhere[name]}: "
+                "leave it out"
             )
         if name not in known:
             raise ValueError(
-                f"the option {section}{name} of deepspeed is unknown or not offered; offered are {', '.join(sorted(known))}"
+                f"the option {section}{name} of deepspeed is unknown or not offered; offered "
+                f"are {', '.join(sorted(known))}"
             )
 
 
@@ -164,12 +175,16 @@ def _section(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _check_bf16(value: Any, dtype: torch.dtype) -> None:
-    """Configurations say it as a rule; here it can only repeat the model's dtype."""
+    """Check `bf16.enabled`: it may only repeat the model's dtype.
+
+    Configurations usually contain it.
+    """
     section = _section("bf16", value)
     _check_names("bf16.", section, {"enabled"}, {})
     if section and section.get("enabled") is not (dtype is torch.bfloat16):
         raise ValueError(
-            f"the option bf16.enabled of deepspeed is decided by spec.model.dtype, which is {str(dtype).removeprefix('torch.')}"
+            "the option bf16.enabled of deepspeed is decided by spec.model.dtype, which is "
+            f"{str(dtype).removeprefix('torch.')}"
         )
 
 
@@ -177,14 +192,16 @@ def _check_zero(zero: Mapping[str, Any]) -> None:
     _check_names("zero_optimization.", zero, {*ZERO_PASSED, *OFFLOADED}, ZERO_DECIDED_ELSEWHERE)
     if type(zero["stage"]) is not int or zero["stage"] not in (1, 2, 3):
         raise ValueError(
-            f"zero_optimization.stage must be 1, 2 or 3, not {zero['stage']!r}; without ZeRO use the strategy fsdp2"
+            f"zero_optimization.stage must be 1, 2 or 3, not {zero['stage']!r}; without ZeRO "
+            "use the strategy fsdp2"
         )
     for name in OFFLOADED:
         section = _section(f"zero_optimization.{name}", zero.get(name, {}))
         _check_names(f"zero_optimization.{name}.", section, set(OFFLOAD_PASSED), {})
         if section and section.get("device") not in ("cpu", "none"):
             raise ValueError(
-                f"zero_optimization.{name}.device must be cpu or none, not {section.get('device')!r}"
+                f"zero_optimization.{name}.device must be cpu or none, not "
+                f"{section.get('device')!r}"
             )
     if zero["stage"] < 3:
         for option, given in {
@@ -198,10 +215,12 @@ def _check_zero(zero: Mapping[str, Any]) -> None:
 def _check_own(own: Mapping[str, Any]) -> None:
     if type(own.get("gradient_checkpointing", False)) is not bool:
         raise ValueError(
-            f"the option gradient_checkpointing must be true or false, not {own['gradient_checkpointing']!r}"
+            "the option gradient_checkpointing must be true or false, not "
+            f"{own['gradient_checkpointing']!r}"
         )
     elements = own.get("logits_chunk_elements", 1)
     if type(elements) is not int or elements < 1:
         raise ValueError(
-            f"the option logits_chunk_elements must be a whole number of at least 1, not {elements!r}"
+            "the option logits_chunk_elements must be a whole number of at least 1, not "
+            f"{elements!r}"
         )

@@ -1,4 +1,4 @@
-"""What Megatron needs to know of a Hugging Face model: Llama, Qwen2 and Qwen3, dense."""
+"""Properties of a Hugging Face model that Megatron needs: Llama, Qwen2 and Qwen3, dense."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.trainer.megatron.options import UNEVEN, MegatronOptions
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies do not depend on the text's length."""
+"""Rope types with frequencies that do not depend on the text's length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,31 +27,37 @@ class Architecture:
     feed_forward: int
     heads: int
     groups: int
-    """Key-value heads."""
+    """Number of key-value heads."""
     head_size: int
     norm_epsilon: float
     qkv_bias: bool
     qk_norm: bool
     tied: bool
-    """The output layer is the embedding."""
+    """True if the output layer is the embedding."""
     max_positions: int
     padding_token: int | None
-    """Its row of the embedding gets no gradient from the input."""
+    """Token with a row of the embedding that gets no gradient from the input."""
     inverse_frequencies: Tensor
-    """Of the rotary embedding, [head_size / 2], float32."""
+    """Inverse frequencies of the rotary embedding, [head_size / 2], float32."""
     attention_scaling: float
     """Factor of the rotary embedding's cosine and sine (YaRN)."""
 
     @staticmethod
     def of(config: PretrainedConfig) -> Architecture:
-        """Raises `UnsupportedModel` for what would be computed differently."""
+        """Read the config of a Hugging Face model.
+
+        Raises:
+            UnsupportedModel: Megatron would compute something else.
+        """
         kind = config.model_type
         if kind not in ("llama", "qwen2", "qwen3"):
             raise UnsupportedModel(
                 f"the strategy megatron trains dense llama, qwen2 and qwen3 models, not {kind} "
-                "(mixture-of-experts and vision-language models are not offered yet): choose the strategy fsdp2"
+                "(mixture-of-experts and vision-language models are not offered yet): choose "
+                "the strategy fsdp2"
             )
-        # A qwen2 attention always has biases for queries, keys and values; the others' flag adds one to the output projection too.
+        # qwen2 always has biases for queries, keys and values; the flag of the others adds one to
+        # the output projection too.
         if kind != "qwen2" and config.attention_bias:
             raise UnsupportedModel(
                 "attention_bias is not offered by the strategy megatron: choose the strategy fsdp2"
@@ -62,11 +68,13 @@ class Architecture:
             )
         if config.hidden_act != "silu":
             raise UnsupportedModel(
-                f"hidden_act {config.hidden_act} is not offered by the strategy megatron: choose the strategy fsdp2"
+                f"hidden_act {config.hidden_act} is not offered by the strategy megatron: "
+                "choose the strategy fsdp2"
             )
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             raise UnsupportedModel(
-                "sliding-window attention is not offered by the strategy megatron: choose the strategy fsdp2"
+                "sliding-window attention is not offered by the strategy megatron: choose the "
+                "strategy fsdp2"
             )
         rope = config.rope_parameters["rope_type"]
         if (
@@ -74,7 +82,8 @@ class Architecture:
             or config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0
         ):
             raise UnsupportedModel(
-                f"the strategy megatron offers the rope types {', '.join(ROPE_TYPES)} over whole heads, not {rope}"
+                f"the strategy megatron offers the rope types {', '.join(ROPE_TYPES)} over "
+                f"whole heads, not {rope}"
             )
         with torch.device("cpu"):
             rotary = LlamaRotaryEmbedding(
@@ -103,7 +112,11 @@ class Architecture:
         )
 
     def check_divisible(self, options: MegatronOptions) -> None:
-        """Raises `ValueError` for parallel sizes that the model cannot be cut into."""
+        """Check that the model can be divided into these parallel sizes.
+
+        Raises:
+            ValueError: a size does not divide the model.
+        """
         for what, number in (
             ("attention heads", self.heads),
             ("key-value heads", self.groups),
@@ -111,24 +124,26 @@ class Architecture:
         ):
             if number % options.tensor:
                 raise ValueError(
-                    f"strategy.config.tensor_model_parallel_size {options.tensor} must divide the model's {number} {what}"
+                    f"strategy.config.tensor_model_parallel_size {options.tensor} must divide "
+                    f"the model's {number} {what}"
                 )
         ends = [options.transformer[name] for name in UNEVEN if name in options.transformer]
         layers, stages = self.layers - sum(ends), options.pipeline - len(ends)
         if layers < stages or stages < 0 or (layers % stages if stages else layers):
             raise ValueError(
-                f"strategy.config.pipeline_model_parallel_size {options.pipeline} must divide the model's {self.layers} layers; "
+                f"strategy.config.pipeline_model_parallel_size {options.pipeline} must divide "
+                f"the model's {self.layers} layers; "
                 f"{' and '.join(UNEVEN)} say how many the ends have else"
             )
 
 
 def padded_vocabulary(model: Architecture, tensor_size: int) -> int:
-    """Rows of Megatron's embedding over all ranks: the same number on each."""
+    """Return the rows of Megatron's embedding over all ranks: the same number on each."""
     return -(-model.vocabulary // tensor_size) * tensor_size
 
 
 def vocabulary_rows(model: Architecture, tensor_rank: int, tensor_size: int) -> tuple[int, int]:
-    """The first token id of a rank, and how many it has; the rows after them are padding."""
+    """Return a rank's first token id and its number of tokens; its other rows are padding."""
     rows = padded_vocabulary(model, tensor_size) // tensor_size
     first = min(tensor_rank * rows, model.vocabulary)
     return first, min(rows, model.vocabulary - first)

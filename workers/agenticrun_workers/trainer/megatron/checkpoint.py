@@ -1,6 +1,7 @@
-"""Checkpoints of Megatron's parallel state, in the names, shapes and format of the other strategies' checkpoints.
+"""Checkpoints of Megatron's parallel state, in the format of the other strategies.
 
-A rank writes and reads its rectangles of Hugging Face's tensors, so that a checkpoint belongs to no parallel layout.
+Names and shapes are theirs too. A rank writes and reads its rectangles of Hugging Face's tensors,
+so a checkpoint does not depend on the parallel layout.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from agenticrun_workers.trainer.megatron.updater import MOMENTS, MegatronOptimiz
 from agenticrun_workers.trainer.megatron.weights import Parameter, Piece, Weights
 
 MODULE = "model."
-"""The prefix of Hugging Face's names in the other strategies' module."""
+"""Prefix of Hugging Face's names in the other strategies' module."""
 MASTER = "master"
 
 
 class Rectangles(Tensor):
-    """A rank's parts of one tensor, as torch.distributed.checkpoint writes and reads them (its protocol `_Checkpointable`).
+    """A rank's parts of one tensor, which torch.distributed.checkpoint can write and read.
 
-    A tensor without memory of its own: that is the only kind of object that the protocol is looked for on.
+    They implement its protocol `_Checkpointable`. The class is a tensor without memory of its own,
+    because torch looks for the protocol on tensors only.
     """
 
     @staticmethod
@@ -45,7 +47,7 @@ class Rectangles(Tensor):
         raise NotImplementedError(f"{func}: rectangles are saved and loaded, never computed with")
 
     def include(self, offset: tuple[int, ...], values: Tensor) -> None:
-        """`values` become part of what is written, or are overwritten by what is read."""
+        """Add `values` to the parts that are written, or that a read overwrites."""
         self._parts[torch.Size(offset)] = values
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
@@ -113,11 +115,11 @@ class Checkpoints:
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The masters' and moments'."""
+        """Return the dtype of masters and moments."""
         return next(shard.master.dtype for _, shard in self._updater.shards())
 
     def _empty(self) -> dict[str, dict[str, Rectangles]]:
-        """Every tensor of the model by kind and name, without a part."""
+        """Return every tensor of the model by kind and name, without parts."""
         shapes = self._weights.shapes()
         return {
             kind: {name: Rectangles(shape, self._dtype) for name, shape in shapes.items()}
@@ -125,7 +127,7 @@ class Checkpoints:
         }
 
     def _state(self, tensors: dict[str, dict[str, Rectangles]], steps: float) -> ModuleState:
-        """As the state dicts of a module with torch's AdamW."""
+        """Return the state dicts of a module with torch's AdamW."""
         group = {
             key: value
             for key, value in torch.optim.AdamW([torch.zeros(0)]).param_groups[0].items()
@@ -155,7 +157,10 @@ class Checkpoints:
         )
 
     def _whole_local(self, parameter: Parameter, kind: str) -> Tensor:
-        """The master or a moment of all of this rank's parameter, from the ranks that update parts of it."""
+        """Return the master or a moment of this rank's whole parameter.
+
+        It is combined from the data-parallel ranks that update parts of it.
+        """
         shard = self._updater.shard(parameter)
         whole = torch.zeros(
             parameter.tensor.shape, dtype=self._dtype, device=parameter.tensor.device

@@ -1,7 +1,8 @@
 """Megatron-Core on a machine without CUDA.
 
-Megatron names the device "cuda" in its own code. Inside `megatron_device()` such tensors are made on the CPU, and the few calls of
-`torch.cuda` that training reaches do nothing. With CUDA the context changes nothing.
+Megatron's own code names the device "cuda". Inside `megatron_device()` such tensors are made on the
+CPU, and the few calls of `torch.cuda` that training reaches do nothing. With CUDA the context
+changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def megatron_device() -> Iterator[None]:
-    """Whatever calls Megatron does so in here. Belongs to the thread that enters it."""
+    """Enter the context in which Megatron may be called. It applies to the current thread."""
     if torch.cuda.is_available():
         yield
         return
@@ -62,7 +63,7 @@ class _CudaIsCpu(TorchFunctionMode):
 
 
 class _NoTracker(random.CudaRNGStatesTracker):  # type: ignore[misc]  # Megatron's functions have no types
-    """Nothing random happens on tensors here: dropout is off."""
+    """Tracker of random states that does nothing: dropout is off."""
 
     def fork(self, _: str = "") -> nullcontext[None]:
         return nullcontext()

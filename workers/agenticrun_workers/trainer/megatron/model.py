@@ -1,4 +1,7 @@
-"""The trained network on one rank: its pipeline stage, from a micro-batch to one log-prob per selected token."""
+"""The trained network on one rank: its pipeline stage.
+
+The stages together turn a micro-batch into one log-prob per selected token.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,11 @@ from agenticrun_workers.trainer.micro_batch import MicroBatch
 def transformer_config(
     model: Architecture, options: MegatronOptions, dtype: torch.dtype
 ) -> TransformerConfig:
-    """Raises `ValueError` for options that Megatron finds wrong together."""
+    """Return Megatron's configuration of the network.
+
+    Raises:
+        ValueError: Megatron rejects the combination of options.
+    """
     try:
         return TransformerConfig(
             tensor_model_parallel_size=options.tensor,
@@ -64,7 +71,7 @@ def transformer_config(
             bf16=dtype == torch.bfloat16,
             perform_initialization=False,
             variable_seq_lengths=True,
-            moe_token_dispatcher_type="alltoall",  # there are no experts, but Megatron checks it against the line above
+            moe_token_dispatcher_type="alltoall",  # no experts, but Megatron checks it
             calculate_per_token_loss=True,
             batch_p2p_sync=False,
             **options.transformer,
@@ -91,9 +98,10 @@ class RMSNorm(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """Causal attention by torch's own kernels. Under context parallelism each rank has its part of the queries and gathers all keys.
+    """Causal attention with torch's own kernels.
 
-    `attention_scaling` of the model (YaRN's factor on both queries and keys) is in the scale of the scores.
+    Under context parallelism each rank has its part of the queries and gathers all keys. The scale
+    of the scores includes the model's `attention_scaling` (YaRN's factor on both queries and keys).
     """
 
     def __init__(
@@ -115,7 +123,14 @@ class CoreAttention(nn.Module):
         attention_mask: Tensor | None,
         **_: Any,
     ) -> Tensor:
-        """[T, B, H * D]. `attention_mask`: True where a query may look, [B, 1, T, all T]; None: causal."""
+        """Return the attention's output, [T, B, H * D].
+
+        Args:
+            query_TBHD: of this context-parallel rank's tokens.
+            key_TBGD: of the same tokens.
+            value_TBGD: of the same tokens.
+            attention_mask: True where a query may attend, [B, 1, T, all T]; None: causal.
+        """
         if self._context.size() > 1:
             key_TBGD, value_TBGD = (
                 gather_from_sequence_parallel_region(
@@ -136,7 +151,7 @@ class CoreAttention(nn.Module):
 
 
 def block_spec(config: TransformerConfig, attention_scaling: float) -> TransformerBlockSubmodules:
-    """The decoder of this pipeline stage."""
+    """Return the specification of this pipeline stage's decoder."""
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -151,7 +166,10 @@ def block_spec(config: TransformerConfig, attention_scaling: float) -> Transform
 
 
 class MegatronModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
-    """One stage of the pipeline. The decoder is Megatron's; positions, attention and scores are ours."""
+    """One stage of the pipeline.
+
+    The decoder is Megatron's; positions, attention and scores are implemented here.
+    """
 
     def __init__(self, config: TransformerConfig, model: Architecture, place: Place) -> None:
         super().__init__(
@@ -173,9 +191,16 @@ class MegatronModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         self._frequencies = model.inverse_frequencies.to(torch.cuda.current_device())
 
     def forward(self, batch: MicroBatch, temperature: float) -> Tensor:
-        """The last stage's log-probs and entropies of the selected tokens, [2, N]; another stage's hidden states, [T, B, H].
+        """Run the stage on a micro-batch.
 
-        Rows are as long as `row_multiple` of the options wants (`even_rows`).
+        Args:
+            batch: rows with a length that is a multiple of `row_multiple` of the options
+                (`even_rows`).
+            temperature: log-probs and entropies are those of logits / temperature.
+
+        Returns:
+            on the last stage log-probs and entropies of the selected tokens, [2, N]; on another
+            stage hidden states, [T, B, H].
         """
         here = self._columns(batch.ids_BT.shape[1])
         positions_BT = batch.position_ids_BT
@@ -193,7 +218,7 @@ class MegatronModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         )
 
     def _embed(self, ids_BT: Tensor) -> Tensor:
-        """[T, B, H]; under sequence parallelism this rank's part of T."""
+        """Return embeddings [T, B, H]; under sequence parallelism this rank's part of T."""
         embedded_TBH: Tensor = self.embedding(input_ids=ids_BT, position_ids=None)
         if self._padding_token is None:
             return embedded_TBH
@@ -205,12 +230,12 @@ class MegatronModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         ).contiguous()  # stages send it so
 
     def _columns(self, length: int) -> slice:
-        """The tokens of each row that this context-parallel rank computes."""
+        """Return the tokens of each row that this context-parallel rank computes."""
         part = length // self._place.context_size
         return slice(self._place.context_rank * part, (self._place.context_rank + 1) * part)
 
     def _mask(self, batch: MicroBatch, here: slice) -> Tensor | None:
-        """Where each token may look, [B, 1, T here, T]; None: at all before it."""
+        """Return the mask of attention, [B, 1, T here, T]; None: causal."""
         if batch.position_ids_BT is None and self._place.context_size == 1:
             return None
         columns_T = torch.arange(batch.ids_BT.shape[1], device=batch.ids_BT.device)
@@ -252,13 +277,14 @@ class MegatronModel(GPTModel):  # type: ignore[misc]  # Megatron has no types
         whole_2N = scores_2N.new_zeros(2, len(mine_N)).index_copy(
             1, mine_N.nonzero()[:, 0], scores_2N
         )
-        # Each context-parallel rank computes the whole loss from all scores, and sends the gradient of its own backwards.
+        # Each context-parallel rank computes the whole loss from all scores; its backward pass
+        # takes the gradient of its own scores.
         combined: Tensor = reduce_from_tensor_model_parallel_region(whole_2N, group=groups.cp)
         return combined
 
 
 def even_rows(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """The micro-batch with padding after its rows, so that parallel ranks get equal parts of each."""
+    """Pad rows to a multiple of a length, so that parallel ranks get equal parts of each."""
     length = batch.ids_BT.shape[1]
     extra = -length % multiple
     if not extra:

@@ -21,7 +21,7 @@ TRANSFORMER = frozenset(
         "batch_p2p_comm",
     )
 )
-"""Passed to `TransformerConfig`."""
+"""Options passed to `TransformerConfig`."""
 
 DATA_PARALLEL = frozenset(
     (
@@ -32,7 +32,7 @@ DATA_PARALLEL = frozenset(
         "pad_buckets_for_high_nccl_busbw",
     )
 )
-"""Passed to `DistributedDataParallelConfig`."""
+"""Options passed to `DistributedDataParallelConfig`."""
 
 _TRAINING = "spec.pipeline.actorTrain.training"
 
@@ -88,12 +88,12 @@ OWNED = {
         "the trainer itself",
     ),
 }
-"""Options that something else decides, and what."""
+"""Options that something else decides, and the decider of each."""
 
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """Sizes of the parallel groups, and what goes on to Megatron's own configurations."""
+    """Sizes of the parallel groups, and options for Megatron's own configurations."""
 
     tensor: int
     pipeline: int
@@ -107,17 +107,21 @@ class MegatronOptions:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that share one copy of the model."""
+        """Number of ranks that share one copy of the model."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def row_multiple(self) -> int:
-        """What the length of a row must be a multiple of."""
+        """Divisor of the length of every row."""
         return self.context * (self.tensor if self.sequence_parallel else 1)
 
     @staticmethod
     def parse(config: Mapping[str, Any]) -> MegatronOptions:
-        """Raises `ValueError`, naming the option, for one that is unknown, decided elsewhere or of a wrong value."""
+        """Read `strategy.config`.
+
+        Raises:
+            ValueError: an option is unknown, decided elsewhere or has a wrong value; names it.
+        """
         for name in config:
             if name in OWNED:
                 raise ValueError(

@@ -24,7 +24,7 @@ class Place:
     tensor_rank: int
     tensor_size: int
     stage: int
-    """Of the pipeline."""
+    """Rank in the pipeline."""
     stages: int
     context_rank: int
     context_size: int
@@ -42,32 +42,40 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its data rank."""
+        """True on the one rank of each data rank that counts in sums over samples."""
         return self.tensor_rank == self.context_rank == self.stage == 0
 
     @property
     def scores(self) -> bool:
-        """Whether this rank's loss and metrics are those of its data rank: one of those that see the last hidden state."""
+        """True on the one rank of each data rank that counts in sums over losses.
+
+        It is one of the ranks that have the last hidden state.
+        """
         return self.tensor_rank == self.context_rank == 0 and self.last_stage
 
     def rank_of(self, tensor_rank: int, stage: int) -> int:
-        """The rank in data and context rank 0. Megatron numbers ranks in the order tensor, context, data, pipeline."""
+        """Return the global rank of a tensor rank and stage in data rank 0 and context rank 0.
+
+        Megatron numbers ranks in the order tensor, context, data, pipeline.
+        """
         return tensor_rank + stage * (self.world // self.stages)
 
 
 def join(options: MegatronOptions) -> Place:
-    """Make the groups, or take those that an earlier model of the same layout made. Collective.
+    """Make the groups, or reuse those of an earlier model with the same layout. Collective.
 
     Raises:
-        ValueError: the ranks cannot be divided so, or the process has another layout.
+        ValueError: the options do not divide the ranks, or the process has another layout.
     """
     if not dist.is_initialized():
         join_alone(compute_device())
     world, sizes = dist.get_world_size(), (options.tensor, options.pipeline, options.context)
     if world % options.model_ranks:
         raise ValueError(
-            f"{world} trainer ranks are not a multiple of {options.model_ranks} = tensor_model_parallel_size {options.tensor} x "
-            f"pipeline_model_parallel_size {options.pipeline} x context_parallel_size {options.context}: change strategy.config or the "
+            f"{world} trainer ranks are not a multiple of {options.model_ranks} = "
+            f"tensor_model_parallel_size {options.tensor} x "
+            f"pipeline_model_parallel_size {options.pipeline} x context_parallel_size "
+            f"{options.context}: change strategy.config or the "
             "trainer's replicas and GPUs"
         )
     if not parallel_state.is_initialized():
@@ -79,7 +87,8 @@ def join(options: MegatronOptions) -> Place:
     place = _look()
     if (place.tensor_size, place.stages, place.context_size) != sizes:
         raise ValueError(
-            f"this process already has the layout tensor {place.tensor_size}, pipeline {place.stages}, context {place.context_size}"
+            f"this process already has the layout tensor {place.tensor_size}, pipeline "
+            f"{place.stages}, context {place.context_size}"
         )
     return place
 

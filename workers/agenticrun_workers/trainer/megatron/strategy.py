@@ -184,11 +184,13 @@ def megatron_policy(
 
 
 class Passes:
-    """Runs the model of all stages; the calls are collective over the ranks of a data rank, gradients over all.
+    """Forward and backward passes through all stages.
+
+    Calls are collective over the ranks of a data rank; those with gradients over all ranks.
 
     Args:
         config: the module's; gets the functions that Megatron's schedules call back.
-        row_multiple: what the length of a row must be a multiple of.
+        row_multiple: divisor of the length of every row.
     """
 
     def __init__(
@@ -200,7 +202,7 @@ class Passes:
         config.finalize_model_grads_func = _finalize
 
     def backward(self, batches: list[MicroBatch], temperature: float, loss: PartLoss) -> None:
-        """Add the gradient of the parts' sum, summed over data ranks, to the parameters'."""
+        """Add the gradient of the summed parts, over all data ranks, to that of the parameters."""
 
         def part(batch: MicroBatch, scores_2N: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             total = loss(batch, *scores_2N)
@@ -215,7 +217,7 @@ class Passes:
         temperature: float,
         read: Callable[[MicroBatch, Tensor], None],
     ) -> None:
-        """Show `read` the log-probs [N] of each micro-batch, on the last stage only."""
+        """Call `read` with the log-probs [N] of each micro-batch, on the last stage only."""
 
         def part(batch: MicroBatch, scores_2N: Tensor, **_: bool) -> None:
             read(batch, scores_2N[0])
@@ -251,7 +253,10 @@ class Passes:
 
 
 class Parked:
-    """The contents of tensors, kept in host memory while they have none on their device. Views of one storage stay views of it."""
+    """Contents of tensors in host memory, while their device memory is freed.
+
+    Views of one storage remain views of it.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {
@@ -277,5 +282,8 @@ class Parked:
 
 
 def _finalize(module: list[DistributedDataParallel], _: Tensor | None, **options: Any) -> None:
-    """Megatron's sums over ranks, without its division by a number of tokens: ours is in the loss."""
+    """Sum gradients over ranks as Megatron does, without its division by a number of tokens.
+
+    Our loss contains that division.
+    """
     finalize_model_grads(module, None, **options)

@@ -1,4 +1,4 @@
-"""Megatron's optimizer under our schedule, which never takes a step that would break the weights."""
+"""Megatron's optimizer with our schedule, which skips steps that would break the weights."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Shard:
-    """The elements of a parameter that this rank's optimizer updates: all, or with the distributed optimizer a range of them."""
+    """Elements of a parameter that this rank's optimizer updates.
+
+    All elements, or with the distributed optimizer a range of them.
+    """
 
     master: Tensor
-    """In the optimizer's precision."""
+    """Values in the optimizer's precision."""
     start: int
     end: int
 
 
 class MegatronOptimizer(StepCounts):
-    """Takes the optimizer steps, and counts them."""
+    """Optimizer of the model, which also counts its steps."""
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class MegatronOptimizer(StepCounts):
 
     @property
     def adam(self) -> torch.optim.Optimizer:
-        """torch's optimizer inside Megatron's, whose parameters are the masters of `shard`."""
+        """torch's optimizer inside Megatron's; its parameters are the masters of `shard`."""
         adam: torch.optim.Optimizer = self._optimizer.optimizer
         return adam
 
@@ -88,12 +91,15 @@ class MegatronOptimizer(StepCounts):
         return norm
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self._module.zero_grad_buffer()
         self._whole.zero_grad()
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients so far, whole on rank 0, by Hugging Face's names; they are cleared. Collective."""
+        """Return the whole gradients so far, by Hugging Face's names, and clear them. Collective.
+
+        The result is on rank 0 only.
+        """
         if self.distributed:
             self._gather_gradients()
         gradients = self._weights.whole(lambda p: p.tensor.main_grad)  # type: ignore[attr-defined]
@@ -102,7 +108,7 @@ class MegatronOptimizer(StepCounts):
         return found
 
     def shard(self, parameter: Parameter) -> Shard | None:
-        """What this rank's optimizer updates of a parameter; None: nothing."""
+        """Return the part of a parameter that this rank's optimizer updates; None: no part."""
         tensor = parameter.tensor
         if not self.distributed:
             return Shard(getattr(tensor, "main_param", tensor), 0, tensor.numel())
@@ -116,23 +122,23 @@ class MegatronOptimizer(StepCounts):
 
     @property
     def distributed(self) -> bool:
-        """Whether data-parallel ranks update a part of each parameter only."""
+        """True if each data-parallel rank updates only a part of each parameter."""
         return isinstance(self._optimizer, DistributedOptimizer)
 
     def shards(self) -> Iterator[tuple[Parameter, Shard]]:
-        """Everything that this rank's optimizer updates."""
+        """Yield everything that this rank's optimizer updates."""
         for parameter in self._weights.parameters:
             if (shard := self.shard(parameter)) is not None:
                 yield parameter, shard
 
     @torch.no_grad()
     def set_master(self, parameter: Parameter, values: Tensor) -> None:
-        """Give the master of this rank's parameter these values, as far as it is updated here."""
+        """Set the master of this rank's parameter, as far as this rank updates it."""
         if (shard := self.shard(parameter)) is not None:
             shard.master.view(-1).copy_(values.reshape(-1)[shard.start : shard.end])
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that lies in the device's memory between steps."""
+        """Yield everything that is in the device's memory between steps."""
         for buffer in self._module.buffers:
             yield from (
                 (buffer.param_data, buffer.grad_data)
@@ -150,14 +156,20 @@ class MegatronOptimizer(StepCounts):
             )
 
     def publish(self) -> None:
-        """After the masters were changed from outside: the model's parameters follow. Collective."""
+        """Copy the masters to the model's parameters. Collective.
+
+        Call it after the masters were changed from outside.
+        """
         for parameter, shard in self.shards():
             parameter.tensor.data.view(-1)[shard.start : shard.end].copy_(shard.master.view(-1))
         if self.distributed:
             self._module.start_param_sync(force_sync=True)
 
     def _norm(self) -> float:
-        """Of the whole gradient. Megatron's own would round it to float32."""
+        """Return the norm of the whole gradient, in float64.
+
+        Megatron's own function would round it to float32.
+        """
         squares = [
             gradient.double().square().sum()
             for gradient in self._whole.get_main_grads_for_grad_norm()
@@ -169,7 +181,10 @@ class MegatronOptimizer(StepCounts):
         return math.sqrt(total.item())
 
     def _gather_gradients(self) -> None:
-        """Give every data-parallel rank all of the sums, of which the distributed optimizer leaves it its share only."""
+        """Give every data-parallel rank the whole sums of the gradients.
+
+        The distributed optimizer leaves each rank only its share of them.
+        """
         for buffer in self._module.buffers:
             for bucket in buffer.buckets:
                 share = bucket.grad_data.numel() // buffer.data_parallel_world_size
@@ -181,7 +196,7 @@ class MegatronOptimizer(StepCounts):
                 )
 
     def _first_broken(self) -> str:
-        """The first parameter with a gradient that is not finite on any rank."""
+        """Return the first parameter with a gradient that is not finite on any rank."""
         names = self._weights.names()
         broken = set(self._broken_names())
         flags = self._ranks.max([float(name in broken) for name in names])

@@ -1,4 +1,7 @@
-"""Log-probs and entropies from logits whose vocabulary is cut over tensor-parallel ranks; they never exist whole."""
+"""Log-probs and entropies with a vocabulary that is divided over tensor-parallel ranks.
+
+The whole logits never exist in memory.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 2**26
-"""Logits of one rank at a time: 256 MiB in float32."""
+"""Logits of a chunk on one rank: 256 MiB in float32."""
 
 
 def score(
@@ -22,16 +25,20 @@ def score(
     temperature: float,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets and entropies of their distributions, [N] each, in float32 or the model's wider dtype.
+    """Return log-probs of the targets and entropies of their distributions.
 
-    Chunk by chunk over the tokens; logits are computed again in the backward pass.
+    Computed chunk by chunk over the tokens; the backward pass computes the logits again.
 
     Args:
         hidden_NH: the same on every rank. Its gradient is this rank's part of a sum over the group.
         weight_VH: this rank's rows of the output layer, without padding.
         targets_N: token ids of the whole vocabulary.
         first: token id of this rank's first row.
+        temperature: both results are those of logits / temperature.
         group: the tensor-parallel ranks.
+
+    Returns:
+        log-probs [N] and entropies [N], in float32 or the model's wider dtype.
     """
     tokens = max(1, CHUNK_ELEMENTS // max(1, len(weight_VH)))
     parts = []
@@ -65,7 +72,9 @@ def _score_chunk(
 
 
 class _ScoreLogits(torch.autograd.Function):
-    """With l the logits and p their softmax over all ranks: log p[target] and H = -sum(p log p).
+    """Log-prob and entropy of a target.
+
+    With l the logits and p their softmax over all ranks: log p[target] and H = -sum(p log p).
 
     d log p[t] / d l_v = [v = t] - p_v; d H / d l_v = -p_v (log p_v + H).
     """

@@ -1,4 +1,4 @@
-"""Hugging Face weights in and out of Megatron's parallel parameters."""
+"""Conversion of weights between Hugging Face's tensors and Megatron's parallel parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ COPIES = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
 }
-"""Parameters of a layer that every tensor-parallel rank has whole, and their Hugging Face names."""
+"""Hugging Face's names of the layer parameters that every tensor-parallel rank holds whole.
+
+Keys are Megatron's names.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,19 +39,22 @@ class Piece:
     """A rectangle of a Hugging Face tensor inside a local parameter."""
 
     name: str
-    """Hugging Face's."""
+    """Hugging Face's name of the tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Where the rectangle begins in it."""
+    """First index of the rectangle in the whole tensor."""
     sizes: tuple[int, ...]
     view: Callable[[Tensor], Tensor]
-    """From the local parameter (or its gradient) to the rectangle's elements in order, in any shape."""
+    """View of the rectangle's elements, in order, in the local parameter or its gradient.
+
+    It may have any shape.
+    """
     replicated: bool = False
-    """Every tensor-parallel rank has it."""
+    """True if every tensor-parallel rank has it."""
 
     def read(self, local: Tensor) -> Tensor:
-        """The rectangle, contiguous."""
+        """Return the rectangle, contiguous."""
         return self.view(local).reshape(self.sizes).contiguous()
 
     def write(self, local: Tensor, values: Tensor) -> None:
@@ -56,14 +62,21 @@ class Piece:
         view.copy_(values.reshape(view.shape))
 
     def slices(self) -> tuple[slice, ...]:
-        """Where it lies in the whole tensor."""
+        """Return the position of the rectangle in the whole tensor."""
         return tuple(
             slice(start, start + size) for start, size in zip(self.offset, self.sizes, strict=True)
         )
 
 
 def pieces_of(name: str, model: Architecture, tensor_rank: int, tensor_size: int) -> list[Piece]:
-    """What a tensor-parallel rank's parameter of this name holds. Layers are numbered over the whole pipeline."""
+    """Return the contents of a tensor-parallel rank's parameter.
+
+    Args:
+        name: of the parameter, with layers numbered over the whole pipeline.
+        model: shape of the network.
+        tensor_rank: of the rank.
+        tensor_size: number of tensor-parallel ranks.
+    """
     if name == "decoder.final_layernorm.weight":
         return [_copy("model.norm.weight", model.hidden)]
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -142,7 +155,10 @@ def _columns(name: str, rows: int, columns: int, tensor_rank: int, tensor_size: 
 def _queries_keys_values(
     layer: str, kind: str, model: Architecture, tensor_rank: int, tensor_size: int
 ) -> list[Piece]:
-    """Megatron's rows: for each key-value head its queries' heads, the key, the value."""
+    """Return the pieces in the order of Megatron's rows.
+
+    For each key-value head: its query heads, the key, the value.
+    """
     groups, size = model.groups // tensor_size, model.head_size
     queries = model.heads // model.groups * size
     rest = (model.hidden,) if kind == "weight" else ()
@@ -173,7 +189,7 @@ class Parameter:
 
 
 class Weights:
-    """This rank's parameters, and which ranks have the others. Making it is collective."""
+    """This rank's parameters, and the ranks that hold the others. Collective to construct."""
 
     def __init__(self, module: MegatronModel, model: Architecture, place: Place) -> None:
         self._model, self._place = model, place
@@ -182,26 +198,30 @@ class Weights:
             for name, tensor in _named(module)
         ]
         for parameter in self.parameters:
-            # Megatron marks what it initialises itself; in the norm of the gradient replicas count once.
+            # Megatron sets this mark on parameters that it initialises. It counts replicas once in
+            # the norm of the gradient.
             parameter.tensor.tensor_model_parallel = not parameter.pieces[0].replicated  # type: ignore[attr-defined]
         names: list[list[str]] = [[] for _ in range(place.world)]
         dist.all_gather_object(names, [parameter.name for parameter in self.parameters])
         self._stages = [names[place.rank_of(0, stage)] for stage in range(place.stages)]
-        """Names of each stage's parameters. A tied output layer on the last stage is a copy of the embedding."""
+        """Names of each stage's parameters, without a copied output layer.
+
+        If it is tied, the output layer on the last stage is a copy of the embedding.
+        """
         if model.tied and place.stages > 1:
             self._stages[-1].remove(OUTPUT)
 
     @property
     def copied_output(self) -> bool:
-        """Whether the last stage has a copy of the first one's embedding."""
+        """True if the last stage has a copy of the first stage's embedding."""
         return self._model.tied and self._place.stages > 1 and self._place.last_stage
 
     def names(self) -> list[str]:
-        """Hugging Face's names of all parameters of the model."""
+        """Return Hugging Face's names of all parameters of the model."""
         return list(self.shapes())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face's names and shapes of all parameters of the model."""
+        """Return Hugging Face's names and shapes of all parameters of the model."""
         return {
             piece.name: piece.shape
             for names in self._stages
@@ -210,7 +230,14 @@ class Weights:
         }
 
     def read_folder(self, path: str) -> Iterator[tuple[Parameter, Tensor]]:
-        """This rank's part of the weights in a folder or hub repository, in float32 or wider. Raises `ModelLoadError`."""
+        """Yield this rank's part of the weights, in float32 or a wider dtype.
+
+        Args:
+            path: folder or hub repository.
+
+        Raises:
+            ModelLoadError: the folder cannot be read, or its weights do not fit the config.
+        """
         with ExitStack() as stack:
             files = _Safetensors(path, stack)
             for parameter in self.parameters:
@@ -223,7 +250,11 @@ class Weights:
                 yield parameter, values
 
     def whole(self, local: Callable[[Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors on rank 0, from what `local` gives for each parameter of a rank. Collective; yields on rank 0 only."""
+        """Yield whole tensors on rank 0; nothing on the others. Collective.
+
+        Args:
+            local: returns the values of one of this rank's parameters.
+        """
         mine = {parameter.name: parameter for parameter in self.parameters}
         place = self._place
         sends = place.data_rank == place.context_rank == 0
@@ -244,7 +275,10 @@ class Weights:
         local: Callable[[Parameter], Tensor],
         mine: dict[str, Parameter],
     ) -> Iterator[tuple[str, Tensor]]:
-        """Rank 0's side: every Hugging Face tensor of a parameter, from all tensor-parallel ranks of a stage."""
+        """Receive the Hugging Face tensors of a parameter, on rank 0.
+
+        They come from all tensor-parallel ranks of a stage.
+        """
         source = local(mine[name]) if stage == 0 else local(self.parameters[0])
         whole: dict[str, Tensor] = {}
         for tensor_rank in range(self._place.tensor_size):
@@ -293,13 +327,18 @@ class _Safetensors:
             self._files.update(dict.fromkeys(opened.keys(), opened))
 
     def read(self, piece: Piece) -> Tensor:
-        """Raises `ModelLoadError` if the file has no tensor of this name and shape."""
+        """Read a piece from the file that holds its tensor.
+
+        Raises:
+            ModelLoadError: the file has no tensor of this name and shape.
+        """
         if piece.name not in self._files:
             raise ModelLoadError(f"{self._path} lacks the weight {piece.name}")
         stored = self._files[piece.name].get_slice(piece.name)
         if tuple(stored.get_shape()) != piece.shape:
             raise ModelLoadError(
-                f"{self._path}: {piece.name} has shape {stored.get_shape()}, the model's config wants {list(piece.shape)}"
+                f"{self._path}: {piece.name} has shape {stored.get_shape()}, the model's config "
+                f"wants {list(piece.shape)}"
             )
         part: Tensor = stored[piece.slices()]
         return part
@@ -310,7 +349,7 @@ def _travels(piece: Piece, tensor_rank: int) -> bool:
 
 
 def _named(module: MegatronModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters with layers numbered over the whole pipeline."""
+    """Yield parameters with layers numbered over the whole pipeline."""
     for name, parameter in module.named_parameters():
         if name.startswith(LAYER):
             number, rest = name.removeprefix(LAYER).split(".", 1)
