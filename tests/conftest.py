@@ -1,7 +1,10 @@
-"""Markers by folder, and the cluster. A test that needs a cluster fails without one: nothing is skipped.
+"""Markers by folder, and the cluster.
 
-`make test` runs two processes of pytest side by side (pytest-xdist). Tests of one file stay together, because they share fixtures, and
-so do all tests that change what a cluster has only one of: its definitions and its rights.
+A test that needs a cluster fails without one: nothing is skipped.
+
+`make test` runs two processes of pytest side by side (pytest-xdist). Tests of one file stay
+together, because they share fixtures. So do all tests that change what a cluster has only one of:
+its definitions and its rights.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ from xdist.scheduler import LoadScopeScheduling
 from testcluster import Cluster, running_cluster
 
 # `make test` gives the same answer twice; HYPOTHESIS_PROFILE=explore looks for new counterexamples.
-# Machines are shared and busy: no deadline per example. A fixture may hold for all examples of its test.
+# Machines are shared and busy: no deadline per example. A fixture may serve all examples of a test.
 shared = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.register_profile("repeatable", shared, derandomize=True)
 settings.register_profile("explore", shared, derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 if settings.get_current_profile_name() == "repeatable":
-    # Else examples are also made of constants in whatever modules of ours earlier tests of this process have imported.
+    # Otherwise examples also use constants of the modules that this process has already imported.
     providers._get_local_constants = lambda: providers._local_constants
 
 
@@ -56,7 +59,10 @@ class StaysTogether(LoadScopeScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> StaysTogether:
-    """How `pytest -n 2` deals tests out. (The groups of pytest-xdist 3.8 do nothing under pytest 9.2.)"""
+    """Return the scheduler that assigns tests to the processes of `pytest -n 2`.
+
+    The groups of pytest-xdist 3.8 do nothing under pytest 9.2.
+    """
     return StaysTogether(config, log)
 
 

@@ -1,4 +1,7 @@
-"""The operator of this tree, installed by its chart with images of this tree, and a namespace whose runs it serves."""
+"""The operator of this tree and a namespace of runs that it serves.
+
+Its chart installs it with images of this tree.
+"""
 
 from __future__ import annotations
 

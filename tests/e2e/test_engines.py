@@ -1,4 +1,7 @@
-"""Engines that are servers of their own, with trainers that split the model or its states, in pods. A drill: see `ENGINES`."""
+"""Engines that are separate servers, with trainers that split the model or its states, in pods.
+
+A drill: see `ENGINES`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs that meet trouble: a killed driver, a name used again at once, code that does not import, an image that is not there."""
+"""Runs with failures.
+
+A killed driver, a name that is used again at once, code that does not import, a missing image.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,14 @@ from waiting import eventually
 from watching import Watch
 
 SEEN_SECONDS = 25
-"""From a pod's trouble to the run's status: the operator follows pods, or it would look every 30 s only (SAFETY_NET_SECONDS)."""
-KINDS = "pods,services,configmaps,secrets,persistentvolumeclaims,rayclusters,networkpolicies,ingresses,serviceaccounts,roles,rolebindings"
+"""Time limit from a pod's failure to the run's status.
+
+The operator watches pods. Otherwise it would look every 30 s only (SAFETY_NET_SECONDS).
+"""
+KINDS = (
+    "pods,services,configmaps,secrets,persistentvolumeclaims,rayclusters,networkpolicies,ingresses,"
+    "serviceaccounts,roles,rolebindings"
+)
 
 
 def _objects(runs: Cluster) -> set[tuple[str, str]]:
@@ -28,7 +37,10 @@ def _objects(runs: Cluster) -> set[tuple[str, str]]:
 
 @pytest.mark.timeout(1800, func_only=True)
 def test_a_killed_driver_resumes_and_the_name_can_be_used_again_at_once(runs: Cluster) -> None:
-    """Two stories on one cluster: the driver dies and is resumed; then the run is deleted and applied again, alive as it is."""
+    """Kill the driver and wait for the resume; then delete the run and apply it again unchanged.
+
+    Both parts share one cluster.
+    """
     name, empty = "phoenix", _objects(runs)
     document = small_lake(
         name,
@@ -131,7 +143,10 @@ def _uid(found: dict[str, Any] | None) -> str:
 
 @pytest.mark.timeout(1800, func_only=True)
 def test_what_cannot_work_says_why(runs: Cluster, images: Images) -> None:
-    """An environment that does not import, and beside it, on no resources of its own, an image that cannot be pulled."""
+    """Check the messages for an environment that does not import and for a missing image.
+
+    Both runs exist at once. The one with the missing image requests almost no resources.
+    """
     code = {
         "apiVersion": "v1",
         "kind": "ConfigMap",

@@ -1,6 +1,9 @@
-"""One run from `kubectl apply` to the end, with the operator killed in the middle and absent at the end.
+"""One run from `kubectl apply` to the end.
 
-The steps build on each other, because a Ray cluster costs half a minute: they are one test with named parts.
+The operator is killed in the middle and absent at the end.
+
+The steps build on each other, because a Ray cluster costs half a minute: they are one test with
+named parts.
 """
 
 from __future__ import annotations
@@ -146,8 +149,8 @@ def the_model_of_a_running_run_cannot_change(runs: Cluster, document: dict[str, 
 def progress_arrives_in_time(watch: Watch) -> None:
     """The steps that the status showed so far were there within the limit, and none went backwards.
 
-    Most of them: six processes hand a step on, and one that gets no processor for a moment delays one step. What makes the operator
-    slow makes it slow for all.
+    Most of them: six processes hand a step on, and if one of them gets no processor for a moment,
+    one step is late. A slow operator makes all steps late.
     """
     watch.wait(lambda seen: seen.step >= 10, 300, "ten steps")
     history = watch.history

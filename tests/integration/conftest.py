@@ -1,4 +1,7 @@
-"""One real Ray for the tests that start actors themselves: a process can be in one Ray only. Its node offers every role twice."""
+"""One real Ray for the tests that start actors themselves.
+
+A process can be in one Ray only. Its node offers every role twice.
+"""
 
 from __future__ import annotations
 

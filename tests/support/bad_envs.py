@@ -1,4 +1,4 @@
-"""An environment that misbehaves on purpose, once per run or in one level, in the way that its config says."""
+"""An environment that misbehaves on purpose as its config says, once per run or in one level."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ GOOD = StepResult("word", 1.0, True, metrics={"success": 1.0})
 
 
 class Bad:
-    """One turn per episode. Who is the first to make the file `marker` misbehaves; with `seed`, every episode of that level does."""
+    """One turn per episode.
+
+    The first one to make the file `marker` misbehaves. With `seed`, every episode of that level
+    misbehaves.
+    """
 
     instruction = ""
 

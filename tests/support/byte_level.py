@@ -11,7 +11,10 @@ SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
 def byte_level_tokenizer(corpus: str, chat_template: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with ChatML's special tokens: the tokens of a text depend on what stands beside it."""
+    """Return a byte-level BPE with ChatML's special tokens.
+
+    The tokens of a text depend on the text beside it.
+    """
     core = Tokenizer(BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

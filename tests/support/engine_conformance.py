@@ -45,7 +45,10 @@ __all__ = [
 
 
 class EngineConformance(UpdateConformance):
-    """Tests of every engine. The module has the fixtures `engine`, `fresh` and `models`, and a loop."""
+    """Tests of every engine.
+
+    The test module has the fixtures `engine`, `fresh` and `models`, and a loop.
+    """
 
 
 class ServerEngine(InferenceEngine, SupportsBroadcast, Protocol):

@@ -1,4 +1,4 @@
-"""examples/gpu on machines without GPUs: the same YAML with a tiny model, no GPU requests and one small step."""
+"""examples/gpu without GPUs: the same YAML with a tiny model and one small step."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def without_gpus(document: dict[str, Any], *, embedded_engine: bool = False) -> 
     """The same strategies, placement and algorithm, small enough for two cores.
 
     Args:
-        embedded_engine: the transformers engine takes the place of a server, which needs half a minute to start, and a pod of several
-            GPUs becomes two pods with one rank each, so that model parallelism stays.
+        embedded_engine: the transformers engine replaces a server, which needs half a minute to
+            start. A pod of several GPUs becomes two pods with one rank each, so that model
+            parallelism stays.
     """
     small = copy.deepcopy(document)
     spec = small["spec"]

@@ -17,7 +17,10 @@ RUNS = "agenticrun-e2e"
 """Namespace of the runs that it serves."""
 RELEASE = "agenticrun-e2e"
 ENGINES = [name for name in os.environ.get("AGENTICRUN_E2E_ENGINES", "").split(",") if name]
-"""Engines whose worker images are built and tried in pods. A drill sets sglang,vllm: their images take 17 and 12 GB of disk."""
+"""Engines with worker images that are built and tried in pods.
+
+A drill sets sglang,vllm: their images take 17 and 12 GB of disk.
+"""
 _OPERATORS = "app.kubernetes.io/name=agenticrun"
 
 
@@ -41,7 +44,7 @@ class Operator:
             )
 
     def delete_pod(self) -> None:
-        """Kill the operator's pod; its Deployment makes a new one. Returns when that one is ready."""
+        """Kill the operator's pod and wait until the pod that replaces it is ready."""
         (pod,) = self.system.list("pods")
         self.system.kubectl("delete", "pod", pod["metadata"]["name"])
         self.wait_ready()
@@ -66,7 +69,10 @@ class Images:
 
 @contextmanager
 def others_paused(cluster: Cluster) -> Iterator[None]:
-    """Scale every other operator of the cluster to 0, and back at the end: two must not serve one namespace."""
+    """Scale every other operator of the cluster to 0, and back at the end.
+
+    Two operators must not serve one namespace.
+    """
     everywhere = json.loads(
         cluster.kubectl("get", "deployments", "--all-namespaces", "-l", _OPERATORS, "-o", "json")
     )["items"]

@@ -1,4 +1,4 @@
-"""Small runs for e2e tests: the frozen-lake example, shrunk, and what can be asked of the pods of a run."""
+"""Small runs of the frozen-lake example for e2e tests, and requests to the pods of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ HEAD_CONTAINER = "ray"
 _PROGRESS = f"""
 import urllib.request
 token = open({REPORTER_TOKEN_FILE!r}).read().strip()
-request = urllib.request.Request("http://localhost:{REPORTER_PORT}/progress", headers={{{TOKEN_HEADER!r}: "Bearer " + token}})
+request = urllib.request.Request("http://localhost:{REPORTER_PORT}/progress", \
+headers={{{TOKEN_HEADER!r}: "Bearer " + token}})
 print(urllib.request.urlopen(request, timeout=60).read().decode())
 """
 _KILL_DRIVER = """
@@ -64,7 +65,9 @@ class GatedLake(FrozenLake):
 def small_lake(
     name: str, *, max_steps: int, save_steps: int, eval_steps: int = 0, gpus: int = 0, **spec: Any
 ) -> dict[str, Any]:
-    """examples/frozen-lake.yaml with few episodes per step and small pods. `spec` replaces whole fields of the spec.
+    """Return examples/frozen-lake.yaml with few episodes per step and small pods.
+
+    `spec` replaces whole fields of the spec.
 
     Args:
         gpus: of each trainer pod and each inference pod.
@@ -90,10 +93,11 @@ def small_lake(
 
 
 def behind_gate(document: dict[str, Any], *, steps: int, seconds: float = 0.0) -> dict[str, Any]:
-    """Give a run an environment of the user's own that stops before step `steps` + 1 until `Pods.allow` lets it go on.
+    """Give a run an environment that stops before step `steps` + 1 until `Pods.allow`.
 
-    So a test does what it has to do at a known place of the run, however fast the machine is. Episodes of the warm-up and of validations
-    count too, so the run may stop a little earlier. Returns the ConfigMap to apply with the run.
+    So a test acts at a known place of the run, however fast the machine is. Episodes of the warm-up
+    and of validations count too, so the run may stop a little earlier. Returns the ConfigMap to
+    apply with the run.
 
     Args:
         seconds: that each step takes at least.

@@ -1,4 +1,4 @@
-"""Tiny models of three families, parallel layouts for them, and the training that every layout goes through."""
+"""Tiny models of three families, their parallel layouts, and the training of every layout."""
 
 from __future__ import annotations
 
@@ -63,11 +63,15 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**{**SHAPE, "hidden_size": 32}, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=False, rope_parameters=YARN_ROPE),
 }
-"""Between them: tied and untied output, biases of queries, keys and values, norms of queries and keys, scaled rotary embeddings."""
+"""Between them: tied and untied output, biases of queries, keys and values, norms of queries and
+keys, scaled rotary embeddings."""
 
 
 def make_models(folder: Path) -> None:
-    """A folder for each family; no weight is zero or one by default, so that a forgotten one shows."""
+    """Make a folder for each family.
+
+    No weight is zero or one by default, so that a forgotten one shows.
+    """
     for name, config in CONFIGS.items():
         torch.manual_seed(len(name))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

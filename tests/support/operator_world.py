@@ -1,7 +1,10 @@
-"""A fake cluster for the operator's tests: an apiserver, KubeRay, Ray and a driver, behind the protocols that the operator talks to.
+"""A fake cluster for the operator's tests: an apiserver, KubeRay, Ray and a driver.
 
-It keeps the rules that the operator's safety rests on: resourceVersions, uids, Ray's memory of submission ids per incarnation of the
-head, a reporter that outlives the driver. Before and after each request the operator can be made to crash.
+They are behind the protocols that the operator uses.
+
+The cluster keeps the rules that the operator's safety depends on: resourceVersions, uids, Ray's
+memory of submission ids per incarnation of the head, a reporter that outlives the driver. The
+operator can be made to crash before and after each request.
 """
 
 from __future__ import annotations
@@ -88,10 +91,13 @@ class World:
     ray_down: bool = False
     submit_down: bool = False
     interruption: tuple[int | str, Callable[[], None]] | None = None
-    """What happens at this many points from now, or at the named one. Every request has a point before it, a change one after it."""
+    """The function to call at this many points from now, or at the named one.
+
+    Every request has a point before it, a change one after it.
+    """
     _ids: Any = field(default_factory=lambda: itertools.count(1))
 
-    # -- the user ------------------------------------------------------------------------------------------------------
+    # -- the user ----------------------------------------------------------------------------------
 
     def apply_run(self, *changes: tuple[str, Any]) -> None:
         """Create the run."""
@@ -124,7 +130,7 @@ class World:
         """The operator's process dies, wherever it is."""
         raise Crash
 
-    # -- KubeRay and the kubelet ---------------------------------------------------------------------------------------
+    # -- KubeRay and the kubelet -------------------------------------------------------------------
 
     def make_pods(self, ready: bool = True) -> None:
         """KubeRay: create the pods that the RayCluster lacks, and let all of them become ready."""
@@ -186,7 +192,7 @@ class World:
             del self.objects["Pod", pod["metadata"]["name"]]
 
     def restart_head_container(self) -> None:
-        """Ray's head dies and comes back in the same pod: Ray forgets its jobs, the reporter lives on."""
+        """Restart Ray's head in the same pod: Ray forgets its jobs, the reporter survives."""
         for pod in self.pods(Role.DRIVER):
             pod["status"]["containerStatuses"][0]["restartCount"] += 1
 
@@ -198,7 +204,7 @@ class World:
             )
         return None
 
-    # -- the driver ----------------------------------------------------------------------------------------------------
+    # -- the driver --------------------------------------------------------------------------------
 
     def live_jobs(self) -> list[FakeJob]:
         """Jobs whose driver runs now."""
@@ -251,7 +257,7 @@ class World:
             },
         )
 
-    # -- protocols.Kube ------------------------------------------------------------------------------------------------
+    # -- protocols.Kube ----------------------------------------------------------------------------
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
         self._point(f"get {kind}")
@@ -313,7 +319,7 @@ class World:
         self._point("post event")
         self.events.append(event)
 
-    # -- protocols.Head ------------------------------------------------------------------------------------------------
+    # -- protocols.Head ----------------------------------------------------------------------------
 
     async def job(self, head: HeadAddress, submission_id: str) -> Job | NoJob | Unreachable:
         self._point("get job")
@@ -350,7 +356,7 @@ class World:
             return self.reports.get(pod["metadata"]["uid"], NoReport())
         raise AssertionError
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _known(self, submission_id: str) -> FakeJob | None:
         return next(
@@ -402,7 +408,11 @@ class Operator:
         )
 
     async def reconcile(self, changed: bool = True) -> float | None:
-        """One reconciliation. A crash ends the process, and another one starts; trouble with the cluster is left for the next one."""
+        """Reconcile once.
+
+        A crash ends the process and another one starts. Trouble with the cluster is left for the
+        next reconciliation.
+        """
         try:
             return await self.reconciler.reconcile(Item((NAMESPACE, NAME), changed))
         except Crash:

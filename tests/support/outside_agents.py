@@ -1,4 +1,4 @@
-"""A tokenizer whose chat template knows tools, and a policy that says what a test wants, for agents that come by HTTP."""
+"""A tokenizer with tools in its chat template, and a scripted policy, for agents over HTTP."""
 
 from __future__ import annotations
 
@@ -28,19 +28,24 @@ CHATML_WITH_TOOLS = (
     "{% for t in tools %}{{ '\n' + (t | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
     "{% for m in messages %}"
     "{% if m.role == 'tool' %}"
-    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{ '<|im_start|>user' }}{% endif %}"
     "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
     "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
     "{% for c in m.tool_calls or [] %}"
-    "{{ '\n<tool_call>\n{\"name\": \"' + c.function.name + '\", \"arguments\": ' + (c.function.arguments | tojson) + '}\n</tool_call>' }}"
+    '{{ \'\n<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \''
+    " + (c.function.arguments | tojson) + '}\n</tool_call>' }}"
     "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """As Qwen's: tool responses that follow each other share one user turn."""
 
-CORPUS = "system\nuser\nassistant\nThe sum is what you get: answer, please. tool_response tool_call name arguments\n"
+CORPUS = (
+    "system\nuser\nassistant\nThe sum is what you get: answer, please. "
+    "tool_response tool_call name arguments\n"
+)
 
 TOKENIZER = byte_level_tokenizer(CORPUS, CHATML_WITH_TOOLS)
 CHAT = ChatFormat(TOKENIZER)
@@ -68,7 +73,8 @@ class Question:
 class Says:
     """A policy that says one text after another, or a function's of the prompt.
 
-    It samples letter by letter, as no tokenizer would write its words, so that whoever tokenises them again is found out.
+    It samples letter by letter, unlike any tokenizer, so that a caller that tokenises the text
+    again gets other tokens.
     """
 
     def __init__(
@@ -139,7 +145,10 @@ def play(
 def check_token_for_token(
     trajectories: list[Trajectory], asked: list[tuple[GenerationRequest, Generation]]
 ) -> None:
-    """Every answer is trained in exactly one place, after exactly the tokens that the engine was asked about, with its own numbers."""
+    """Check that every answer is trained in exactly one place, with its own numbers.
+
+    The tokens before it are exactly those of the request to the engine.
+    """
     unseen = list(asked)
     for trajectory in trajectories:
         before: list[int] = []

@@ -1,4 +1,7 @@
-"""Which processes live, asked of the kernel once: they may end between two questions. And where local runs have files of their Ray."""
+"""The living processes, from one query of the kernel, and the folders of local runs' Ray.
+
+Processes may end between two queries.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ def children(pid: int) -> list[int]:
 
 
 def of_session(leader: int) -> list[str]:
-    """State and command of each living process of a session. Zombies only wait for init to notice."""
+    """Return state and command of each living process of a session.
+
+    Zombies are left out: they only wait for init to notice.
+    """
     found = subprocess.run(
         ["ps", "-o", "stat=,args=", "--sid", str(leader)], capture_output=True, text=True
     )

@@ -1,4 +1,7 @@
-"""The quiz of examples/judged with the smallest model: items, a reward function, and runs that train in seconds."""
+"""The quiz of examples/judged with the smallest model.
+
+Items, a reward function, and runs that train in seconds.
+"""
 
 from __future__ import annotations
 

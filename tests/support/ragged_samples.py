@@ -1,4 +1,4 @@
-"""Ragged multi-turn samples with every array that a loss reads, and the losses and splits that tests go through."""
+"""Ragged multi-turn samples with every array that a loss reads; losses and splits of tests."""
 
 from __future__ import annotations
 
@@ -60,9 +60,11 @@ VALUE_LOSSES = {"plain": ValueLossSpec(), "clipped": ValueLossSpec(0.2, "seq-mea
 
 
 def batch(model: PreTrainedModel, loss: LossSpec, seed: int = 0, count: int = 9) -> list[Sample]:
-    """Samples of one to three turns. A filter took some tokens, all of sample 4, and a turn of sample 5.
+    """Return samples of one to three turns.
 
-    Log-probs are those of the model and some noise, so that some ratios are clipped and others are not.
+    A filter took some tokens, all of sample 4, and a turn of sample 5.
+
+    Log-probs are those of the model plus noise: some ratios are clipped and others are not.
     """
     rng = np.random.default_rng(seed)
     samples = []
@@ -113,7 +115,10 @@ def token_log_probs(model: PreTrainedModel, tokens_T: np.ndarray, temperature: f
 
 
 def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Over all parameters: the largest absolute difference of gradients, relative to the parameter's gradient norm."""
+    """Return the largest absolute difference of gradients over all parameters.
+
+    It is relative to the parameter's gradient norm.
+    """
     assert found.keys() == expected.keys()
     return max(
         ((found[name] - gradient).abs().max() / gradient.norm()).item()

@@ -1,4 +1,4 @@
-"""Ragged trajectories as plain lists, for slow definitions, and packed into the arrays that the product takes."""
+"""Ragged trajectories as plain lists for slow definitions, and packed into the product's arrays."""
 
 from __future__ import annotations
 

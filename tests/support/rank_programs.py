@@ -1,4 +1,4 @@
-"""Several ranks of one program that meet in a gloo group: the launcher, and what each of them does around its work."""
+"""Several ranks of one program that meet in a gloo group: the launcher and the common setup."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _result(out: Path, rank: int, world: int) -> Path:
 
 
 def load(program: Path) -> ModuleType:
-    """The program as a module of this process, under its own name, so that what its ranks pickle can be read here."""
+    """Load the program as a module of this process under its own name, to unpickle its results."""
     spec = importlib.util.spec_from_file_location(program.stem, program)
     assert spec is not None
     assert spec.loader is not None
@@ -65,9 +65,10 @@ def load(program: Path) -> ModuleType:
 
 
 def take_part(work: RankWork) -> None:
-    """The main function of a program: fork its ranks, which share what it has imported (ten seconds of a core), and wait for them.
+    """Fork the ranks of a program and wait for them. This is the program's main function.
 
-    The first one that fails ends all.
+    The ranks share the imported modules (ten seconds of a core). The first one
+    that fails ends all.
     """
     world, out = int(sys.argv[1]), Path(sys.argv[2])
     ranks = set()
@@ -89,7 +90,7 @@ def take_part(work: RankWork) -> None:
 def _be_rank(
     work: RankWork, rank: int, world: int, listener: socket.socket, result: Path
 ) -> NoReturn:
-    """Join the others where the first one listens, work with the launcher's arguments, and leave what came of it."""
+    """Join the group at the first rank's address, run the work, and write its result."""
     status = 1
     try:
         torch.set_num_threads(1)
@@ -104,6 +105,7 @@ def _be_rank(
     except BaseException:
         traceback.print_exc()
     finally:
-        # Threads of gloo may still hold tensors, whose release aborts a process that is taking its interpreter down (pytorch#179291).
+        # Threads of gloo may still hold tensors. Their release aborts a process in the middle of
+        # the interpreter's shutdown (pytorch#179291).
         sys.stderr.flush()
         os._exit(status)

@@ -14,8 +14,10 @@ from sampling_conformance import SamplingConformance
 from tiny_model import CONTEXT, VOCABULARY
 
 TRIES = range(5)
-"""A server goes on while this process waits for the processor, and may finish what was to be aborted: then it is tried again. Who aborts
-nothing fails each time."""
+"""Number of attempts at an abort.
+
+A server continues while this process waits for the processor, and may finish the request before the
+abort: then the test tries again. A server that never aborts fails every time."""
 
 
 class RequestConformance(SamplingConformance):

@@ -57,8 +57,8 @@ def result(
 class FakeBackend:
     """Plays at once, or when `release` says so for groups in `held`.
 
-    Members finish in the order of their numbers, with `scores(task, member)`. Beyond `task.stop_after` they are aborted after
-    half of their tokens.
+    Members finish in the order of their numbers, with `scores(task, member)`. Beyond
+    `task.stop_after` they are aborted after half of their tokens.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Remote:
 
 
 class FakeEngine:
-    """Answers every request with one text, except those that `ignores` says, and remembers what it was asked."""
+    """Answer every request with one text, except those in `ignores`, and record the requests."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Run documents for tests, and the rules of the API as cases: what each refuses and what it still accepts."""
+"""Run documents for tests, and cases of the API's rules: a refused and an accepted change each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agenticrun_api.spec import AgenticRunSpec, InitializeModel, ModelSpec, Volu
 from agenticrun_api.training import ActorTrain, Critic, Eval, Generating, Warmup, WeightSync
 
 Change = tuple[str, Any]
-"""(path, value): `("spec.pipeline.trainEnvs.groupSize", 4)`; the value REMOVE takes the field away."""
+"""(path, value): `("spec.pipeline.trainEnvs.groupSize", 4)`; the value REMOVE removes the field."""
 REMOVE = object()
 
 MINIMAL: dict[str, Any] = {
@@ -594,7 +594,8 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
-        "grpo, rloo, dr_grpo, gigpo, reinforce_plus_plus_baseline compare the trajectories of a group",
+        "grpo, rloo, dr_grpo, gigpo, reinforce_plus_plus_baseline "
+        "compare the trajectories of a group",
         f"{_P}.trainEnvs.groupSize",
         ((f"{_P}.trainEnvs.groupSize", 1),),
         ((f"{_P}.trainEnvs.groupSize", 1), (f"{_P}.algorithm.name", "reinforce")),
@@ -733,4 +734,6 @@ RULE_CASES: tuple[RuleCase, ...] = (
         (("metadata.name", "a" * 45),),
     ),
 )
-"""One case per rule. `test_every_rule_has_a_case` keeps it complete; the apiserver gets the same cases."""
+"""One case per rule.
+
+`test_every_rule_has_a_case` keeps it complete; the apiserver gets the same cases."""

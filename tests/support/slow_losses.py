@@ -1,4 +1,4 @@
-"""The actor's and the critic's loss written from the formulas: one sequence at a time, one token at a time."""
+"""The actor's and the critic's loss written from the formulas, one token at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""gym-sokoban 0.0.6 behind the text interface that ROLL gives it, and measures of how hard a level is. For tests and the benchmark."""
+"""gym-sokoban 0.0.6 behind ROLL's text interface, and measures of how hard a level is.
+
+For tests and the benchmark.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,10 @@ class ReferenceSokoban(SokobanEnv):  # type: ignore[misc]
 
 
 def solution_length(board: str) -> int | None:
-    """Moves of the shortest solution, by breadth-first search on the text; None if there is none."""
+    """Return the number of moves of the shortest solution, or None if there is none.
+
+    Breadth-first search on the text.
+    """
     rows = board.split("\n")
     cells = {(r, c): symbol for r, row in enumerate(rows) for c, symbol in enumerate(row)}
     walls, targets = _places(cells, "#"), _places(cells, "O√S")
@@ -132,8 +138,9 @@ def _places(cells: dict[tuple[int, int], str], symbols: str) -> set[tuple[int, i
 def ks_p_value(ours: Sequence[int], theirs: Sequence[int], relabelings: int = 2000) -> float:
     """Two-sample Kolmogorov-Smirnov test of whole numbers.
 
-    The p-value is the share of random relabelings of the pooled sample with at least the distance seen, which is exact with ties
-    (Kolmogorov's limit is for continuous samples, and too kind here).
+    The p-value is the share of random relabelings of the pooled sample with at least the distance
+    seen, which is exact with ties (Kolmogorov's limit is for continuous samples, and too kind
+    here).
     """
     values, places = np.unique(np.concatenate([ours, theirs]), return_inverse=True)
     pooled = np.bincount(places, minlength=len(values))

@@ -66,7 +66,10 @@ class Cluster:
         return found
 
     def wait_for_crd(self, name: str) -> None:
-        """Until the definition serves. Not by `kubectl wait`, which fails on one that is so new that it has no conditions yet."""
+        """Wait until the definition serves.
+
+        `kubectl wait` would fail on a new definition that has no conditions yet.
+        """
 
         def established() -> bool:
             conditions = (self.get("crd", name) or {}).get("status", {}).get("conditions") or []
@@ -90,7 +93,10 @@ class Cluster:
 
     @contextmanager
     def new_namespace(self, name: str) -> Iterator[Cluster]:
-        """A namespace of one's own, deleted at the end with all that is in it; so is what a killed test has left of it."""
+        """Yield a new namespace and delete it with its contents at the end.
+
+        First delete what a killed test has left of it.
+        """
         delete = (
             "delete",
             "namespace",
@@ -133,7 +139,10 @@ def cluster_environment() -> dict[str, str]:
 
 @contextmanager
 def running_cluster() -> Iterator[Cluster]:
-    """The development cluster. If it was down it is brought up, and taken down again unless `KEEP_CLUSTER` is set."""
+    """Yield the development cluster.
+
+    If it was down, start it, and stop it at the end unless `KEEP_CLUSTER` is set.
+    """
     was_up = devcluster("status", "--wait", "30").returncode == 0
     if not was_up and devcluster("up").returncode:
         raise AssertionError("no cluster: `tools/devcluster up` failed, see its output above")

@@ -18,7 +18,10 @@ CONTEXT = 512
 
 
 def tiny_model(folder: Path, *, seed: int = 0) -> Path:
-    """A model of sharp distributions with grouped heads of 32 (vLLM's CPU attention has no smaller ones)."""
+    """Make a model of sharp distributions with grouped heads of 32.
+
+    vLLM's CPU attention has no smaller heads.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     spec = InitializeSpec(
         WORDS,
@@ -51,7 +54,10 @@ def weight_parts(model: Path, folder: Path, count: int = 2) -> list[Path]:
 def plain_logprobs(
     model: PreTrainedModel, prompt_T: IntArray, response_T: IntArray, temperature: float = 1.0
 ) -> FloatArray:
-    """log_softmax(logits / temperature) of each response token, from one forward pass over the whole sequence."""
+    """Return log_softmax(logits / temperature) of each response token.
+
+    Computed in one forward pass over the whole sequence.
+    """
     ids = torch.from_numpy(np.concatenate([prompt_T, response_T])).long()[None]
     with torch.no_grad():
         logprobs = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)

@@ -13,7 +13,10 @@ T = TypeVar("T")
 def eventually(
     probe: Callable[[], T | None], seconds: float, what: str, interval: float = 0.02
 ) -> T:
-    """The first truthy answer of `probe`; fails if there is none within `seconds`. `what` names what was waited for."""
+    """Return the first truthy result of `probe`.
+
+    Fails if there is none within `seconds`; `what` names the expected event.
+    """
     end = time.monotonic() + seconds
     while not (found := probe()):
         _fail_after(end, seconds, what)

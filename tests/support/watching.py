@@ -1,4 +1,4 @@
-"""The history of one run as the apiserver tells it: what a user at `kubectl get --watch` would have seen, and when."""
+"""The history of one run on the apiserver, as `kubectl get --watch` shows it, with times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class Seen:
 
     @property
     def lag(self) -> float:
-        """Seconds between the end of the newest step, by the driver's clock in whole seconds, and the arrival here."""
+        """Seconds from the end of the newest step to the arrival of its version here.
+
+        The end is by the driver's clock, in whole seconds.
+        """
         return self.at - datetime.fromisoformat(self.status["lastStepTime"]).timestamp()
 
     def condition(self, kind: str) -> dict[str, Any]:
@@ -88,7 +91,9 @@ class Watch:
         after: Seen | None = None,
         since: Seen | None = None,
     ) -> Seen:
-        """The first version that is as wanted, however soon another one follows. Fails after `seconds`, and if the run ends before.
+        """Return the first version for which `wanted` is true, even if others follow at once.
+
+        Fails after `seconds`, and if the run ends before.
 
         Args:
             after: a version of an earlier run of the same name; versions of that run do not count.
@@ -108,7 +113,8 @@ class Watch:
                 left = end - time.monotonic()
                 if left <= 0 or ended:
                     raise AssertionError(
-                        f"{'the run ended' if ended else f'not within {seconds:.0f} s'}: {what}\n{self._last()}"
+                        f"{'the run ended' if ended else f'not within {seconds:.0f} s'}: "
+                        f"{what}\n{self._last()}"
                     )
                 self._changed.wait(left)
 

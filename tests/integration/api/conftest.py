@@ -42,7 +42,7 @@ def api(cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def detached(api: Cluster) -> Iterator[Cluster]:
-    """A copy of the CRD under another group, in the same namespace, so that no operator acts on its objects."""
+    """Yield a namespace with a copy of the CRD under another group: no operator acts on it."""
     definition = copy.deepcopy(custom_resource_definition())
     definition["metadata"]["name"] = f"agenticruns.{DETACHED_GROUP}"
     definition["metadata"]["annotations"] = {"api-approved.kubernetes.io": "unapproved, test"}

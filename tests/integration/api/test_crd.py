@@ -1,4 +1,7 @@
-"""The CRD on the apiserver that enforces it: rules, defaults, what may change, columns, kubectl explain."""
+"""The CRD on an apiserver that enforces it.
+
+Rules, defaults, immutable fields, columns, kubectl explain.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,11 @@ DETACHED = f"agenticruns.{DETACHED_GROUP}"
 
 
 def dry_run(api: Cluster, document: dict[str, Any]) -> dict[str, Any]:
-    """What the apiserver would store; raises `CommandFailed` with its refusal. Nothing is created."""
+    """Return the object that the apiserver would store. Creates nothing.
+
+    Raises:
+        CommandFailed: The apiserver refused it.
+    """
     stored: dict[str, Any] = json.loads(
         api.apply(document, options=("--dry-run=server", "-o", "json"))
     )

@@ -1,6 +1,7 @@
-"""Wrong YAML is refused by `kubectl apply` and by `agenticrun validate`, with the same field's path.
+"""`kubectl apply` and `agenticrun validate` refuse wrong YAML, and name the path of the same field.
 
-Each file in refused/ says on top which path it expects, and, for a change of a run that exists, which file was applied before.
+The first lines of each file in refused/ name the expected path. For a change of an existing run
+they also name the file that was applied before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The chart: what it renders, what its values refuse, and that the apiserver lets the result run."""
+"""The chart: its rendered objects, the values that it refuses, and the apiserver's acceptance."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def environment(objects: Objects) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def namespace(cluster: Cluster) -> Iterator[Cluster]:
-    """A namespace that enforces the restricted Pod Security Standard, on a cluster that has the chart's CRD."""
+    """Yield a namespace that enforces the restricted Pod Security Standard.
+
+    Its cluster has the chart's CRD.
+    """
     cluster.kubectl(
         "apply", "--server-side", "--force-conflicts", "-f", str(CHART / "crds/agenticruns.yaml")
     )

@@ -1,4 +1,7 @@
-"""A real S3 protocol: moto's server on this machine, and the environment that finds it, as pods have it."""
+"""A real S3 protocol: moto's server on this machine.
+
+The environment variables that find it are those of pods.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ranks that train a small sharded module, save it, and go on from what other numbers of ranks have saved.
+"""Ranks that train and save a small sharded module, and resume from other numbers of ranks.
 
-As a program it is one rank; its arguments are tasks: `train=FOLDER`, `resume=FOLDER`, `damage=FOLDER` or `other=FOLDER`. Its result is what
-it saw in each, by task.
+As a program it is one rank. Its arguments are tasks: `train=FOLDER`, `resume=FOLDER`,
+`damage=FOLDER` or `other=FOLDER`. It returns the result of each task.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ SAVED_AT = 3
 
 @dataclass
 class Seen:
-    """Whole weights after the first step since the checkpoint, and at the end; what the next random numbers are; what was raised."""
+    """Result of a training: whole weights, the next random numbers and the error, if any.
+
+    `next_weights` are those after the first step since the checkpoint.
+    """
 
     next_weights: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
@@ -36,7 +39,10 @@ class Seen:
 
 
 class Trainer:
-    """A module whose sizes divide by no number of ranks, AdamW, and a batch per step that all ranks share."""
+    """AdamW on a module with sizes that no number of ranks divides.
+
+    All ranks share the batch of a step.
+    """
 
     def __init__(self, width: int = 7) -> None:
         torch.manual_seed(0)

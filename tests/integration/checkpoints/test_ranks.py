@@ -1,4 +1,7 @@
-"""A module that so many gloo processes have saved is gone on with by another number of them, over a folder and over S3."""
+"""Several gloo processes resume from the checkpoint of another number of them.
+
+The checkpoint is in a folder or on S3.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def runs(
 
 
 def assert_goes_on(found: Any, straight: Any) -> None:
-    """The next optimizer step, and those after it, are those of the run that was never interrupted."""
+    """Check that the next optimizer steps equal those of the run without interruption."""
     assert found.error == ""
     assert found.progress == {"steps": 3}
     for got, expected in (

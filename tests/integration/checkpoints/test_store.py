@@ -110,7 +110,8 @@ async def test_a_deleted_object_is_named_when_its_checkpoint_is_asked_for(s3: st
 async def test_a_bucket_that_does_not_exist_is_a_config_error(s3: str) -> None:
     with pytest.raises(
         InvalidConfig,
-        match=r"spec\.checkpoint\.uri: s3://no-such-bucket/run cannot be written .*make the bucket first",
+        match=r"spec\.checkpoint\.uri: s3://no-such-bucket/run cannot be written "
+        r".*make the bucket first",
     ):
         await Attempt("s3://no-such-bucket/run").resume()
 

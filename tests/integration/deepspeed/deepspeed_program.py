@@ -1,4 +1,7 @@
-"""The training that test_deepspeed.py compares; as a program, one rank of several, with the arguments MODEL WORK JOB."""
+"""The training that test_deepspeed.py compares.
+
+As a program it is one rank of several, with the arguments MODEL WORK JOB.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ SPEC = OptimizerSpec(
     epsilon=1e-4,
     max_skipped_steps=1,
 )
-"""AdamW's epsilon is large: with the usual one, rounding decides the direction of tiny gradients."""
+"""AdamW's epsilon is large: otherwise rounding decides the direction of tiny gradients."""
 LOSS = LOSSES["ppo"]
 STEPS = 3
 COMPARED = ("ppo", "decoupled segment", "cispo sequence")
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
-    """Options under which also the tiny model's parameters are cut, and its gradients summed in several buckets."""
+    """Return options that cut even the tiny model's parameters and use several gradient buckets."""
     cut = {"stage3_param_persistence_threshold": 20} if stage == 3 else {}
     return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **cut, **more}}
 
@@ -75,7 +78,10 @@ def make_zero(
 
 
 def part(samples: list[Sample], policy: PolicyTrainer, number: int) -> list[Sample]:
-    """Uneven on purpose: rank 0 has most of the samples, and every third time all: then rank 1 computes nothing of its own."""
+    """Return the samples of this rank, uneven on purpose.
+
+    Rank 0 has most of the samples. Every third time it has all, and rank 1 computes nothing itself.
+    """
     bound = len(samples) if policy.data_size == 1 or number % 3 == 0 else len(samples) * 2 // 3
     return samples[:bound] if policy.data_rank == 0 else samples[bound:]
 
@@ -94,7 +100,10 @@ def train(
     offload: bool = False,
     steps: int = 2 * STEPS,
 ) -> dict[str, Any]:
-    """Train and save in the middle, or resume there and train the rest. `offload`: between steps everything leaves the device."""
+    """Train and save in the middle, or resume there and train the rest.
+
+    With `offload`, everything leaves the device between steps.
+    """
     plain = load_model(str(model))
     batches = [batch(plain, LOSS, seed, 11) for seed in range(steps)]
     if resume is not None:
@@ -129,7 +138,10 @@ def gradients(policy: PolicyTrainer, model: Path) -> dict[str, dict[str, Tensor]
 
 
 def broken_steps(policy: PolicyTrainer, model: Path) -> dict[str, Any]:
-    """A step with a gradient that is not finite, one without any weight, and so many of the first kind that the run ends."""
+    """Run one step with a non-finite gradient, one without any weight, and more of the first kind.
+
+    The last ones end the run.
+    """
     loss = LossSpec(aggregation="token-mean")
     samples = batch(load_model(str(model)), loss)
     broken = [

@@ -117,7 +117,10 @@ def test_offload_and_checkpointing_change_nothing(
 def test_bfloat16_is_computed_with_and_float32_is_trained(
     reference: Runs, two_ranks: list[Runs], program: ModuleType, work: Path, stage: int
 ) -> None:
-    """The masters, which a checkpoint holds, go where those of `PolicyTrainer` go; rounding differs on the way."""
+    """Check that the masters, which a checkpoint holds, follow those of `PolicyTrainer`.
+
+    Rounding differs on the way.
+    """
     start, found, expected = (program.make_torch(work / "model") for _ in range(3))
     found.load(str(work / f"bfloat16 zero {stage}"))
     expected.load(str(work / "bfloat16 torch"))
@@ -150,8 +153,8 @@ def test_a_gradient_that_is_not_finite_and_a_step_without_weight_change_nothing(
         assert np.isfinite(later[name]).all()
     assert any((later[name] != weight).any() for name, weight in before.items())
     assert (
-        "2 gradients in a row were not finite; in the last, that of model.model.embed_tokens.weight is the first"
-        in found["error"]
+        "2 gradients in a row were not finite; "
+        "in the last, that of model.model.embed_tokens.weight is the first" in found["error"]
     )
 
 

@@ -1,4 +1,7 @@
-"""The cluster that is up is a real one: pods, DNS, Services, tokens under RBAC, GPUs that are counted, volumes that last."""
+"""The development cluster is a real one.
+
+It has pods, DNS, Services, tokens under RBAC, counted GPUs, and volumes that last.
+"""
 
 import json
 import socket
@@ -39,7 +42,8 @@ except urllib.error.HTTPError as error:
 _EAT_MEMORY = """
 import pathlib
 folder = pathlib.Path("/sys/fs/cgroup")
-limit = next(file for file in (folder / "memory.max", folder / "memory/memory.limit_in_bytes") if file.exists())
+limit = next(file for file in (folder / "memory.max", folder / "memory/memory.limit_in_bytes") \
+if file.exists())
 print(limit.read_text(), end="", flush=True)
 x = bytearray(200 << 20)
 """
@@ -85,7 +89,10 @@ def kubectl(cluster: Cluster) -> Iterator[Kubectl]:
 
 @pytest.fixture(scope="module")
 def pods(kubectl: Kubectl, image: str) -> None:
-    """A web server behind a Service and a headless one, and a client that may read pods and holds two GPUs."""
+    """Start a web server behind a Service and a headless Service, and a client pod.
+
+    The client may read pods and holds two GPUs.
+    """
     probe = {
         "httpGet": {"path": "/", "port": 8000},
         "periodSeconds": 1,
@@ -266,7 +273,10 @@ class TestPods:
     def test_memory_limit_is_written_to_the_cgroup_and_enforced(
         self, kubectl: Kubectl, image: str
     ) -> None:
-        """By the exit code: the reason OOMKilled comes from an event that travels apart from the exit, and may be late for it."""
+        """Detect it by the exit code.
+
+        The reason OOMKilled comes from an event that is separate from the exit and may be late.
+        """
         main = container(
             image, ["python3", "-c", _EAT_MEMORY], resources={"limits": {"memory": "64Mi"}}
         )

@@ -1,4 +1,6 @@
-"""One YAML trains with servers as engines and with any trainer: two of the combinations of benchmarks/combinations.py, each part once.
+"""One YAML trains with servers as engines and with any trainer.
+
+Two combinations of benchmarks/combinations.py use each engine and each trainer once.
 
 The transformers engine with fsdp2 is what all other tests train with.
 """

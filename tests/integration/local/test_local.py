@@ -160,7 +160,8 @@ from agenticrun_workers.driver.local import embedded_ray
 from processes import lives
 from tiny_runs import tiny_run
 
-with open("/proc/self/comm", "wb") as name:  # the kernel cuts names of processes after 15 bytes, also within a letter
+with open("/proc/self/comm", "wb") as name:  \
+# the kernel cuts names of processes after 15 bytes, also within a letter
     name.write(bytes([0x61, 0xC3]))
 
 terminate = subprocess.Popen.terminate
@@ -182,7 +183,8 @@ with embedded_ray(tiny_run()):
     env = Env.remote()
     pids = ray.get(env.pids.remote())
     others.append(subprocess.Popen(["sleep", "600"]))
-look = subprocess.Popen(["ps", "-o", "pid=,stat=,args=", "--sid", str(os.getpid())], stdout=subprocess.PIPE, text=True)
+look = subprocess.Popen(["ps", "-o", "pid=,stat=,args=", "--sid", str(os.getpid())], \
+stdout=subprocess.PIPE, text=True)
 processes = [line.split(maxsplit=2) for line in look.communicate()[0].splitlines()]
 expected = {os.getpid(), look.pid, *(process.pid for process in others)}
 print(json.dumps({

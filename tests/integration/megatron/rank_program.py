@@ -1,4 +1,7 @@
-"""One rank of several that train with Megatron in one layout after the other; the arguments are the folders MODELS WORK."""
+"""One rank of several that train with Megatron in one layout after the other.
+
+The arguments are the folders MODELS WORK.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ def make(models: Path, case: Case, family: str, optimizer: OptimizerSpec = SPEC)
 
 
 def check_checkpoints(models: Path, work: Path) -> dict[str, dict[str, np.ndarray]]:
-    """Final weights by layout, resumed from another layout's checkpoint; a plain torch policy's is in `work` already."""
+    """Return final weights by layout, resumed from another layout's checkpoint.
+
+    The checkpoint of a plain torch policy is in `work` already.
+    """
     steps = samples_of(models, "llama")
     chain = ["torch", "tensor", "data", "pipeline", "context"]
     found = {}

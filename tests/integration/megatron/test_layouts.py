@@ -1,4 +1,7 @@
-"""Two and four real gloo processes train with Megatron, in every layout, as one process does with torch."""
+"""Two and four real gloo processes train with Megatron in every layout.
+
+The result is that of one process with torch.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,10 @@ def distance(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> f
 
 
 def tolerance(family: str, dtype: str) -> float:
-    """Relative. Scores of YaRN's rotary embedding are rounded to float32 in another place than transformers'."""
+    """Return the relative tolerance.
+
+    YaRN's rotary scores are rounded to float32 in another place than in transformers.
+    """
     return 2e-4 if dtype == "float32" else 5e-6 if family == "qwen3" else 1e-9
 
 

@@ -37,7 +37,10 @@ async def kube(place: Cluster, kubeconfig: Path) -> AsyncIterator[KubeClient]:
 
 @pytest.fixture
 def run_document(place: Cluster, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """A run on the apiserver that no operator acts on: it waits for a ConfigMap that is someone else's."""
+    """Yield a run on the apiserver that no operator acts on.
+
+    It waits for a ConfigMap that does not belong to it.
+    """
     name = request.node.name.replace("_", "-").removeprefix("test-")[:40].rstrip("-")
     place.apply(
         {

@@ -1,4 +1,7 @@
-"""A pod's port through the apiserver's proxy, asked of a pod that every test cluster has: KubeRay's own operator."""
+"""A pod's port through the apiserver's proxy.
+
+The pod is KubeRay's own operator: every test cluster has it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llm_judge against a real HTTP server that speaks the chat completions protocol, well and badly."""
+"""llm_judge against a real HTTP server with correct and wrong chat completions."""
 
 from __future__ import annotations
 

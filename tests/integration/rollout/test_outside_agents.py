@@ -1,4 +1,7 @@
-"""Programs that know nothing of this project, with the real openai client, an agent framework from PyPI and a real engine."""
+"""Programs without code of this project as agents.
+
+They use the real openai client, an agent framework from PyPI and a real engine.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,10 @@ def test_openai_agents_calls_a_tool_and_becomes_one_trajectory(
 
 
 def test_a_real_engines_answers_keep_their_log_probs(known: Known, tmp_path: Path) -> None:
-    """Each log-prob is that of one plain forward pass over the trajectory, in all branches of two episodes at once."""
+    """Compare each log-prob with one plain forward pass over the trajectory.
+
+    Two episodes run at once, and all their branches are checked.
+    """
     folder = tiny_model(tmp_path)
     tokenizer = load_tokenizer(TokenizerSource(path=str(folder)))
     limits = AgentLimits(

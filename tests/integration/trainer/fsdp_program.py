@@ -1,4 +1,7 @@
-"""What test_fsdp.py compares: the same steps under options of fsdp2; as a program, one rank of several, with the argument MODELS."""
+"""The same steps under options of fsdp2, for test_fsdp.py to compare.
+
+As a program it is one rank of several, with the argument MODELS.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,10 @@ def gradients(load: Load, options: FsdpOptions, cut: str) -> dict[str, dict[str,
 def steps(
     load: Load, loss: LossSpec, folder: Path | None = None, **arguments: Any
 ) -> dict[str, Any]:
-    """Three steps, with a visit to host memory between them; then metrics, weights (on rank 0) and log-probs of all samples."""
+    """Train three steps and move the states to host memory and back between them.
+
+    Returns metrics, weights (on rank 0) and log-probs of all samples.
+    """
     policy = fsdp2_policy(load, SPEC, max_tokens=30, **arguments)
     mine = [
         part(batch(load(), loss, seed), policy.data_rank, policy.data_size) for seed in range(3)

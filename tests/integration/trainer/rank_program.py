@@ -1,4 +1,7 @@
-"""The training that test_ranks.py compares; as a program, one rank of several, with the arguments MODEL WORK."""
+"""The training that test_ranks.py compares.
+
+As a program it is one rank of several, with the arguments MODEL WORK.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Result:
     metrics: list[dict[str, float]]
     """Of each step, the policy's and the critic's together."""
     logprobs: list[np.ndarray]
-    """Of its samples at the end: the policy's, and the reference's, which was copied in the middle."""
+    """Of its samples at the end, by the policy and by the reference copied in the middle."""
     values: list[np.ndarray]
     weights: dict[str, np.ndarray]
     """At the end, on rank 0."""
@@ -49,7 +52,10 @@ class Result:
 
 
 def part(samples: list[Sample], rank: int, world: int) -> list[Sample]:
-    """Uneven on purpose: rank 0 has most of the samples and more micro-batches; the third rank has none."""
+    """Return the samples of this rank, uneven on purpose.
+
+    Rank 0 has most of the samples and more micro-batches; the third rank has none.
+    """
     bounds = {1: (0, len(samples)), 2: (0, 6, len(samples)), 3: (0, 6, len(samples), len(samples))}[
         world
     ]
@@ -98,7 +104,10 @@ def everywhere(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def gradients(model: Path) -> dict[tuple[str, str, str], dict[str, Tensor]]:
-    """The gradient of one step, by (loss, dtype, cut). Every rank computes it; the whole is the same on all."""
+    """Return the gradient of one step, by (loss, dtype, cut).
+
+    Every rank computes it; the whole is the same on all.
+    """
     found = {}
     for dtype, torch_dtype in DTYPES.items():
         load = partial(load_model, str(model), torch_dtype)
@@ -124,7 +133,10 @@ def export(model: Path, folder: Path) -> None:
 
 
 def main(model_folder: str, work_folder: str) -> dict[str, Any]:
-    """What several ranks do; two ranks also train, and resume from two ranks' checkpoint and from one's."""
+    """Run the work of several ranks.
+
+    Two ranks also train, and resume from two ranks' checkpoint and from one's.
+    """
     model, work = Path(model_folder), Path(work_folder)
     results: dict[str, Any] = {"gradients": gradients(model)}
     if dist.get_world_size() == 2:

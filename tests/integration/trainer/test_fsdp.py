@@ -1,4 +1,7 @@
-"""Options of fsdp2 on two and four real gloo processes: they change where numbers lie and when they are computed, not what is learned."""
+"""Options of fsdp2 on two and four real gloo processes do not change the training result.
+
+They change where numbers lie and when they are computed.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(work: Path) -> Runs:
-    """Everything that is compared: one rank in this process, two and three in processes of their own."""
+    """Run everything that is compared: one rank in this process, two and three in other ones."""
     model = make_model(work / "model")
     program = load(PROGRAM)
     one = {
