@@ -30,13 +30,13 @@ OBJECT_STORE_BYTES = 200 * 1024 * 1024
 """Fits the weights of the small models that train on one machine; the rest spills to disk."""
 
 PATIENCE_SECONDS = 15.0
-"""How long Ray's leftover processes may take to end by themselves.
+"""Time for Ray's leftover processes to end by themselves.
 
 More than the supervisor of an engine's server needs to clean up.
 """
 
 KILL_SECONDS = 10.0
-"""How long killed processes may take to be gone: less than a hanging disk."""
+"""Time for killed processes to disappear, unless a disk hangs."""
 
 
 def run_locally(run: AgenticRun, output: Path, console: Console) -> FinalReport:

@@ -30,7 +30,7 @@ import psutil
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TRACKER_SECONDS = 10.0
-"""How long Python's resource trackers may take to clean up."""
+"""Time for Python's resource trackers to clean up."""
 POLL_SECONDS = 1.0
 """Interval of checks that the parent lives. Standard input stays open if the parent has forked."""
 

@@ -45,8 +45,10 @@ STALE = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 """Raised if the server closed an idle connection just as we used it. It has read nothing, so the
 request is sent once more. If the server has ended, the second try cannot connect."""
 END_SECONDS = 60.0
-"""How long a server's processes may outlive its connections. On a busy machine the supervisor needs
-a while to find the last one."""
+"""Longest time that a server's processes may outlive its connections.
+
+On a busy machine the supervisor needs a while to find the last one.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class ServerSpec:
     """Path that is answered 200 when the server is ready."""
     start_seconds: float = 1200.0
     stop_seconds: float = 10.0
-    """How long the server may take to end after SIGTERM. 0: kill it at once."""
+    """Time for the server to end after SIGTERM. 0: kill it at once."""
 
 
 class ServerProcess:

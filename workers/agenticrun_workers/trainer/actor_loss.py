@@ -59,7 +59,7 @@ class LossSpec:
     kl_limit: float | None = 10.0
     """A token's estimate is clamped to it, without gradient above it."""
     temperature: float = 1.0
-    """Of the sampling: log-probs and entropies are those of logits / temperature."""
+    """Temperature of sampling: log-probs and entropies are those of logits / temperature."""
 
     def __post_init__(self) -> None:
         if self.ratio != "token" and isinstance(self.variant, Vanilla | Kimi15):

@@ -36,7 +36,7 @@ class Sample:
     old_values_T: FloatArray | None = None
     """The critic's values when the batch started, for its clip."""
     score: float = 0.0
-    """Of the whole trajectory; TOPR reads its sign."""
+    """Score of the whole trajectory; TOPR reads its sign."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class BucketWriter:
         self._buckets = [MappedBucket(folder, bucket) for bucket in buckets]
         self._deltas = deltas
         self._checksums: dict[int, int] = {}
-        """Of the last export, by bucket."""
+        """Checksums of the last export, by bucket."""
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[WrittenBucket]:
         """Write one export, bucket by bucket. No process may read the files meanwhile.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "agenticrun-"
 MAX_NAME = 200
-"""Of the run's name in the folder's, which may have 255 bytes."""
+"""Most characters of the run's name in a folder's name, which may have 255 bytes."""
 
 _DELETE_AT_END = 'exec 3<&0; (read -r _ <&3; rm -rf -- "$1") >/dev/null 2>&1 &'
 """Waits for the end of its input, which comes when no process holds the other end of the pipe."""

@@ -44,7 +44,7 @@ class Finding:
     verdict: Verdict
     found: str = ""
     advice: str = ""
-    """How to fix it."""
+    """Advice on how to fix it."""
 
 
 def ok(found: str = "") -> Finding:

@@ -53,7 +53,7 @@ FLAT = 0.01
 ABORT_SECONDS = 0.05
 """Time after which an abort is repeated: the server drops it if the request has not arrived yet."""
 PATIENCE_SECONDS = 1.0
-"""How long to wait for aborts by a paused server: it does not answer requests that it holds."""
+"""Longest wait for aborts by a paused server, which does not answer requests that it holds."""
 DRAIN_SECONDS = 5.0
 
 

