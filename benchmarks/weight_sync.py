@@ -265,11 +265,11 @@ def main() -> None:
         figures |= {f"{figure}_{name}": value for figure, value in found.items()}
         print(name, {figure: round(value, 4) for figure, value in found.items()}, flush=True)
     ray.shutdown()
-    for figure in LIMITS:
+    for figure, limit in LIMITS.items():
         figures[figure] = max(
             value for name, value in figures.items() if name.startswith(f"{figure}_")
         )
-        print(f"{figure} {figures[figure]:.3f} (limit {LIMITS[figure]})")
+        print(f"{figure} {figures[figure]:.3f} (limit {limit})")
     if arguments.json:
         write_record(
             arguments.json,

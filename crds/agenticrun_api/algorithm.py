@@ -136,7 +136,8 @@ class Tis(Model):
 
 class Topr(Model):
     """Tapered off-policy REINFORCE: full weight for good trajectories, the clamped ratio for bad
-    ones."""
+    ones.
+    """
 
     positive_weight: Coefficient = 1.0
     negative_weight: Coefficient = 1.0
@@ -159,7 +160,8 @@ class Kimi15(Model):
 
 class Decoupled(Model):
     """AReaL's decoupled PPO: clips around the policy at the start of the batch; a weight corrects
-    for the policy that sampled."""
+    for the policy that sampled.
+    """
 
     cap: Bound = 2.0
     """Upper bound of the weight."""
@@ -311,7 +313,8 @@ mean, the sample's product."""
 
 class IsWeight(Model):
     """Weight of each token's loss: the detached ratio of the trainer's and the engine's
-    probability."""
+    probability.
+    """
 
     level: Level = "token"
     upper_bound: Bound = 1.2
@@ -319,7 +322,8 @@ class IsWeight(Model):
 
 class RatioFilter(Model):
     """Removes tokens from the loss if the trainer's and the engine's probabilities differ too
-    much."""
+    much.
+    """
 
     RULES = (
         Rule(
@@ -359,7 +363,8 @@ class TrainInferCorrection(Model):
 
 class Guards(Model):
     """Alarms. An alarm sets the metric guard/<name> to 1, logs a line and sets a message of the
-    run."""
+    run.
+    """
 
     max_skipped_steps: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Number of consecutive optimizer steps that may be skipped because the gradient is not finite,

@@ -13,7 +13,8 @@ Path = Annotated[str, Field(min_length=1, max_length=1024)]
 
 class DatasetSpec(Model):
     """A data set with one item per episode: JSONL, Parquet or CSV files, a folder saved by Hugging
-    Face datasets, or a name on the Hugging Face Hub."""
+    Face datasets, or a name on the Hugging Face Hub.
+    """
 
     path: Path
     """A file, glob or folder that every env pod can read, or a name on the Hugging Face Hub."""
@@ -78,7 +79,8 @@ class EnvSpec(Model):
 
 class RewardSpec(Model):
     """A judge of finished episodes. Its score times `weight` is added to the reward of the last
-    turn."""
+    turn.
+    """
 
     name: Tag
     type: PlugIn

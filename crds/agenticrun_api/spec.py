@@ -18,7 +18,8 @@ RAY_VERSION = "2.60.0"
 
 class InitializeModel(Model):
     """A tiny causal LM with random weights and a word-level tokenizer, for demos and tests. Needs
-    no download."""
+    no download.
+    """
 
     RULES = (
         Rule(
@@ -114,7 +115,8 @@ class Checkpoint(Model):
 
 class Wandb(Model):
     """Weights & Biases. Set the API key as WANDB_API_KEY in roles.driver.env or envFrom, not
-    here."""
+    here.
+    """
 
     project: Annotated[str, Field(min_length=1, max_length=253)]
     entity: Annotated[str, Field(min_length=1, max_length=253)] | None = None
@@ -128,7 +130,8 @@ class Wandb(Model):
 
 class Tracking(Model):
     """Destinations of metrics and samples besides .status and Prometheus. metrics.jsonl is always
-    written."""
+    written.
+    """
 
     tensorboard: bool = True
     wandb: Wandb | None = None

@@ -114,7 +114,8 @@ class RayClusterStatus(Model):
 
 class JobStatus(Model):
     """The Ray job of the newest attempt. attempt and submissionId are stored before the job is
-    submitted."""
+    submitted.
+    """
 
     attempt: int
     submission_id: ShortText

@@ -44,7 +44,8 @@ class TrainStrategySpec(Model):
 
 class Lora(Model):
     """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685), trained instead of the whole policy.
-    Engines serve the merged weights."""
+    Engines serve the merged weights.
+    """
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
@@ -144,7 +145,8 @@ _PARALLEL_SIZES: dict[str, tuple[str, ...]] = {
 
 class InferStrategySpec(Model):
     """The inference engine: `transformers` (in the actor's process), or a server of `sglang` or
-    `vllm`."""
+    `vllm`.
+    """
 
     name: Literal["transformers", "sglang", "vllm"] = "transformers"
     config: Open = {}
@@ -170,7 +172,8 @@ class InferStrategySpec(Model):
 
 class Generating(Model):
     """Sampling during training. By default from the full distribution, so that the recorded
-    log-probs are those of the sampling distribution."""
+    log-probs are those of the sampling distribution.
+    """
 
     RULES = (
         Rule(

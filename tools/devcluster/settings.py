@@ -109,7 +109,7 @@ class Settings:
 
     @property
     def containerd_socket(self) -> Path:
-        """containerd's gRPC socket, which also serves the CRI."""
+        """Containerd's gRPC socket, which also serves the CRI."""
         return self.run_dir / "containerd.sock"
 
     @property

@@ -165,7 +165,8 @@ class _Pipe:
         """Return the value of the next frame.
 
         A process that died, or that still owes an answer when the caller is cancelled, is ended.
-        Raises
+
+        Raises:
         `EnvFault`.
         """
         try:

@@ -72,7 +72,10 @@ def _supervise(parent: int, folder: str, command: list[str]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
     server = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=begin
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=begin,  # noqa: PLW1509 - this process has one thread
     )
     signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGTERM))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))

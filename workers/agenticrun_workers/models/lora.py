@@ -132,10 +132,11 @@ def whole_weights(model: nn.Module, whole: Gather) -> Iterator[tuple[str, Tensor
     layers = {f"{name}.weight": layer for name, layer in _adapted(model).items()}
     for name, value in base_weights(model, whole):
         layer = layers.get(name)
-        if layer is not None:
+        if layer is None:
+            yield name, value
+        else:
             a, b = (whole(part) for part in _parts(layer))
-            value = merge(value, a, b, _rule(layer))
-        yield name, value
+            yield name, merge(value, a, b, _rule(layer))
 
 
 def base_weights(model: nn.Module, whole: Gather) -> Iterator[tuple[str, Tensor]]:

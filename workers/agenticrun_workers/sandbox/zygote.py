@@ -149,7 +149,7 @@ _zygote: _Zygote | None = None
 
 def _request(launcher: Path, files: list[int]) -> _Zygote:
     """Ask the zygote to fork a child with these files."""
-    global _zygote
+    global _zygote  # noqa: PLW0603 - one per process
     with _lock:
         if _zygote is not None and _zygote.launcher == launcher:
             with suppress(ConnectionError, TimeoutError):  # it is dead, or hangs
@@ -165,7 +165,7 @@ def _request(launcher: Path, files: list[int]) -> _Zygote:
 
 def _forked() -> None:
     """Forget the parent's zygote in a fork, which starts its own."""
-    global _zygote
+    global _zygote  # noqa: PLW0603 - one per process
     if _zygote is not None:
         _zygote.process.returncode = 0  # not a child of the fork's
         _zygote.forget()

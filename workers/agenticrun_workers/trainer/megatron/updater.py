@@ -69,7 +69,7 @@ class MegatronOptimizer(StepCounts):
 
     @property
     def adam(self) -> torch.optim.Optimizer:
-        """torch's optimizer inside Megatron's; its parameters are the masters of `shard`."""
+        """PyTorch's optimizer inside Megatron's; its parameters are the masters of `shard`."""
         adam: torch.optim.Optimizer = self._optimizer.optimizer
         return adam
 

@@ -353,5 +353,7 @@ def _named(module: MegatronModel) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in module.named_parameters():
         if name.startswith(LAYER):
             number, rest = name.removeprefix(LAYER).split(".", 1)
-            name = f"{LAYER}{module.decoder.layers[int(number)].layer_number - 1}.{rest}"
-        yield name, parameter
+            layer = module.decoder.layers[int(number)].layer_number - 1
+            yield f"{LAYER}{layer}.{rest}", parameter
+        else:
+            yield name, parameter
