@@ -60,7 +60,8 @@ def test_a_conversation_is_one_trajectory_token_for_token(agent_of: Any) -> None
     assert trajectory.stop_reason is StopReason.COMPLETED
     shown = CHAT.shown(policy.asked[2][0].prompt_tokens)
     assert shown == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nThe sum is 2.<|im_end|>\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+        "<|im_start|>assistant\nThe sum is 2.<|im_end|>\n"
         "<|im_start|>user\nand 2+2?<|im_end|>\n<|im_start|>assistant\n 4 <|im_end|>\n"
         "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -91,7 +92,8 @@ def test_tool_calls_and_their_results(agent_of: Any) -> None:
     check_token_for_token(trajectories, policy.asked)
     added = CHAT.shown(trajectories[0].turns[1].prompt_T)
     assert added == (
-        "\n<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
+        "\n<|im_start|>user\n<tool_response>\n2\n</tool_response>\n"
+        "<tool_response>\ntwo\n</tool_response><|im_end|>\n"
         "<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -223,7 +225,10 @@ def test_texts_go_on_from_recorded_tokens_and_stop_texts_cut(agent_of: Any) -> N
 def test_a_text_is_tokenised_only_from_where_it_leaves_what_was_sampled(
     said: str, kept: int, more: str, stop: str | None
 ) -> None:
-    """The policy samples byte by byte, so the tokens show which part of a text is recorded and which is tokenised again."""
+    """Check which part of a text is recorded and which is tokenised again.
+
+    The tokens show it, because the policy samples byte by byte.
+    """
 
     async def ask() -> None:
         policy = Says([said, "x"])

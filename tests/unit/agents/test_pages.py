@@ -1,4 +1,7 @@
-"""docs/math.md and docs/agents.md: their code is in the examples, or runs as it stands; their YAML is valid."""
+"""Check docs/math.md and docs/agents.md.
+
+Their code is in the examples, or runs as printed; their YAML is valid.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,8 @@ def test_the_agent_and_the_environment_of_the_guide_play_together() -> None:
         (5.0, {"success": 1.0}),
     ]
     assert TOKENIZER.decode(second.tokens_T.tolist()) == (
-        "<|user|>3+4=<|end|><|assistant|>8<|end|>\n<|user|>Unfortunately your answer is wrong. Let's try again.<|end|><|assistant|>7<|end|>"
+        "<|user|>3+4=<|end|><|assistant|>8<|end|>\n"
+        "<|user|>Unfortunately your answer is wrong. Let's try again.<|end|><|assistant|>7<|end|>"
     )
     registered = play("math-multi-turn", make_env("math-code-single-step", {}), Says("7", "7"))
     assert [t.score for t in registered] == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Agents with queues: what they get, what becomes of what they return, and what their mistakes cost."""
+"""Agents with queues: their inputs, the use of their results, and the cost of their mistakes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ class Letters(EnvironmentService):
 
 
 class Policy:
-    """Says random words of 1 to 3 letters, a function of the request's seed; its log-probs are those of nobody else."""
+    """Generate random words of 1 to 3 letters as a function of the request's seed.
+
+    The log-probs are unique to each response.
+    """
 
     def __init__(self, delays: Callable[[int], float] = lambda number: 0.0) -> None:
         self.requests: list[GenerationRequest] = []
@@ -162,7 +165,10 @@ def test_samples_and_turns_become_trajectories_token_for_token() -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_whatever_an_agent_asks_each_response_keeps_its_own_numbers(data: st.DataObject) -> None:
-    """Extend any sampled sequence, cut into it, or begin anew: masks and log-probs are those of the generations on the path."""
+    """Extend any sampled sequence, cut into it, or begin a new one.
+
+    Masks and log-probs are those of the generations on the path.
+    """
     policy = Policy()
     made: list[
         tuple[list[int], list[float], list[int]]
@@ -588,7 +594,8 @@ def test_an_agent_of_that_kind_is_known_by_its_signature_and_gets_what_it_names(
         ({"maxNewTokens": 1.5}, "gconfig.maxNewTokens must be a whole number"),
         (
             {"topP": 0.9},
-            r"gconfig.topP is 0.9, and the run samples with 1.0: leave it out, and set actorInfer.generating.topP",
+            r"gconfig.topP is 0.9, and the run samples with 1.0: "
+            r"leave it out, and set actorInfer.generating.topP",
         ),
         ({"beams": 4}, "gconfig has no key 'beams'"),
         (4, "gconfig must be a mapping, not 4"),

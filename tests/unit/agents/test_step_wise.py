@@ -1,4 +1,7 @@
-"""The step-wise agent: each prompt is whole, and shows every past action and observation of its window."""
+"""The step-wise agent: each prompt is complete.
+
+It shows every past action and observation of its window.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,10 @@ def test_the_prompt_lists_the_newest_past_actions_and_observations_valid_or_not(
     seen = ["P", *("_" * count for count in range(1, 7))]
     for turn, request in enumerate(requests):
         past = [f"[{n + 1}]{seen[n]}-> {answers[n]}" for n in range(turn)][max(0, turn - length) :]
-        expected = f"<|user|>{turn}:{''.join(past)}now {seen[turn]}{6 - turn}{len(past)}<|end|><|assistant|>"
+        expected = (
+            f"<|user|>{turn}:{''.join(past)}now {seen[turn]}{6 - turn}{len(past)}<|end|>"
+            "<|assistant|>"
+        )
         assert shown(request) == expected
     assert len(requests) == 6
 

@@ -94,7 +94,10 @@ def test_numpy_and_numba_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_numba_the_passes_are_numpys() -> None:
-    code = "import sys; sys.modules['numba'] = None; from agenticrun_workers.algorithms import backend; print(backend.passes.__name__)"
+    code = (
+        "import sys; sys.modules['numba'] = None; "
+        "from agenticrun_workers.algorithms import backend; print(backend.passes.__name__)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == plain.__name__
 

@@ -1,4 +1,4 @@
-"""The train-inference correction against a slow definition, token by token, compiled and in NumPy."""
+"""The train-inference correction against a slow definition by token, compiled and in NumPy."""
 
 from __future__ import annotations
 

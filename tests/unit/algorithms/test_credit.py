@@ -148,7 +148,8 @@ def test_rewards_are_shaped_clipped_normalised_and_placed_in_this_order(
     std: str,
 ) -> None:
     spec = CreditSpec(
-        estimator, placement, bound, truncated, 6.0, 4.0, 0.7, norm_grouping=grouping, norm_mean=mean, norm_std=std  # type: ignore[arg-type]
+        estimator, placement, bound, truncated, 6.0, 4.0, 0.7,  # type: ignore[arg-type]
+        norm_grouping=grouping, norm_mean=mean, norm_std=std,  # type: ignore[arg-type]
     )  # fmt: skip
     shaped = [slow_turn_rewards(t, spec) for t in batch]
     if placement == "turn":

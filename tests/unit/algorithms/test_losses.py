@@ -1,4 +1,7 @@
-"""Losses against definitions in plain Python floats, one token at a time; gradients against finite differences."""
+"""Losses against definitions in plain Python floats, one token at a time.
+
+Their gradients are compared with finite differences.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +202,10 @@ def test_clipped_tokens_are_exactly_those_without_gradient(seed: int, dual: floa
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_at_the_old_policy_every_ratio_loss_has_the_policy_gradient(level: RatioLevel) -> None:
-    """Where ratios are 1, PPO, TIS, CISPO and vanilla have the gradient of -A lp; per turn or sequence, of the mean A."""
+    """Compare gradients of PPO, TIS, CISPO and vanilla where ratios are 1.
+
+    They are the gradient of -A lp; per turn or sequence, A is the mean.
+    """
     tokens, _ = draw(3)
     on_policy = [token.old for token in tokens]
     for variant in (Vanilla(), Ppo(), Tis(), Cispo()):
@@ -330,7 +336,10 @@ def test_every_aggregation_equals_its_definition(
 
 
 def test_token_mean_ignores_what_the_mask_removes() -> None:
-    """Differs from ROLL (C1), where a filtered token keeps its loss and the mean of ones is not one."""
+    """Check a difference from ROLL (C1).
+
+    There a filtered token keeps its loss, and the mean of ones is not one.
+    """
     weights = torch.tensor([1.0, 0.0, 0.0, 1.0])
     losses = torch.tensor([1.0, 100.0, -50.0, 1.0])
     coefficients = token_coefficients(

@@ -95,7 +95,10 @@ def test_required_fields_are_those_that_no_default_can_guess() -> None:
     assert required == {
         ".model", ".pipeline", ".code.configMap",
         ".pipeline.maxSteps", ".pipeline.rolloutBatchSize", ".pipeline.envs", ".pipeline.trainEnvs",
-        ".pipeline.envs[].tag", ".pipeline.envs[].type", ".pipeline.trainEnvs.groups", ".pipeline.trainEnvs.tags",
-        ".pipeline.valEnvs.groups", ".pipeline.valEnvs.tags", ".pipeline.warmup.steps", ".pipeline.warmup.dataset.path",
-        ".pipeline.envs[].dataset.path", ".pipeline.rewards[].name", ".pipeline.rewards[].type", ".tracking.wandb.project",
+        ".pipeline.envs[].tag", ".pipeline.envs[].type",
+        ".pipeline.trainEnvs.groups", ".pipeline.trainEnvs.tags",
+        ".pipeline.valEnvs.groups", ".pipeline.valEnvs.tags",
+        ".pipeline.warmup.steps", ".pipeline.warmup.dataset.path",
+        ".pipeline.envs[].dataset.path",
+        ".pipeline.rewards[].name", ".pipeline.rewards[].type", ".tracking.wandb.project",
     }  # fmt: skip

@@ -70,7 +70,8 @@ def test_without_gpus_a_pod_carries_one_engine_whatever_its_parallelism() -> Non
 def test_gpus_that_are_no_multiple_of_an_engines_are_refused(placement: str, role: str) -> None:
     with pytest.raises(
         InvalidRun,
-        match=rf"spec\.roles\.{role}\.gpus: an engine takes 2 GPUs .* 3 of a pod are not a multiple",
+        match=rf"spec\.roles\.{role}\.gpus: an engine takes 2 GPUs "
+        r".* 3 of a pod are not a multiple",
     ):
         a_spec(
             ("spec.placement", placement),
@@ -83,6 +84,7 @@ def test_gpus_that_are_no_multiple_of_an_engines_are_refused(placement: str, rol
 def test_a_size_that_is_no_number_of_gpus_is_refused(size: Any) -> None:
     with pytest.raises(
         InvalidRun,
-        match=r"spec\.pipeline\.actorInfer\.strategy\.config: tp_size must be a whole number of GPUs",
+        match=r"spec\.pipeline\.actorInfer\.strategy\.config: "
+        r"tp_size must be a whole number of GPUs",
     ):
         a_spec(engine("sglang", tp_size=size))

@@ -1,4 +1,7 @@
-"""Items of a data set as supervised samples: the chat template's own tokens, and loss on the answers alone."""
+"""Items of a data set as supervised samples.
+
+The tokens are the chat template's own, and only the answers have a loss.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,10 @@ from devcluster.settings import Settings
 
 
 class Runtime:
-    """The runtime behind `ctr`. Each removal of containers brings the next thing that happens meanwhile."""
+    """The runtime behind `ctr`.
+
+    Each removal of containers triggers the next concurrent event.
+    """
 
     def __init__(self, containers: set[str]) -> None:
         self.containers = containers

@@ -1,4 +1,4 @@
-"""The first start: nothing is read before the prerequisites are there, and waits say what they see."""
+"""The first start reads nothing before the prerequisites exist, and waits report what they see."""
 
 import os
 import subprocess
@@ -30,7 +30,8 @@ for place, names in {
     shutil: ["which"],
     subprocess: ["run", "Popen", "check_output"],
     os: ["access", "listdir"],
-    pathlib.Path: ["exists", "is_dir", "is_file", "read_text", "read_bytes", "iterdir", "glob", "mkdir"],
+    pathlib.Path: ["exists", "is_dir", "is_file", "read_text", "read_bytes", \
+"iterdir", "glob", "mkdir"],
 }.items():
     for name in names:
         setattr(place, name, refuse)

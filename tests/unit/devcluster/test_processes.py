@@ -15,7 +15,8 @@ _SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 _STUBBORN = (
     sys.executable,
     "-c",
-    "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)",
+    "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print('deaf', flush=True); time.sleep(60)",
 )
 
 

@@ -1,4 +1,7 @@
-"""A wait says what it waits for, and ends early with what cannot pass. The clock is the test's own."""
+"""Waits report what they wait for, and end early on permanent errors.
+
+The clock is the test's own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _POD = "pod operator-7f"
 
 @dataclass
 class World:
-    """A clock that only sleeping moves, the lines that were printed, and what objects report when."""
+    """A clock that only sleeping moves, the printed lines, and the times of objects' reports."""
 
     reports: Callable[[float], Sequence[Report]] = lambda now: ()
     ready_at: float = 1e9

@@ -1,4 +1,7 @@
-"""docs/algorithms.md: its recipes are valid runs, and it explains every field of the algorithm. And the YAML of its neighbours."""
+"""Check docs/algorithms.md: its recipes are valid runs, and it explains every field.
+
+Also check the YAML of the pages beside it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""docs/differences-from-roll.md has a row for every deliberate difference, and each names tests that exist."""
+"""Check docs/differences-from-roll.md.
+
+It has a row for every deliberate difference, and each row names tests that exist.
+"""
 
 from __future__ import annotations
 

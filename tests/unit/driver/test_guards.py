@@ -26,7 +26,8 @@ def test_an_alarm_rises_after_patience_steps_in_a_row_and_is_told_once() -> None
     assert [len(step.messages) for step in said] == [0, 0, 0, 1, 0]
     message = said[3].messages[0]
     assert message.startswith(
-        "guard entropy: actor/entropy is 0.3, below spec.pipeline.guards.minEntropy 0.5 for 2 steps: "
+        "guard entropy: actor/entropy is 0.3, "
+        "below spec.pipeline.guards.minEntropy 0.5 for 2 steps: "
     )
 
 

@@ -33,8 +33,8 @@ def test_a_config_error_is_not_tried_again_and_names_the_field() -> None:
             False,
         )
         assert (
-            report.message
-            == "spec.pipeline.envs[1].type: importing mine failed: ModuleNotFoundError: No module named 'x'"
+            report.message == "spec.pipeline.envs[1].type: importing mine failed: "
+            "ModuleNotFoundError: No module named 'x'"
         )
         assert exit_code(report) == ExitCode.INVALID_CONFIG
 

@@ -50,7 +50,8 @@ def test_an_episode_says_what_it_is_and_is_written_whole(tmp_path: Path) -> None
         "=== tag A, group 3, member 0, score 0.5, stop completed, turns 2, tokens 20 ===\n"
         "play of A 3\n"
         "\n"
-        "=== tag A, group 7, member 1, score 0, stop env_error, turns 2, tokens 20, error KeyError: 'x' ===\n"
+        "=== tag A, group 7, member 1, score 0, stop env_error, turns 2, tokens 20, "
+        "error KeyError: 'x' ===\n"
         "half a play\n"
     )
 

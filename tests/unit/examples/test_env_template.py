@@ -1,4 +1,4 @@
-"""The template that people copy works as it lies there: its own tests pass, and its run is valid."""
+"""The template for users' environments: its own tests pass unchanged, and its run is valid."""
 
 from __future__ import annotations
 

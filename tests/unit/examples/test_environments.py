@@ -1,4 +1,7 @@
-"""Examples of environments: random valid answers fit the limits that the YAML sets, so a run cannot only overflow."""
+"""Examples of environments: random valid answers fit the limits of the YAML.
+
+Otherwise every episode of a run could overflow.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ def test_what_the_user_sets_replaces_our_default() -> None:
 def test_an_option_that_another_field_decides_is_refused_and_the_field_is_named(name: str) -> None:
     with pytest.raises(
         ValueError,
-        match=rf"config\.{name.strip('-').replace('-', '_')} cannot be set: {OWNED[name.strip('-').replace('-', '_')]}",
+        match=rf"config\.{name.strip('-').replace('-', '_')} cannot be set: "
+        rf"{OWNED[name.strip('-').replace('-', '_')]}",
     ):
         command_line({name: 1}, OWNED)
 

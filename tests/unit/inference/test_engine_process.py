@@ -32,7 +32,8 @@ if "child" in tokens:  # one in a session of its own, as a process group's kill 
     code = "import time; print('child', flush=True); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 if "misnamed" in tokens:  # as a long name of several bytes a letter, which the kernel cuts
-    code = "import ctypes, time; ctypes.CDLL(None).prctl(15, bytes([195]), 0, 0, 0); time.sleep(600)"
+    code = "import ctypes, time; ctypes.CDLL(None).prctl(15, bytes([195]), 0, 0, 0); \
+time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 if "semaphore" in tokens:
     import multiprocessing, time

@@ -149,7 +149,7 @@ async def test_an_id_that_is_repeated_after_its_abort_is_aborted_when_the_client
 async def asked_while_it_sleeps(
     engine: Engine, requests: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[EngineActor, Frames]:
-    """Return the actor of a sleeping engine that has read these requests, and a client's connection."""
+    """Return the actor of a sleeping engine with these requests, and a client's connection."""
     made = actor(engine, monkeypatch)
     await made.sleep()
     frames = await connect(await made.requests_address(), "w")

@@ -1,4 +1,7 @@
-"""examples/judged: the environment takes items, and the reward function says what its docstring promises."""
+"""Check examples/judged.
+
+The environment takes items, and the reward function does what its docstring says.
+"""
 
 from __future__ import annotations
 

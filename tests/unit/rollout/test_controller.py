@@ -65,7 +65,10 @@ class Run:
 
 
 async def settled() -> None:
-    """All that needs no clock has happened. Episodes of `FakeBackend` take some ticks of the loop."""
+    """Run everything that needs no clock.
+
+    Episodes of `FakeBackend` take some ticks of the loop.
+    """
     for _ in range(200):
         await asyncio.sleep(0)
 

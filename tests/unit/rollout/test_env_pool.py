@@ -1,4 +1,7 @@
-"""Workers die, and the pool finds out which group does it: that one is given up, and every other episode is played to its end."""
+"""The pool finds the group that kills its workers and gives up that group only.
+
+Every other episode is played to its end.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,9 @@ async def test_workers_that_only_die_end_the_run() -> None:
 STORE_GONE = ray.exceptions.RayTaskError(
     "collect", "its store is gone", ray.exceptions.ActorDiedError()
 ).as_instanceof_cause()
-"""What Ray raises for a worker that lives and met the death of another actor: it is an `ActorDiedError` too."""
+"""Ray's error for a living worker that met the death of another actor.
+
+It is an `ActorDiedError` too."""
 
 
 @pytest.mark.parametrize(

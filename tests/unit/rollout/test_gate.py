@@ -12,7 +12,10 @@ from agenticrun_workers.rollout.gate import StalenessGate
 
 
 class GateMachine(RuleBasedStateMachine):
-    """Begins whatever the gate allows, finishes and trains in any order, and never meets a policy that is too old."""
+    """Begin all that the gate allows, finish and train in any order.
+
+    No episode ever meets a policy that is too old.
+    """
 
     @initialize(size=st.integers(1, 6), concurrent=st.integers(1, 20), staleness=st.floats(0, 4))
     def start(self, size: int, concurrent: int, staleness: float) -> None:

@@ -1,4 +1,7 @@
-"""Agents that make several trajectories of one episode: each is stored, counted and credited as a member of its group."""
+"""Agents that make several trajectories of one episode.
+
+Each is stored, counted and credited as a member of its group.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ Scores = list[list[float]]
 
 
 class Branching:
-    """RolloutBackend whose members make as many trajectories as there are scores; `broken` names (member, branch) with env_error."""
+    """RolloutBackend with as many trajectories per member as there are scores.
+
+    `broken` names (member, branch) with env_error.
+    """
 
     def __init__(self, scores: Scores, broken: frozenset[tuple[int, int]] = frozenset()) -> None:
         self.scores = scores

@@ -1,4 +1,4 @@
-"""Folders: what is written is there whole, and what is read is what was written, on a local path and in memory."""
+"""Folders keep files complete and unchanged, on a local path and in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""fresh.sh lists what it will remove, asks, and touches nothing while something of ours is alive."""
+"""fresh.sh lists what it will remove and asks.
+
+It touches nothing while one of our processes is alive.
+"""
 
 from __future__ import annotations
 

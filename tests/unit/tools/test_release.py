@@ -46,7 +46,10 @@ def test_the_newest_section_of_the_changelog_is_the_version() -> None:
 
 
 def test_release_notes_are_one_section() -> None:
-    text = "# Changelog\n\n## Unreleased\n\n- c\n\n## 0.2.0 - 2027-01-02\n\n### Added\n\n- b\n\n## 0.1.0 - 2026-11-22\n\n- a\n"
+    text = (
+        "# Changelog\n\n## Unreleased\n\n- c\n\n## 0.2.0 - 2027-01-02\n\n### Added\n\n- b\n\n"
+        "## 0.1.0 - 2026-11-22\n\n- a\n"
+    )
     assert release.notes(text, "0.2.0") == "### Added\n\n- b\n"
     assert release.notes(text, "0.1.0") == "- a\n"
 

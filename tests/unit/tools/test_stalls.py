@@ -36,7 +36,8 @@ sys.exit(7)
 PARENT = """
 import subprocess, time
 # sh ends at once: its child's parent is gone
-print(subprocess.run("sleep 600 >/dev/null 2>&1 & echo $!", shell=True, capture_output=True, text=True).stdout, flush=True)
+print(subprocess.run("sleep 600 >/dev/null 2>&1 & echo $!", shell=True, \
+capture_output=True, text=True).stdout, flush=True)
 time.sleep(600)
 """
 

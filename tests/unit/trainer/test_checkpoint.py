@@ -130,7 +130,8 @@ def test_another_shape_is_refused_by_the_first_parameter_and_nothing_changes(sav
     before = [parameter.clone() for parameter in module.parameters()]
     with pytest.raises(
         CheckpointMismatch,
-        match=r"^0.weight: the model has shape \[5, 3\], the checkpoint in .* has shape \[4, 3\]; set",
+        match=r"^0.weight: the model has shape \[5, 3\], "
+        r"the checkpoint in .* has shape \[4, 3\]; set",
     ):
         checkpoint.load(saved.uri, module, optimizer, {})
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))

@@ -1,4 +1,7 @@
-"""`strategy.config` of deepspeed: what is passed on, and what is refused with the field that decides it."""
+"""`strategy.config` of deepspeed: the options that are passed on, and those that are refused.
+
+A refusal names the field that decides the value.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +126,8 @@ def test_a_wrong_option_is_refused_by_name(config: dict[str, Any], reason: str) 
 def test_float64_is_refused_with_what_to_do() -> None:
     with pytest.raises(
         ValueError,
-        match=r"computes in float32 or bfloat16: set spec.model.dtype, or train in torch.float64 with fsdp2",
+        match=r"computes in float32 or bfloat16: "
+        r"set spec.model.dtype, or train in torch.float64 with fsdp2",
     ):
         parse({}, torch.float64)
 

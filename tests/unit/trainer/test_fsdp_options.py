@@ -58,7 +58,8 @@ def test_options_are_taken_under_their_names() -> None:
     [
         (
             {"gradient_checkpoint": True},
-            r"fsdp2 has no option gradient_checkpoint; it has reshard_after_forward, gradient_checkpointing",
+            r"fsdp2 has no option gradient_checkpoint; "
+            r"it has reshard_after_forward, gradient_checkpointing",
         ),
         (
             {"param_dtype": "bfloat16"},

@@ -1,4 +1,7 @@
-"""The gradient of an optimizer step does not depend on how the batch is cut, packed, padded or ordered (ranks: integration)."""
+"""The gradient of an optimizer step does not depend on the cut, packing, padding or order.
+
+Integration tests do the same for ranks.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ def test_the_critic_s_gradient_is_the_same_however_the_batch_is_cut(
 
 
 def trained_critic(loaded: Load, samples: list[Sample], **arguments: int) -> CriticTrainer:
-    """A critic with a head that is not zero, so that gradients reach the decoder. Weights are the same at each call."""
+    """Return a critic with a head that is not zero, so that gradients reach the decoder.
+
+    Weights are the same at each call.
+    """
     critic = CriticTrainer(loaded, SPEC, **arguments)
     with torch.no_grad():
         head = critic._model.module.head

@@ -1,4 +1,7 @@
-"""The parts of the Megatron trainer that need no other process: scores, pieces, options, models that are refused."""
+"""The parts of the Megatron trainer that need no other process.
+
+Scores, pieces, options, and the models that it refuses.
+"""
 
 from __future__ import annotations
 
@@ -198,7 +201,8 @@ def test_options_that_something_else_decides_are_refused_with_what_decides_them(
     [
         (
             {"tensor_parallel_size": 2},
-            "tensor_parallel_size is not offered for megatron; there are .*tensor_model_parallel_size",
+            "tensor_parallel_size is not offered for megatron; "
+            "there are .*tensor_model_parallel_size",
         ),
         ({"num_moe_experts": 8}, "num_moe_experts is not offered"),
         ({"pipeline_model_parallel_size": 0}, "whole number from 1, not 0"),

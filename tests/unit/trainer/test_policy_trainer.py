@@ -184,7 +184,10 @@ def test_the_gap_to_the_engine_is_told_where_both_speak_of_the_same_weights(load
 
 
 def test_the_gradient_is_clipped_to_its_norm(load: Load, samples: list[Sample]) -> None:
-    """Epsilon makes Adam's first step proportional to the gradient, so that its size shows the clipping."""
+    """Check the clipping by the size of Adam's first step.
+
+    A large epsilon makes that step proportional to the gradient.
+    """
     policy = fsdp2_policy(load, OptimizerSpec(1.0, max_grad_norm=1e-3, epsilon=1.0))
     before = weights(policy)
     metrics = policy.train_step(samples, LOSS)
