@@ -117,6 +117,8 @@ def variant_loss(
             return -weight * advantage * new
         case Kimi15():
             return -advantage * new + variant.tau / 2 * (new - old) ** 2
+        case _:
+            raise AssertionError(f"add {variant} here")
 
 
 def _clipped(variant: Ppo, ratio: Tensor, advantage: float) -> Tensor:

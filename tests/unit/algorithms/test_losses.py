@@ -155,6 +155,8 @@ def slow_losses(
                 loss = 0.0 if masked else -min(max(weight, low), high) * a * lp
             case Kimi15():
                 loss = -a * lp + variant.tau / 2 * (lp - token.old) ** 2
+            case _:
+                raise AssertionError(f"add {variant} here")
         losses.append(loss if isinstance(variant, Decoupled) else loss * token.weight)
     return losses
 

@@ -22,7 +22,7 @@ def test_every_rule_has_a_case() -> None:
     covered = {
         message for message in written for case in RULE_CASES if message.startswith(case.message)
     }
-    assert covered == written
+    assert covered == written, "add a case in tests/support/runs.py"
     assert len(RULE_CASES) == len(written)
 
 

@@ -35,6 +35,7 @@ def test_the_page_links_to_what_exists(page: Path) -> None:
 
 def test_the_readme_links_to_every_page_of_docs() -> None:
     linked = {target for target, _ in _links(ROOT / "README.md")}
-    assert [
+    missing = [
         page.name for page in sorted(ROOT.glob("docs/*.md")) if f"docs/{page.name}" not in linked
-    ] == []
+    ]
+    assert missing == [], f"link {missing} in README's table"

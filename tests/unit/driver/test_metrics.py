@@ -269,9 +269,7 @@ def test_every_metric_is_explained_in_the_docs() -> None:
     }
     heads = {name.removesuffix("/mean") for name in measured if name.endswith("/mean")}
     explained = documented()
-    assert (
-        sorted(
-            name for name in (measured | names_in_source()) - heads if not explained.fullmatch(name)
-        )
-        == []
+    missing = sorted(
+        name for name in (measured | names_in_source()) - heads if not explained.fullmatch(name)
     )
+    assert missing == [], f"docs/metrics.md needs a row for {missing}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from agenticrun_api import Pipeline
+from agenticrun_api.algorithm import Algorithm
 from agenticrun_workers.algorithms.correction import CorrectionSpec, FilterSpec, WeightSpec
 from agenticrun_workers.algorithms.losses import (
     Cispo,
@@ -72,6 +73,12 @@ def test_every_loss_variant_has_its_parameters_from_the_yaml(
 ) -> None:
     """ROLL drops those of tis, cispo and kimi15 (C14)."""
     assert loss_spec(pipeline(algorithm)).variant == variant
+
+
+@pytest.mark.parametrize("name", get_args(Algorithm.model_fields["pg_variant"].annotation))
+def test_every_loss_variant_of_the_yaml_is_translated(name: str) -> None:
+    variant = loss_spec(pipeline({"pgVariant": name})).variant
+    assert variant is not None, f"add a case for {name} to trainer/config_translation.py"
 
 
 def test_the_rest_of_the_actors_loss() -> None:
