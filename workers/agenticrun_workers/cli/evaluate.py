@@ -44,7 +44,7 @@ def evaluate(
     ] = None,
     changes: Changes = None,
 ) -> None:
-    """Play the validation set without training and print the results of each environment.
+    """Run the validation episodes without training and print the results of each environment.
 
     The results are success, pass@k, score, turns and stop reasons. pipeline.eval sets the number of
     episodes per level (samples), the k of pass@k and the sampling.

@@ -19,7 +19,7 @@ def run(
         typer.Option(
             "--output",
             "-o",
-            help="Folder for metrics and checkpoints. A stopped run resumes from its folder. "
+            help="Folder for metrics and checkpoints. Pass a stopped run's folder to resume it. "
             "Default: a new folder, runs/<name>/<time>.",
             file_okay=False,
         ),

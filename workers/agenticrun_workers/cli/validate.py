@@ -8,7 +8,7 @@ from agenticrun_workers.cli.common import Changes, RunFile, load, look_in, refus
 
 
 def validate(file: RunFile, changes: Changes = None) -> None:
-    """Check a YAML file like the apiserver, and import its environments like the workers."""
+    """Validate a file as the apiserver would, and import its environments as env workers do."""
     loaded = load(file, changes)
     look_in(file.parent)
     from agenticrun_workers.errors import InvalidConfig
