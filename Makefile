@@ -97,7 +97,7 @@ test: ## Everything that must pass: lint, unit, integration, e2e (tier one of do
 	@$(PYTHON) tools/ci.py
 
 .PHONY: drills
-drills: setup ## Slow drills, by hand: any order of events at length; tests on a machine that stalls; twenty kills of a deterministic run; the operator away for five minutes; SGLang and vLLM in pods
+drills: setup ## Slow fault drills (tier two of docs/testing.md)
 	@HYPOTHESIS_PROFILE=explore $(BIN)/pytest -q --timeout 1800 tests/unit/operator/test_any_order_of_events.py
 	@$(PYTHON) tools/stalls.py --every 0.3 $(BIN)/pytest -q --timeout 1800 -n 2 --no-loadscope-reorder tests/unit
 	@$(PYTHON) tools/stalls.py --every 0.6 $(BIN)/pytest -q --timeout 1800 -n 2 --no-loadscope-reorder tests/integration
