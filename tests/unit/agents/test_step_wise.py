@@ -210,7 +210,7 @@ def test_a_wrong_config_is_refused_by_name(config: dict[str, Any], message: str)
         agent(**config)
 
 
-def test_the_texts_of_an_agent_are_its_templates_without_placeholders_and_digits_where_it_counts() -> (
+def test_an_agents_texts_are_its_templates_without_placeholders_and_digits_where_it_counts() -> (
     None
 ):
     assert agent_texts("multi_turn", {}) == ["", ""]

@@ -328,7 +328,7 @@ async def test_validation_plays_the_same_levels_each_time(tmp_path: Path) -> Non
     assert sorted(task.group for task in validated) == sorted([*range(6)] * 4)
 
 
-async def test_engines_get_new_weights_every_model_update_frequency_steps_and_before_each_validation(
+async def test_engines_get_new_weights_every_model_update_frequency_steps_and_before_validation(
     tmp_path: Path,
 ) -> None:
     staleness = {"max": 2, "offPolicy": "Ignore"}

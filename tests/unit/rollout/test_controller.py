@@ -204,9 +204,7 @@ async def test_redundant_members_stand_in_for_failed_ones_and_unneeded_ones_are_
     assert (batch.counts.rerolled, batch.counts.length_bias) == (0, 0.0)
 
 
-async def test_too_few_of_a_redundant_group_are_filled_up_by_rerolls_of_which_only_the_missing_ones_are_needed() -> (
-    None
-):
+async def test_a_redundant_group_with_too_few_members_rerolls_only_as_many_as_it_needs() -> None:
     def fate(task: GroupTask, member: int) -> StopReason:
         return StopReason.COMPLETED if member == 0 or task.attempt else StopReason.ENV_ERROR
 
@@ -304,7 +302,7 @@ async def test_an_environment_s_error_is_told_once_however_often_it_happens(
     assert told == ["episodes of 'A' end with env_error: "]
 
 
-async def test_transcripts_and_frames_are_asked_of_the_first_try_of_so_many_groups_of_each_batch() -> (
+async def test_transcripts_and_frames_are_of_the_first_try_of_so_many_groups_of_each_batch() -> (
     None
 ):
     run = Run(

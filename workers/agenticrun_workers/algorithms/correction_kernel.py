@@ -56,9 +56,17 @@ def bounded_exp(log_ratio: float) -> float:
 
 @compiled_in_lanes
 def token_level(
-    start: int, stop: int, trains: bool, old_L: NDArray[Any], engine_L: NDArray[Any], bounds: Bounds, blocks: Floats, mask_L: Booleans,
-    weights_L: Any, tally: Floats,
-) -> tuple[float, float]:  # fmt: skip
+    start: int,
+    stop: int,
+    trains: bool,
+    old_L: NDArray[Any],
+    engine_L: NDArray[Any],
+    bounds: Bounds,
+    blocks: Floats,
+    mask_L: Booleans,
+    weights_L: Any,
+    tally: Floats,
+) -> tuple[float, float]:
     """Apply the token level to the response tokens in [start, stop), at most BLOCK.
 
     Returns:
@@ -100,9 +108,18 @@ def token_level(
 
 @compiled
 def settle(
-    start: int, stop: int, turns_L: NDArray[np.int32], level: int, ratio: float, diff: float, tokens: float, bounds: Bounds,
-    mask_L: Booleans, weights_L: Any, tally: Floats,
-) -> None:  # fmt: skip
+    start: int,
+    stop: int,
+    turns_L: NDArray[np.int32],
+    level: int,
+    ratio: float,
+    diff: float,
+    tokens: float,
+    bounds: Bounds,
+    mask_L: Booleans,
+    weights_L: Any,
+    tally: Floats,
+) -> None:
     """Apply one level to response tokens that share a ratio and a difference.
 
     Args:
@@ -127,9 +144,19 @@ def settle(
 
 @compiled
 def correct(
-    first: int, last: int, cu_N1: Integers, cu_seqlens_S1: Integers, turns_L: NDArray[np.int32], trains_N: Booleans,
-    old_L: NDArray[Any], engine_L: NDArray[Any], bounds: Bounds, mask_L: Booleans, weights_L: Any, tally_NM: Floats,
-) -> None:  # fmt: skip
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    cu_seqlens_S1: Integers,
+    turns_L: NDArray[np.int32],
+    trains_N: Booleans,
+    old_L: NDArray[Any],
+    engine_L: NDArray[Any],
+    bounds: Bounds,
+    mask_L: Booleans,
+    weights_L: Any,
+    tally_NM: Floats,
+) -> None:
     """Fill the mask, the weights (0 outside responses) and the tallies."""
     blocks = np.empty((3, BLOCK))
     for n in range(first, last):

@@ -246,9 +246,19 @@ def all_finite(
 
 
 def correct(
-    first: int, last: int, cu_N1: Integers, cu_seqlens_S1: Integers, turns_L: NDArray[np.int32],
-    trains_N: Booleans, old_L: NDArray[Any], engine_L: NDArray[Any], bounds: Bounds, mask_L: Booleans, weights_L: Any, tally_NM: Floats,
-) -> None:  # fmt: skip
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    cu_seqlens_S1: Integers,
+    turns_L: NDArray[np.int32],
+    trains_N: Booleans,
+    old_L: NDArray[Any],
+    engine_L: NDArray[Any],
+    bounds: Bounds,
+    mask_L: Booleans,
+    weights_L: Any,
+    tally_NM: Floats,
+) -> None:
     lo, hi = cu_N1[first], cu_N1[last]
     tokens = responses(first, last, cu_N1, turns_L)
     old_M, engine_M = (
