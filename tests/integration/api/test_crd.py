@@ -257,7 +257,10 @@ def test_a_write_of_the_spec_does_not_touch_the_status(stored: Cluster) -> None:
     ("path", "says"),
     [
         ("agenticrun.spec.pipeline.rolloutBatchSize", "Trajectories of one training step"),
-        ("agenticrun.spec.pipeline.trainEnvs.groupSize", "Episodes of the same level"),
+        (
+            "agenticrun.spec.pipeline.trainEnvs.groupSize",
+            "Number of episodes in a group, all of the same level.",
+        ),
         ("agenticrun.spec.roles.trainer.gpus", "one rank per GPU"),
         ("agenticrun.status.reward", "Mean score"),
     ],

@@ -99,7 +99,7 @@ async def test_heads_that_vllm_cannot_compute_on_a_cpu_are_refused_at_once(tmp_p
         InitializeSpec(("a", "b"), hidden_size=64, heads=4, max_position_embeddings=CONTEXT),
     )
     with pytest.raises(
-        EngineStartError, match="heads have 16 dimensions; on CPUs vLLM knows 32, 64"
+        EngineStartError, match="heads have 16 dimensions; on CPUs vLLM supports 32, 64"
     ):
         await an_engine(tmp_path, tmp_path).start()
 

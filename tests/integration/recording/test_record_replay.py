@@ -43,7 +43,7 @@ async def test_a_replay_trains_as_the_recorded_run_did_and_plays_nothing(
     async def refuse(*_arguments: object) -> None:
         raise AssertionError("a replay plays nothing")
 
-    monkeypatch.setattr(EnvPool, "play", refuse)
+    monkeypatch.setattr(EnvPool, "run", refuse)
     replayed = TinyAttempt(tiny_run(**SETTINGS, record={"replay": uri}), tmp_path / "replayed")
     report = await execute(replayed)
     assert report.outcome is Outcome.SUCCEEDED, report.message
