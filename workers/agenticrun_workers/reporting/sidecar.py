@@ -118,10 +118,6 @@ def main() -> None:
     web.run_app(Reporter(token, file).app(), port=port, access_log=None, print=None)
 
 
-if __name__ == "__main__":
-    main()
-
-
 class ReporterState(Model):
     """The newest snapshot of the newest attempt, and the commands for that attempt."""
 
@@ -225,3 +221,7 @@ def exposition(progress: Progress | None) -> str:
     ]
     lines.append(f'agenticrun_activity{{activity="{progress.activity}"}} 1')
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
