@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from agenticrun_api import Activity, FinalReport, Outcome, Progress
 from agenticrun_api.names import TOKEN_HEADER
 from agenticrun_workers.reporting.sidecar import Reporter, StateFile
+from waiting import eventually
 
 TOKEN = {TOKEN_HEADER: "Bearer secret"}
 
@@ -167,3 +171,32 @@ def test_the_sidecar_imports_neither_torch_nor_ray() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_it_starts_as_the_pod_starts_it(tmp_path: Path) -> None:
+    """Start it as a program: an import does not run its last lines."""
+    (tmp_path / "token").write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    environment = os.environ | {
+        "AGENTICRUN_REPORTER_TOKEN_FILE": str(tmp_path / "token"),
+        "AGENTICRUN_REPORTER_STATE_FILE": str(tmp_path / "state.json"),
+        "AGENTICRUN_REPORTER_PORT": str(port),
+    }
+    command = [sys.executable, "-m", "agenticrun_workers.reporting.sidecar"]
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            eventually(
+                lambda: process.poll() is not None or _answers(port), 60, "the reporter answers"
+            )
+            assert process.poll() is None
+        finally:
+            process.terminate()
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
