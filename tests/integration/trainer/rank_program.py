@@ -44,7 +44,7 @@ class Result:
     metrics: list[dict[str, float]]
     """Of each step, the policy's and the critic's together."""
     logprobs: list[np.ndarray]
-    """Of its samples at the end, by the policy and by the reference copied in the middle."""
+    """Scores of its samples at the end, by the policy and by the reference copied in the middle."""
     values: list[np.ndarray]
     weights: dict[str, np.ndarray]
     """At the end, on rank 0."""

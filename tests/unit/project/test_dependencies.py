@@ -25,7 +25,7 @@ FOLDERS = {
     "vllm": ["workers"],
     "dev": ["tests", "tools", "benchmarks", "examples"],
 }
-"""Where the dependencies of each extra must be imported."""
+"""Folders whose code must import the dependencies of each extra."""
 
 MODULES = {
     "hydra-core": "hydra",
