@@ -95,10 +95,16 @@ def run_together(commands: dict[str, Sequence[str]]) -> int:
     Returns:
         0, or the exit status of the command that failed; the others are stopped then.
     """
+    interrupted = threading.Event()
+    # A flag, not an exception: one that arrives while a command is being started would lose it.
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda *_: interrupted.set())
     tasks: list[Task] = []
     try:
         width = max(map(len, commands))
-        tasks += [Task(name, command, width) for name, command in commands.items()]
+        for name, command in commands.items():
+            tasks.append(Task(name, command, width))
         running = list(tasks)
         while running:
             for task in list(running):
@@ -114,12 +120,13 @@ def run_together(commands: dict[str, Sequence[str]]) -> int:
                     print(*task.lines[-SHOWN_LINES:], sep="\n", flush=True)
                     return status if status > 0 else 128 - status
                 task.say(f"done in {task.seconds:.0f} s")
-            time.sleep(0.1)
+            if interrupted.wait(0.1):
+                return INTERRUPTED
         return 0
-    except KeyboardInterrupt:
-        return INTERRUPTED
     finally:
         _stop(tasks)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _stop(tasks: Sequence[Task]) -> None:
@@ -162,7 +169,6 @@ def main() -> int:
         "--engines", action="store_true", help="also the environments of SGLang and vLLM"
     )
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     return run_together(commands(Settings.from_environment(), engines=options.engines))
 
 

@@ -97,9 +97,7 @@ def test_a_task_that_leaves_a_process_behind_still_ends(
 
 def test_an_interrupt_stops_everything(tmp_path: Path) -> None:
     program = (
-        # A shell starts what it puts into the background with SIGINT ignored, this test included.
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        "sys.path.insert(0, sys.argv[1]); import prepare; sys.exit("
+        "import sys; sys.path.insert(0, sys.argv[1]); import prepare; sys.exit("
         "prepare.run_together({'s': ('bash', '-c', 'echo $$; exec sleep 600')}))"
     )
     command = [sys.executable, "-c", program, str(ROOT / "tools")]
