@@ -124,6 +124,8 @@ class JobStatus(Model):
     status: ShortText = ""
     """Ray's job status: PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED; empty before the
     submission."""
+    end_time: Time | None = None
+    """When the operator first saw that the attempt had ended or had made its final report."""
 
 
 class CheckpointStatus(Model):

@@ -136,19 +136,24 @@ def _waits_for_report(draft: Draft, observed: Observed) -> bool:
     """
     if not isinstance(observed.progress, Unreachable):
         return False
-    waiting = draft.find(ConditionType.TRAINING)
-    waited = (
-        draft.seconds_since_transition(ConditionType.TRAINING)
-        if waiting and waiting.status == "Unknown"
-        else 0.0
-    )
     draft.condition(
         ConditionType.TRAINING,
         "Unknown",
         Reason.PROGRESS_UNAVAILABLE,
         f"the attempt has ended; its final report is not available: {observed.progress.why}",
     )
-    return waited < REPORT_PATIENCE_SECONDS
+    return _seconds_since_end(draft) < REPORT_PATIENCE_SECONDS
+
+
+def _seconds_since_end(draft: Draft) -> float:
+    """Return the seconds since the attempt was first seen to have ended; 0 the first time."""
+    job = draft.status.job
+    assert job is not None
+    if job.end_time is None:
+        job = job.model_copy(update={"end_time": format_time(draft.now)})
+        draft.set(job=job)
+    assert job.end_time is not None
+    return (draft.now - parse_time(job.end_time)).total_seconds()
 
 
 def _follow_live(draft: Draft, observed: Observed, seen: Job, progress: Progress | None) -> None:
@@ -158,13 +163,7 @@ def _follow_live(draft: Draft, observed: Observed, seen: Job, progress: Progress
         draft.condition(
             ConditionType.TRAINING, "False", progress.final.reason, progress.final.message
         )
-        # Use the later of two times: Training may be False since the submission, and the driver's
-        # clock may be wrong.
-        since_report = (draft.now - parse_time(progress.final.time)).total_seconds()
-        if (
-            min(draft.seconds_since_transition(ConditionType.TRAINING), since_report)
-            > ending.EXIT_SECONDS
-        ):
+        if _seconds_since_end(draft) > ending.EXIT_SECONDS:
             draft.job = Stop(job.submission_id)
         return
     if seen.status == "RUNNING" and draft.status.phase is not Phase.RUNNING:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from agenticrun_api import AgenticRun, AgenticRunStatus, Condition, ConditionType, Phase, Reason
 from agenticrun_operator.planning.plan import Delete, Plan, Stop, Submit, TokenToMake
-from agenticrun_operator.planning.times import format_time, parse_time
+from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Event, Manifest
 
 SOFT_WRITE_SECONDS = 10.0
@@ -103,11 +103,6 @@ class Draft:
         """Return True if the condition exists and its status is True."""
         found = self.find(kind)
         return found is not None and found.status == "True"
-
-    def seconds_since_transition(self, kind: ConditionType) -> float:
-        """Return the seconds since the condition's last transition, or 0 if it does not exist."""
-        found = self.find(kind)
-        return (self.now - parse_time(found.last_transition_time)).total_seconds() if found else 0.0
 
     def phase(self, phase: Phase, message: str | None = None) -> None:
         """Set the phase and the message of the status."""

@@ -340,6 +340,24 @@ async def test_an_ended_job_waits_for_its_report_but_not_for_ever(
     assert phase(world) is Phase.SUCCEEDED
 
 
+async def test_the_wait_for_the_report_begins_when_the_job_ends(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.reporter_down = True
+    await operator.settle(1)
+    assert condition(world, ConditionType.TRAINING).status == "Unknown"
+    world.now += timedelta(minutes=10)  # it was away long before the job ended
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(2)
+    assert phase(world) is Phase.RUNNING
+    assert world.status.job is not None
+    assert world.status.job.end_time is not None
+    world.reporter_down = False
+    await operator.settle(1)
+    assert phase(world) is Phase.SUCCEEDED
+
+
 async def test_progress_of_an_earlier_attempt_is_ignored(world: World, operator: Operator) -> None:
     await training(operator, 2)
     world.end_driver(Outcome.FAILED)
