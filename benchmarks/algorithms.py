@@ -37,7 +37,7 @@ from agenticrun_workers.algorithms import (
     TokenSpec,
     WeightSpec,
     assign_credit,
-    backend,
+    compiled,
     token_advantages,
 )
 
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
-    torch.set_num_threads(backend.threads())
+    torch.set_num_threads(compiled.threads())
     warm_up()
     sizes = tuple(size // 16 for size in SIZES) if arguments.quick else SIZES
     figures = measure(sizes, arguments.repeats)
@@ -229,11 +229,10 @@ def main() -> None:
             f"(under {MEMORY_LIMIT:g})   time per token at 4x the size {growth:4.2f} times"
         )
     if arguments.json:
-        compiled = backend.passes.__name__.rpartition(".")[2]
         write_record(
             arguments.json,
             figures,
-            f"{compiled} on {backend.threads()} threads, numpy {np.__version__}",
+            f"numba on {compiled.threads()} threads, numpy {np.__version__}",
         )
 
 

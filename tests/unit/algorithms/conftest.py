@@ -1,11 +1,12 @@
-"""Token passes are tested compiled and in NumPy."""
+"""Kernels are tested compiled and in NumPy."""
 
 import pytest
 
-from agenticrun_workers.algorithms import backend, kernels, plain
+import numpy_kernels
 
 
-@pytest.fixture(params=[kernels, plain], ids=["compiled", "plain"])
-def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the test once with numba's kernels and once with NumPy."""
-    monkeypatch.setattr(backend, "passes", request.param)
+@pytest.fixture(params=["compiled", "numpy"])
+def each_definition(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the test once with the product's kernels and once with their NumPy definition."""
+    if request.param == "numpy":
+        numpy_kernels.use_numpy(monkeypatch)

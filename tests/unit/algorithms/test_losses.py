@@ -14,14 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.algorithms.aggregation import Aggregation, StepTotals, token_coefficients
 from agenticrun_workers.algorithms.losses import (
+    Aggregation,
     Cispo,
     Decoupled,
     Kimi15,
     LossTokens,
     Ppo,
     RatioLevel,
+    StepTotals,
     Tis,
     Topr,
     Vanilla,
@@ -29,6 +30,7 @@ from agenticrun_workers.algorithms.losses import (
     importance_ratio,
     kl_loss,
     policy_loss,
+    token_coefficients,
     value_loss,
 )
 

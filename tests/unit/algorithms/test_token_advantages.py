@@ -22,7 +22,7 @@ from agenticrun_workers.algorithms import (
 from agenticrun_workers.algorithms.credit import Kind
 from ragged_tokens import Token, Trajectory, Turn, batches, of_responses, pack
 
-pytestmark = pytest.mark.usefixtures("each_backend")
+pytestmark = pytest.mark.usefixtures("each_definition")
 
 shares = st.floats(0, 1)
 

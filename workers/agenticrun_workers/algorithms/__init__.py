@@ -6,9 +6,16 @@ into advantages per token.
 """
 
 from agenticrun_workers.algorithms.correction import CorrectionSpec, FilterSpec, WeightSpec
-from agenticrun_workers.algorithms.credit import Credit, CreditSpec, Estimator, Kind, assign_credit
-from agenticrun_workers.algorithms.episodes import Episodes
+from agenticrun_workers.algorithms.credit import (
+    Credit,
+    CreditSpec,
+    Episodes,
+    Estimator,
+    Kind,
+    assign_credit,
+)
 from agenticrun_workers.algorithms.kl import KlController, KlKind, mean_kl
+from agenticrun_workers.algorithms.normalization import Reduce
 from agenticrun_workers.algorithms.token_advantages import (
     TokenAdvantages,
     Tokens,
@@ -16,7 +23,6 @@ from agenticrun_workers.algorithms.token_advantages import (
     token_advantages,
     turn_kl,
 )
-from agenticrun_workers.algorithms.whitening import Reduce
 
 __all__ = [
     "CorrectionSpec",

@@ -17,29 +17,52 @@ whitening. Means run over all response tokens, including those that another filt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from math import exp
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agenticrun_workers.algorithms import backend
-from agenticrun_workers.algorithms.layout import (
-    CLIPPED,
-    COLUMNS,
-    DIFF,
-    DIFF_KEPT,
-    GAP,
-    KEPT,
-    LEVELS,
-    NOTHING,
-    RATIO,
-    RATIO_KEPT,
-    TOKENS,
-    Bounds,
-)
+from agenticrun_workers.algorithms.compiled import compiled, compiled_in_lanes, run
+from agenticrun_workers.algorithms.kernels import NOTHING
 from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers
 
 Level = Literal["token", "segment", "geometric", "sequence"]
+LEVELS = ("token", "segment", "geometric", "sequence")
+"""Levels of the train-inference ratio.
+
+The ratio of a token; exp of the mean log ratio over the turn; over the sequence; exp of the SUM
+over the sequence.
+"""
+
+# Columns of the tallies that the correction keeps per trajectory, over its response tokens.
+TOKENS = 0
+GAP = 1
+"""Sum of |log ratio|."""
+CLIPPED = 2
+"""Tokens whose weight was limited."""
+KEPT = 3
+"""Tokens that no filter removed."""
+RATIO = 4
+"""Sum of the ratio; the first of one column per level."""
+DIFF = 8
+"""Sum of the difference of probabilities; the first of one column per level."""
+RATIO_KEPT = 12
+"""Tokens with a ratio within its bounds; the first of one column per level."""
+DIFF_KEPT = 16
+COLUMNS = 20
+
+LOG_LIMIT = 20.0
+"""Log ratios are clipped to [-20, 20] before exp (exp(20) is 5e8).
+
+Without the limit the sum over a long sequence would overflow.
+"""
+
+BLOCK = 256
+"""Tokens per block of exponentials; a block fits the first-level cache."""
+LOG2_E = 1.4426950408889634
+RATIO_FLOOR, RATIO_CEILING = exp(-LOG_LIMIT), exp(LOG_LIMIT)
+LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +129,7 @@ def correct(
         NOTHING.copy() if weights_L is None else weights_L,
         tally_NM,
     )
-    backend.run("correct", cu_trajectories_N1, cu_seqlens_S1, turns_L, trains_N, *arrays)
+    run(correct_tokens, cu_trajectories_N1, cu_seqlens_S1, turns_L, trains_N, *arrays)
     return Correction(mask_L, weights_L, tally_NM)
 
 
@@ -164,3 +187,235 @@ def _bounds(spec: CorrectionSpec) -> Bounds:
         LEVELS.index(spec.weight.level) if spec.weight else -1,
         upper,
     )
+
+
+class Bounds(NamedTuple):
+    """Bounds of the train-inference correction; rows are LEVELS."""
+
+    ratio_low: Floats
+    ratio_high: Floats
+    diff_low: Floats
+    diff_high: Floats
+    weight_level: int
+    """Index into LEVELS; -1 for no weights."""
+    weight_high: float
+
+
+@compiled
+def fast_exp(x: float) -> float:
+    """Return exp(x), accurate to 1e-14: 2^n times the series of the rest.
+
+    It calls no function, so loops over it are vectorised.
+    """
+    x = min(max(x, -708.0), 709.0)
+    n = np.floor(x * LOG2_E + 0.5)
+    r = (x - n * LN2_HIGH) - n * LN2_LOW
+    high = 1 / 5040 + r * (1 / 40320 + r * (1 / 362880 + r * (1 / 3628800 + r * (1 / 39916800))))
+    series = 1.0 + r * (
+        1.0 + r * (1 / 2 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120 + r * (1 / 720 + r * high)))))
+    )
+    return series * np.int64((np.int64(n) + 1023) << 52).view(np.float64)  # type: ignore[no-any-return]
+
+
+@compiled
+def bounded_exp(log_ratio: float) -> float:
+    return fast_exp(min(max(log_ratio, -LOG_LIMIT), LOG_LIMIT))
+
+
+@compiled_in_lanes
+def token_level(
+    start: int,
+    stop: int,
+    trains: bool,
+    old_L: NDArray[Any],
+    engine_L: NDArray[Any],
+    bounds: Bounds,
+    blocks: Floats,
+    mask_L: Booleans,
+    weights_L: Any,
+    tally: Floats,
+) -> tuple[float, float]:
+    """Apply the token level to the response tokens in [start, stop), at most BLOCK.
+
+    Returns:
+        sums of their log ratios and of their differences of probabilities.
+    """
+    for i in range(stop - start):
+        old, engine = np.float64(old_L[start + i]), np.float64(engine_L[start + i])
+        ratio = fast_exp(old - engine)
+        blocks[0, i] = old - engine
+        blocks[1, i] = min(max(ratio, RATIO_FLOOR), RATIO_CEILING)
+        blocks[2, i] = fast_exp(engine) * (ratio - 1.0)
+    ratio_low, ratio_high = bounds.ratio_low[0], bounds.ratio_high[0]
+    diff_low, diff_high = bounds.diff_low[0], bounds.diff_high[0]
+    log_sum, gap, ratio_sum, diff_sum, ratios_kept, diffs_kept = 0.0, 0.0, 0.0, 0.0, 0, 0
+    for i in range(stop - start):
+        log_ratio, ratio, diff = blocks[0, i], blocks[1, i], blocks[2, i]
+        ratio_kept = (ratio >= ratio_low) & (ratio <= ratio_high)
+        diff_kept = (diff >= diff_low) & (diff <= diff_high)
+        mask_L[start + i] = trains & ratio_kept & diff_kept
+        ratios_kept += ratio_kept
+        diffs_kept += diff_kept
+        log_sum += log_ratio
+        gap += abs(log_ratio)
+        ratio_sum += ratio
+        diff_sum += diff
+    tally[GAP] += gap
+    tally[RATIO] += ratio_sum
+    tally[DIFF] += diff_sum
+    tally[RATIO_KEPT] += ratios_kept
+    tally[DIFF_KEPT] += diffs_kept
+    if bounds.weight_level == 0:
+        upper, clipped = bounds.weight_high, 0
+        for i in range(stop - start):
+            clipped += blocks[1, i] > upper
+            weights_L[start + i] = min(blocks[1, i], upper)
+        tally[CLIPPED] += clipped
+    return log_sum, diff_sum
+
+
+@compiled
+def settle(
+    start: int,
+    stop: int,
+    turns_L: NDArray[np.int32],
+    level: int,
+    ratio: float,
+    diff: float,
+    tokens: float,
+    bounds: Bounds,
+    mask_L: Booleans,
+    weights_L: Any,
+    tally: Floats,
+) -> None:
+    """Apply one level to response tokens that share a ratio and a difference.
+
+    Args:
+        start, stop: range of positions.
+        tokens: number of response tokens in the range.
+    """
+    ratio_kept = bounds.ratio_low[level] <= ratio <= bounds.ratio_high[level]
+    diff_kept = bounds.diff_low[level] <= diff <= bounds.diff_high[level]
+    tally[RATIO + level] += tokens * ratio
+    tally[DIFF + level] += tokens * diff
+    tally[RATIO_KEPT + level] += tokens * ratio_kept
+    tally[DIFF_KEPT + level] += tokens * diff_kept
+    if not (ratio_kept and diff_kept):
+        for t in range(start, stop):
+            mask_L[t] = False
+    if bounds.weight_level == level:
+        weight = min(ratio, bounds.weight_high)
+        tally[CLIPPED] += tokens * (weight != ratio)
+        for t in range(start, stop):
+            weights_L[t] = weight if turns_L[t] >= 0 else 0.0
+
+
+@compiled
+def correct_tokens(
+    first: int,
+    last: int,
+    cu_N1: Integers,
+    cu_seqlens_S1: Integers,
+    turns_L: NDArray[np.int32],
+    trains_N: Booleans,
+    old_L: NDArray[Any],
+    engine_L: NDArray[Any],
+    bounds: Bounds,
+    mask_L: Booleans,
+    weights_L: Any,
+    tally_NM: Floats,
+) -> None:
+    """Fill the mask, the weights (0 outside responses) and the tallies."""
+    blocks = np.empty((3, BLOCK))
+    for n in range(first, last):
+        tally = tally_NM[n]
+        end = cu_N1[n]
+        sequence = np.searchsorted(cu_seqlens_S1, end, "right")
+        while end < cu_N1[n + 1]:
+            begin, end = end, cu_seqlens_S1[sequence]
+            sequence += 1
+            length, log_sum, diff_sum = 0, 0.0, 0.0
+            t = begin
+            while t < end:
+                turn_begin, turn_length, turn_log, turn_diff = t, 0, 0.0, 0.0
+                turn = -1
+                while t < end and (turn < 0 or turns_L[t] < 0 or turns_L[t] == turn):
+                    if turns_L[t] < 0:
+                        mask_L[t] = False
+                        if bounds.weight_level >= 0:
+                            weights_L[t] = 0.0
+                        t += 1
+                        continue
+                    turn, stop = turns_L[t], t + 1
+                    while stop < end and stop - t < BLOCK and turns_L[stop] == turn:
+                        stop += 1
+                    logs, diffs = token_level(
+                        t,
+                        stop,
+                        trains_N[n],
+                        old_L,
+                        engine_L,
+                        bounds,
+                        blocks,
+                        mask_L,
+                        weights_L,
+                        tally,
+                    )
+                    turn_length, turn_log, turn_diff = (
+                        turn_length + stop - t,
+                        turn_log + logs,
+                        turn_diff + diffs,
+                    )
+                    t = stop
+                if turn_length > 0:
+                    ratio, diff = bounded_exp(turn_log / turn_length), turn_diff / turn_length
+                    settle(
+                        turn_begin,
+                        t,
+                        turns_L,
+                        1,
+                        ratio,
+                        diff,
+                        turn_length,
+                        bounds,
+                        mask_L,
+                        weights_L,
+                        tally,
+                    )
+                    length, log_sum, diff_sum = (
+                        length + turn_length,
+                        log_sum + turn_log,
+                        diff_sum + turn_diff,
+                    )
+            if length > 0:
+                settle(
+                    begin,
+                    end,
+                    turns_L,
+                    2,
+                    bounded_exp(log_sum / length),
+                    diff_sum / length,
+                    length,
+                    bounds,
+                    mask_L,
+                    weights_L,
+                    tally,
+                )
+                settle(
+                    begin,
+                    end,
+                    turns_L,
+                    3,
+                    bounded_exp(log_sum),
+                    diff_sum,
+                    length,
+                    bounds,
+                    mask_L,
+                    weights_L,
+                    tally,
+                )
+            tally[TOKENS] += length
+            kept = 0
+            for i in range(begin, end):
+                kept += mask_L[i]
+            tally[KEPT] += kept

@@ -1,23 +1,63 @@
 """The token passes, compiled by numba: one trajectory after the other, each read once.
 
-`plain` has the same functions in NumPy. Every function works on the trajectories [first, last) and
-writes only there, so that ranges can run in threads. All functions ignore positions that are not
-response tokens (turn -1); their outputs are 0 (False).
+Every function works on the trajectories [first, last) and writes only there, so that ranges can run
+in threads. All functions ignore positions that are not response tokens (turn -1); their outputs are
+0 (False). The tests have the same functions in NumPy.
 """
 
 from __future__ import annotations
 
 from math import exp
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_workers.algorithms.compiled import compiled
-from agenticrun_workers.algorithms.correction_kernel import correct
 from agenticrun_workers.algorithms.kl import K3_LIMIT
-from agenticrun_workers.algorithms.layout import Discounts, TokenRewards, Values
 from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers
+
+NOTHING = np.zeros(0, np.float32)
+"""Stands for an array that is not given."""
+
+
+class TokenRewards(NamedTuple):
+    """Inputs of a response token's reward.
+
+    (clip(reward of its turn if it is the turn's last - coef * KL) - shift) * scale
+    """
+
+    turns_L: NDArray[np.int32]
+    per_turn_K: Floats
+    old_logprobs_L: NDArray[Any]
+    ref_logprobs_L: NDArray[Any]
+    kl_code: int
+    """One of `KL_CODES`; with 0 neither log-prob is read."""
+    kl_coef: float
+    bound: float
+    """Bound of the clip; infinite for none."""
+    shift: float = 0.0
+    scale: float = 1.0
+
+
+class Discounts(NamedTuple):
+    """gamma and lambda between a token and the next response token."""
+
+    gamma: float
+    lambd: float
+    turn_level: bool
+    """Apply gamma and lambda only where a turn ends; both are 1 inside a turn."""
+
+
+class Values(NamedTuple):
+    """Values of the critic.
+
+    V before each token, and V at the final observation of each trajectory (0 after a terminal
+    token).
+    """
+
+    values_L: NDArray[Any]
+    bootstrap_N: Floats
 
 
 @compiled
@@ -262,16 +302,3 @@ def all_finite(
             if turns_L[t] >= 0:
                 probe += np.float64(values_L[t]) * 0.0
         finite_N[n] = probe == 0.0
-
-
-__all__ = [
-    "all_finite",
-    "correct",
-    "deviations",
-    "discount",
-    "rescale",
-    "response_mask",
-    "reward_sums",
-    "spread",
-    "turn_kl",
-]

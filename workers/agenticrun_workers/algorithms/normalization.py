@@ -1,26 +1,41 @@
-"""Centring and scaling of scores by the batch or by sets of it.
+"""Normalisation of scores over the batch or sets of it, and whitening of tokens over all ranks.
 
     x' = (x - mean) / std        mean and std each over the batch, over x's own set, or not at all
 
 The standard deviation is unbiased (n - 1). A set with n < 2 or std <= 1e-6 has no spread to divide
 by. Its scores stay centred if the mean was over that same set, else they become 0; either way they
 are counted.
+
+Whitening does the same to the masked tokens of ALL ranks; with n < 2 or std <= 1e-6 they are only
+centred.
+
+Both take two phases: (n, sum) first, then the squares about the mean.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers
+from agenticrun_workers.algorithms import kernels
+from agenticrun_workers.algorithms.compiled import run
+from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, column_sums
 
 Over = Literal["batch", "group", "none"]
 Grouping = Literal["batch", "group", "tag", "state"]
 
 MIN_SPREAD = 1e-6
 """At or below this standard deviation a set has no spread."""
+
+Reduce = Callable[[Floats], Floats]
+"""Element-wise sum of a float64 array over the ranks.
+
+It is a collective, so every rank calls it equally often.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +105,97 @@ def zero_variance_share(scores_N: Floats, sets_N: Integers) -> float:
     np.minimum.at(lowest, sets_N, scores_N)
     np.maximum.at(highest, sets_N, scores_N)
     return float(np.mean((lowest == highest)[np.isfinite(lowest)]))
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Number, mean and sum of squared deviations of some values."""
+
+    count: float
+    mean: float
+    m2: float
+
+    @property
+    def std(self) -> float:
+        """Unbiased standard deviation; 0 for fewer than two values."""
+        return float(np.sqrt(self.m2 / (self.count - 1))) if self.count > 1 else 0.0
+
+    @property
+    def scale(self) -> float:
+        """Factor by which whitening multiplies centred values."""
+        return 1.0 / self.std if self.std > MIN_SPREAD else 1.0
+
+
+def moments(
+    count: float, total: float, deviations: Callable[[float], Floats], reduce: Reduce
+) -> Moments:
+    """Return the moments of values over all ranks.
+
+    Args:
+        count, total: number and sum of this rank's values.
+        deviations: maps a center to [sum of x - center, sum of its square] of this rank's values.
+        reduce: sum over the ranks.
+    """
+    count, total = reduce(np.array([count, total], np.float64))
+    if not count:
+        reduce(np.zeros(2))
+        return Moments(0.0, 0.0, 0.0)
+    center = float(total / count)
+    rest, squares = reduce(deviations(center))
+    # Correct both for the rounding error in the sum about the mean (Chan, Golub, LeVeque 1983).
+    return Moments(
+        float(count), center + float(rest / count), float(max(squares - rest * rest / count, 0.0))
+    )
+
+
+def token_moments(
+    count: float,
+    total: float,
+    values_L: NDArray[Any],
+    mask_L: Booleans,
+    cu_N1: Integers,
+    reduce: Reduce,
+) -> Moments:
+    """Return the moments of masked tokens over all ranks.
+
+    Args:
+        count, total: number and sum of the masked tokens of this rank.
+        values_L: of this rank's tokens.
+        mask_L: of this rank's tokens.
+        cu_N1: offsets of this rank's trajectories.
+        reduce: sum over the ranks.
+    """
+
+    def deviations(center: float) -> Floats:
+        sums_N2 = np.zeros((len(cu_N1) - 1, 2))
+        run(kernels.deviations, cu_N1, mask_L, values_L, center, sums_N2)
+        return column_sums(sums_N2)
+
+    return moments(count, total, deviations, reduce)
+
+
+def rescale(
+    values_L: NDArray[Any],
+    mask_L: Booleans,
+    cu_N1: Integers,
+    shift: float = 0.0,
+    scale: float = 1.0,
+    bound: float | None = None,
+) -> int:
+    """Set x to clip((x - shift) * scale) on masked tokens, in place.
+
+    Returns:
+        the number of tokens that the clip changed.
+    """
+    clipped_N = np.zeros(len(cu_N1) - 1, np.int64)
+    run(
+        kernels.rescale,
+        cu_N1,
+        mask_L,
+        values_L,
+        shift,
+        scale,
+        np.inf if bound is None else bound,
+        clipped_N,
+    )
+    return int(clipped_N.sum())

@@ -32,13 +32,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agenticrun_workers.algorithms import backend
+from agenticrun_workers.algorithms import kernels
+from agenticrun_workers.algorithms.compiled import run
 from agenticrun_workers.algorithms.correction import CorrectionSpec, correct, correction_metrics
 from agenticrun_workers.algorithms.credit import Estimator, Kind
+from agenticrun_workers.algorithms.kernels import NOTHING, Discounts, TokenRewards, Values
 from agenticrun_workers.algorithms.kl import KL_CODES, KlKind
-from agenticrun_workers.algorithms.layout import NOTHING, Discounts, TokenRewards, Values
+from agenticrun_workers.algorithms.normalization import Reduce, moments, rescale, token_moments
 from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, column_sums
-from agenticrun_workers.algorithms.whitening import Reduce, moments, rescale, token_moments
 
 ALWAYS_WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
@@ -128,7 +129,7 @@ def token_advantages(
     returns_L = None
     totals_N4 = np.zeros((len(tokens.trains_N), 4))
     if kind == "advantage":
-        backend.run("spread", cu_N1, tokens.turns_L, mask_L, per_turn_K, advantages_L, totals_N4)
+        run(kernels.spread, cu_N1, tokens.turns_L, mask_L, per_turn_K, advantages_L, totals_N4)
     else:
         rewards, reward_metrics = _token_rewards(spec, tokens, per_turn_K, kl_coef, mask_L, reduce)
         returns_L = _discount(spec, tokens, rewards, mask_L, advantages_L, totals_N4)
@@ -156,7 +157,7 @@ def _mask_and_weights(
     cu_N1 = tokens.cu_trajectories_N1
     if spec.correction is None:
         mask_L = np.empty(len(tokens.turns_L), np.bool_)
-        backend.run("response_mask", cu_N1, tokens.turns_L, tokens.trains_N, mask_L)
+        run(kernels.response_mask, cu_N1, tokens.turns_L, tokens.trains_N, mask_L)
         return mask_L, None, {}
     old_L = _given(tokens.old_logprobs_L, "old_logprobs_L", "correction")
     engine_L = _given(tokens.engine_logprobs_L, "engine_logprobs_L", "correction")
@@ -204,7 +205,7 @@ def _token_rewards(
 
     def sums_about(center: float) -> Floats:
         sums_N4 = np.zeros((len(cu_N1) - 1, 4))
-        backend.run("reward_sums", cu_N1, mask_L, rewards, center, sums_N4)
+        run(kernels.reward_sums, cu_N1, mask_L, rewards, center, sums_N4)
         return column_sums(sums_N4)
 
     if spec.reward_clip is not None or spec.whiten_rewards:
@@ -234,8 +235,8 @@ def _kl_sums(kind: KlKind, tokens: Tokens, num_turns: int) -> tuple[Floats, Floa
         _finite(tokens, "ref_logprobs_L", "reward_kl"),
     )
     kl_K, kl_N2 = np.zeros(num_turns), np.zeros((len(tokens.trains_N), 2))
-    backend.run(
-        "turn_kl",
+    run(
+        kernels.turn_kl,
         tokens.cu_trajectories_N1,
         tokens.turns_L,
         old_L,
@@ -265,8 +266,8 @@ def _discount(
         else np.zeros(len(tokens.trains_N))
     )
     arrays = (advantages_L, returns_L, totals_N4)
-    backend.run(
-        "discount",
+    run(
+        kernels.discount,
         tokens.cu_trajectories_N1,
         mask_L,
         rewards,
@@ -337,7 +338,7 @@ def _finite(tokens: Tokens, name: str, user: str) -> NDArray[Any]:
     """Return the array of this name, after a check that it is finite at every response token."""
     array_L = _given(getattr(tokens, name), name, user)
     finite_N = np.ones(len(tokens.trains_N), np.bool_)
-    backend.run("all_finite", tokens.cu_trajectories_N1, tokens.turns_L, array_L, finite_N)
+    run(kernels.all_finite, tokens.cu_trajectories_N1, tokens.turns_L, array_L, finite_N)
     if not finite_N.all():
         raise ValueError(
             f"{name} of trajectory {int(np.argmin(finite_N))} of this rank is not finite: "

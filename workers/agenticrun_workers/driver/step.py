@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.algorithms.credit import Credit, CreditSpec, assign_credit
-from agenticrun_workers.algorithms.episodes import Episodes
+from agenticrun_workers.algorithms.credit import Credit, CreditSpec, Episodes, assign_credit
 from agenticrun_workers.algorithms.kl import KlController, mean_kl
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.driver.metrics import Metrics, Stopwatch, gap_metrics

@@ -8,18 +8,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from agenticrun_workers.algorithms.aggregation import Aggregation, StepTotals, token_coefficients
 from agenticrun_workers.algorithms.losses import (
+    Aggregation,
     Kimi15,
     KlKind,
     LossTokens,
     PolicyLoss,
     Ppo,
     RatioLevel,
+    StepTotals,
     Vanilla,
     Variant,
     kl_loss,
     policy_loss,
+    token_coefficients,
 )
 from agenticrun_workers.trainer.micro_batch import MicroBatch
 from agenticrun_workers.trainer.ranks import Ranks

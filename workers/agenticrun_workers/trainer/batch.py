@@ -21,6 +21,7 @@ import numpy as np
 from agenticrun_api import Pipeline
 from agenticrun_workers.algorithms.credit import Kind
 from agenticrun_workers.algorithms.kl import KlKind
+from agenticrun_workers.algorithms.normalization import Reduce
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.algorithms.token_advantages import (
     TokenAdvantages,
@@ -29,7 +30,6 @@ from agenticrun_workers.algorithms.token_advantages import (
     token_advantages,
     turn_kl,
 )
-from agenticrun_workers.algorithms.whitening import Reduce
 from agenticrun_workers.trainer.samples import Sample, Values, policy_samples
 from agenticrun_workers.types import EpisodeKey, FloatArray, IntArray, Trajectory
 

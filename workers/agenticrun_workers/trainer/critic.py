@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenticrun_workers.algorithms.aggregation import Aggregation, StepTotals, token_coefficients
-from agenticrun_workers.algorithms.losses import value_loss
+from agenticrun_workers.algorithms.losses import (
+    Aggregation,
+    StepTotals,
+    token_coefficients,
+    value_loss,
+)
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, ShardedModule
 from agenticrun_workers.trainer.micro_batch import MicroBatch, responses_and_end, weighted

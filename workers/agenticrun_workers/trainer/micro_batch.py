@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agenticrun_workers.algorithms.aggregation import StepTotals
+from agenticrun_workers.algorithms.losses import StepTotals
 from agenticrun_workers.trainer.ranks import Ranks
 from agenticrun_workers.trainer.samples import Sample
 

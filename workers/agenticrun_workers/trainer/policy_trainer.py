@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenticrun_workers.algorithms.aggregation import StepTotals
+from agenticrun_workers.algorithms.losses import StepTotals
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.models.lora import Adapters
 from agenticrun_workers.models.pretrained import write_model

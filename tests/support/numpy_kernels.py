@@ -1,7 +1,8 @@
-"""The token passes in NumPy, for machines without numba.
+"""The product's compiled kernels written a second time, in NumPy: their independent definition.
 
-The functions and their results are the same as in `kernels`. There is no loop over tokens:
-recurrences are scans by doubling (`discounted_suffix`), sums are by segment.
+The functions and their results are the same as in `algorithms.kernels` and those of
+`algorithms.correction.correct_tokens`. There is no loop over tokens: recurrences are scans by
+doubling (`discounted_suffix`), sums are by segment.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
-from agenticrun_workers.algorithms.kl import K3_LIMIT
-from agenticrun_workers.algorithms.layout import (
+from agenticrun_workers.algorithms import correction, kernels
+from agenticrun_workers.algorithms.correction import (
     CLIPPED,
     DIFF,
     DIFF_KEPT,
@@ -24,10 +26,9 @@ from agenticrun_workers.algorithms.layout import (
     RATIO_KEPT,
     TOKENS,
     Bounds,
-    Discounts,
-    TokenRewards,
-    Values,
 )
+from agenticrun_workers.algorithms.kernels import Discounts, TokenRewards, Values
+from agenticrun_workers.algorithms.kl import K3_LIMIT
 from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, discounted_suffix
 
 
@@ -245,7 +246,7 @@ def all_finite(
     finite_N[tokens.trajectory_M[~np.isfinite(values_L[tokens.at_M])]] = False
 
 
-def correct(
+def correct_tokens(
     first: int,
     last: int,
     cu_N1: Integers,
@@ -321,3 +322,24 @@ def _mean_by(segment_M: Integers, values_M: Floats) -> Floats:
 def _add_columns(sums_NM: Floats, trajectory_M: Integers, columns: Sequence[NDArray[Any]]) -> None:
     for number, column in enumerate(columns):
         sums_NM[:, number] += np.bincount(trajectory_M, column, minlength=len(sums_NM))
+
+
+KERNELS = (
+    response_mask,
+    spread,
+    reward_sums,
+    discount,
+    deviations,
+    rescale,
+    turn_kl,
+    all_finite,
+)
+
+
+def use_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the product call the functions of this file, all trajectories in one call."""
+    for kernel in KERNELS:
+        assert hasattr(kernels, kernel.__name__)
+        monkeypatch.setattr(kernels, kernel.__name__, kernel)
+    monkeypatch.setattr(correction, "correct_tokens", correct_tokens)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -1,16 +1,15 @@
-"""Who runs the token passes, and that the answer does not depend on it."""
+"""The compiled kernels: equal to their NumPy definition, for any number of threads."""
 
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import numpy_kernels
 from agenticrun_workers.algorithms import (
     CorrectionSpec,
     FilterSpec,
@@ -18,10 +17,9 @@ from agenticrun_workers.algorithms import (
     Tokens,
     TokenSpec,
     WeightSpec,
-    backend,
-    plain,
+    compiled,
 )
-from agenticrun_workers.algorithms.correction_kernel import fast_exp
+from agenticrun_workers.algorithms.correction import fast_exp
 from agenticrun_workers.algorithms.token_advantages import token_advantages
 
 SPEC = TokenSpec(
@@ -45,7 +43,7 @@ def many_tokens() -> tuple[Tokens, np.ndarray]:
         [np.where(row >= 0, row + first, -1) for row, first in zip(turns, firsts, strict=False)]
     ).astype(np.int32)
     size = len(turns_L)
-    assert size > backend.SERIAL_BELOW
+    assert size > compiled.SERIAL_BELOW
     old = -rng.random(size, np.float32)
     cu = np.concatenate([[0], np.cumsum(lengths)])
     others = [(old + 0.1 * rng.standard_normal(size)).astype(np.float32) for _ in range(3)]
@@ -79,27 +77,18 @@ def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPat
 
 
 def test_numpy_and_numba_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = run()
-    monkeypatch.setattr(backend, "passes", plain)
+    numba = run()
+    numpy_kernels.use_numpy(monkeypatch)
     numpy = run()
-    np.testing.assert_array_equal(numpy.mask_L, compiled.mask_L)
+    np.testing.assert_array_equal(numpy.mask_L, numba.mask_L)
     assert numpy.returns_L is not None
-    assert compiled.returns_L is not None
+    assert numba.returns_L is not None
     assert numpy.weights_L is not None
-    assert compiled.weights_L is not None
-    np.testing.assert_allclose(numpy.advantages_L, compiled.advantages_L, rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(numpy.returns_L, compiled.returns_L, rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(numpy.weights_L, compiled.weights_L, rtol=1e-6)
-    assert numpy.metrics == pytest.approx(compiled.metrics, rel=1e-9)
-
-
-def test_without_numba_the_passes_are_numpys() -> None:
-    code = (
-        "import sys; sys.modules['numba'] = None; "
-        "from agenticrun_workers.algorithms import backend; print(backend.passes.__name__)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == plain.__name__
+    assert numba.weights_L is not None
+    np.testing.assert_allclose(numpy.advantages_L, numba.advantages_L, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(numpy.returns_L, numba.returns_L, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(numpy.weights_L, numba.weights_L, rtol=1e-6)
+    assert numpy.metrics == pytest.approx(numba.metrics, rel=1e-9)
 
 
 @given(st.floats(-708, 709))
@@ -117,6 +106,6 @@ def test_the_vectorised_exponential_of_what_has_no_double_is_nothing(
 @given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 6))
 def test_ranges_cover_every_trajectory_once(lengths: list[int], parts: int) -> None:
     cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    ranges = backend.even_ranges(cu, parts)
+    ranges = compiled.even_ranges(cu, parts)
     assert [n for first, last in ranges for n in range(first, last)] == list(range(len(lengths)))
     assert len(ranges) <= max(parts, 1)
