@@ -185,6 +185,10 @@ async def all_end(*pids: int) -> None:
     await eventually_in_loop(lambda: not any(map(lives, pids)), 60, "the processes end")
 
 
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 async def pid_of(env: IsolatedEnv) -> int:
     return int((await EnvCalls(60.0).reset(env, 0, Stream.TRAIN)).info["pid"])
 
@@ -215,6 +219,8 @@ async def test_any_number_of_environments_may_be_ended_and_how_the_next_one_ends
 
     monkeypatch.setattr(socket, "socketpair", tiny_pair)
     with isolated(SUICIDAL) as isolation:
+        (await isolation.start()).end()
+        before = open_files()
         for at_once in (1, 16, 1, 16):
             envs = [await isolation.start() for _ in range(at_once)]
             pids = [await pid_of(env) for env in envs]
@@ -225,7 +231,7 @@ async def test_any_number_of_environments_may_be_ended_and_how_the_next_one_ends
                 await isolation.start()
             ).end()  # its process begins after the server has seen the others end
         assert "exit code 3" in str(await fault_of(isolation, "exit"))
-        assert isolation._statuses == {}
+        await eventually_in_loop(lambda: open_files() <= before, 60, "no connection stays open")
 
 
 NURSERY = """
@@ -275,7 +281,7 @@ async def work():
     isolation = Isolation("{HERE.stem}:Suicidal", {{}}, 60.0)
     envs = [await isolation.start() for _ in range(3)]
     pids = [(await EnvCalls().reset(env, 0, "train")).info["pid"] for env in envs]
-    print(isolation._server[1].pid, *pids, flush=True)
+    print(isolation._server.process.pid, *pids, flush=True)
     await EnvCalls().step(envs[0], "hang")
 
 asyncio.run(work())

@@ -29,9 +29,8 @@ from agenticrun_workers.sandbox import (
     python,
     run_python,
     seccomp,
-    zygote,
 )
-from agenticrun_workers.sandbox.syscalls import NUMBERS
+from agenticrun_workers.sandbox.seccomp import NUMBERS
 from processes import children
 from waiting import eventually
 
@@ -433,8 +432,8 @@ def test_what_ended_while_its_watcher_was_away_was_not_late(
     code: str, end: str, stdout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_python("")
-    assert zygote._zygote is not None
-    server, asked = zygote._zygote.process.pid, []
+    assert python._server is not None
+    server, asked = python._server.process.pid, []
 
     def monotonic() -> float:
         """An hour goes by between the first two questions."""

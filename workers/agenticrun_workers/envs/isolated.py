@@ -18,25 +18,20 @@ import pickle
 import signal
 import socket
 import struct
-import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
-from itertools import count
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_workers.envs.env import EnvFault, StepResult
+from agenticrun_workers.fork_server import ForkServer
 from agenticrun_workers.types import StopReason, Stream
 
 LENGTH = struct.Struct("<Q")
-
-NUMBER = struct.Struct("<Q")
-"""Number of an environment, counted by its worker; sent with the file descriptor of its socket."""
-
-STATUS = struct.Struct("<Qi")
-"""Number of an environment and the exit status of its process (`os.waitstatus_to_exitcode`)."""
 
 MAX_FRAME = 64 * 1024 * 1024
 """Bytes: the longest observation allowed, a picture of 4,000 x 4,000 pixels, and spare room."""
@@ -81,6 +76,9 @@ def _exactly(end: socket.socket, count: int) -> bytes:
         parts += part
     return bytes(parts)
 
+
+STATUS_SECONDS = 10.0
+"""Time for the server to report how a process ended."""
 
 MAX_GROWTH = 512 * 1024 * 1024
 """Bytes that a process may grow by before it is replaced, between two episodes."""
@@ -144,19 +142,19 @@ class DrawingIsolatedEnv(IsolatedEnv):
 
 
 class _Pipe:
-    """The worker's end of the connection to one process."""
+    """The worker's end of the connection to one process.
+
+    Args:
+        call: the call's socket of `ForkServer.fork`.
+    """
 
     def __init__(
-        self,
-        isolation: Isolation,
-        number: int,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, call: socket.socket
     ) -> None:
-        self._isolation = isolation
-        self._number = number
         self._reader = reader
         self._writer = writer
+        self._call = call
+        call.setblocking(False)
 
     def send(self, value: Any) -> None:
         self._writer.write(encoded(value))
@@ -172,8 +170,10 @@ class _Pipe:
         try:
             good, said = await receive_async(self._reader)
         except (EOFError, ConnectionError):
-            how = self._isolation.how_it_ended(self._number)
-            self.end()
+            try:
+                how = await self._how_it_ended()
+            finally:
+                self.end()
             raise EnvFault(StopReason.ENV_ERROR, f"the environment's process {how}") from None
         except asyncio.CancelledError:  # its answer would be taken for that of the next call
             self.end()
@@ -190,7 +190,25 @@ class _Pipe:
 
     def end(self) -> None:
         self._writer.transport.abort()
-        self._isolation.forget(self._number)
+        with suppress(OSError):  # closed before
+            self._call.shutdown(socket.SHUT_RDWR)
+        self._call.close()
+
+    async def _how_it_ended(self) -> str:
+        """Say how the process ended. The server reports it a little later than the pipe closes."""
+        try:
+            async with asyncio.timeout(STATUS_SECONDS):
+                said = await asyncio.get_running_loop().sock_recv(self._call, 16)
+        except (TimeoutError, OSError):
+            said = b""
+        if not said:
+            return "ended"
+        code = int(said)
+        return (
+            f"was ended by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended itself with exit code {code}"
+        )
 
 
 class Isolation:
@@ -206,27 +224,21 @@ class Isolation:
         self._type = type
         self._config = dict(config)
         self._timeout = timeout
-        self._numbers = count()
-        self._server: tuple[socket.socket, subprocess.Popen[bytes]] | None = None
-        self._statuses: dict[int, int | None] = {}
-        """By environment not ended by us: the exit status; None while its process runs."""
+        self._server: ForkServer | None = None
 
     async def start(self) -> IsolatedEnv:
         """Start a new environment. Raises `EnvFault` if it cannot be built."""
-        self._read_statuses()
         ours, theirs = socket.socketpair()
-        number = next(self._numbers)
         with theirs:
-            pipe = _Pipe(self, number, *await asyncio.open_connection(sock=ours))
-            self._statuses[number] = None
             try:
-                socket.send_fds(self._running_server(), [NUMBER.pack(number)], [theirs.fileno()])
+                call = self._running_server().fork([theirs.fileno()])
             except OSError:  # it died, for example while it imported the environment's module
+                ours.close()
                 self.stop()
-                pipe.end()
                 raise EnvFault(
                     StopReason.ENV_ERROR, f"the process that imports {self._type} ended"
                 ) from None
+            pipe = _Pipe(*await asyncio.open_connection(sock=ours), call)
         try:
             async with asyncio.timeout(self._timeout):
                 facts = await pipe.receive()
@@ -234,60 +246,32 @@ class Isolation:
             raise EnvFault(
                 StopReason.TIMEOUT, f"{self._type} took more than {self._timeout} s to be built"
             ) from None
+        except EnvFault:
+            pipe.end()
+            raise
         return (DrawingIsolatedEnv if facts["draws"] else IsolatedEnv)(pipe, facts)
 
     def stop(self) -> None:
         """End all environments. The next `start` begins with a new server."""
         if self._server is not None:
-            end, process = self._server
-            end.close()
-            process.wait()
+            self._server.close()
+            self._server.process.wait()
             self._server = None
 
-    def how_it_ended(self, number: int) -> str:
-        """Say how a process ended. The server reports it before the process's own socket closes."""
-        self._read_statuses()
-        code = self._statuses.get(number)
-        if code is None:
-            return "ended"
-        return (
-            f"was ended by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended itself with exit code {code}"
-        )
-
-    def forget(self, number: int) -> None:
-        """Drop an environment that was ended: its status does not matter any more."""
-        self._statuses.pop(number, None)
-
-    def _read_statuses(self) -> None:
-        """Read all reports of the server, so that there is room for more."""
-        while self._server is not None:
-            try:
-                message = self._server[0].recv(STATUS.size, socket.MSG_DONTWAIT)
-            except OSError:
-                return
-            if len(message) < STATUS.size:
-                return
-            number, code = STATUS.unpack(message)
-            if number in self._statuses:
-                self._statuses[number] = code
-
-    def _running_server(self) -> socket.socket:
+    def _running_server(self) -> ForkServer:
         if self._server is None:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                process = subprocess.Popen(
+            with tempfile.TemporaryFile() as setup:
+                pickle.dump((sys.path, self._type, self._config), setup)
+                setup.seek(0)
+                self._server = ForkServer(
                     [
                         sys.executable,
                         "-m",
                         "agenticrun_workers.envs.isolated_server",
-                        str(theirs.fileno()),
+                        str(setup.fileno()),
                     ],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
+                    None,
+                    pass_fds=[setup.fileno()],
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 )
-            ours.sendall(encoded((sys.path, self._type, self._config)))
-            self._server = ours, process
-        return self._server[0]
+        return self._server

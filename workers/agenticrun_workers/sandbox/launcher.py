@@ -1,10 +1,9 @@
 """Fork the sandbox's processes and run code in them without any right that the kernel can remove.
 
-Started by path with `python -s -P -S`, so it imports nothing of ours. Its standard input is a
-socket of packets. Each packet asks for a child and hands over the child's source, output, errors
-and report, and the call's socket. The parent never reads code: a child reads a line of JSON
-(`Order`) and then the code from its source, reports on the pipe `REPORT` which layers hold, and
-closes it before the code runs.
+Started by path with `python -s -P -S`, so it imports nothing of ours but `fork_server`. A child's
+files are its source, output, errors and report. The parent never reads code: a child reads a line
+of JSON (`Order`) and then the code from its source, reports on the pipe `REPORT` which layers hold,
+and closes it before the code runs.
 
 There is one thread only: a process with several threads must not make a user namespace, and a fork
 keeps only the forking thread.
@@ -15,36 +14,30 @@ from __future__ import annotations
 import ast
 import base64
 import builtins
-import contextlib
 import ctypes
-import gc
 import json
 import linecache
 import os
 import resource
-import select
-import signal
-import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import TypedDict
 
+sys.path.append(sys.argv.pop())  # the folder of our package, for this import alone
+from agenticrun_workers.fork_server import libc, serve
+
+sys.path.pop()
+for name in ("agenticrun_workers.fork_server", "agenticrun_workers"):
+    del sys.modules[name]
+
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT, CLOSE_RANGE = 444, 445, 446, 436
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = (
-    1,
-    4,
-    24,
-    22,
-    38,
-)
+PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 24, 22, 38
 CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC = 0x10000000, 0x40000000, 0x08000000
 
 CONTROL, REPORT = 0, 3
 """File descriptors: the parent's socket; the child's report, after its input, output and errors."""
-HANDED_OVER = 5
-"""Number of file descriptors in a request."""
 
 READ_FILE, READ_DIR, WRITE_FILE, REMOVE_FILE, MAKE_REG, TRUNCATE = (
     1 << 2,
@@ -76,17 +69,13 @@ class Refused(OSError):
     """The kernel does not provide this layer."""
 
 
-libc = ctypes.CDLL(None, use_errno=True)
-
-
 def main() -> None:
-    parent = os.getpid()
-    serve()
-    # From here on this is a child.
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    os.setsid()
+    files = serve(CONTROL)
+    # From here on this is a child, which keeps only the files that were handed over.
+    for number, fd in enumerate(files):
+        os.dup2(fd, number)  # above REPORT: the parent's control, output, errors were there first
+    if libc.syscall(CLOSE_RANGE, REPORT + 1, 2**31 - 1, 0) != 0:
+        os.closerange(REPORT + 1, os.sysconf("SC_OPEN_MAX"))
     with open(0, "rb", closefd=False) as source:
         order: Order = json.loads(source.readline())
         code = source.read().decode()
@@ -112,103 +101,6 @@ def main() -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     run(code)
-
-
-def serve() -> None:
-    """Fork a child per request. Returns in the children only.
-
-    The parent ends with the process that holds the other end of `CONTROL`.
-    """
-    control = socket.socket(fileno=CONTROL)
-    woken, wake = os.pipe()
-    for fd in (woken, wake):
-        os.set_blocking(fd, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # none would be told to `wake`
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whoever started this may have blocked it
-    gc.freeze()  # children's collections then leave shared pages alone
-    calls: dict[int, int] = {}
-    """Processes by their call's socket."""
-    events = select.poll()
-    for fd in (CONTROL, woken):
-        events.register(fd, select.POLLIN)
-    while True:
-        # CONTROL, the lowest, comes last: a new call may reuse the number of a socket that was
-        # just closed, and must not get that one's event
-        for fd, _ in sorted(events.poll(), reverse=True):
-            if fd == CONTROL:
-                request, handed, _, _ = socket.recv_fds(control, 1, HANDED_OVER)
-                if not request:
-                    for pid in calls.values():
-                        kill(pid)
-                    os._exit(0)
-                child = fork(handed)
-                if child == 0:
-                    control.detach()  # its number is the source's now
-                    return
-                if child is not None:
-                    calls[handed[-1]] = child
-                    events.register(handed[-1], select.POLLIN)
-            elif fd == woken:
-                os.read(woken, 4096)
-                for call, status in ended(calls):
-                    with contextlib.suppress(KeyError):
-                        events.unregister(call)
-                    with contextlib.suppress(OSError):
-                        os.write(call, str(status).encode())
-                    os.close(call)
-            elif fd in calls:  # callers never write, so this one wants no more
-                events.unregister(fd)
-                kill(calls[fd])
-
-
-def fork(handed: list[int]) -> int | None:
-    """Return the child's process id, 0 in the child, or None if the fork failed.
-
-    The child keeps only the files that were handed over.
-    """
-    try:
-        if len(handed) != HANDED_OVER:
-            raise OSError("too many open files")
-        pid = os.fork()
-    except OSError as error:
-        print(f"no child: {error}", file=sys.stderr, flush=True)
-        for fd in handed:
-            os.close(fd)
-        return None
-    if pid == 0:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, fd in enumerate(
-            handed[:-1]
-        ):  # all are above REPORT: CONTROL, output, errors and `woken` were there first
-            os.dup2(fd, number)
-        if libc.syscall(CLOSE_RANGE, REPORT + 1, 2**31 - 1, 0) != 0:
-            os.closerange(REPORT + 1, os.sysconf("SC_OPEN_MAX"))
-        return 0
-    for fd in handed[:-1]:
-        os.close(fd)
-    return pid
-
-
-def ended(calls: dict[int, int]) -> Iterator[tuple[int, int]]:
-    """Remove calls that have ended; yield their sockets, and exit statuses as in `subprocess`."""
-    sockets = {pid: call for call, pid in calls.items()}
-    while sockets:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
-            return
-        kill(found.si_pid)  # what it may have left of its group, while the number is still taken
-        _, status = os.waitpid(found.si_pid, 0)
-        call = sockets.pop(found.si_pid)
-        del calls[call]
-        yield call, os.waitstatus_to_exitcode(status)
-
-
-def kill(pid: int) -> None:
-    for end in (os.kill, os.killpg):
-        with contextlib.suppress(OSError):  # no group yet
-            end(pid, signal.SIGKILL)
 
 
 def run(code: str) -> None:

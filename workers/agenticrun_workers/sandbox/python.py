@@ -23,17 +23,21 @@ import platform
 import selectors
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from agenticrun_workers.sandbox import seccomp, zygote
+from agenticrun_workers.fork_server import ForkServer
+from agenticrun_workers.sandbox import seccomp
 
 SandboxMode = Literal["required", "best-effort"]
 """Run code only if all of `REQUIRED` hold, or with whatever the machine provides."""
@@ -44,6 +48,8 @@ End = Literal["finished", "failed", "time", "output", "files", "killed"]
 REQUIRED = ("limits", "no_new_privileges", "landlock", "seccomp")
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
+PACKAGES = Path(__file__).parents[2]
+"""The folder of `agenticrun_workers`."""
 START_SECONDS = 60.0
 """Time for the process to report which layers hold."""
 TICK_SECONDS = 0.05
@@ -52,6 +58,18 @@ PIPE_BYTES = 16 * os.sysconf("SC_PAGE_SIZE")
 """Capacity of a pipe on Linux."""
 MOST_FILES = 32
 """Maximum number of files in the scratch folder, and of open files."""
+
+
+ANSWER_SECONDS = 10.0
+"""Time for a live server to accept a request, or to reap a child that it killed."""
+
+_THREADS = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **_THREADS}
+"""Environment of the server.
+
+One thread per library, since each costs address space. A fixed hash seed, so that the same code
+prints the same twice.
+"""
 
 
 class SandboxUnavailable(Exception):
@@ -122,19 +140,19 @@ def run_python(code: str, limits: Limits | None = None, mode: SandboxMode = "req
 
 
 class _NotBegun(SandboxUnavailable):
-    """The zygote died before the code began: a new one may succeed."""
+    """The server died before the code began: a new one may succeed."""
 
 
 def _run(source: BinaryIO, limits: Limits, mode: SandboxMode, scratch: str) -> Outcome:
     source.seek(0)
     begun = False
     try:
-        with zygote.child(LAUNCHER, source) as process:
+        with _child(LAUNCHER, source) as process:
             layers = _layers(process)
             begun = True
             _check(layers, mode)
             return _watch(process, limits, scratch, layers)
-    except zygote.Ended as error:
+    except Ended as error:
         if begun:
             raise SandboxUnavailable(
                 f"the process that forks the sandbox's processes ended during a call: {error}"
@@ -203,7 +221,7 @@ def _packages() -> list[str]:
     return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 
 
-def _layers(process: zygote.Child) -> dict[str, str]:
+def _layers(process: Child) -> dict[str, str]:
     """Return what the launcher reports. Raises `SandboxUnavailable` if it reports nothing."""
     with selectors.DefaultSelector() as selector:
         selector.register(process.report, selectors.EVENT_READ)
@@ -229,9 +247,7 @@ def _check(layers: Mapping[str, str], mode: SandboxMode) -> None:
         )
 
 
-def _watch(
-    process: zygote.Child, limits: Limits, scratch: str, layers: Mapping[str, str]
-) -> Outcome:
+def _watch(process: Child, limits: Limits, scratch: str, layers: Mapping[str, str]) -> Outcome:
     """Read what the code writes until it ends, or kill it at a limit."""
     start = time.monotonic()
     written = {process.output: bytearray(), process.errors: bytearray()}
@@ -270,11 +286,11 @@ def _read(
             selector.unregister(key.fd)
 
 
-def _end_when_late(process: zygote.Child) -> End:
+def _end_when_late(process: Child) -> End:
     """Kill it. A process that has ended already was in time, even if this thread was late."""
     try:
         status = process.kill()
-    except zygote.Ended:
+    except Ended:
         return "time"
     return "time" if status == -signal.SIGKILL else _end(status)
 
@@ -300,3 +316,155 @@ def _usage(scratch: str) -> tuple[int, int]:
             with contextlib.suppress(FileNotFoundError):
                 count, size = count + 1, size + entry.stat(follow_symlinks=False).st_size
     return count, size
+
+
+class Ended(Exception):
+    """The server died, or it made no child; the message is its last output."""
+
+
+@dataclass
+class Child:
+    """A call's process, and the read ends of its pipes."""
+
+    _call: socket.socket
+    _server: _Server
+    output: int
+    errors: int
+    report: int
+    _status: int | None = None
+
+    def wait(self, seconds: float) -> int | None:
+        """Return its exit status as in `subprocess`; None if it still runs. Raises `Ended`."""
+        if self._status is None:
+            self._call.settimeout(seconds)
+            try:
+                said = self._call.recv(16)
+            except TimeoutError:
+                return None
+            except ConnectionError:
+                said = b""
+            if not said:
+                raise Ended(self._server.last_words() or "it said nothing")
+            self._status = int(said)
+        return self._status
+
+    def kill(self) -> int:
+        """Kill it, wait until it is gone, and return its exit status.
+
+        The status is not SIGKILL's if it had ended before. Raises `Ended`.
+        """
+        with contextlib.suppress(OSError):  # the other end is closed
+            self._call.shutdown(
+                socket.SHUT_WR
+            )  # a close would tell nothing while a fork of this process has the socket, too
+        status = self.wait(ANSWER_SECONDS)
+        if status is None:
+            raise Ended("it does not answer")
+        return status
+
+
+@contextlib.contextmanager
+def _child(launcher: Path, source: BinaryIO) -> Iterator[Child]:
+    """Run `source` in a new process, which is gone in the end. Raises `Ended`."""
+    with contextlib.ExitStack() as ours:
+        with (
+            _lock,
+            contextlib.ExitStack() as theirs,
+        ):  # no fork of this process keeps their ends open
+            readers, writers = [], []
+            for _ in range(3):
+                reader, writer = os.pipe()
+                ours.callback(os.close, reader)
+                theirs.callback(os.close, writer)
+                readers.append(reader)
+                writers.append(writer)
+            server, call = _request(launcher, [source.fileno(), *writers])
+            ours.enter_context(call)
+        process = Child(call, server, *readers)
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(Ended):
+                process.kill()
+
+
+class _Server(ForkServer):
+    """The process that sandbox calls are forked from (`launcher`).
+
+    There is one for each process that uses the sandbox, with Python started and everything
+    imported. It starts with the first call, is replaced when it dies, and ends with the process
+    that started it, however that one ends.
+    """
+
+    def __init__(self, launcher: Path) -> None:
+        self.launcher = launcher
+        self._last_words: str | None = None
+        self._errors = os.memfd_create("errors")  # no pipe that could fill up
+        try:
+            super().__init__(
+                [sys.executable, "-s", "-P", "-S", str(launcher), str(PACKAGES)],
+                ANSWER_SECONDS,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                cwd="/",
+                env=_ENVIRONMENT,
+                start_new_session=True,  # an interrupt from the terminal is its caller's
+            )
+        except BaseException:
+            os.close(self._errors)
+            raise
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.forget()
+
+    def forget(self) -> None:
+        """Close our files. A fork of the caller does only this."""
+        self._last_words = self.last_words()
+        self.close()
+        os.close(self._errors)
+
+    def last_words(self) -> str:
+        with _lock:
+            if self._last_words is None:
+                return os.pread(
+                    self._errors, 500, max(os.fstat(self._errors).st_size - 500, 0)
+                ).decode(errors="replace")
+            return self._last_words
+
+
+_lock = threading.RLock()
+_server: _Server | None = None
+
+
+def _request(launcher: Path, files: list[int]) -> tuple[_Server, socket.socket]:
+    """Ask the server for a child with these files; return it, and the call's socket.
+
+    Raises `Ended`.
+    """
+    global _server  # noqa: PLW0603 - one per process
+    with _lock:
+        if _server is not None and _server.launcher == launcher:
+            with contextlib.suppress(ConnectionError, TimeoutError):  # it is dead, or hangs
+                return _server, _server.fork(files)
+        if _server is not None:
+            _server.end()
+        _server = _Server(launcher)
+        try:
+            return _server, _server.fork(files)
+        except ConnectionError:  # it died at once
+            raise Ended(_server.last_words()) from None
+
+
+def _forked() -> None:
+    """Forget the parent's server in a fork, which starts its own."""
+    global _server  # noqa: PLW0603 - one per process
+    if _server is not None:
+        _server.process.returncode = 0  # not a child of the fork's
+        _server.forget()
+        _server = None
+    _lock.release()
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forked)

@@ -1,4 +1,4 @@
-"""The zygote of the sandbox: calls are separate, and nothing is left when processes die."""
+"""The fork server of the sandbox: calls are separate, and nothing is left when processes die."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from agenticrun_workers.sandbox import (
     SandboxUnavailable,
     python,
     run_python,
-    zygote,
 )
 from processes import children, lives
 from waiting import eventually
@@ -44,8 +43,8 @@ for fd in range(4096):
 def server() -> int:
     """The process id of this process's."""
     run_python("")
-    assert zygote._zygote is not None
-    return zygote._zygote.process.pid
+    assert python._server is not None
+    return python._server.process.pid
 
 
 def gone(*pids: int) -> bool:
@@ -83,7 +82,7 @@ def endless_call(
 
 def program(code: str) -> subprocess.Popen[str]:
     """Another process that uses the sandbox."""
-    packages = str(Path(zygote.__file__).parents[2])
+    packages = str(Path(python.__file__).parents[2])
     code = f"import os, signal, sys, threading\nsys.path.insert(0, {packages!r})\n{code}"
     return subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -168,8 +167,8 @@ def test_a_server_that_dies_again_and_again_is_survived_by_many_callers() -> Non
 
     def kill() -> None:
         while not stop.wait(0.05):
-            if zygote._zygote is not None:
-                zygote._zygote.process.kill()
+            if python._server is not None:
+                python._server.process.kill()
 
     def call(number: int) -> bool:
         try:
@@ -214,8 +213,8 @@ def test_a_call_ends_at_its_limit_though_a_fork_of_the_caller_has_its_socket(
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "a fork lives on"])
 def test_nothing_outlives_a_caller_that_is_killed(forks: bool, scratches: Path) -> None:
-    code = "from agenticrun_workers.sandbox import Limits, run_python, zygote\n"
-    code += "run_python('')\nprint(zygote._zygote.process.pid, flush=True)\n"
+    code = "from agenticrun_workers.sandbox import Limits, python, run_python\n"
+    code += "run_python('')\nprint(python._server.process.pid, flush=True)\n"
     code += (
         f"threading.Thread(target=run_python, args=({ENDLESS!r}, Limits(60))).start()\ninput()\n"
     )
@@ -243,10 +242,10 @@ def test_nothing_outlives_a_caller_that_is_killed(forks: bool, scratches: Path) 
 
 def test_a_fork_of_the_caller_has_a_server_of_its_own() -> None:
     code = """
-from agenticrun_workers.sandbox import run_python, zygote
+from agenticrun_workers.sandbox import python, run_python
 def server():
     assert run_python('1').stdout == '1\\n'
-    return zygote._zygote.process.pid
+    return python._server.process.pid
 busy = threading.Thread(target=lambda: [server() for _ in range(30)])
 busy.start()
 first = server()
@@ -275,7 +274,7 @@ def test_a_child_that_cannot_begin_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "launcher.py"
-    broken.write_text(python.LAUNCHER.read_text().replace("os.setsid()", "1 / 0"))
+    broken.write_text(python.LAUNCHER.read_text().replace("os.chdir(", "1 / 0; os.chdir("))
     with monkeypatch.context() as patch:
         patch.setattr(python, "LAUNCHER", broken)
         with pytest.raises(SandboxUnavailable, match=r"(?s)did not start.*ZeroDivisionError"):
