@@ -9,6 +9,7 @@ its definitions and its rights.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,17 +37,8 @@ ON_THE_CLUSTER = ("api", "chart", "devcluster", "operator")
 """Folders of integration tests that follow each other."""
 
 
-SLOW_FILES = (
-    "test_deterministic.py",
-    "test_gpu_examples.py",
-    "test_session.py",
-    "test_algorithms.py",
-    "test_engines_and_trainers.py",
-    "test_weight_sync.py",
-    "test_eval.py",
-    "test_colocated.py",
-)
-"""Of minutes each, begun with: none of them is to run alone at the end."""
+DURATIONS = Path(__file__).parent / "data" / "durations.json"
+"""Seconds that each file took, written by `pytest --record-durations`."""
 
 
 class StaysTogether(LoadScopeScheduling):
@@ -66,16 +58,54 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> StaysTogethe
     return StaysTogether(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--record-durations`."""
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="keep the seconds of each file that runs in tests/data/durations.json; the next run "
+        "starts with the slowest file",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record durations, if asked, in the process that hears of all tests."""
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(RecordedDurations())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by the folder below tests/ that holds it, and begin with the slow files."""
+    """Mark each test by the folder below tests/ that holds it; slow files first.
+
+    A slow file that starts last would run alone at the end.
+    """
     root = Path(__file__).parent
+    seconds = json.loads(DURATIONS.read_text())
     for item in items:
         item.add_marker(item.path.relative_to(root).parts[0])
-    items.sort(
-        key=lambda item: (
-            SLOW_FILES.index(item.path.name) if item.path.name in SLOW_FILES else len(SLOW_FILES)
-        )
-    )
+    items.sort(key=lambda item: -seconds.get(item.path.relative_to(root).as_posix(), 0.0))
+
+
+class RecordedDurations:
+    """Sums up the seconds of each file and keeps those of the files that take long."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add the set-up, call or teardown of one test."""
+        file = report.nodeid.partition("::")[0].removeprefix("tests/")
+        self._seconds[file] = self._seconds.get(file, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the file. Files that did not run keep their seconds, deleted ones go."""
+        seconds = json.loads(DURATIONS.read_text()) | self._seconds
+        kept = {
+            file: round(seconds[file])
+            for file in sorted(seconds)
+            if seconds[file] >= 1 and (Path(__file__).parent / file).exists()
+        }
+        DURATIONS.write_text(json.dumps(kept, indent=0) + "\n")
 
 
 @pytest.fixture(scope="session")

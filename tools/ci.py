@@ -14,7 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = [str(ROOT / ".venv/bin/pytest"), "-q", "--durations=5"]
@@ -38,37 +41,51 @@ class Stages:
 
     def __init__(self) -> None:
         self.took: list[tuple[str, float, bool]] = []
+        self._began = time.monotonic()
 
     def run(self, name: str, command: list[str], env: dict[str, str] | None = None) -> bool:
         """Run one stage in the foreground; return True if it succeeded."""
-        print(
-            f"\n=== {name}:",
-            *(Path(part).name if "/" in part else part for part in command),
-            flush=True,
-        )
+        print(_title(name, command), flush=True)
         start = time.monotonic()
-        ok = (
-            subprocess.run(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **(env or {})},
-                stdin=subprocess.DEVNULL,
-                check=False,
-            ).returncode
-            == 0
-        )
+        ok = subprocess.run(command, **_options(env), check=False).returncode == 0
         self.took.append((name, time.monotonic() - start, ok))
         return ok
+
+    @contextmanager
+    def beside(
+        self, name: str, command: list[str], env: dict[str, str] | None = None
+    ) -> Iterator[None]:
+        """Run one stage while the body runs others; print its output when both have ended."""
+        with tempfile.TemporaryFile() as output:
+            start = time.monotonic()
+            process = subprocess.Popen(
+                command, **_options(env), stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                yield
+            finally:
+                if process.poll() is None:
+                    print(f"\n=== {name} has been running beside it and goes on", flush=True)
+                ok = process.wait() == 0
+                self.took.append((name, time.monotonic() - start, ok))
+                output.seek(0)
+                print(_title(name, command), output.read().decode(errors="replace"), sep="\n")
 
     def report(self) -> bool:
         """Print the table; return True if every stage succeeded."""
         print("\n=== stages")
         for name, seconds, ok in self.took:
             print(f"{name:<14} {seconds / 60:6.1f} min  {'ok' if ok else 'FAILED'}")
-        print(
-            f"{'all':<14} {sum(seconds for _, seconds, _ in self.took) / 60:6.1f} min", flush=True
-        )
+        print(f"{'all':<14} {(time.monotonic() - self._began) / 60:6.1f} min", flush=True)
         return all(ok for _, _, ok in self.took)
+
+
+def _title(name: str, command: list[str]) -> str:
+    return f"\n=== {name}: " + " ".join(Path(x).name if "/" in x else x for x in command)
+
+
+def _options(env: dict[str, str] | None) -> dict[str, Any]:
+    return {"cwd": ROOT, "env": {**os.environ, **(env or {})}, "stdin": subprocess.DEVNULL}
 
 
 def check(stages: Stages) -> None:
@@ -83,22 +100,27 @@ def check(stages: Stages) -> None:
 
 
 def test(stages: Stages) -> None:
-    """Run the stages, but none that needs an earlier one which failed."""
+    """Run the stages, but none that needs an earlier one which failed.
+
+    The end-to-end tests mostly wait, so they run beside the unit tests.
+    """
     if not stages.run("set-up", [sys.executable, str(ROOT / "tools/prepare.py"), "--engines"]):
         return
     stages.run("lint", ["make", "--no-print-directory", "lint"])
-    stages.run("unit", [*PYTEST, *SIDE_BY_SIDE, "tests/unit"])
+    unit = [*PYTEST, *SIDE_BY_SIDE, "tests/unit"]
     if not stages.run("cluster", [*DEVCLUSTER, "up"]) or not stages.run(
         "images", [*DEVCLUSTER, "images"]
     ):
+        stages.run("unit", unit)
         return
     kubeconfig = subprocess.run(
         [*DEVCLUSTER, "kubeconfig"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
+    with stages.beside("e2e", [*PYTEST, "tests/e2e"], {"KUBECONFIG": kubeconfig}):
+        stages.run("unit", unit)
     stages.run(
         "integration", [*PYTEST, *SIDE_BY_SIDE, "tests/integration"], {"KUBECONFIG": kubeconfig}
     )
-    stages.run("e2e", [*PYTEST, "tests/e2e"], {"KUBECONFIG": kubeconfig})
 
 
 def main() -> int:
