@@ -46,6 +46,8 @@ from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.types import GenerationRequest, SamplingParams
+from agenticrun_workers.weights.buckets import TensorSpec, WrittenBucket
+from agenticrun_workers.weights.export import tensor_specs
 from agenticrun_workers.weights.node import NodeWeights
 from agenticrun_workers.weights.sync import Receiver, WeightSync
 
@@ -89,7 +91,7 @@ class Meets:
         """Of all parameters."""
         total = xxhash.xxh3_64()
         for _, value in self.parameters():
-            total.update(value.reshape(-1).view(torch.uint8).numpy())
+            total.update(value.reshape(-1).view(torch.uint8).numpy().data)
         return total.intdigest()
 
     def meet(self, rank: int, port: int) -> None:
@@ -118,13 +120,11 @@ class Trainer(Meets, TrainerActor):
     def parameters(self) -> list[tuple[str, Tensor]]:
         return self._held
 
-    def export_weights(self) -> Iterator[Any]:
+    def export_weights(self, adapters: bool = False) -> Iterator[WrittenBucket]:  # noqa: ARG002
         """The actor's method, and what it asks of its strategy."""
         yield from self._writer.write(self._held)
 
-    def tensor_specs(self) -> Any:
-        from agenticrun_workers.weights.export import tensor_specs
-
+    def tensor_specs(self, adapters: bool = False) -> list[TensorSpec]:  # noqa: ARG002
         return tensor_specs(self._held)
 
     def change(self, share: float, seed: int) -> None:
@@ -158,11 +158,13 @@ class Engine(Meets, EngineActor):
 
     async def serve(self, quick: bool, dtype: torch.dtype, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._engine = TransformersEngine(lambda: make(quick, dtype), max_length=128)
+        self._engine = self._embedded = TransformersEngine(
+            lambda: make(quick, dtype), max_length=128
+        )
         await self._engine.start()
 
     def parameters(self) -> list[tuple[str, Tensor]]:
-        model: Any = self._engine._model
+        model: Any = self._embedded._model
         return list(model.named_parameters())
 
     async def version_sampled(self) -> int:

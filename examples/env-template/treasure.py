@@ -19,14 +19,14 @@ class Treasure:
     # anything (files, network, a game).
     blocking = False
 
-    def __init__(self, highest=15):
+    def __init__(self, highest: int = 15) -> None:
         if highest < 2:
             raise ValueError(f"highest must be at least 2, not {highest}")
         self.highest = highest
         # The task and the format of an answer: the first message of an episode.
         self.instruction = f"Find the number from 1 to {highest}. Answer with a number."
 
-    def reset(self, seed, split):
+    def reset(self, seed: int, split: str) -> str:
         """Start an episode and return its first observation.
 
         The same seed and split must give the same episode on any machine: use your own generator.
@@ -37,7 +37,7 @@ class Treasure:
         self.treasure = draw.choice(numbers or [1])
         return "find"
 
-    def step(self, action):
+    def step(self, action: str) -> StepResult:
         """Take the text of an answer and return the result.
 
         Any text can come: an invalid answer is a normal step with action_is_valid 0.
@@ -58,14 +58,14 @@ class Treasure:
             },  # validation reports env/<tag>/success
         )
 
-    def valid_actions(self):
+    def valid_actions(self) -> list[str]:
         """Return the answers that are valid now (optional).
 
         The warm-up teaches the format with them, and the random policy chooses from them.
         """
         return [str(n) for n in range(1, self.highest + 1)]
 
-    def vocabulary(self):
+    def vocabulary(self) -> list[str]:
         """Return all pieces of text (optional).
 
         For the word-level tokenizer of a model made from scratch (`model.initialize`).

@@ -4,11 +4,12 @@ python examples/math/make_sums.py > examples/math/sums.jsonl
 """
 
 import json
+from collections.abc import Iterator
 
 DIGITS = range(6)
 
 
-def sums():
+def sums() -> Iterator[dict[str, str]]:
     """Yield one item for each sum."""
     for a in DIGITS:
         for b in DIGITS:

@@ -24,7 +24,7 @@ class Opposites:
     def __init__(self, length: int = 4):
         self.length = length
 
-    def reset(self, seed, split):
+    def reset(self, seed: int, split: str) -> str:
         draw = random.Random(seed)
         while True:  # a hash assigns sequences to validation: training never sees those
             self.left = [draw.choice(list(OPPOSITE)) for _ in range(self.length)]
@@ -32,7 +32,7 @@ class Opposites:
             if _is_holdout(self.left) == (split == "validation"):
                 return self.left[0]
 
-    def step(self, action):
+    def step(self, action: str) -> StepResult:
         right = action == OPPOSITE[self.left.pop(0)]
         self.right += right
         return StepResult(
@@ -45,13 +45,13 @@ class Opposites:
             },
         )
 
-    def valid_actions(self):
+    def valid_actions(self) -> list[str]:
         return list(OPPOSITE)
 
-    def vocabulary(self):
+    def vocabulary(self) -> list[str]:
         """Return all pieces of text, for the word-level tokenizer of a model made from scratch."""
         return [*OPPOSITE, "over"]
 
 
-def _is_holdout(words):
+def _is_holdout(words: list[str]) -> bool:
     return hashlib.sha256(" ".join(words).encode()).digest()[0] < 64

@@ -7,6 +7,7 @@ It asks, questions the answer, and asks again. `run: asker:play` calls it as a f
 import json
 import os
 from types import SimpleNamespace
+from typing import Any
 
 from openai import DefaultHttpxClient, OpenAI
 
@@ -14,7 +15,7 @@ CONNECTIONS = DefaultHttpxClient()
 """Shared by all episodes of an env worker: a new client reads TLS certificates for 50 ms."""
 
 
-def play(base_url, task):
+def play(base_url: str, task: Any) -> None:
     client = OpenAI(base_url=base_url, api_key="any", http_client=CONNECTIONS)
     messages = list(task.messages)
     answer = client.chat.completions.create(model=task.model, messages=messages)

@@ -23,18 +23,18 @@ class Words:
     blocking = False  # steps take microseconds, so they need no thread
     instruction = "Say the opposite."
 
-    def reset(self, seed, split):
+    def reset(self, seed: int, split: str) -> str:
         self.shown = random.Random(seed).choice(list(OPPOSITE))
         return self.shown
 
-    def step(self, action):
+    def step(self, action: str) -> StepResult:
         right = action == OPPOSITE[self.shown]
         metrics = {"success": float(right), "action_is_valid": float(action in OPPOSITE)}
         return StepResult("over", reward=float(right), terminated=True, metrics=metrics)
 
-    def valid_actions(self):
+    def valid_actions(self) -> list[str]:
         return list(OPPOSITE)
 
-    def vocabulary(self):
+    def vocabulary(self) -> list[str]:
         """Return all pieces of text, for the word-level tokenizer of a model made from scratch."""
         return [*OPPOSITE, "over"]

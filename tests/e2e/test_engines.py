@@ -44,10 +44,9 @@ def test_a_run_trains_with_the_image_of_its_engine(engine: str, runs: Cluster) -
         images = {pod["spec"]["containers"][0]["image"] for pod in runs.list("pods")}
         end = watch.wait(lambda seen: seen.phase in ("Succeeded", "Failed"), 1200, "the run ends")
     assert end.phase == "Succeeded", end
-    found = {
-        metric["name"]: float(metric["value"])
-        for metric in runs.get("agenticrun", name)["status"]["metrics"]
-    }
+    run = runs.get("agenticrun", name)
+    assert run is not None
+    found = {metric["name"]: float(metric["value"]) for metric in run["status"]["metrics"]}
     shown = ("rollout/score/mean", "engine/logprob_gap", "system/tps", "weight_sync/seconds")
     print(
         engine,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -51,6 +52,16 @@ class Models:
         )
 
 
+class SamplingOptions(TypedDict, total=False):
+    """Optional fields of `SamplingParams`."""
+
+    top_p: float
+    top_k: int
+    min_p: float
+    stop_token_ids: tuple[int, ...]
+    record_temperature: float | None
+
+
 def prompt(length: int, seed: int = 0) -> IntArray:
     return np.random.default_rng(seed).integers(VOCABULARY, size=length).astype(np.int32)
 
@@ -62,11 +73,11 @@ def ask(
     *,
     seed: int = 0,
     session: str = "s",
-    **sampling: object,
+    **sampling: Unpack[SamplingOptions],
 ) -> GenerationRequest:
     return GenerationRequest(
         f"r-{next(_numbers)}", session, prompt_T, SamplingParams(new, temperature, **sampling), seed
-    )  # type: ignore[arg-type]
+    )
 
 
 async def files(paths: Sequence[Path]) -> AsyncIterator[Path]:
@@ -88,12 +99,12 @@ def same_logprobs(
 
 async def half_done(
     engine: InferenceEngine,
-    act: Callable[[], object],
-    request: Callable[[], GenerationRequest],
+    act: Callable[[], Awaitable[object]],
+    request: GenerationRequest,
     delay: float,
 ) -> Generation:
     """A response, with something done to the engine `delay` seconds after it was asked for."""
-    response = asyncio.create_task(engine.generate(request()))
+    response = asyncio.create_task(engine.generate(request))
     await asyncio.sleep(delay)
-    await act()  # type: ignore[misc]
+    await act()
     return await asyncio.wait_for(response, 60)

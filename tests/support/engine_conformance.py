@@ -28,7 +28,7 @@ from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import FinishReason
 from agenticrun_workers.weights.collective import WeightGroup
-from engine_checks import Models, ask, files, prompt, same_logprobs
+from engine_checks import Models, SamplingOptions, ask, files, prompt, same_logprobs
 from processes import family, lives
 from tiny_model import CONTEXT
 from update_conformance import UpdateConformance
@@ -82,7 +82,7 @@ class ServerConformance(EngineConformance):
         """Also with top_k, top_p or min_p, and after a pause in the middle of the response."""
         embedded = TransformersEngine(partial(load_model, str(models.a)), max_length=CONTEXT)
         await embedded.start()
-        cuts: list[dict[str, object]] = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}]
+        cuts: list[SamplingOptions] = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}]
         requests = [
             ask(prompt(9 + n, n), 100, 0.8, seed=2**61 + n, **cuts[n % 4]) for n in range(8)
         ]
@@ -103,7 +103,12 @@ class ServerConformance(EngineConformance):
         trainer = await meet(engine)
         names, shapes = list(weights), [list(weight.shape) for weight in weights.values()]
         version = next(self._versions)
-        sent = asyncio.to_thread(lambda: [trainer.send(weight) for weight in weights.values()])
+
+        def send_all() -> None:
+            for weight in weights.values():
+                trainer.send(weight)
+
+        sent = asyncio.to_thread(send_all)
         await asyncio.gather(
             engine.update_from_broadcast(names, ["float32"] * len(names), shapes, version), sent
         )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionUserMessageParam
 
 from agenticrun_workers.agents import AgentLimits, ChatFormat, Episode, OutsideAgent
 from agenticrun_workers.agents.outside.messages import HERMES
 from agenticrun_workers.agents.outside.session import Policy, Session
+from agenticrun_workers.envs import Env
 from agenticrun_workers.plugins import compile_pattern
 from agenticrun_workers.types import (
     EpisodeKey,
@@ -116,7 +118,7 @@ def client(base_url: str) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0)
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: str) -> ChatCompletionUserMessageParam:
     return {"role": "user", "content": text}
 
 
@@ -133,13 +135,12 @@ def session(policy: Any, limits: AgentLimits = LIMITS) -> Session:
 
 
 def play(
-    policy: Says, env: object = None, limits: AgentLimits = LIMITS, **config: object
+    policy: Says, env: object | None = None, limits: AgentLimits = LIMITS, **config: Any
 ) -> list[Trajectory]:
     """The trajectories of one episode of an outside agent with this config."""
-    agent = OutsideAgent(tokenizer=TOKENIZER, limits=limits, **config)  # type: ignore[arg-type]
-    return asyncio.run(
-        asyncio.wait_for(agent.collect_trajectory(EPISODE, env or Question(), policy), 60)
-    )  # type: ignore[arg-type]
+    agent = OutsideAgent(tokenizer=TOKENIZER, limits=limits, **config)
+    played = cast(Env, env or Question())  # also with gymnasium's signatures
+    return asyncio.run(asyncio.wait_for(agent.collect_trajectory(EPISODE, played, policy), 60))
 
 
 def check_token_for_token(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -17,7 +18,25 @@ from agenticrun_workers.trainer.critic import ValueLossSpec
 from agenticrun_workers.trainer.samples import Sample
 
 VOCABULARY = 21
-ADDED = {"entropy_coef": 0.03, "kl_coef": 0.05, "temperature": 0.8, "aggregation_norm": 7.0}
+
+
+class Added(TypedDict):
+    """Fields of `LossSpec` that every loss below has."""
+
+    entropy_coef: float
+    kl_coef: float
+    temperature: float
+    aggregation_norm: float
+
+
+ADDED: Added = {"entropy_coef": 0.03, "kl_coef": 0.05, "temperature": 0.8, "aggregation_norm": 7.0}
+
+
+class Cut(TypedDict):
+    """Arguments of trainers that split a batch into micro-batches."""
+
+    max_tokens: int
+    packing: NotRequired[bool]
 
 
 def make_model(folder: Path) -> Path:
@@ -121,6 +140,6 @@ def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
     """
     assert found.keys() == expected.keys()
     return max(
-        ((found[name] - gradient).abs().max() / gradient.norm()).item()
+        float((found[name] - gradient).abs().max() / gradient.norm())
         for name, gradient in expected.items()
     )

@@ -80,8 +80,10 @@ batches = st.lists(trajectories, max_size=5)
 def pack(batch: Sequence[Trajectory]) -> tuple[Tokens, NDArray[np.float64]]:
     """The packed tokens and the turns' numbers. Prompts hold NaN: nothing may read them."""
     rows: list[tuple[int, float, float, float, float]] = []
-    seqlens, trajectory_ends, numbers = [0], [0], []
-    nothing = (-1, *[float("nan")] * 4)
+    seqlens, trajectory_ends = [0], [0]
+    numbers: list[float] = []
+    nan = float("nan")
+    nothing = (-1, nan, nan, nan, nan)
     for trajectory in batch:
         for sequence in trajectory.sequences:
             for turn in sequence:

@@ -9,7 +9,7 @@ import torch
 
 from agenticrun_workers.inference import InferenceEngine
 from agenticrun_workers.types import FinishReason
-from engine_checks import Models, ask, prompt, same_logprobs
+from engine_checks import Models, SamplingOptions, ask, prompt, same_logprobs
 from tiny_model import CONTEXT, VOCABULARY, greedy_tokens
 
 
@@ -34,7 +34,7 @@ class SamplingConformance:
         self, engine: InferenceEngine, models: Models
     ) -> None:
         """Also with top_k, top_p and min_p, and with other temperatures in the same batch."""
-        cases = [
+        cases: list[tuple[float, SamplingOptions, float]] = [
             (1.0, {}, 1.0),
             (0.7, {}, 0.7),
             (1.5, {}, 1.5),
@@ -73,19 +73,19 @@ class SamplingConformance:
             )
         order_V = np.argsort(-probabilities_V)
         before_V = np.cumsum(probabilities_V[order_V]) - probabilities_V[order_V]
-        allowed = {
-            "top_k": (4, set(order_V[:4].tolist())),
-            "top_p": (0.6, set(order_V[before_V < 0.6].tolist())),
-            "min_p": (
-                0.3,
+        allowed: list[tuple[SamplingOptions, set[int]]] = [
+            ({"top_k": 4}, set(order_V[:4].tolist())),
+            ({"top_p": 0.6}, set(order_V[before_V < 0.6].tolist())),
+            (
+                {"min_p": 0.3},
                 set(np.flatnonzero(probabilities_V >= 0.3 * probabilities_V.max()).tolist()),
             ),
-        }
-        for name, (value, tokens) in allowed.items():
+        ]
+        for options, tokens in allowed:
             generations = await asyncio.gather(
-                *(engine.generate(ask(base_T, 1, seed=n, **{name: value})) for n in range(24))
+                *(engine.generate(ask(base_T, 1, seed=n, **options)) for n in range(24))
             )
-            assert {int(generation.tokens_T[0]) for generation in generations} <= tokens, name
+            assert {int(generation.tokens_T[0]) for generation in generations} <= tokens, options
 
     async def test_samples_follow_the_models_probabilities(
         self, engine: InferenceEngine, models: Models

@@ -56,7 +56,8 @@ def _token_losses(model: PreTrainedModel, s: Sample, spec: LossSpec) -> list[Ten
             "segment": [u for u in counted if s.turns_T[u] == s.turns_T[t]],
             "sequence": counted,
         }[spec.ratio]
-        ratio = torch.exp(sum(new[u] - float(s.old_logprobs_T[u]) for u in level) / len(level))
+        differences = torch.stack([new[u] - float(s.old_logprobs_T[u]) for u in level])
+        ratio = torch.exp(differences.sum() / len(level))
         behaviour = math.exp(float(s.old_logprobs_T[t]) - float(s.engine_logprobs_T[t]))
         loss = variant_loss(
             spec.variant,

@@ -18,8 +18,11 @@ import numpy as np
 
 with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
     warnings.simplefilter("ignore")  # it is old, and says so
-    from gym_sokoban.envs import room_utils
+    from gym_sokoban.envs import room_utils as gym_room_utils
     from gym_sokoban.envs.sokoban_env import SokobanEnv
+
+room_utils: Any = gym_room_utils
+"""gym-sokoban's own module that makes levels."""
 
 SYMBOLS = "#_O√XPS"
 """By gym-sokoban's number of a cell; 6 is the player on a target."""
@@ -44,7 +47,7 @@ class ReferenceSokoban(SokobanEnv):  # type: ignore[misc]
         super().__init__((rows, columns), max_steps=10**9, num_boxes=boxes, reset=False)
         self.draws = draws
 
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:  # type: ignore[override]
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """A level from the global random numbers, seeded first. No picture."""
         random.seed(seed)
         np.random.seed(seed % 2**32)

@@ -65,7 +65,7 @@ def plain_logprobs(
 
 
 def greedy_tokens(model: PreTrainedModel, prompt_T: IntArray, count: int) -> list[int]:
-    ids = prompt_T.tolist()
+    ids: list[int] = prompt_T.tolist()
     for _ in range(count):
         with torch.no_grad():
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))

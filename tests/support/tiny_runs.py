@@ -83,7 +83,7 @@ class TinyAttempt:
             run=run,
             attempt=AttemptId(run.metadata.uid, f"tiny-{attempt}", attempt),
             output=folder,
-            checkpoints=folder / "checkpoints",
+            checkpoints=str(folder / "checkpoints"),
             resume="Auto",
             sink=self.sink,
             requests=self.requests,

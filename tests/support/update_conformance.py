@@ -55,7 +55,7 @@ class UpdateConformance(RequestConformance):
             generation = await half_done(
                 engine,
                 lambda: self.load(engine, models.parts_b),
-                lambda request=request: request,
+                request,
                 delay,
             )
             if len(set(generation.versions_T.tolist())) == 2:
@@ -87,7 +87,7 @@ class UpdateConformance(RequestConformance):
             generation = await half_done(
                 fresh,
                 lambda: self.load(fresh, models.parts_a),
-                lambda request=request: request,
+                request,
                 delay,
             )
             if fresh.stats().aborted_tokens > aborted:

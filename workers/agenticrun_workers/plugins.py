@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
 class PluginError(Exception):
@@ -53,10 +54,10 @@ class Registry(Generic[T]):
     errors: ErrorTypes = field(default_factory=ErrorTypes)
     _factories: dict[str, Callable[..., T]] = field(default_factory=dict)
 
-    def register(self, name: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    def register(self, name: str) -> Callable[[Factory], Factory]:
         """Return a decorator that registers a class or factory, replacing an earlier one."""
 
-        def remember(factory: Callable[..., T]) -> Callable[..., T]:
+        def remember(factory: Factory) -> Factory:
             self._factories[name] = factory
             return factory
 

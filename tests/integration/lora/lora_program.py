@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from agenticrun_workers.models.lora import LoraSpec, adapter_names, add_lora, merge
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer.deepspeed.strategy import DeepSpeedStrategy, deepspeed_policy
-from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.ranks import whole
@@ -77,12 +77,14 @@ def expanded(policy: PolicyTrainer) -> dict[str, np.ndarray]:
 
 def base(policy: PolicyTrainer) -> dict[str, Tensor]:
     """Return the whole frozen parameters under their names without adapters, on all ranks."""
+    strategy = policy.strategy
+    assert isinstance(strategy, Fsdp2Strategy | DeepSpeedStrategy)
     get = (
-        policy.strategy.steps.whole
-        if isinstance(policy.strategy, DeepSpeedStrategy)
+        strategy.steps.whole
+        if isinstance(strategy, DeepSpeedStrategy)
         else lambda parameter: whole(parameter.detach())
     )
-    named = policy.strategy.model.module.model.named_parameters()
+    named = strategy.model.module.model.named_parameters()
     return {
         name.replace(".base_layer", ""): get(parameter).clone()
         for name, parameter in named

@@ -258,9 +258,12 @@ async def test_a_run_syncs_adapters_alone_and_its_engines_say_what_its_trainer_s
     running = asyncio.create_task(asyncio.wait_for(session.execute(), 300))
     while session.sink.step < 2 and not running.done():
         await asyncio.sleep(0.01)
-    [(_, *_, pid)] = [
-        r.args for r in caplog.records if "runs on" in r.msg and "engine-0" in str(r.args)
+    [pid] = [
+        r.args[-1]
+        for r in caplog.records
+        if "runs on" in r.msg and isinstance(r.args, tuple) and "engine-0" in str(r.args)
     ]
+    assert isinstance(pid, int)
     os.kill(pid, signal.SIGKILL)
     report = await running
     assert report.outcome is Outcome.SUCCEEDED, report.message

@@ -132,7 +132,7 @@ def check_offload(models: Path) -> dict[str, np.ndarray]:
 
 def check_refusals(models: Path) -> dict[str, str]:
     """What layouts that do not fit are refused with."""
-    wrong = {
+    wrong: dict[str, tuple[str, dict[str, Any]]] = {
         "ranks": ("llama", {"tensor_model_parallel_size": 3}),
         "heads": ("llama", {"tensor_model_parallel_size": 4}),
         "double": ("llama", {"use_distributed_optimizer": True}),

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import agents
 import pytest
@@ -22,6 +22,7 @@ import yaml
 from openai import AsyncOpenAI
 
 from agenticrun_workers.agents import AgentLimits, OutsideAgent
+from agenticrun_workers.envs import Env
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.tokenizer import TokenizerSource, load_tokenizer
@@ -130,7 +131,10 @@ def test_a_real_engines_answers_keep_their_log_probs(known: Known, tmp_path: Pat
             ]
             return [
                 *await asyncio.gather(
-                    *(agent.collect_trajectory(each, Question(), generate) for each in both)
+                    *(
+                        agent.collect_trajectory(each, cast(Env, Question()), generate)
+                        for each in both
+                    )
                 ),
                 asked,
             ]

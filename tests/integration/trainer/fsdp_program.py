@@ -18,16 +18,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.critic import CriticTrainer
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, FsdpOptions, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.samples import Sample
-from ragged_samples import LOSSES, VALUE_LOSSES, VOCABULARY, batch
+from ragged_samples import LOSSES, VALUE_LOSSES, VOCABULARY, Cut, batch
 from rank_programs import take_part
 
 SPEC = OptimizerSpec(1e-2, weight_decay=0.01)
 LOSS = LOSSES["ppo sequence"]
 """Its ratios are of whole sequences: a rank that saw only its piece would not know them."""
-CUTS: dict[str, dict[str, Any]] = {
+CUTS: dict[str, Cut] = {
     "padded": {"max_tokens": 30},
     "packed": {"max_tokens": 40, "packing": True},
 }
@@ -116,6 +116,7 @@ def steps(
     if folder is not None:
         policy.save(str(folder))
     logprobs = policy.compute_log_probs(mine[0])
+    assert isinstance(policy.strategy, Fsdp2Strategy)
     return {
         "metrics": metrics,
         "weights": {name: weight.clone() for name, weight in policy.export_weights()},

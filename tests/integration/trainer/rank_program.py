@@ -22,13 +22,13 @@ from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.reference import ReferencePolicy
 from agenticrun_workers.trainer.samples import Sample
-from ragged_samples import LOSSES, VALUE_LOSSES, batch
+from ragged_samples import LOSSES, VALUE_LOSSES, Cut, batch
 from rank_programs import take_part
 
 SPEC = OptimizerSpec(1e-2, "linear", warmup_steps=2, total_steps=20, weight_decay=0.01)
 LOSS = LOSSES["ppo"]
 STEPS = 3
-CUTS = {"padded": {"max_tokens": 30}, "packed": {"max_tokens": 40, "packing": True}}
+CUTS: dict[str, Cut] = {"padded": {"max_tokens": 30}, "packed": {"max_tokens": 40, "packing": True}}
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
@@ -71,7 +71,11 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
         CriticTrainer(load, SPEC, max_tokens=30),
         ReferencePolicy(load),
     )
-    parts = {"policy": policy, "critic": critic, "reference": reference}
+    parts: dict[str, PolicyTrainer | CriticTrainer | ReferencePolicy] = {
+        "policy": policy,
+        "critic": critic,
+        "reference": reference,
+    }
     rank, world = policy.rank, policy.world_size
     if resume is not None:
         for name, trained in parts.items():

@@ -57,9 +57,8 @@ def play(answers: list[str], limits: AgentLimits = LIMITS, **config: Any) -> lis
         )
 
     agent = make_agent("math_multi_turn", config, tokenizer=TOKENIZER, limits=limits)
-    return list(
-        asyncio.run(agent.collect_trajectory(EPISODE, MathSingleStep(instruction=""), generate))
-    )  # type: ignore[arg-type]
+    assert isinstance(agent, QueuedAgent)
+    return asyncio.run(agent.collect_trajectory(EPISODE, MathSingleStep(instruction=""), generate))
 
 
 def shown(trajectory: Trajectory) -> str:
@@ -96,7 +95,11 @@ def test_the_feedback_follows_an_answer_that_was_cut() -> None:
 def test_rewards_are_those_of_the_guide(
     wrong: list[str], discount: float, scaling: float, bias: float
 ) -> None:
-    config = {"turnLevelDiscount": discount, "rewardScaling": scaling, "rewardBias": bias}
+    config: dict[str, Any] = {
+        "turnLevelDiscount": discount,
+        "rewardScaling": scaling,
+        "rewardBias": bias,
+    }
     trajectories = play([*wrong, "7"], **config)
     each = [((right - 0.5) * 2 - bias) * scaling for right in [*[0.0] * len(wrong), 1.0]]
     expected = [

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -218,7 +218,9 @@ def test_templates_show_instruction_observation_and_turns() -> None:
 
 
 class Broken(Corridor):
-    def __init__(self, step: Callable[[], Any], reset: Callable[[], Any] = lambda: "P") -> None:
+    def __init__(
+        self, step: Callable[[], StepResult], reset: Callable[[], str] = lambda: "P"
+    ) -> None:
         super().__init__()
         self._step, self._reset = step, reset
 
@@ -229,7 +231,7 @@ class Broken(Corridor):
         return self._step()
 
 
-def fail() -> Any:
+def fail() -> NoReturn:
     raise RuntimeError("the emulator is gone")
 
 
@@ -239,11 +241,11 @@ def fail() -> Any:
         (Broken(fail), "RuntimeError: the emulator is gone"),
         (Broken(fail, reset=fail), "RuntimeError: the emulator is gone"),
         (
-            Broken(lambda: ("P", 1.0)),
+            Broken(lambda: ("P", 1.0)),  # type: ignore[arg-type, return-value]
             "step returned tuple, neither a StepResult nor a tuple of five",
         ),
         (Broken(lambda: StepResult("P", float("nan"), False)), "step returned the reward nan"),
-        (Broken(fail, reset=lambda: None), "reset returned NoneType, not text"),
+        (Broken(fail, reset=lambda: None), "reset returned NoneType, not text"),  # type: ignore[arg-type, return-value]
         (Broken(lambda: StepResult("?", 0.0, False)), "cannot be tokenised"),
     ],
 )
@@ -353,8 +355,9 @@ def test_the_random_policy_plays_every_valid_action_equally_often() -> None:
 def test_a_random_episode_is_the_same_for_the_same_seed() -> None:
     def run() -> list[int]:
         env = FrozenLake()
-        return asyncio.run(
+        trajectory = asyncio.run(
             agent().collect_trajectory(EPISODE, env, random_valid_policy(env, agent().chat))
-        ).tokens_T.tolist()
+        )
+        return [int(token) for token in trajectory.tokens_T]
 
     assert run() == run()

@@ -200,6 +200,7 @@ def test_texts_go_on_from_recorded_tokens_and_stop_texts_cut(agent_of: Any) -> N
             model="policy", prompt="Q: 1+1\n", stop=["\nObservation:"], logprobs=0
         )
         assert (one.choices[0].text, one.choices[0].finish_reason) == ("Act", "stop")
+        assert one.choices[0].logprobs is not None
         assert (
             one.choices[0].logprobs.token_logprobs
             == policy.asked[0][1].logprobs_T[: len("Act\nObservation:")].tolist()

@@ -74,7 +74,8 @@ def test_the_environment_or_a_function_may_give_the_reward(agent_of: Any) -> Non
         return len(messages[-1]["content"])
 
     (trajectory,) = play(Says(["abc"]), run=agent_of(run), reward="environment")
-    assert (trajectory.score, trajectory.metrics) == (pytest.approx(0.3), {"success": 1.0})
+    assert trajectory.score == pytest.approx(0.3)
+    assert trajectory.metrics == {"success": 1.0}
     (trajectory,) = play(Says(["abc"]), run=agent_of(run), reward=agent_of(counted, "counted"))
     assert trajectory.score == 3
 

@@ -126,9 +126,9 @@ def on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(GUIDE.parent))
     before: dict[str, ModuleType] = dict(sys.modules)
     yield
-    for name in set(sys.modules) - set(before):
-        if name in ("best_of", "one_word", "guide"):
-            del sys.modules[name]
+    for module in set(sys.modules) - set(before):
+        if module in ("best_of", "one_word", "guide"):
+            del sys.modules[module]
 
 
 @pytest.mark.usefixtures("on_path")

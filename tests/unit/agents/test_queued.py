@@ -460,7 +460,7 @@ def returns(made: Callable[[BundledGenerationOutputs], Any]) -> Collect:
             "2 rewards, and its trained turns are 1",
         ),
         (returns(lambda act: ScoredSequence("abc", 1.0)), "env_error", "tokens"),  # type: ignore[arg-type]
-        (returns(lambda act: ScoredSequence(act.seqs[0], "high")), "env_error", "rewards"),
+        (returns(lambda act: ScoredSequence(act.seqs[0], "high")), "env_error", "rewards"),  # type: ignore[arg-type]
         (returns(lambda act: ScoredSequence(act.seqs[0], None)), "env_error", "rewards"),  # type: ignore[arg-type]
     ],
 )

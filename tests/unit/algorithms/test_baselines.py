@@ -233,6 +233,6 @@ def test_digests_of_every_dtype_and_with_trailing_zeros_are_told_apart() -> None
 @given(played)
 def test_the_order_of_trajectories_changes_nothing(batch: list[Played]) -> None:
     straight, reverse = run_gigpo(batch).values_K, run_gigpo(batch[::-1]).values_K
-    cuts = np.cumsum([len(t.turns) for t in batch])[:-1] if batch else []
+    cuts = np.cumsum([len(t.turns) for t in batch])[:-1].tolist() if batch else []
     expected = [x for part in np.split(straight, cuts)[::-1] for x in part] if batch else []
     np.testing.assert_allclose(reverse, expected, atol=1e-9)

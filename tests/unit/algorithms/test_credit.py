@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.algorithms import Credit, CreditSpec, Episodes, Estimator, assign_credit
+from agenticrun_workers.algorithms.normalization import Grouping, Over
 
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 REWARDS = (
@@ -161,7 +163,7 @@ def test_rewards_are_shaped_clipped_normalised_and_placed_in_this_order(
     scores = [sum(row) for row in shaped]
 
     def members(over: str, of: Played) -> list[float] | None:
-        same = {
+        same: dict[str, Callable[[Played], bool]] = {
             "batch": lambda t: True,
             "group": lambda t: t.group == of.group,
             "tag": lambda t: t.tag == of.tag,
@@ -237,7 +239,7 @@ def test_group_estimators_subtract_the_trajectorys_kl_before_their_baseline(
     overs,
 )
 def test_step_reinforce_normalises_the_discounted_returns_of_turns(
-    batch: list[Played], gamma: float, coef: float, grouping: str, mean: str, std: str
+    batch: list[Played], gamma: float, coef: float, grouping: Grouping, mean: Over, std: Over
 ) -> None:
     spec = CreditSpec(
         "step_reinforce",
@@ -245,7 +247,7 @@ def test_step_reinforce_normalises_the_discounted_returns_of_turns(
         norm_mean=mean,
         norm_std=std,
         step_reward_gamma=gamma,
-    )  # type: ignore[arg-type]
+    )
     steps: list[tuple[Played, Turn, float]] = []
     for t in batch:
         rewards = [

@@ -19,6 +19,7 @@ from agenticrun_workers.algorithms.losses import (
     Cispo,
     Decoupled,
     Kimi15,
+    KlKind,
     LossTokens,
     Ppo,
     RatioLevel,
@@ -278,7 +279,7 @@ def test_kl_estimates_equal_their_formulas(
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
-def test_gradients_of_kl_estimates_are_those_of_finite_differences(kind) -> None:
+def test_gradients_of_kl_estimates_are_those_of_finite_differences(kind: KlKind) -> None:
     rng = np.random.default_rng(0)
     new = torch.tensor(rng.uniform(-5, -1, 20), requires_grad=True)
     ref = torch.tensor(rng.uniform(-5, -1, 20), requires_grad=True)
@@ -382,8 +383,10 @@ def test_the_value_loss_is_the_worse_of_plain_and_clipped(
         if clip is not None:
             squares.append((min(max(value, old - clip), old + clip) - target) ** 2)
         expected.append(max(squares) / 2)
-    columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)]
-    assert value_loss(*columns, clip).loss_N.tolist() == pytest.approx(expected, abs=1e-12)
+    values, targets, olds = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1)
+    assert value_loss(values, targets, olds, clip).loss_N.tolist() == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])

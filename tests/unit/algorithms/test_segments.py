@@ -36,9 +36,9 @@ def test_a_discounted_suffix_is_the_recurrence_from_the_back_of_each_segment(
         expected += backwards[::-1]
     cu = offsets(values)
     flat = np.array([pair for row in values for pair in row]).reshape(-1, 2)
-    decay = np.where(last_of_each(cu), 0.0, flat[:, 1])
+    decays = np.where(last_of_each(cu), 0.0, flat[:, 1])
     np.testing.assert_allclose(
-        discounted_suffix(flat[:, 0], decay, max(map(len, values), default=0)), expected, atol=1e-9
+        discounted_suffix(flat[:, 0], decays, max(map(len, values), default=0)), expected, atol=1e-9
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp
+from typing import Any
 
 import numpy as np
 import pytest
@@ -384,10 +385,11 @@ def test_an_array_that_is_needed_and_missing_is_named(name: str) -> None:
     packed, per_turn = pack(
         [Trajectory(((Turn(1.0, 1, (Token(-1.0, -1.0, -1.0, 0.0),)),),), 0.0, True)]
     )
+    missing: dict[str, Any] = {name: None}
     with pytest.raises(ValueError, match=name):
         token_advantages(
             TokenSpec("gae", reward_kl="k1"),
-            replace(packed, **{name: None}),
+            replace(packed, **missing),
             per_turn,
             "reward",
             0.1,

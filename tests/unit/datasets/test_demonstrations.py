@@ -77,7 +77,11 @@ def test_the_loss_is_on_the_answer_and_its_end_of_turn_alone(tmp_path: Path) -> 
 
 
 def test_columns_of_any_name_and_answers_that_are_numbers(tmp_path: Path) -> None:
-    options = {"promptColumn": "q", "answerColumn": "solution", "columns": {"q": "question"}}
+    options: dict[str, Any] = {
+        "promptColumn": "q",
+        "answerColumn": "solution",
+        "columns": {"q": "question"},
+    }
     trajectory = shown(demonstrations(tmp_path, [{"question": "up?", "solution": 42}], **options))
     assert CHAT.text(trajectory.turns[0].response_T) == "42"
 
@@ -123,8 +127,9 @@ def test_an_item_that_cannot_be_shown_says_why(
     ("option", "field"), [("promptColumn", "promptColumn"), ("answerColumn", "answerColumn")]
 )
 def test_a_column_that_is_not_there_is_refused(tmp_path: Path, option: str, field: str) -> None:
+    options: dict[str, Any] = {option: "reply"}
     with pytest.raises(InvalidConfig, match="no column 'reply'; it has answer, prompt") as caught:
-        demonstrations(tmp_path, [{"prompt": "hot?", "answer": "cold"}], **{option: "reply"})
+        demonstrations(tmp_path, [{"prompt": "hot?", "answer": "cold"}], **options)
     assert caught.value.path == f"spec.pipeline.warmup.dataset.{field}"
 
 

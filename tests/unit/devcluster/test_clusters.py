@@ -1,7 +1,9 @@
 """Which cluster a machine gets, and what is said when it gets none."""
 
 import json
+import shutil
 import tarfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +21,14 @@ from devcluster.shell import DevclusterError, NoClusterPossible, write_if_change
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine without Docker where we are root."""
-    monkeypatch.setattr(clusters.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(prerequisites, "host_refusal", lambda: None)
     return monkeypatch
 
 
 def with_kind(machine: pytest.MonkeyPatch, *, docker_answers: bool) -> None:
     """Puts kind on PATH."""
-    machine.setattr(clusters.shutil, "which", lambda name: f"/usr/bin/{name}")
+    machine.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     machine.setattr(clusters, "succeeds", lambda argv: docker_answers)
 
 
@@ -117,7 +119,7 @@ def test_status_waits_for_problems_that_pass_if_told_so_but_not_for_a_cluster_th
         machine.setattr(cli, "choose", lambda settings: Troubled(list(tells)))
         return cli.main(["status", "--wait", wait])
 
-    machine.setattr(cli.time, "sleep", lambda seconds: None)
+    machine.setattr(time, "sleep", lambda seconds: None)
     assert status(["the node is not Ready"], wait="60") == 0
     assert status(["the node is not Ready"], wait="0") == 1
     assert status(["down"], wait="60") == 1

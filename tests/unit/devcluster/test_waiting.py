@@ -71,7 +71,7 @@ def test_a_wait_that_times_out_says_what_for_and_the_last_event() -> None:
 
 
 NO_PLUGIN = 'failed to find plugin "loopback" in path [/opt/cni/bin]'
-FATAL = {
+FATAL: dict[str, Callable[[float], Sequence[Report]]] = {
     "no sandbox": retried("FailedCreatePodSandBox", NO_PLUGIN, every=12),
     "image cannot be pulled": lambda now: [
         Report(_POD, "ErrImagePull" if now % 20 < 10 else "ImagePullBackOff", "not found")

@@ -150,7 +150,7 @@ class Run:
         return "weights"
 
     async def update_weights(
-        self, weights: Any, version: int, handover: Callable[[], Awaitable[None]] | None
+        self, weights: Any, version: int, handover: Callable[[], Awaitable[None]] | None = None
     ) -> SyncReport:
         assert (weights, handover) == ("weights", None)
         self.backend.version = version

@@ -142,15 +142,15 @@ NO_STEPS = [
     (StepResult("seen", 0.0, False, metrics={"speed": INFINITY}), "the metric speed = inf"),
     (StepResult("seen", 0.0, False, metrics={"speed": NOT_A_NUMBER}), "the metric speed = nan"),
     (
-        StepResult("seen", 0.0, False, metrics={"speed": "fast"}),
+        StepResult("seen", 0.0, False, metrics={"speed": "fast"}),  # type: ignore[dict-item]
         "the metric speed = 'fast', which is not a number",
-    ),  # type: ignore[dict-item]
+    ),
     (StepResult("seen", 0.0, False, metrics=[1.0]), "metrics that are not a mapping"),  # type: ignore[arg-type]
     (StepResult("seen", 0.0, False, metrics={1: 1.0}), "metrics that are not a mapping from names"),  # type: ignore[dict-item]
     (
-        StepResult("seen", 0.0, False, modes={"speed": "median"}),
+        StepResult("seen", 0.0, False, modes={"speed": "median"}),  # type: ignore[dict-item]
         "the mode 'median' of the metric speed; known are first, last,",
-    ),  # type: ignore[dict-item]
+    ),
     (StepResult("seen", 0.0, False, info=None), "an info of NoneType, not a mapping"),  # type: ignore[arg-type]
     (("seen", 0.0, False, False, None), "an info of NoneType, not a mapping"),
     (("seen", NOT_A_NUMBER, False, False, {}), "step returned the reward nan"),

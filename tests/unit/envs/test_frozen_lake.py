@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +53,7 @@ def test_every_transition_equals_gymnasiums_on_the_same_map(size: int) -> None:
         rows[0] = "S" + rows[0][1:]
         rows[-1] = rows[-1][:-1] + "G"
         theirs = gymnasium.make("FrozenLake-v1", desc=rows, is_slippery=False).unwrapped
+        assert isinstance(theirs, FrozenLakeEnv)
         env = FrozenLake(size=size)
         for state, action in itertools.product(range(size * size), range(4)):
             cell = divmod(state, size)

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.envs.toy_text.taxi import TaxiEnv
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,13 +18,13 @@ from agenticrun_workers.envs.gym.texts import ActionWords, plain, write
 from agenticrun_workers.types import Stream
 
 
-class Room(gymnasium.Env):
+class Room(gymnasium.Env[Any, Any]):
     """Shows what it is told to show, and remembers what was done."""
 
-    metadata = {"render_modes": []}  # noqa: RUF012
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
 
     def __init__(
-        self, observation_space: spaces.Space, action_space: spaces.Space, shown: Any
+        self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], shown: Any
     ) -> None:
         self.observation_space, self.action_space, self.shown = (
             observation_space,
@@ -41,13 +42,13 @@ class Room(gymnasium.Env):
         return self.shown, 0.5, False, False, {}
 
 
-gymnasium.register("Room-v0", Room)
+gymnasium.register("Room-v0", lambda **kwargs: Room(**kwargs))
 
 
 def room(
-    observation_space: spaces.Space,
+    observation_space: spaces.Space[Any],
     shown: Any,
-    action_space: spaces.Space | None = None,
+    action_space: spaces.Space[Any] | None = None,
     **config: Any,
 ) -> GymnasiumEnv:
     kwargs = {
@@ -89,6 +90,7 @@ def test_episodes_are_gymnasiums(id: str) -> None:
 
 def test_cliff_walking_reads_like_its_drawing_and_reaching_the_goal_is_a_success() -> None:
     env = make_env("gymnasium", {"id": "CliffWalking-v1"})
+    assert isinstance(env, GymnasiumEnv)
     assert env.reset(0, Stream.TRAIN).splitlines()[-1] == "x  C  C  C  C  C  C  C  C  C  C  T"
     assert "up, right, down, left" in env.instruction
     env.step("UP")
@@ -115,6 +117,7 @@ def test_taxis_state_is_said_in_words(
     row: int, column: int, passenger: int, destination: int
 ) -> None:
     taxi = gymnasium.make("Taxi-v4").unwrapped
+    assert isinstance(taxi, TaxiEnv)
     fields = taxi_fields(taxi.encode(row, column, passenger, destination))
     assert (fields["row"], fields["column"], fields["destination"]) == (
         str(row),
@@ -127,10 +130,11 @@ def test_taxis_state_is_said_in_words(
 
 
 def test_taxis_stands_are_where_it_draws_them() -> None:
-    places = gymnasium.make("Taxi-v4").unwrapped.locs
+    taxi = gymnasium.make("Taxi-v4").unwrapped
+    assert isinstance(taxi, TaxiEnv)
     assert [
         f"{letter} at row {row}, column {column}"
-        for letter, (row, column) in zip("RGYB", places, strict=True)
+        for letter, (row, column) in zip("RGYB", taxi.locs, strict=True)
     ] == list(TAXI_STANDS)
 
 
@@ -211,7 +215,7 @@ def test_seeds_of_training_and_validation_never_meet() -> None:
     ],
 )
 def test_observations_are_written_by_their_space(
-    space: spaces.Space, value: Any, text: str
+    space: spaces.Space[Any], value: Any, text: str
 ) -> None:
     assert write(space, value, decimals=2) == text
     assert room(space, value).reset(0, Stream.TRAIN) == text
@@ -242,7 +246,9 @@ def test_templates_name_the_parts_of_an_observation() -> None:
         (spaces.MultiDiscrete([2, 2]), [["left", "right"], ["slow", "fast"]], "slow right", None),
     ],
 )
-def test_answers_become_actions(space: spaces.Space, words: Any, answer: str, action: Any) -> None:
+def test_answers_become_actions(
+    space: spaces.Space[Any], words: Any, answer: str, action: Any
+) -> None:
     env = room(spaces.Discrete(1), 0, space, actions=words)
     env.reset(0, Stream.TRAIN)
     assert env.step(answer).metrics["action_is_valid"] == float(action is not None)
@@ -289,7 +295,7 @@ def test_bad_configs_are_refused_with_what_to_do(config: dict[str, Any], message
 
 
 @pytest.mark.parametrize("space", [spaces.Box(0, 1, (9, 9)), spaces.Sequence(spaces.Discrete(2))])
-def test_observations_that_are_no_text_are_refused(space: spaces.Space) -> None:
+def test_observations_that_are_no_text_are_refused(space: spaces.Space[Any]) -> None:
     with pytest.raises(ValueError, match="ObservationWrapper"):
         room(space, space.sample())
 

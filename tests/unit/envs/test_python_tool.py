@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.envs import EnvConfigError, TakesItem, make_env
+from agenticrun_workers.envs import EnvConfigError, make_env
 from agenticrun_workers.envs.python_tool import PythonTool, python_tool
 from agenticrun_workers.envs.python_tool.python_tool import problem
 from agenticrun_workers.envs.python_tool.tool_calls import (
@@ -132,7 +132,7 @@ def test_long_texts_lose_their_middle(text: str, characters: int) -> None:
 
 def test_a_problem_is_solved_with_a_call_and_an_answer() -> None:
     env = make_env("python_tool", {})
-    assert isinstance(env, TakesItem)
+    assert isinstance(env, PythonTool)
     env.set_item({"question": "What is 17 * 23?", "answer": 391})
     assert env.reset(0, Stream.TRAIN) == "What is 17 * 23?"
     called = env.step("I compute it.\n```python\nprint(17 * 23)\n```")

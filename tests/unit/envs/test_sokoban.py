@@ -35,11 +35,9 @@ def room_of(board: str) -> Room:
     )
 
 
-def playing(board: str, **config: object) -> Sokoban:
+def playing(board: str) -> Sokoban:
     rows = board.split("\n")
-    env = Sokoban(
-        rows=len(rows), columns=len(rows[0]), boxes=board.count("X") + board.count("√"), **config
-    )  # type: ignore[arg-type]
+    env = Sokoban(rows=len(rows), columns=len(rows[0]), boxes=board.count("X") + board.count("√"))
     env.start_on(room_of(board))
     return env
 

@@ -47,6 +47,7 @@ GOLDEN = {"text": "e28807508ffedac4", "text_rich": "efbca19c7e136469"}
 @pytest.mark.parametrize("mode", ["text", "text_rich"])
 def test_episodes_are_the_same_on_every_machine(mode: str) -> None:
     env = make_env("webshop", {"observationMode": mode})
+    assert isinstance(env, WebShop)
     assert (
         digest([play(env, seed, split) for seed in range(10) for split in Stream]) == GOLDEN[mode]
     )

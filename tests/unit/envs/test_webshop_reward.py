@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,9 +36,9 @@ def product(
     title: str = "Alder Wool Socks",
     query: str = "wool socks",
     path: str = "A > B > C",
-    **others: object,
+    **others: Any,
 ) -> Product:
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "description": "",
         "features": (),
         "price": 10.0,
@@ -51,7 +53,7 @@ def product(
         query=query,
         product_category=path.replace(">", CATEGORY_SEPARATOR),
         **{**fields, **others},
-    )  # type: ignore[arg-type]
+    )
 
 
 def goal(
@@ -231,7 +233,7 @@ def test_each_part_of_the_reward_counts_as_the_formula_says() -> None:
     st.randoms(use_true_random=False),
 )
 def test_rewards_of_the_catalogue_follow_the_papers_formula(
-    found: Product, wanted: Goal, rng
+    found: Product, wanted: Goal, rng: random.Random
 ) -> None:
     chosen = {
         name: rng.choice(values) for name, values in found.options.items() if rng.random() < 0.7
@@ -306,7 +308,10 @@ def test_dear_products_have_no_price_limit() -> None:
     ],
 )
 def test_splits_are_webshops_ranges_or_the_ones_asked_for(
-    goals, train, validation, expected
+    goals: int,
+    train: Sequence[int] | None,
+    validation: Sequence[int] | None,
+    expected: tuple[range, range],
 ) -> None:
     split = Split.of(goals, train, validation)
     assert (split.train, split.validation) == expected
@@ -321,6 +326,8 @@ def test_splits_are_webshops_ranges_or_the_ones_asked_for(
         ([3], None, "trainGoals must be"),
     ],
 )
-def test_splits_that_share_goals_or_do_not_exist_are_refused(train, validation, message) -> None:
+def test_splits_that_share_goals_or_do_not_exist_are_refused(
+    train: Sequence[int] | None, validation: Sequence[int] | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Split.of(100, train, validation)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agenticrun_api import load_run
-from agenticrun_workers.envs import HasVocabulary, make_env
+from agenticrun_workers.envs import HasVocabulary, StepResult, make_env
 from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 from agenticrun_workers.types import Stream
 
@@ -31,7 +31,9 @@ def test_answers_and_episodes_fit(name: str) -> None:
         for seed in range(5):
             observation, length = env.reset(seed, Stream.TRAIN), 0
             for _ in range(spec.max_steps):
-                answer = str(rng.choice(env.valid_actions()))
+                actions = env.valid_actions()
+                assert isinstance(actions, list)
+                answer = str(rng.choice(actions))
                 prompt, answered = (
                     len(tokenizer.encode(str(observation))),
                     len(tokenizer.encode(answer)),
@@ -41,6 +43,7 @@ def test_answers_and_episodes_fit(name: str) -> None:
                 length = turn if spec.agent.type == "step_wise" else length + turn
                 assert length <= pipeline.sequence_length
                 result = env.step(answer)
+                assert isinstance(result, StepResult)
                 if result.terminated:
                     break
                 observation = result.observation

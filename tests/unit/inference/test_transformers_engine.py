@@ -56,13 +56,17 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 
 def ask(
-    name: str, tokens: np.ndarray, new: int = 6, temperature: float = 1.0, **options: object
+    name: str,
+    tokens: np.ndarray,
+    new: int = 6,
+    temperature: float = 1.0,
+    *,
+    session: str | None = None,
+    stop_token_ids: tuple[int, ...] = (),
 ) -> GenerationRequest:
-    sampling = SamplingParams(
-        new, temperature, **{k: v for k, v in options.items() if k == "stop_token_ids"}
-    )  # type: ignore[arg-type]
+    sampling = SamplingParams(new, temperature, stop_token_ids=stop_token_ids)
     seed = sum(name.encode()) * 7919
-    return GenerationRequest(name, str(options.get("session", name)), tokens, sampling, seed)
+    return GenerationRequest(name, session or name, tokens, sampling, seed)
 
 
 def reference_logprobs(
@@ -82,7 +86,7 @@ def check(model: PreTrainedModel, request: GenerationRequest, generation: Genera
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), 120))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(work(), 120))
 
 
 def test_greedy_tokens_and_log_probs_equal_a_plain_forward_pass(folder: Path) -> None:

@@ -9,15 +9,14 @@ from agenticrun_workers.inference.vllm.engine import from_vllm, to_vllm
 from agenticrun_workers.types import FinishReason, GenerationRequest, SamplingParams
 
 
-def a_request(**sampling: object) -> GenerationRequest:
-    return GenerationRequest(
-        "r", "s", np.array([3, 1], np.int32), SamplingParams(5, **sampling), seed=7
-    )  # type: ignore[arg-type]
+def a_request(sampling: SamplingParams) -> GenerationRequest:
+    return GenerationRequest("r", "s", np.array([3, 1], np.int32), sampling, seed=7)
 
 
 def test_a_request_is_asked_for_token_by_token_until_one_of_its_own_stop_tokens() -> None:
     body = to_vllm(
-        a_request(temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(2, 9)), "17"
+        a_request(SamplingParams(5, 0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(2, 9))),
+        "17",
     )
     assert body["request_id"] == "17"
     assert body["token_ids"] == [3, 1]
@@ -47,7 +46,7 @@ def test_a_request_is_asked_for_token_by_token_until_one_of_its_own_stop_tokens(
 def test_log_probs_are_asked_for_at_the_temperature_that_the_types_say(
     temperature: float, record: float | None, expected: float
 ) -> None:
-    body = to_vllm(a_request(temperature=temperature, record_temperature=record), "1")
+    body = to_vllm(a_request(SamplingParams(5, temperature, record_temperature=record)), "1")
     assert body["sampling_params"]["extra_args"] == {"seed": 7, "record_temperature": expected}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from agenticrun_workers.models.tokenizer import (
 from agenticrun_workers.types import Stream
 
 WORDS = ("P", "_", "O", "G", "\n", "Left", "Down", "Right", "Up")
-TINY = {"words": WORDS, "hidden_size": 16, "intermediate_size": 32, "heads": 2}
+TINY: dict[str, Any] = {"words": WORDS, "hidden_size": 16, "intermediate_size": 32, "heads": 2}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])

@@ -20,7 +20,7 @@ from agenticrun_operator.resources.raycluster import whole_number
 from runs import run_with
 
 WORKER = WorkerImages("worker:1", {"sglang": "worker-sglang:1"})
-GPU_RUN = (
+GPU_RUN: tuple[tuple[str, object], ...] = (
     (
         "spec.roles.trainer",
         {"replicas": 2, "gpus": 4, "cpus": "1500m", "memory": "8Gi", "shmSize": "2Gi"},

@@ -34,8 +34,9 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipeline]:
 
 def test_every_item_is_a_question_with_a_valid_answer(pipeline: Pipeline) -> None:
     items = EpisodeItems(pipeline)
-    env: Any = make_env(pipeline.envs[0].type, pipeline.envs[0].config)
-    assert isinstance(env, TakesItem)
+    made = make_env(pipeline.envs[0].type, pipeline.envs[0].config)
+    assert isinstance(made, TakesItem)
+    env: Any = made
     asked = set()
     for group in range(6):
         item = items.of("Quiz", Stream.TRAIN, group)

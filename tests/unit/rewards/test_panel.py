@@ -136,7 +136,7 @@ async def test_without_cache_every_episode_is_judged() -> None:
 
 
 async def test_a_failure_costs_its_own_episode_and_is_not_remembered() -> None:
-    moods = {"bad": [JudgeFailed("no opinion"), 7.0]}
+    moods: dict[str, list[Judgement]] = {"bad": [JudgeFailed("no opinion"), 7.0]}
 
     def score(episode: JudgedEpisode) -> Judgement:
         return moods["bad"].pop(0) if episode.answer == "bad" else 1.0

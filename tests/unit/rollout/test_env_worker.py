@@ -336,9 +336,9 @@ class OddAgent:
                 return Trajectory(
                     episode.key,
                     episode.tag,
-                    (Turn(None, None, None, None, "1"),),
+                    (Turn(None, None, None, None, "1"),),  # type: ignore[arg-type]
                     StopReason.COMPLETED,
-                )  # type: ignore[arg-type]
+                )
         raise AssertionError
 
 

@@ -92,12 +92,10 @@ def advantages(name: str, scores_N: np.ndarray) -> np.ndarray:
     """The estimators' definitions (rl-semantics), over all trajectories of the group."""
     if name == "rloo":
         return np.array([score - np.delete(scores_N, i).mean() for i, score in enumerate(scores_N)])
-    centred = scores_N - scores_N.mean()
-    return (
-        centred
-        if name == "dr_grpo" or scores_N.std(ddof=1) <= 1e-6
-        else centred / scores_N.std(ddof=1)
-    )
+    centred: np.ndarray = scores_N - scores_N.mean()
+    if name != "dr_grpo" and scores_N.std(ddof=1) > 1e-6:
+        centred /= scores_N.std(ddof=1)
+    return centred
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo"])

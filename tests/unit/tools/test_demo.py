@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from devcluster.kubectl import Kubectl
 from devcluster.waiting import CannotPass, Report, Wait
 from testcluster import ROOT
 
@@ -27,7 +29,7 @@ class Follower:
         monkeypatch.setattr(
             demo, "Wait", lambda *words, **more: Wait(*words, **more, clock=lambda: self.now)
         )
-        monkeypatch.setattr(demo.time, "sleep", self.sleep)
+        monkeypatch.setattr(time, "sleep", self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -37,7 +39,7 @@ class Follower:
 
     def watch(self, *statuses: dict[str, Any]) -> str:
         self.statuses = iter(statuses)
-        return str(self.demo.watch(self, "run", self.demo.Steps()))
+        return str(self.demo.watch(cast(Kubectl, self), "run", self.demo.Steps()))
 
     @property
     def lines(self) -> list[str]:

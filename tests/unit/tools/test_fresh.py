@@ -28,7 +28,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
     monkeypatch.setattr(fresh, "TMP", tmp_path / "tmp")
     monkeypatch.setenv("AGENTICRUN_DEVCLUSTER_STATE", str(tmp_path / "state"))
-    monkeypatch.setattr(fresh.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(fresh, "alive_processes", lambda name: [])
     return fresh
 
@@ -194,7 +194,7 @@ def test_live_processes_are_found_by_what_they_run(
 
     process(10, "python3", "/x/tools/devcluster", "up")
     process(11, "python3", "tools/fresh.py", parent=10)
-    monkeypatch.setattr(fresh.os, "getpid", lambda: 11)
+    monkeypatch.setattr(os, "getpid", lambda: 11)
     process(20, "/x/.venv/bin/python", "/x/.venv/bin/agenticrun", "run", "-f", "a.yaml")
     process(21, "python", "-m", "agenticrun_workers.driver", where="elsewhere")
     process(22, "python", "-m", "agenticrun_workers.driver", pod="agenticrun/kubepods/pod1")

@@ -56,7 +56,7 @@ def returns(batch: RankBatch) -> list[float]:
     credits = TurnCredits("reward", {key: np.array([0.0, 1.0])}, {key: True}, 0.0, {})
     batch.compute_advantages(TokenSpec("gae", lambd=1.0), credits, lambda values: values)
     found = [s.returns_T[s.turns_T >= 0] for s in batch.samples if s.returns_T is not None]
-    return np.concatenate(found).tolist()
+    return [float(value) for value in np.concatenate(found)]
 
 
 @pytest.mark.parametrize(("stepwise", "after"), [(False, 45.0), (True, 24.0)])
@@ -115,10 +115,8 @@ def test_the_gap_of_each_engine_counts_tokens_that_it_sampled_with_the_weights_o
     )
     batch = RankBatch([replace(trajectory, turns=turns)])
     batch.old_logprobs = [np.full(6, -1.25, np.float32)]
-    assert batch.logprob_gaps(version=1) == {
-        "engine-0": (pytest.approx(0.25), 1.0),
-        "engine-1": (pytest.approx(0.5), 2.0),
-    }
+    now = batch.logprob_gaps(version=1)
+    assert now == {"engine-0": pytest.approx((0.25, 1.0)), "engine-1": pytest.approx((0.5, 2.0))}
     assert batch.logprob_gaps(version=2) == {"engine-0": (0.0, 0.0), "engine-1": (0.0, 0.0)}
     summed = sum_gaps([batch.logprob_gaps(version=1), {"engine-1": (1.0, 2.0)}])
     assert gap_metrics(summed) == {

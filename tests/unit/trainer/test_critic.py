@@ -118,10 +118,11 @@ def test_metrics_say_what_the_step_did(critic: CriticTrainer, samples: list[Samp
     expected_loss = slow_loss(critic, samples, spec).item()
     pairs = []
     for s in samples:
+        assert s.returns_T is not None
         values = plain_values(critic, s).detach()
         pairs += [
             (values[t].item(), float(s.returns_T[t])) for t in np.flatnonzero(s.weight_T[1:]) + 1
-        ]  # type: ignore[index]
+        ]
     metrics = critic.train_step(samples, spec)
     assert metrics["critic/loss"] == pytest.approx(expected_loss)
     assert metrics["critic/value"] == pytest.approx(np.mean([target for _, target in pairs]))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, FsdpOptions, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.reference import ReferencePolicy
 from agenticrun_workers.trainer.samples import Sample
@@ -154,6 +154,7 @@ def test_one_rank_keeps_parameters_and_optimizer_on_the_host(
         fsdp2_policy(load, SPEC, options=FsdpOptions(offload_policy=True)),
         fsdp2_policy(load, SPEC),
     )
+    assert isinstance(offloaded.strategy, Fsdp2Strategy)
     assert isinstance(offloaded.strategy.model.module, FSDPModule)
     for policy in (offloaded, plain):
         policy.train_step(samples, LOSS)

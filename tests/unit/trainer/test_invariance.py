@@ -6,6 +6,7 @@ Integration tests do the same for ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Unpack
 
 import numpy as np
 import pytest
@@ -16,11 +17,11 @@ from agenticrun_workers.trainer.critic import CriticTrainer
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.samples import Sample
-from ragged_samples import LOSSES, VALUE_LOSSES, batch, largest_difference
+from ragged_samples import LOSSES, VALUE_LOSSES, Cut, batch, largest_difference
 
 SPEC = OptimizerSpec(1e-2)
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
-CUTS = {
+CUTS: dict[str, Cut] = {
     "one sequence at a time": {"max_tokens": 1},
     "a few sequences at a time": {"max_tokens": 25},
     "all in one, packed": {"max_tokens": 10_000, "packing": True},
@@ -72,7 +73,7 @@ def test_the_critic_s_gradient_is_the_same_however_the_batch_is_cut(
             assert largest_difference(found, expected) < TOLERANCE[dtype]
 
 
-def trained_critic(loaded: Load, samples: list[Sample], **arguments: int) -> CriticTrainer:
+def trained_critic(loaded: Load, samples: list[Sample], **arguments: Unpack[Cut]) -> CriticTrainer:
     """Return a critic with a head that is not zero, so that gradients reach the decoder.
 
     Weights are the same at each call.
@@ -109,9 +110,11 @@ def test_what_stands_behind_the_last_weighted_token_changes_nothing(load: Load) 
 
 def longer_by(sample: Sample, tokens: int) -> Sample:
     """The same sample before so many tokens of an observation."""
-    arrays = {name: getattr(sample, name) for name in Sample.__slots__ if name.endswith("_T")}
+    arrays: dict[str, Any] = {
+        name: getattr(sample, name) for name in Sample.__slots__ if name.endswith("_T")
+    }
     fills = {"turns_T": -1, "tokens_T": 3, "weight_T": 0}
-    grown = {
+    grown: dict[str, Any] = {
         name: None
         if values is None
         else np.append(values, np.full(tokens, fills.get(name, 9), values.dtype))

@@ -85,6 +85,7 @@ def test_values_and_gradients_are_those_of_the_whole_softmax(
 
 def test_gradients_are_those_of_finite_differences() -> None:
     hidden_NH, weight_VH, bias_V, targets_N = inputs(4, 5, torch.float64, bias=True)
+    assert bias_V is not None
     assert torch.autograd.gradcheck(
         lambda h, w, b: score(h, w, b, targets_N, TEMPERATURE, 10),
         (hidden_NH, weight_VH, bias_V),

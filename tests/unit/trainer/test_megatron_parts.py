@@ -57,6 +57,7 @@ def group() -> Iterator[dist.ProcessGroup]:
     made = not dist.is_initialized()
     if made:
         join_alone(torch.device("cpu"))
+    assert dist.group.WORLD is not None
     yield dist.group.WORLD
     if made:
         dist.destroy_process_group()

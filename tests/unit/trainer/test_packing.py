@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer.critic import CriticTrainer
-from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, fsdp2_policy
 from agenticrun_workers.trainer.modules import can_pack
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
@@ -46,12 +53,12 @@ class BlindToPositions(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packing_is_tried_and_found_exact(folder, dtype: torch.dtype, attention: str) -> None:
+def test_packing_is_tried_and_found_exact(folder: Path, dtype: torch.dtype, attention: str) -> None:
     assert can_pack(load_model(str(folder), dtype, attn_implementation=attention).get_decoder())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_model_that_mixes_packed_sequences_is_found_out(folder, dtype: torch.dtype) -> None:
+def test_a_model_that_mixes_packed_sequences_is_found_out(folder: Path, dtype: torch.dtype) -> None:
     assert not can_pack(BlindToPositions(load_model(str(folder), dtype).get_decoder()))
 
 
@@ -66,7 +73,7 @@ QWEN3 = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads"
     ],
     ids=["qwen3", "gpt2"],
 )
-def test_other_architectures_pack_too(config) -> None:
+def test_other_architectures_pack_too(config: PretrainedConfig) -> None:
     assert can_pack(AutoModelForCausalLM.from_config(config).eval().get_decoder())
 
 
@@ -88,6 +95,10 @@ def test_training_falls_back_to_padding_and_says_so(
     monkeypatch.setattr("agenticrun_workers.trainer.fsdp2.can_pack", lambda decoder: False)
     with caplog.at_level(logging.WARNING):
         refused = strategy(load, SPEC, packing=True)
-    model = refused.strategy.model if isinstance(refused, PolicyTrainer) else refused._model
+    if isinstance(refused, PolicyTrainer):
+        assert isinstance(refused.strategy, Fsdp2Strategy)
+        model = refused.strategy.model
+    else:
+        model = refused._model
     assert not model.batcher.packed
     assert "LlamaModel mixes packed sequences: training goes on with padding" in caplog.text

@@ -111,13 +111,11 @@ def test_the_supervised_gradient_is_the_mean_cross_entropy_of_weighted_tokens(
 ) -> None:
     model = load()
     total = sum(float(s.weight_T[1:].sum()) for s in samples)
-    loss = (
-        -sum(
-            (torch.from_numpy(s.weight_T).double() * token_log_probs(model, s.tokens_T, 1.0)).sum()
-            for s in samples
-        )
-        / total
-    )
+    weighted = [
+        (torch.from_numpy(s.weight_T).double() * token_log_probs(model, s.tokens_T, 1.0)).sum()
+        for s in samples
+    ]
+    loss = -torch.stack(weighted).sum() / total
     loss.backward()
     # With this epsilon, Adam's first step is g / (|g| + 1).
     policy = fsdp2_policy(load, OptimizerSpec(1.0, epsilon=1.0, max_grad_norm=1e9), max_tokens=40)
@@ -135,12 +133,13 @@ def test_metrics_say_what_the_step_did(load: Load) -> None:
     metrics = fsdp2_policy(load, OptimizerSpec(1e-2, warmup_steps=4), max_tokens=30).train_step(
         samples, loss
     )
-    ratios, changes = [], []
+    changes: list[float] = []
     for s in samples:
+        assert s.old_logprobs_T is not None
         new_T = token_log_probs(load(), s.tokens_T, loss.temperature).detach().numpy()
         changes += [
             new_T[t] - float(s.old_logprobs_T[t]) for t in np.flatnonzero(s.weight_T[1:]) + 1
-        ]  # type: ignore[index]
+        ]
     ratios = np.exp(changes)
     policy_only = replace(loss, kl_coef=0.0, entropy_coef=0.0)
     pg_loss = actor_loss(load(), samples, policy_only).item()
@@ -172,11 +171,12 @@ def test_the_gap_to_the_engine_is_told_where_both_speak_of_the_same_weights(load
     bare = [replace(s, old_logprobs_T=None) for s in samples]
     gaps: list[float] = []
     for s in samples:
+        assert s.engine_logprobs_T is not None
         new_T = token_log_probs(load(), s.tokens_T, loss.temperature).detach().numpy()
         gaps += [
             abs(new_T[t] - float(s.engine_logprobs_T[t]))
             for t in np.flatnonzero(s.weight_T[1:]) + 1
-        ]  # type: ignore[index]
+        ]
     assert fsdp2_policy(load, SPEC, max_tokens=30).train_step(bare, loss)[
         "engine/logprob_gap"
     ] == pytest.approx(np.mean(gaps))
@@ -200,7 +200,8 @@ def broken(
     samples: list[Sample], name: str = "advantages_T", value: float = np.nan
 ) -> list[Sample]:
     """The same, but for the first sample's array of this name."""
-    first = replace(samples[0], **{name: np.full(len(samples[0].tokens_T), value, np.float32)})
+    array: Any = np.full(len(samples[0].tokens_T), value, np.float32)
+    first = replace(samples[0], **{name: array})
     return [first, *samples[1:]]
 
 

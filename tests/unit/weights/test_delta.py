@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +21,7 @@ def delta_between(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 @given(st.sampled_from(UNSIGNED), st.integers(0, 300), st.floats(0, 1), st.integers(0, 2**32 - 1))
 def test_a_patched_copy_is_the_new_version_bit_for_bit(
-    dtype: type, length: int, share: float, seed: int
+    dtype: type[np.unsignedinteger[Any]], length: int, share: float, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     top = np.iinfo(dtype).max
@@ -61,7 +63,7 @@ def test_gaps_around_the_escape_are_exact(positions: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_two_percent_of_changed_elements_take_less_than_eight_percent_of_the_bytes(
-    dtype: type,
+    dtype: type[np.unsignedinteger[Any]],
 ) -> None:
     old = np.zeros(2_000_000, dtype)
     new = old.copy()

@@ -230,10 +230,13 @@ def test_a_node_with_other_files_than_the_trainers_is_refused(tmp_path: Path) ->
         AdapterMerger(plan, str(there))
 
 
+MakeNode = Callable[
+    [PreTrainedModel, ModelSource], tuple[AdapterNode, Callable[[PreTrainedModel], list[int]]]
+]
+
+
 @pytest.fixture
-def node(
-    tmp_path: Path,
-) -> Iterator[Callable[..., tuple[AdapterNode, Callable[[PreTrainedModel], list[int]]]]]:
+def node(tmp_path: Path) -> Iterator[MakeNode]:
     """Make a node of a model, and a function that writes adapters and returns checksums."""
     nodes: list[AdapterNode] = []
     threads = torch.get_num_threads()  # a node sets them for its whole process
@@ -266,13 +269,13 @@ def read(parts: list[WeightFile]) -> Weights:
 
 @pytest.mark.parametrize("by", ["path", "files"])
 def test_a_node_overwrites_its_whole_weights_at_each_sync(
-    tmp_path: Path, node: Callable[..., object], by: str
+    tmp_path: Path, node: MakeNode, by: str
 ) -> None:
     folder = written(tmp_path)
     model = trained(folder)
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     source = ModelSource(str(folder)) if by == "path" else ModelSource(files=files)
-    made, send = node(model, source)  # type: ignore[misc]
+    made, send = node(model, source)
     inodes = []
     for seed in (1, 2):
         newer = trained(folder, seed=seed)
@@ -288,10 +291,10 @@ def test_a_node_overwrites_its_whole_weights_at_each_sync(
     assert all(Path(part.path).stat().st_size < max(BUCKET_BYTES, largest) + 2000 for part in parts)
 
 
-def test_damaged_adapters_are_not_merged(tmp_path: Path, node: Callable[..., object]) -> None:
+def test_damaged_adapters_are_not_merged(tmp_path: Path, node: MakeNode) -> None:
     folder = written(tmp_path)
     model = trained(folder)
-    made, send = node(model, ModelSource(str(folder)))  # type: ignore[misc]
+    made, send = node(model, ModelSource(str(folder)))
     checksums = send(model)
     last = sorted(Path(made.folder()).glob("bucket-*.safetensors"))[-1]
     with last.open("r+b") as file:

@@ -9,7 +9,7 @@ follows its last ####, or stands in its last \boxed{}, or all of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from agenticrun_workers.envs.env import StepResult, register_env
 from agenticrun_workers.envs.math.verifier import Verdict, reference_answer, shared_verifier
@@ -170,4 +170,4 @@ class MathSingleStep(_Problem, EnvironmentService):
         )
 
 
-register_env("math_single_step")(cast(Any, MathSingleStep))
+register_env("math_single_step")(MathSingleStep)
