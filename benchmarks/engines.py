@@ -37,7 +37,7 @@ from record import write_record
 from agenticrun_api import Pipeline, parse_run
 from agenticrun_workers.inference.actor import LOG_FOLDER, EngineActor
 from agenticrun_workers.inference.client import GenerationClient
-from agenticrun_workers.inference.server_command import engines_folder
+from agenticrun_workers.inference.server_process import engines_folder
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.types import GenerationRequest, SamplingParams

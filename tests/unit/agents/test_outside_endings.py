@@ -15,7 +15,8 @@ import openai
 import pytest
 
 from agenticrun_workers.agents import AgentConfigError, AgentLimits, OutsideAgent, make_agent
-from agenticrun_workers.agents.outside import endpoint, program
+from agenticrun_workers.agents.outside import agent as outside_agent
+from agenticrun_workers.agents.outside import endpoint
 from agenticrun_workers.agents.outside.messages import ApiError
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason
 from outside_agents import (
@@ -213,8 +214,10 @@ async def test_a_command_that_is_stopped_as_it_starts_leaves_nothing_running(
         return process
 
     monkeypatch.setattr(subprocess, "Popen", started)
-    task = program.Task("", "?", {}, "train", 1, "policy", "http://localhost/reward")
-    playing = asyncio.ensure_future(program.command_program(command)("http://localhost/v1", task))
+    task = outside_agent.Task("", "?", {}, "train", 1, "policy", "http://localhost/reward")
+    playing = asyncio.ensure_future(
+        outside_agent.command_program(command)("http://localhost/v1", task)
+    )
     with pytest.raises(asyncio.CancelledError):
         await playing
     pid = int(child.read_text())
@@ -225,7 +228,7 @@ async def test_an_episode_that_is_aborted_leaves_nothing_running(
     agent_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the run does it: `collect_trajectory` is cancelled while the engine samples."""
-    monkeypatch.setattr(program, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(outside_agent, "PATIENCE_SECONDS", 60.0)
     urls: list[str] = []
     ended = asyncio.Event()
 
@@ -325,7 +328,7 @@ def test_a_bad_config_is_refused_by_its_key(config: dict[str, Any], message: str
 def test_a_user_function_that_ignores_its_cancellation_is_left_behind(
     agent_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(outside_agent, "PATIENCE_SECONDS", 0.1)
 
     async def stubborn(base_url: str, task: Any) -> None:
         for _ in range(20):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvConfigError, FrozenLake, Renders, make_env
-from agenticrun_workers.envs.frozen_lake.maps import (
+from agenticrun_workers.envs.frozen_lake import (
     from_array,
     is_holdout,
     is_solvable,

@@ -13,8 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvConfigError, make_env
-from agenticrun_workers.envs.gym.gymnasium_env import SEEDS, TAXI_STANDS, GymnasiumEnv, taxi_fields
-from agenticrun_workers.envs.gym.texts import ActionWords, plain, write
+from agenticrun_workers.envs.gym import (
+    SEEDS,
+    TAXI_STANDS,
+    ActionWords,
+    GymnasiumEnv,
+    plain,
+    taxi_fields,
+    write,
+)
 from agenticrun_workers.types import Stream
 
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.envs import EnvConfigError, make_env
-from agenticrun_workers.envs.python_tool import PythonTool, python_tool
-from agenticrun_workers.envs.python_tool.python_tool import problem
-from agenticrun_workers.envs.python_tool.tool_calls import (
+from agenticrun_workers.envs import EnvConfigError, make_env, python_tool
+from agenticrun_workers.envs.python_tool import (
     Answer,
     BadCall,
     Call,
     CallParser,
+    PythonTool,
+    problem,
     same_answer,
     shortened,
 )

@@ -16,17 +16,15 @@ from agenticrun_workers.envs.webshop.goals import (
     NO_LIMIT,
     Goal,
     Split,
-    human_goals,
-    synthetic_goals,
-)
-from agenticrun_workers.envs.webshop.products import CATEGORY_SEPARATOR, Product, read_products
-from agenticrun_workers.envs.webshop.reward import (
     content_words,
+    human_goals,
     option_text,
     reward,
     same_text,
+    synthetic_goals,
     type_reward,
 )
+from agenticrun_workers.envs.webshop.products import CATEGORY_SEPARATOR, Product, read_products
 
 DATA = made_up.catalogue()
 PRODUCTS = read_products(DATA.items, DATA.attributes, DATA.reviews)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from agenticrun_workers.inference import server_command
+from agenticrun_workers.inference import server_process
 from agenticrun_workers.inference.engine import EngineStartError
-from agenticrun_workers.inference.server_command import find_engine
+from agenticrun_workers.inference.server_process import find_engine
 
 
 @pytest.fixture(autouse=True)
 def no_engines_but_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGENTICRUN_ENGINES", raising=False)
-    monkeypatch.setattr(server_command, "IMAGE_ENGINES", tmp_path / "image")
-    monkeypatch.setattr(server_command, "CHECKOUT_ENGINES", tmp_path / "checkout")
+    monkeypatch.setattr(server_process, "IMAGE_ENGINES", tmp_path / "image")
+    monkeypatch.setattr(server_process, "CHECKOUT_ENGINES", tmp_path / "checkout")
 
 
 def install(home: Path, package: str, version: str) -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agenticrun_workers.inference.server_command import command_line
+from agenticrun_workers.inference.server_process import command_line
 
 OWNED = {
     "port": "the engine",

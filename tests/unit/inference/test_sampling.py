@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agenticrun_workers.inference.transformers.forward import sample_tokens, uniforms
+from agenticrun_workers.inference.transformers.caches import sample_tokens, uniforms
 from agenticrun_workers.types import SamplingParams
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agenticrun_workers.inference.sglang.api import (
+from agenticrun_workers.inference.sglang.server import (
     computed_prompt_tokens,
     generate_body,
     read_generation,

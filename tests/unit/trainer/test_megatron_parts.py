@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from agenticrun_workers.models.heads import UnsupportedModel
-from agenticrun_workers.trainer.megatron import vocabulary_parallel
+from agenticrun_workers.trainer.megatron import model
 from agenticrun_workers.trainer.megatron.architecture import Architecture, padded_vocabulary
 from agenticrun_workers.trainer.megatron.options import OWNED, MegatronOptions
 from agenticrun_workers.trainer.megatron.strategy import Parked
@@ -74,9 +74,7 @@ def inputs(tokens: int = 7) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_scores_are_log_softmax_and_its_entropy(group: dist.ProcessGroup) -> None:
     hidden_NH, weight_VH, targets_N = inputs()
-    logprobs_N, entropies_N = vocabulary_parallel.score(
-        hidden_NH, weight_VH, targets_N, 0, 0.7, group
-    )
+    logprobs_N, entropies_N = model.score(hidden_NH, weight_VH, targets_N, 0, 0.7, group)
     distribution = torch.distributions.Categorical(logits=hidden_NH @ weight_VH.T / 0.7)
     torch.testing.assert_close(logprobs_N, distribution.log_prob(targets_N))
     torch.testing.assert_close(entropies_N, distribution.entropy())
@@ -86,19 +84,17 @@ def test_scores_are_log_softmax_and_its_entropy(group: dist.ProcessGroup) -> Non
 def test_gradients_of_scores_are_those_of_finite_differences(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(vocabulary_parallel, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(model, "CHUNK_ELEMENTS", chunk)
     hidden_NH, weight_VH, targets_N = inputs()
     assert torch.autograd.gradcheck(
-        lambda h, w: vocabulary_parallel.score(h, w, targets_N, 0, 0.7, group),
+        lambda h, w: model.score(h, w, targets_N, 0, 0.7, group),
         (hidden_NH, weight_VH),
     )
 
 
 def test_no_token_has_no_score(group: dist.ProcessGroup) -> None:
     hidden_NH, weight_VH, targets_N = inputs(0)
-    logprobs_N, entropies_N = vocabulary_parallel.score(
-        hidden_NH, weight_VH, targets_N, 0, 1.0, group
-    )
+    logprobs_N, entropies_N = model.score(hidden_NH, weight_VH, targets_N, 0, 1.0, group)
     assert logprobs_N.shape == entropies_N.shape == (0,)
 
 

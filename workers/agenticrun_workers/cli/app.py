@@ -10,8 +10,7 @@ from agenticrun_workers.cli.convert import convert
 from agenticrun_workers.cli.debug import debug
 from agenticrun_workers.cli.evaluate import evaluate
 from agenticrun_workers.cli.export import export
-from agenticrun_workers.cli.run import run
-from agenticrun_workers.cli.validate import validate
+from agenticrun_workers.cli.run import run, validate
 
 app = typer.Typer(
     help="Train LLM agents with reinforcement learning. These commands run on this machine; "

@@ -37,7 +37,7 @@ def convert(
     """
     from agenticrun_workers.convert import ConvertError, as_yaml, compose
     from agenticrun_workers.convert import convert as converted
-    from agenticrun_workers.convert.report import show
+    from agenticrun_workers.convert.fields import show
 
     try:
         conversion = converted(compose(file, config_dir), file.stem)

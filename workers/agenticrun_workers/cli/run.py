@@ -1,4 +1,4 @@
-"""`agenticrun run`: train on this machine."""
+"""`agenticrun run`: train on this machine. `agenticrun validate`: check a run file alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agenticrun_workers.cli.common import Changes, RunFile, load, look_in, new_folder
+from agenticrun_workers.cli.common import Changes, RunFile, load, look_in, new_folder, refuse
 
 
 def run(
@@ -55,3 +55,17 @@ def run(
             soft_wrap=True,
         )
     raise typer.Exit(exit_code(report))
+
+
+def validate(file: RunFile, changes: Changes = None) -> None:
+    """Validate a file as the apiserver would, and import its environments as env workers do."""
+    loaded = load(file, changes)
+    look_in(file.parent)
+    from agenticrun_workers.errors import InvalidConfig
+    from agenticrun_workers.rollout.env_worker import describe_envs
+
+    try:
+        describe_envs(loaded.spec.pipeline)
+    except InvalidConfig as error:
+        refuse(file, [str(error)])
+    typer.echo(f"{file}: AgenticRun {loaded.metadata.name} is valid")

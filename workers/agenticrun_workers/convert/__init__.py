@@ -4,7 +4,6 @@ It imports nothing of ROLL.
 """
 
 from agenticrun_workers.convert.converter import Conversion, as_yaml, compose, convert
-from agenticrun_workers.convert.fields import ConvertError
-from agenticrun_workers.convert.report import Fate, Line
+from agenticrun_workers.convert.fields import ConvertError, Fate, Line
 
 __all__ = ["Conversion", "ConvertError", "Fate", "Line", "as_yaml", "compose", "convert"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agenticrun_workers.convert.fields import View
+from agenticrun_workers.convert.fields import Notes, View
 from agenticrun_workers.convert.mapping import FILTERS
-from agenticrun_workers.convert.report import Notes
 from agenticrun_workers.convert.role_fields import has_variants, variant_of
 
 GROUPINGS = {"batch": "batch", "traj_group_id": "group", "tags": "tag", "state_group_id": "state"}

@@ -19,7 +19,7 @@ from agenticrun_api import InvalidRun, parse_run
 from agenticrun_api.names import API_VERSION, KIND, MAX_NAME_LENGTH
 from agenticrun_workers.convert.algorithm import algorithm, correction, sequence_length
 from agenticrun_workers.convert.environments import environments, groups, train_groups
-from agenticrun_workers.convert.fields import ConvertError, View, report_lines
+from agenticrun_workers.convert.fields import ConvertError, Fate, Line, Notes, View, report_lines
 from agenticrun_workers.convert.mapping import AGENTIC
 from agenticrun_workers.convert.models import (
     actor_infer,
@@ -30,7 +30,6 @@ from agenticrun_workers.convert.models import (
     placement,
     roles,
 )
-from agenticrun_workers.convert.report import Fate, Line, Notes
 
 _VARIABLE = re.compile(r"\$\{([^${}:]+)\}")
 

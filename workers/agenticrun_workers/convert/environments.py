@@ -6,8 +6,7 @@ import re
 from math import ceil
 from typing import Any
 
-from agenticrun_workers.convert.fields import View
-from agenticrun_workers.convert.report import Notes
+from agenticrun_workers.convert.fields import Notes, View
 from agenticrun_workers.envs import make_env
 from agenticrun_workers.plugins import PluginConfigError, PluginError, camel_case
 

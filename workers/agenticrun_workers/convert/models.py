@@ -12,8 +12,7 @@ from typing import Any
 
 from agenticrun_workers.convert.algorithm import sequence_length
 from agenticrun_workers.convert.environments import is_step_wise
-from agenticrun_workers.convert.fields import ConvertError, View, is_secret
-from agenticrun_workers.convert.report import Notes
+from agenticrun_workers.convert.fields import ConvertError, Notes, View, is_secret
 from agenticrun_workers.convert.role_fields import (
     NOT_OFFERED,
     PARALLEL_SIZES,

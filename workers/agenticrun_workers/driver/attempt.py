@@ -23,8 +23,7 @@ from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.trainer_group import SharedDevices
 from agenticrun_workers.driver.warmup import Warmup
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.reporting.client import ProgressSink
-from agenticrun_workers.reporting.clock import rfc3339
+from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 from agenticrun_workers.reporting.trackers import build_trackers
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.gate import StalenessGate

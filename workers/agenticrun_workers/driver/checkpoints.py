@@ -21,7 +21,7 @@ from typing import Any
 
 from agenticrun_api.version import __version__
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.reporting.clock import rfc3339
+from agenticrun_workers.reporting.client import rfc3339
 from agenticrun_workers.storage import (
     MODULE_RECORD,
     DamagedFile,

@@ -16,8 +16,7 @@ import numpy as np
 
 from agenticrun_api import Activity, Commands, FinalReport, Progress
 from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS, CheckpointStatus
-from agenticrun_workers.reporting.client import ProgressSink
-from agenticrun_workers.reporting.clock import rfc3339
+from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 
 NEWEST_STEPS = 20
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Protocol
 
 import aiohttp
@@ -114,3 +115,8 @@ class ReporterClient:
             return False
         self._reachable = True
         return True
+
+
+def rfc3339(seconds: float) -> str:
+    """Format seconds since the epoch as RFC 3339 in UTC, in whole seconds."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -39,13 +39,13 @@ from agenticrun_workers.inference.model_files import (
     shapes_of_model,
 )
 from agenticrun_workers.inference.server_process import ServerClient, ServerProcess
-from agenticrun_workers.inference.sglang.api import (
+from agenticrun_workers.inference.sglang.server import (
     SglangControl,
+    SglangOptions,
     computed_prompt_tokens,
     generate_body,
     read_generation,
 )
-from agenticrun_workers.inference.sglang.server import SglangOptions
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 BOUNDLESS_TEMPERATURE = 1e6

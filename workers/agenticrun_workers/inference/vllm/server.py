@@ -10,8 +10,13 @@ from typing import Any
 
 from agenticrun_workers.inference.engine import EngineStartError
 from agenticrun_workers.inference.model_files import RequestLimits
-from agenticrun_workers.inference.server_command import FIELD, command_line, find_engine
-from agenticrun_workers.inference.server_process import HOST, ServerSpec
+from agenticrun_workers.inference.server_process import (
+    FIELD,
+    HOST,
+    ServerSpec,
+    command_line,
+    find_engine,
+)
 
 VERSIONS = "==0.32.*"
 """The versions we test with.

@@ -20,10 +20,9 @@ from agenticrun_workers.models.lora import Adapters
 from agenticrun_workers.models.pretrained import load_config
 from agenticrun_workers.trainer.megatron.architecture import Architecture
 from agenticrun_workers.trainer.megatron.checkpoint import Checkpoints
-from agenticrun_workers.trainer.megatron.cpu_device import megatron_device
 from agenticrun_workers.trainer.megatron.model import MegatronModel, even_rows, transformer_config
 from agenticrun_workers.trainer.megatron.options import MegatronOptions
-from agenticrun_workers.trainer.megatron.parallel import MegatronRanks, join
+from agenticrun_workers.trainer.megatron.parallel import MegatronRanks, join, megatron_device
 from agenticrun_workers.trainer.megatron.updater import MegatronOptimizer
 from agenticrun_workers.trainer.megatron.weights import Weights
 from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, filler, responses

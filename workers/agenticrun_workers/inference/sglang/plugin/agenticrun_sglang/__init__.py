@@ -8,12 +8,12 @@ this package by its entry point on PYTHONPATH and calls `register` in each of it
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import batch, broadcast, sampler, stopping
+    from . import broadcast, sampler
 
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo",
-        batch.RequestBatch,
+        sampler.RequestBatch,
         HookType.REPLACE,
     )
     HookRegistry.register(
@@ -30,6 +30,6 @@ def register() -> None:
     )
     HookRegistry.register(
         "sglang.srt.managers.schedule_batch.Req._check_token_based_finish",
-        stopping.ends,
+        sampler.ends,
         HookType.REPLACE,
     )

@@ -3,18 +3,77 @@
 Why not SGLang's own: a server reports log-probs at temperature 1 or at the sampling temperature,
 never at that of a request. It has seeds only together with deterministic kernels, not on CPUs and
 not with min_p.
+
+Responses end at the stop tokens of their request only. SGLang either stops at the model's
+end-of-sequence tokens too, or (`ignore_eos`) at none at all.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 from agenticrun_draws import uniforms
+from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
-from .batch import RequestBatch
+
+def _empty() -> Tensor:
+    return torch.empty(0)
+
+
+@dataclasses.dataclass
+class RequestBatch(SamplingBatchInfo):  # type: ignore[misc]
+    """SGLang's sampling parameters of a batch, and ours (`sampling_params.custom_params`).
+
+    Rows come and go with their requests.
+    """
+
+    record_temperatures: Tensor = dataclasses.field(default_factory=_empty)
+    """Temperatures of the log-probs, float32 [B, 1]."""
+    records_differ: bool = False
+    """True if a row is recorded at another temperature than it is sampled at."""
+    seeds: Tensor = dataclasses.field(default_factory=_empty)
+    """int64 [B]."""
+    first_positions: Tensor = dataclasses.field(default_factory=_empty)
+    """Position of the prompt's last token, from which the first token is sampled, int64 [B]."""
+
+    @classmethod
+    def from_schedule_batch(cls, batch: Any, vocab_size: int) -> RequestBatch:
+        info: RequestBatch = super().from_schedule_batch(batch, vocab_size)
+        params = [request.sampling_params for request in batch.reqs]
+        own = [each.custom_params or {} for each in params]
+        record = [
+            given.get("record_temperature", each.temperature)
+            for given, each in zip(own, params, strict=True)
+        ]
+        info.records_differ = record != [each.temperature for each in params]
+        info.record_temperatures = torch.tensor(
+            record, dtype=torch.float32, device=info.device
+        ).view(-1, 1)
+        info.seeds = torch.tensor([given.get("seed", 0) for given in own], dtype=torch.int64)
+        info.first_positions = torch.tensor(
+            [len(request.origin_input_ids) - 1 for request in batch.reqs], dtype=torch.int64
+        )
+        return info
+
+    def filter_batch(self, keep_indices: list[int], keep_indices_device: Tensor) -> None:
+        super().filter_batch(keep_indices, keep_indices_device)
+        self.record_temperatures = self.record_temperatures[keep_indices_device]
+        self.seeds, self.first_positions = (
+            self.seeds[keep_indices],
+            self.first_positions[keep_indices],
+        )
+
+    def merge_batch(self, other: RequestBatch) -> None:
+        super().merge_batch(other)
+        self.record_temperatures = torch.cat([self.record_temperatures, other.record_temperatures])
+        self.records_differ |= other.records_differ
+        self.seeds = torch.cat([self.seeds, other.seeds])
+        self.first_positions = torch.cat([self.first_positions, other.first_positions])
 
 
 def forward(
@@ -72,3 +131,13 @@ def _truncated(probs: Tensor, info: RequestBatch) -> Tensor:
     keep_BV &= ordered_BV.cumsum(-1) - ordered_BV < info.top_ps[:, None]
     keep_BV &= ordered_BV >= info.min_ps[:, None] * ordered_BV[:, :1]
     return torch.zeros_like(ordered_BV).scatter_(-1, order_BV, ordered_BV * keep_BV)
+
+
+def ends(request: Any, new_accepted_tokens: list[int]) -> bool:
+    """Replace `Req._check_token_based_finish`."""
+    for number, token in enumerate(new_accepted_tokens):
+        if token in (request.sampling_params.stop_token_ids or ()):
+            request.finished_reason = FINISH_MATCHED_TOKEN(matched=token)
+            request.finished_len = len(request.output_ids) - len(new_accepted_tokens) + number + 1
+            return True
+    return False

@@ -5,12 +5,18 @@ other cell frozen with a fixed probability, only solvable maps); the rows look l
 slips and observations are computed here, on small integers and with our own random numbers, so that
 an episode depends only on its seed.
 
+A map is one integer with a bit per cell, row by row, the top left cell in the highest bit; 1 is a
+hole. A search over a whole board is then a handful of shifts, which costs less than one call of
+NumPy.
+
 A hash of the map decides whether it belongs to the validation holdout. Training never sees a map of
 the holdout and validation sees no other, so "maps never trained on" holds by construction.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,13 +27,6 @@ from numpy.typing import NDArray
 from PIL import ImageDraw
 
 from agenticrun_workers.envs.env import StepResult, register_env
-from agenticrun_workers.envs.frozen_lake.maps import (
-    from_array,
-    is_holdout,
-    is_solvable,
-    random_holes,
-    to_array,
-)
 from agenticrun_workers.envs.grid import (
     MAX_DRAWS,
     SIDE,
@@ -39,10 +38,81 @@ from agenticrun_workers.envs.grid import (
     check_holdout_share,
     check_symbols,
     draw_player,
+    in_holdout,
     pixels,
     step_metrics,
 )
 from agenticrun_workers.types import BoolArray, Stream
+
+_DIGITS = bytes.maketrans(b"\0\1", b"01")
+
+
+def random_holes(seed: int, draw: int, size: int, frozen_probability: float) -> int:
+    """Return map number `draw` of a seed, which may be unsolvable.
+
+    Start (top left) and goal (bottom right) are never holes. The random numbers, 32 bits per cell,
+    are a hash of seed and number. That is one call, where a new generator for each map takes five
+    times as long to start, and it gives the same numbers on every machine and with every release of
+    NumPy.
+    """
+    cells = size * size
+    drawn = np.frombuffer(
+        hashlib.shake_128(b"frozen-lake:%d:%d" % (seed, draw)).digest(4 * cells), "<u4"
+    )
+    return _from_flat(drawn < round((1 - frozen_probability) * 2**32)) & ~(1 << cells - 1 | 1)
+
+
+def from_array(holes: BoolArray) -> int:
+    """Return the map of a bool array [size, size], True where there is a hole."""
+    return _from_flat(holes.ravel())
+
+
+def to_array(holes: int, size: int) -> BoolArray:
+    """The map as bool [size, size], True where there is a hole."""
+    packed = np.frombuffer(_packed(holes, size), np.uint8)
+    return np.unpackbits(packed, count=size * size).reshape(size, size).astype(np.bool_)
+
+
+def is_solvable(holes: int, size: int) -> bool:
+    """Return whether the goal can be reached from the start."""
+    ice, leaves_right, leaves_left = _masks(size)
+    ice &= ~holes
+    reached, before = 1 << size * size - 1, 0
+    while reached != before:
+        before = reached
+        reached |= (reached >> size | (reached & leaves_right) >> 1) & ice  # down and right
+        reached |= (reached << size | (reached & leaves_left) << 1) & ice  # up and left
+        if reached & 1:
+            return True
+    return False
+
+
+def is_holdout(holes: int, size: int, share: float) -> bool:
+    """Return whether this map belongs to the validation holdout; see `in_holdout`."""
+    return in_holdout(b"frozen-lake:%d:" % size + _packed(holes, size), share)
+
+
+def _from_flat(holes: BoolArray) -> int:
+    return int(holes.tobytes().translate(_DIGITS), 2)
+
+
+def _packed(holes: int, size: int) -> bytes:
+    """As `np.packbits` packs it: zero bits fill up the last byte."""
+    cells = size * size
+    return (holes << -cells % 8).to_bytes((cells + 7) // 8, "big")
+
+
+@functools.cache
+def _masks(size: int) -> tuple[int, int, int]:
+    """All cells; those with a cell to the right; those with a cell to the left."""
+    row = (1 << size) - 1
+    rows = [number * size for number in range(size)]
+    return (
+        (1 << size * size) - 1,
+        sum((row & ~1) << shift for shift in rows),
+        sum((row >> 1) << shift for shift in rows),
+    )
+
 
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 """Row and column change of Left, Down, Right, Up: gymnasium's order."""
