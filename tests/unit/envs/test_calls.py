@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvCalls, EnvFault, StepResult
 from agenticrun_workers.envs import calls as env_calls
-from agenticrun_workers.envs.answers import MAX_TEXT
-from agenticrun_workers.envs.calls import MAX_BLOCKING_CALLS, MAX_MESSAGE, hanging
+from agenticrun_workers.envs.calls import MAX_BLOCKING_CALLS, MAX_MESSAGE, MAX_TEXT, hanging
 from agenticrun_workers.types import StopReason, Stream
 from waiting import eventually
 

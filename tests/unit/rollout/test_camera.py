@@ -10,7 +10,13 @@ import pytest
 from PIL import Image
 
 from agenticrun_workers.envs import FrozenLake
-from agenticrun_workers.rollout.camera import MAX_BYTES, MAX_FRAMES, MAX_SIDE, Filmed, animated_gif
+from agenticrun_workers.rollout.camera import (
+    MAX_BYTES,
+    MAX_FRAMES,
+    MAX_SIDE,
+    FrameRecorder,
+    animated_gif,
+)
 from agenticrun_workers.types import Stream
 
 
@@ -25,7 +31,7 @@ def decoded(content: bytes) -> list[np.ndarray]:
 
 def test_every_state_becomes_a_frame() -> None:
     lake = FrozenLake(size=3)
-    film = Filmed(lake)
+    film = FrameRecorder(lake)
     film.reset(4, Stream.TRAIN)
     expected = [lake.render()]
     for action in ("Right", "Left", "Down"):
@@ -53,7 +59,7 @@ class AsyncCounter:
 
 
 def test_async_environments_are_filmed_too() -> None:
-    film = Filmed(AsyncCounter())
+    film = FrameRecorder(AsyncCounter())
 
     async def play() -> str:
         await film.reset()
@@ -73,7 +79,7 @@ def test_an_environment_that_cannot_draw_loses_its_pictures_and_nothing_else(
                 raise RuntimeError("no display")
             return np.asarray(picture)
 
-    film = Filmed(Broken())
+    film = FrameRecorder(Broken())
     assert asyncio.run(film.step()) == "seen"
     assert animated_gif(film.frames) == b""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agenticrun_workers.rollout.log_once import MAX_TOLD, LogOnce
+from agenticrun_workers.rollout.log_once import MAX_KINDS, LogOnce
 
 CELL = "episodes of 'lake4' end with env_error: KeyError: cell {} is none of 16 (maze.py:31)"
 
@@ -31,4 +31,4 @@ def test_other_environments_lines_and_errors_are_told(part: str, other: str) -> 
 
 
 def test_there_is_an_end() -> None:
-    assert len(told(*(f"{chr(65 + number)} is missing" for number in range(50)))) == MAX_TOLD
+    assert len(told(*(f"{chr(65 + number)} is missing" for number in range(50)))) == MAX_KINDS

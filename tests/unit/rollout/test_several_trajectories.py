@@ -22,9 +22,9 @@ from agenticrun_workers.driver.metrics import validation_metrics
 from agenticrun_workers.driver.step import credit_turns
 from agenticrun_workers.envs import FrozenLake
 from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer
+from agenticrun_workers.rollout.controller import FinishedGroup, run_group
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
-from agenticrun_workers.rollout.group_runner import FinishedGroup, run_group
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, GroupTask, as_episode
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import unpack

@@ -10,8 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.trainer.micro_batch import filler, responses_and_end, split, weighted
-from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.trainer.micro_batch import (
+    Sample,
+    filler,
+    responses_and_end,
+    split,
+    weighted,
+)
 
 CPU = torch.device("cpu")
 

@@ -22,10 +22,10 @@ from rich.text import Text
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, Episode, Generate, make_agent, random_valid_policy
 from agenticrun_workers.envs import Env, EnvFault, Renders, make_env
-from agenticrun_workers.envs.answers import checked_step
+from agenticrun_workers.envs.calls import checked_step
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.models.tokenizer import load_tokenizer
-from agenticrun_workers.rollout.camera import Filmed, animated_gif
+from agenticrun_workers.rollout.camera import FrameRecorder, animated_gif
 from agenticrun_workers.rollout.datasets import EpisodeItems
 from agenticrun_workers.rollout.env_worker import agent_limits
 from agenticrun_workers.rollout.groups import tag_cycle
@@ -126,10 +126,10 @@ async def play(debug: DebugRequest) -> None:
         view.note(f"{debug.render}: {len(film.frames)} images")
 
 
-def _film(env: Any) -> Filmed:
+def _film(env: Any) -> FrameRecorder:
     if not isinstance(env, Renders):
         raise CannotPlay(f"{type(env).__name__} has no render(): leave out --render")
-    return Filmed(env)
+    return FrameRecorder(env)
 
 
 def _episode(debug: DebugRequest) -> Episode:

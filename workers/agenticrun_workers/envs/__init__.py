@@ -1,7 +1,6 @@
 """Environments: gym-like, text in and text out."""
 
-from agenticrun_workers.envs.answers import Start
-from agenticrun_workers.envs.calls import EnvCalls
+from agenticrun_workers.envs.calls import EnvCalls, Start
 from agenticrun_workers.envs.env import (
     Env,
     EnvConfigError,

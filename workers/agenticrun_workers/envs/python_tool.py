@@ -130,7 +130,7 @@ class PythonTool:
             return StepResult("", float(right), True, metrics=_metrics(success=right))
         if isinstance(asked, Call):
             outcome = run_python(asked.code, self._limits, self._mode)
-            self._result = shortened(self._told(outcome), self._result_characters)
+            self._result = shortened(self._result_text(outcome), self._result_characters)
             metrics = _metrics(calls=1, errors=outcome.end != "finished")
             return StepResult(self._result, 0.0, False, metrics=metrics, info={"outcome": outcome})
         bad = isinstance(asked, BadCall)
@@ -175,7 +175,7 @@ class PythonTool:
             *numbers,
         ]
 
-    def _told(self, outcome: Outcome) -> str:
+    def _result_text(self, outcome: Outcome) -> str:
         texts = [outcome.stdout.rstrip(), outcome.stderr.rstrip()]
         if outcome.end in ENDS:
             texts.append(

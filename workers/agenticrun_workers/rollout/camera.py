@@ -30,7 +30,7 @@ FRAME_MS, LAST_FRAME_MS = 500, 1500
 _warn = LogOnce(log.warning)
 
 
-class Filmed:
+class FrameRecorder:
     """An environment that records a frame after each `reset` and `step`.
 
     A failed render loses only its frame, not the episode.

@@ -16,7 +16,7 @@ from agenticrun_workers.envs import Env, EnvFault, Renders, make_env
 from agenticrun_workers.envs.calls import one_line
 from agenticrun_workers.envs.isolated import IsolatedEnv, Isolation
 from agenticrun_workers.inference.client import GenerationClient
-from agenticrun_workers.rollout.camera import Filmed, animated_gif
+from agenticrun_workers.rollout.camera import FrameRecorder, animated_gif
 from agenticrun_workers.rollout.datasets import EpisodeItems
 from agenticrun_workers.rollout.demonstrations import Demonstrations
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, as_episode
@@ -57,12 +57,12 @@ class RunningEpisode:
     key: EpisodeKey
     answers: list[Generation] = field(default_factory=list)
     """Generations sampled so far."""
-    film: Filmed | None = None
+    recorder: FrameRecorder | None = None
     trajectories: list[Trajectory] = field(default_factory=list)
     """At least one when the episode has ended."""
 
     @property
-    def told(self) -> bool:
+    def shown(self) -> bool:
         """True for the first member of the group, which transcripts and frames show."""
         return self.key.member == self.task.members[0]
 
@@ -107,30 +107,30 @@ class EpisodeRunner:
         self._envs = EnvCache(pipeline)
         self._report = LogOnce(log.exception)
 
-    async def run(self, played: RunningEpisode) -> None:
+    async def run(self, running: RunningEpisode) -> None:
         """Run an episode to its end. Its errors become stop reasons."""
-        task, key = played.task, played.key
+        task, key = running.task, running.key
         if task.demonstration:
             assert self._sources.demonstrations is not None
-            played.trajectories = [
+            running.trajectories = [
                 self._sources.demonstrations.trajectory(key, task.tag, self._chat)
             ]
             return
         try:
-            played.trajectories = await self._collected(played)
+            running.trajectories = await self._collected(running)
         except asyncio.CancelledError:
             raise
         except EnvFault as fault:
-            played.trajectories = [_nothing(played, fault.reason, str(fault))]
+            running.trajectories = [_nothing(running, fault.reason, str(fault))]
         except BaseException as error:  # a user's agent may raise anything
             message = one_line(error)
             self._report(f"an agent failed in {task.tag}: {message}")
-            played.trajectories = [_nothing(played, StopReason.ENV_ERROR, message)]
+            running.trajectories = [_nothing(running, StopReason.ENV_ERROR, message)]
         finally:
             self._client.end_session(str(key))
 
-    async def _collected(self, played: RunningEpisode) -> list[Trajectory]:
-        task, key = played.task, played.key
+    async def _collected(self, running: RunningEpisode) -> list[Trajectory]:
+        task, key = running.task, running.key
         env, whole = await self._envs.take(task.tag), False
         try:
             timeout = step_timeout(self._pipeline, self._pipeline.env(task.tag))
@@ -144,27 +144,27 @@ class EpisodeRunner:
             )
             agent = self._agents[task.tag, task.stream]
             made = await agent.collect_trajectory(
-                episode, self._filmed(env, played), _counted(generate, played)
+                episode, self._recorded(env, running), _counted(generate, running)
             )
             trajectories = _numbered(key, made)
             whole = all(trajectory.stop_reason.trainable for trajectory in trajectories)
             return trajectories
         finally:
             if whole:
-                self._envs.give_back(task.tag, env)
+                self._envs.release(task.tag, env)
             else:
-                self._envs.give_up(env)
+                self._envs.discard(env)
 
-    async def judge(self, played: RunningEpisode) -> None:
+    async def judge(self, running: RunningEpisode) -> None:
         """Add the judges' scores to each trajectory. Random episodes are not judged."""
-        task = played.task
+        task = running.task
         if (
             not task.random_policy
             and not task.demonstration
             and self._sources.judges.judges(task.tag)
         ):
-            played.trajectories = list(
-                await asyncio.gather(*(self._judged(task, each) for each in played.trajectories))
+            running.trajectories = list(
+                await asyncio.gather(*(self._judged(task, each) for each in running.trajectories))
             )
 
     async def _judged(self, task: GroupTask, trajectory: Trajectory) -> Trajectory:
@@ -174,47 +174,47 @@ class EpisodeRunner:
             trajectory, judged_episode(trajectory, self._chat, self._item(task))
         )
 
-    def result(self, played: RunningEpisode, store: int) -> EpisodeResult:
+    def result(self, running: RunningEpisode, store: int) -> EpisodeResult:
         """Return the scalars, with transcript and frames if requested.
 
         Malformed trajectories of an agent become env_error.
         """
         try:
-            return self._result(played, store)
+            return self._result(running, store)
         except Exception as error:  # an agent is a user's code and may return anything
             self._report(
-                f"an agent of {played.task.tag} returned no good trajectory: {one_line(error)}"
+                f"an agent of {running.task.tag} returned no good trajectory: {one_line(error)}"
             )
-            played.trajectories = [_nothing(played, StopReason.ENV_ERROR, one_line(error))]
-            return self._result(played, store)
+            running.trajectories = [_nothing(running, StopReason.ENV_ERROR, one_line(error))]
+            return self._result(running, store)
 
-    def _result(self, played: RunningEpisode, store: int) -> EpisodeResult:
-        task = played.task
+    def _result(self, running: RunningEpisode, store: int) -> EpisodeResult:
+        task = running.task
         results = [
             EpisodeResult.of(
                 trajectory,
                 attempt=task.attempt,
                 store=store,
                 transcript=transcript(trajectory, self._chat)
-                if task.transcript and played.told
+                if task.transcript and running.shown
                 else "",
             )
-            for trajectory in played.trajectories
+            for trajectory in running.trajectories
         ]
-        frames = animated_gif(played.film.frames) if played.film else b""
+        frames = animated_gif(running.recorder.frames) if running.recorder else b""
         return replace(as_episode(results), frames=frames)
 
     def _item(self, task: GroupTask) -> Mapping[str, Any] | None:
         return self._sources.items.of(task.tag, task.stream, task.group)
 
-    def _filmed(self, env: Env, played: RunningEpisode) -> Env:
-        wanted = played.task.frames and played.told
+    def _recorded(self, env: Env, running: RunningEpisode) -> Env:
+        wanted = running.task.frames and running.shown
         if isinstance(env, IsolatedEnv):
             env.film = wanted
         if not (wanted and isinstance(env, Renders)):
             return env
-        played.film = Filmed(env)
-        return cast(Env, played.film)
+        running.recorder = FrameRecorder(env)
+        return cast(Env, running.recorder)
 
 
 def _numbered(key: EpisodeKey, made: Trajectory | Sequence[Trajectory]) -> list[Trajectory]:
@@ -228,16 +228,16 @@ def _numbered(key: EpisodeKey, made: Trajectory | Sequence[Trajectory]) -> list[
     ]
 
 
-def _nothing(played: RunningEpisode, reason: StopReason, error: str) -> Trajectory:
-    return Trajectory(played.key, played.task.tag, (), reason, error=error)
+def _nothing(running: RunningEpisode, reason: StopReason, error: str) -> Trajectory:
+    return Trajectory(running.key, running.task.tag, (), reason, error=error)
 
 
-def _counted(generate: Generate, played: RunningEpisode) -> Generate:
+def _counted(generate: Generate, running: RunningEpisode) -> Generate:
     """Wrap `generate` to record generations, so that tokens of a stopped episode are counted."""
 
     async def counting(request: GenerationRequest) -> Generation:
         generation = await generate(request)
-        played.answers.append(generation)
+        running.answers.append(generation)
         return generation
 
     return counting
@@ -281,14 +281,14 @@ class EnvCache:
         spec = self._pipeline.env(tag)
         return make_env(spec.type, spec.config)
 
-    def give_back(self, tag: str, env: Env) -> None:
+    def release(self, tag: str, env: Env) -> None:
         """Return an environment after an episode without faults."""
         if getattr(env, "reusable", True) and not (isinstance(env, IsolatedEnv) and env.worn_out):
             self._idle[tag].append(env)
         else:
-            self.give_up(env)
+            self.discard(env)
 
-    def give_up(self, env: Env) -> None:
+    def discard(self, env: Env) -> None:
         """Drop an environment in an unknown state."""
         if isinstance(env, IsolatedEnv):
             env.end()

@@ -39,7 +39,7 @@ MAX_STOPS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestOptions:
     """Options of a request. None = the run's value."""
 
     n: int = 1
@@ -55,7 +55,7 @@ class Asked:
 class ChatRequest:
     """Request to `/v1/chat/completions`."""
 
-    asked: Asked
+    options: RequestOptions
     messages: tuple[ChatMessage, ...]
     tools: tuple[Mapping[str, Any], ...]
     calls: bool
@@ -66,7 +66,7 @@ class ChatRequest:
 class CompletionRequest:
     """Request to `/v1/completions`. The prompt is a text or tokens."""
 
-    asked: Asked
+    options: RequestOptions
     prompt: str | tuple[int, ...]
 
 
@@ -94,9 +94,9 @@ def chat_request(body: Any, limits: AgentLimits, model: str) -> ChatRequest:
         raise refused(
             "max_tokens", "differs from max_completion_tokens, which means the same: leave it out"
         )
-    asked = fields.asked(limits, max_tokens or older, logprobs)
+    options = fields.request_options(limits, max_tokens or older, logprobs)
     fields.end((*NEUTRAL.keys() - set(COMPLETION_ONLY),))
-    return ChatRequest(asked, messages, tuple(tools), bool(tools) and choice == "auto")
+    return ChatRequest(options, messages, tuple(tools), bool(tools) and choice == "auto")
 
 
 def completion_request(body: Any, limits: AgentLimits, model: str) -> CompletionRequest:
@@ -121,12 +121,12 @@ def completion_request(body: Any, limits: AgentLimits, model: str) -> Completion
             "logprobs",
             "must be 0, for those of the sampled tokens: the engines do not tell of others",
         )
-    asked = fields.asked(limits, fields.number("max_tokens", 1), logprobs == 0)
+    options = fields.request_options(limits, fields.number("max_tokens", 1), logprobs == 0)
     best_of = fields.number("best_of", 1)
-    if best_of not in (None, asked.n):
+    if best_of not in (None, options.n):
         raise refused("best_of", "must be n: all samples are returned")
     fields.end((*NEUTRAL.keys() - set(CHAT_ONLY),))
-    return CompletionRequest(asked, prompt)
+    return CompletionRequest(options, prompt)
 
 
 class _Fields:
@@ -136,11 +136,11 @@ class _Fields:
         if not isinstance(body, Mapping):
             raise ApiError(400, "the request's body must be a JSON object")
         self._left = {name: value for name, value in body.items() if value is not None}
-        asked = self.take("model")
-        if asked != model:
+        wanted = self.take("model")
+        if wanted != model:
             raise ApiError(
                 404,
-                f"model: {asked!r} is not served; {model!r} is",
+                f"model: {wanted!r} is not served; {model!r} is",
                 param="model",
                 code="model_not_found",
             )
@@ -162,7 +162,9 @@ class _Fields:
             raise refused(name, f"must be true or false, not {value!r}")
         return bool(value)
 
-    def asked(self, limits: AgentLimits, max_tokens: int | None, logprobs: bool) -> Asked:
+    def request_options(
+        self, limits: AgentLimits, max_tokens: int | None, logprobs: bool
+    ) -> RequestOptions:
         """Take the options that both kinds of requests have. Raises `ApiError`."""
         for name, place in OWNED.items():
             value, owned = self.take(name), getattr(limits, name)
@@ -183,7 +185,7 @@ class _Fields:
             or (options and not stream)
         ):
             raise refused("stream_options", "include_usage is known, for requests with stream")
-        return Asked(
+        return RequestOptions(
             n,
             max_tokens,
             self._stop(),
@@ -262,7 +264,7 @@ class Response:
     id: str
     created: int
     model: str
-    asked: Asked
+    options: RequestOptions
     prompt_tokens: int
     choices: list[Choice] = field(default_factory=list)
 
@@ -282,7 +284,7 @@ class Response:
                 "index": choice.index,
                 "message": choice.message.body | {"refusal": None},
                 "finish_reason": choice.finish_reason,
-                "logprobs": choice.chat_logprobs if self.asked.logprobs else None,
+                "logprobs": choice.chat_logprobs if self.options.logprobs else None,
             }
             for choice in self.choices
         ]
@@ -300,7 +302,7 @@ class Response:
                     call.body | {"index": place}
                     for place, call in enumerate(choice.message.tool_calls)
                 ]
-            logprobs = choice.chat_logprobs if self.asked.logprobs else None
+            logprobs = choice.chat_logprobs if self.options.logprobs else None
             said = {
                 "index": choice.index,
                 "delta": delta,
@@ -334,16 +336,16 @@ class Response:
             "index": choice.index,
             "text": choice.message.content,
             "finish_reason": choice.finish_reason,
-            "logprobs": choice.text_logprobs if self.asked.logprobs else None,
+            "logprobs": choice.text_logprobs if self.options.logprobs else None,
         }
 
     def _usage_chunk(self, kind: str) -> Iterator[dict[str, Any]]:
-        if self.asked.include_usage:
+        if self.options.include_usage:
             yield self._body(kind, []) | {"usage": self.usage}
 
     def _chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return one chunk. With `include_usage`, only the last one has usage numbers."""
-        return self._body(kind, choices) | ({"usage": None} if self.asked.include_usage else {})
+        return self._body(kind, choices) | ({"usage": None} if self.options.include_usage else {})
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -125,13 +125,13 @@ class Endpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         response = await self._session(request).chat(await _json(request))
-        if response.asked.stream:
+        if response.options.stream:
             return await _stream(request, response.chat_chunks())
         return web.json_response(response.chat_body())
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         response = await self._session(request).complete(await _json(request))
-        if response.asked.stream:
+        if response.options.stream:
             return await _stream(request, response.text_chunks())
         return web.json_response(response.text_body())
 

@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate, answered
 from agenticrun_workers.agents.chat import ChatFormat
 from agenticrun_workers.agents.outside.api import (
-    Asked,
     Choice,
+    RequestOptions,
     Response,
     chat_request,
     completion_request,
@@ -62,7 +62,7 @@ class Answer:
     """True if its tool calls could be parsed."""
 
 
-class Recorded:
+class RecordedAnswers:
     """Answers of one episode, in sampling order."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> None:
@@ -205,7 +205,7 @@ class Session:
 
     def __init__(self, policy: Policy, episode: Episode, generate: Generate) -> None:
         self.policy = policy
-        self.recorded = Recorded(policy.tokenizer, policy.chat)
+        self.recorded = RecordedAnswers(policy.tokenizer, policy.chat)
         self.reward: float | None = None
         """Posted reward of the episode; the last one counts."""
         self.rewards: dict[Answer, float] = {}
@@ -243,7 +243,7 @@ class Session:
             self.recorded.add(answer, request.tools)
 
         return await self._respond(
-            request.asked, prompt_T, matched, request.messages, "messages", message_of, record
+            request.options, prompt_T, matched, request.messages, "messages", message_of, record
         )
 
     async def complete(self, body: Any) -> Response:
@@ -268,7 +268,7 @@ class Session:
             self.recorded.add(answer, text=text or shown[0].content)
 
         return await self._respond(
-            request.asked, prompt_T, None, shown, "prompt", message_of, record
+            request.options, prompt_T, None, shown, "prompt", message_of, record
         )
 
     def post_reward(self, body: Any) -> None:
@@ -303,7 +303,7 @@ class Session:
 
     async def _respond(
         self,
-        asked: Asked,
+        options: RequestOptions,
         prompt_T: IntArray,
         matched: Answer | None,
         messages: tuple[ChatMessage, ...],
@@ -316,16 +316,16 @@ class Session:
         parent = self.recorded.parent_of(prompt_T, matched)
         self._numbers += 1
         number = self._numbers
-        generations = await self._sample(prompt_T, asked, number)
+        generations = await self._sample(prompt_T, options, number)
         response = Response(
             f"{self._episode.key}-{number}",
             int(time.time()),
             self.policy.model,
-            asked,
+            options,
             len(prompt_T),
         )
         for place, whole in enumerate(generations):
-            generation, text = self._stopped(whole, asked.stop)
+            generation, text = self._stopped(whole, options.stop)
             message, valid = message_of(text)
             sampled = Sampled(prompt_T, generation, parent.sampled if parent else None)
             record(Answer(response.id, place, sampled, parent, (*messages, message), valid))
@@ -356,14 +356,16 @@ class Session:
                 code="max_turns",
             )
 
-    async def _sample(self, prompt_T: IntArray, asked: Asked, number: int) -> list[Generation]:
+    async def _sample(
+        self, prompt_T: IntArray, options: RequestOptions, number: int
+    ) -> list[Generation]:
         """Return n generations. A request that fails or is cancelled does not count as a turn."""
         self._turns += 1
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._sample_one(prompt_T, asked, number, choice))
-                    for choice in range(asked.n)
+                    group.create_task(self._sample_one(prompt_T, options, number, choice))
+                    for choice in range(options.n)
                 ]
         except BaseException as failed:
             self._turns -= 1
@@ -378,18 +380,18 @@ class Session:
         return [task.result() for task in tasks]
 
     async def _sample_one(
-        self, prompt_T: IntArray, asked: Asked, number: int, choice: int
+        self, prompt_T: IntArray, options: RequestOptions, number: int, choice: int
     ) -> Generation:
         limits = self.policy.limits
         longest = min(
-            asked.max_tokens or limits.max_tokens_per_step,
+            options.max_tokens or limits.max_tokens_per_step,
             limits.max_tokens_per_step,
             limits.sequence_length - len(prompt_T),
         )
         sampling = limits.sampling(longest, self.policy.chat.stop_tokens)
         # The client's seed is combined with the episode's. So the episodes of a group differ even
         # if their agent always sends the same seed.
-        path = [0, number] if asked.seed is None else [1, asked.seed]
+        path = [0, number] if options.seed is None else [1, options.seed]
         return answered(
             await self._generate(
                 self._episode.request(f"{number}-{choice}", prompt_T, sampling, [*path, choice])

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 MAX_CACHED = 65_536
 """Size of a judge's LRU cache of scores."""
 
-MAX_TOLD = 20
+MAX_LOGGED = 20
 """Maximum number of distinct problems that are logged per judge."""
 
 WINDOW_SECONDS = 0.005
@@ -47,7 +47,7 @@ class JudgePanel:
     def __init__(
         self, judges: list[tuple[RewardSpec, Judge]], *, deterministic: bool = False
     ) -> None:
-        self._seats = [_Seat(spec, judge, deterministic) for spec, judge in judges]
+        self._queues = [_JudgeQueue(spec, judge, deterministic) for spec, judge in judges]
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> JudgePanel:
@@ -65,7 +65,7 @@ class JudgePanel:
 
     def judges(self, tag: str) -> bool:
         """Return True if any judge scores this environment's episodes."""
-        return any(seat.looks_at(tag) for seat in self._seats)
+        return any(seat.looks_at(tag) for seat in self._queues)
 
     async def apply(self, trajectory: Trajectory, episode: JudgedEpisode) -> Trajectory:
         """Add weight * score of each judge to the reward of the last turn. Raises nothing.
@@ -76,7 +76,7 @@ class JudgePanel:
         """
         if not trajectory.turns:
             return trajectory
-        seats = [seat for seat in self._seats if seat.looks_at(trajectory.tag)]
+        seats = [seat for seat in self._queues if seat.looks_at(trajectory.tag)]
         verdicts = await asyncio.gather(*(seat.verdict(episode) for seat in seats))
         metrics = dict(trajectory.metrics)
         added, failures = 0.0, []
@@ -114,7 +114,7 @@ class _Verdict:
 
 
 @dataclass(slots=True, eq=False)
-class _Seat:
+class _JudgeQueue:
     """One judge with its queue and its cache."""
 
     spec: RewardSpec
@@ -125,7 +125,7 @@ class _Seat:
     _window: asyncio.TimerHandle | None = None
     _calls: set[asyncio.Task[None]] = field(default_factory=set)
     _free: asyncio.Semaphore = field(init=False)
-    _told: set[str] = field(default_factory=set)
+    _logged: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._free = asyncio.Semaphore(self.judge.calls_at_once)
@@ -139,18 +139,18 @@ class _Seat:
         key = episode.content_hash if self.spec.cache else b""
         known = self._known.get(key)
         if known is None:
-            asked = self._enqueue(episode)
+            pending = self._enqueue(episode)
             if self.spec.cache:
-                self._remember(key, asked)
+                self._remember(key, pending)
         else:
-            asked = known
+            pending = known
             self._known.move_to_end(key)
-        judgement = await asyncio.shield(asked)
+        judgement = await asyncio.shield(pending)
         return _Verdict(judgement, time.perf_counter() - begin, cached=known is not None)
 
-    def _remember(self, key: bytes, asked: asyncio.Future[Judgement]) -> None:
+    def _remember(self, key: bytes, pending: asyncio.Future[Judgement]) -> None:
         """Cache a pending score. A failure is removed, so the next equal episode asks again."""
-        self._known[key] = asked
+        self._known[key] = pending
         if len(self._known) > MAX_CACHED:
             self._known.popitem(last=False)
 
@@ -158,17 +158,17 @@ class _Seat:
             if self._known.get(key) is done and isinstance(done.result(), JudgeFailed):
                 del self._known[key]
 
-        asked.add_done_callback(forget_failure)
+        pending.add_done_callback(forget_failure)
 
     def _enqueue(self, episode: JudgedEpisode) -> asyncio.Future[Judgement]:
         loop = asyncio.get_running_loop()
-        asked: asyncio.Future[Judgement] = loop.create_future()
-        self._queue.append((episode, asked))
+        pending: asyncio.Future[Judgement] = loop.create_future()
+        self._queue.append((episode, pending))
         if len(self._queue) >= self._batch_size:
             self._flush()
         elif self._window is None:
             self._window = loop.call_later(WINDOW_SECONDS, self._flush)
-        return asked
+        return pending
 
     @property
     def _batch_size(self) -> int:
@@ -192,8 +192,8 @@ class _Seat:
     async def _call(self, batch: list[tuple[JudgedEpisode, asyncio.Future[Judgement]]]) -> None:
         async with self._free:
             judgements = await self._judgements([episode for episode, _ in batch])
-        for (_, asked), judgement in zip(batch, judgements, strict=True):
-            asked.set_result(judgement)
+        for (_, pending), judgement in zip(batch, judgements, strict=True):
+            pending.set_result(judgement)
 
     async def _judgements(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
         limit = self.spec.timeout_seconds
@@ -211,13 +211,13 @@ class _Seat:
         for problem in {
             str(judgement) for judgement in judgements if isinstance(judgement, JudgeFailed)
         }:
-            self._tell(problem)
+            self._log_once(problem)
         return judgements
 
-    def _tell(self, message: str) -> None:
+    def _log_once(self, message: str) -> None:
         """Log each distinct problem once."""
-        if message not in self._told and len(self._told) < MAX_TOLD:
-            self._told.add(message)
+        if message not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(message)
             log.warning("judge %s: %s", self.spec.name, message)
 
 
