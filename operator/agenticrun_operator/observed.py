@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from agenticrun_api import Progress, Reason, Role
+from agenticrun_api import AgenticRun, Progress, Reason, Role
 from agenticrun_api.names import LABEL_ROLE, LABEL_RUN_UID
-from agenticrun_operator.resources import RAY_CONTAINER, Child, Manifest, is_deleting
+from agenticrun_operator.resources import (
+    RAY_CONTAINER,
+    Child,
+    Manifest,
+    controller,
+    controller_uid,
+    is_deleting,
+)
 
 _PULL_FAILURES = frozenset(
     {
@@ -23,6 +30,7 @@ _CONFIG_FAILURES = frozenset(
     {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
 )
 _PLAIN_WAITING = frozenset({"ContainerCreating", "PodInitializing"})
+_ROLES = frozenset(role.value for role in Role)
 LIVE_JOB = frozenset({"PENDING", "RUNNING"})
 
 
@@ -92,7 +100,7 @@ class Observed:
     """The children that were read, with any owner; None: the object does not exist. While a run
     trains, only the RayCluster is read."""
     pods: tuple[Pod, ...] = ()
-    """Every pod labelled with the run's name, including pods of an earlier run of that name."""
+    """The pods of the run's RayCluster, and of one that an earlier run of that name had."""
     job: Job | NoJob | Unreachable = Unreachable("there is no head pod to ask")
     """The job of `status.job.submissionId`."""
     progress: Progress | NoReport | Unreachable = Unreachable("there is no head pod to ask")
@@ -113,8 +121,29 @@ class Observed:
         return min(heads, key=lambda pod: pod.deleting, default=None)
 
 
+def read_pods(manifests: list[Manifest], run: AgenticRun, cluster: Manifest | None) -> list[Pod]:
+    """Read the pods that were selected by the run's label.
+
+    Labels select, owners decide: anyone may label a pod. A pod counts if a RayCluster of the run's
+    name controls it; the others are none of ours.
+    """
+    found = []
+    for manifest in manifests:
+        owner = controller(manifest)
+        if (owner.get("kind"), owner.get("name")) != ("RayCluster", run.metadata.name):
+            continue
+        labels = manifest["metadata"].get("labels", {})
+        if labels.get(LABEL_ROLE) not in _ROLES:
+            continue
+        pod = read_pod(manifest)
+        if cluster is not None and owner["uid"] == cluster["metadata"]["uid"]:
+            pod = replace(pod, run_uid=controller_uid(cluster) or "")
+        found.append(pod)
+    return found
+
+
 def read_pod(manifest: Manifest) -> Pod:
-    """Read one pod that has a run's labels."""
+    """Read one pod of a RayCluster."""
     metadata, status = manifest["metadata"], manifest.get("status", {})
     labels = metadata["labels"]
     ready = any(

@@ -13,7 +13,7 @@ from datetime import datetime
 from agenticrun_api import AgenticRun, Phase
 from agenticrun_operator.cluster import Head, HeadAddress, Kube
 from agenticrun_operator.cluster.transports import PodAddress
-from agenticrun_operator.observed import Observed, Pod, read_pod
+from agenticrun_operator.observed import Observed, Pod, read_pods
 from agenticrun_operator.resources import (
     Child,
     Manifest,
@@ -61,7 +61,7 @@ class Observer:
             code = code_config_map(run)
             if code and await self._kube.get(code.kind, namespace, code.name) is None:
                 missing_code = code.name
-        return ObservedObjects(children, tuple(read_pod(pod) for pod in pods), missing_code)
+        return ObservedObjects(children, tuple(read_pods(pods, run, cluster)), missing_code)
 
     async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
         wanted = [Child.of(item) for item in mounted_children(run)]

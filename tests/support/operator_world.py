@@ -111,10 +111,12 @@ class World:
         del self.objects[KIND, NAME]
 
     def collect_garbage(self) -> None:
-        """Delete what has no owner any more, pods last."""
+        """Delete what has no owner any more; a pod in its grace period stays."""
         uids = {item["metadata"]["uid"] for item in self.objects.values()}
         for key, item in list(self.objects.items()):
             owners = item["metadata"].get("ownerReferences", [])
+            if "deletionTimestamp" in item["metadata"]:
+                continue
             if owners and not any(owner["uid"] in uids for owner in owners):
                 del self.objects[key]
 
@@ -130,6 +132,15 @@ class World:
         """The operator's process dies, wherever it is."""
         raise Crash
 
+    def add_stray_pod(self, labels: dict[str, str]) -> None:
+        """Create a pod that carries the run's name as a label and belongs to no RayCluster."""
+        metadata = {
+            "name": f"stray-{next(self._ids)}",
+            "namespace": NAMESPACE,
+            "labels": {LABEL_RUN: NAME, **labels},
+        }
+        self._store({"kind": "Pod", "metadata": metadata, "spec": {"containers": []}, "status": {}})
+
     # -- KubeRay and the kubelet -------------------------------------------------------------------
 
     def make_pods(self, ready: bool = True) -> None:
@@ -137,11 +148,7 @@ class World:
         cluster = self.objects.get(("RayCluster", NAME))
         if cluster is None:
             return
-        have = [
-            item["metadata"]["labels"][LABEL_ROLE]
-            for (kind, _), item in self.objects.items()
-            if kind == "Pod"
-        ]
+        have = [pod["metadata"]["labels"][LABEL_ROLE] for pod in self.pods()]
         groups = {
             group["groupName"]: group["replicas"] for group in cluster["spec"]["workerGroupSpecs"]
         }
@@ -180,10 +187,12 @@ class World:
         )
 
     def pods(self, role: Role | None = None) -> list[Manifest]:
+        """The pods of RayClusters."""
         found = [item for (kind, _), item in self.objects.items() if kind == "Pod"]
         return [
             pod
             for pod in found
+            if "ownerReferences" in pod["metadata"]
             if role is None or pod["metadata"]["labels"][LABEL_ROLE] == role.value
         ]
 
@@ -270,7 +279,11 @@ class World:
     async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
         self._point("list pods")
         return copy.deepcopy(
-            [pod for pod in self.pods() if pod["metadata"]["labels"][LABEL_RUN] == run_name]
+            [
+                item
+                for (kind, _), item in self.objects.items()
+                if kind == "Pod" and item["metadata"]["labels"][LABEL_RUN] == run_name
+            ]
         )
 
     async def create(self, manifest: Manifest) -> None:

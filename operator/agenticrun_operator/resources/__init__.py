@@ -10,7 +10,7 @@ from agenticrun_operator.resources.children import (
     token_secrets,
 )
 from agenticrun_operator.resources.images import WorkerImages
-from agenticrun_operator.resources.metadata import Manifest, controller_uid, is_deleting
+from agenticrun_operator.resources.metadata import Manifest, controller, controller_uid, is_deleting
 from agenticrun_operator.resources.pods import RAY_CONTAINER
 from agenticrun_operator.resources.raycluster import ray_cluster
 
@@ -21,6 +21,7 @@ __all__ = [
     "Manifest",
     "WorkerImages",
     "code_config_map",
+    "controller",
     "controller_uid",
     "desired_children",
     "is_deleting",

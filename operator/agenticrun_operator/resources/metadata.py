@@ -39,12 +39,15 @@ def run_labels(run: AgenticRun, role: Role | None = None) -> dict[str, str]:
     return labels if role is None else labels | {LABEL_ROLE: role.value}
 
 
+def controller(manifest: Manifest) -> Manifest:
+    """Return the owner reference of the object's controller; empty without one."""
+    owners: list[Manifest] = manifest["metadata"].get("ownerReferences") or []
+    return next((owner for owner in owners if owner.get("controller")), {})
+
+
 def controller_uid(manifest: Manifest) -> str | None:
     """Return the uid of the object's controlling owner, or None."""
-    for owner in manifest["metadata"].get("ownerReferences", ()):
-        if owner.get("controller"):
-            return str(owner["uid"])
-    return None
+    return controller(manifest).get("uid")
 
 
 def is_deleting(manifest: Manifest) -> bool:

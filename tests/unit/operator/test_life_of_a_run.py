@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from agenticrun_api import Activity, Condition, ConditionType, Outcome, Phase, Role
+from agenticrun_api.names import LABEL_ROLE, LABEL_RUN_UID
 from agenticrun_operator.cluster import Denied, Refused
 from operator_world import NAME, Operator, World
 
@@ -431,7 +432,7 @@ async def test_the_same_name_again_waits_for_the_earlier_run_and_starts_fresh(
     assert phase(world) is Phase.PENDING
     assert condition(world, ConditionType.CLUSTER_PROVISIONED).reason == "WaitingForPreviousRun"
     for pod in world.pods():
-        pod["metadata"]["ownerReferences"] = []  # they linger for their grace period
+        pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"  # until its grace period ends
     world.collect_garbage()
     await operator.reconcile()
     assert phase(world) is Phase.PENDING, "the earlier run's pods would be counted as ours"
@@ -673,3 +674,28 @@ async def test_a_head_that_restarts_between_two_looks_does_not_get_the_attempt_t
     )
     await operator.settle()
     assert world.status.restarts == 1
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {},
+        {LABEL_ROLE: Role.ENV.value},
+        {LABEL_ROLE: "sidecar"},
+        {LABEL_ROLE: Role.DRIVER.value, LABEL_RUN_UID: "another"},
+    ],
+    ids=["no-role", "no-uid", "unknown-role", "another-uid"],
+)
+async def test_a_stray_pod_with_our_label_changes_nothing(
+    world: World, operator: Operator, labels: dict[str, str]
+) -> None:
+    world.add_stray_pod(labels)
+    await training(operator)
+    world.add_stray_pod(labels)
+    world.drive(2)
+    await operator.settle(3)
+    assert world.status.step == 2
+    assert condition(world, ConditionType.CLUSTER_PROVISIONED).status == "True"
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(3)
+    assert phase(world) is Phase.SUCCEEDED
