@@ -199,11 +199,27 @@ def _report_training(draft: Draft, observed: Observed, progress: Progress | None
 
 def _conclude(draft: Draft, observed: Observed, seen: Job, final: FinalReport | None) -> None:
     if final is None and seen.status == "SUCCEEDED":
-        ending.succeed(draft, "the driver succeeded without a final report")
+        _conclude_without_report(draft, observed)
         return
     retryable = seen.exit_code != ExitCode.INVALID_CONFIG
     reason = Reason.DRIVER_FAILED if retryable else Reason.INVALID_CONFIG
     _fail(draft, observed, final, reason, f"job {seen.status}: {seen.message}", retryable)
+
+
+def _conclude_without_report(draft: Draft, observed: Observed) -> None:
+    """Decide what exit code 0 alone is worth: a checkpoint of the last step proves success."""
+    last, saved = draft.run.spec.pipeline.max_steps, draft.status.checkpoint
+    if saved and saved.step >= last:
+        ending.succeed(draft, f"the driver ended; its checkpoint of the last step ({last}) exists")
+        return
+    _fail(
+        draft,
+        observed,
+        None,
+        Reason.DRIVER_FAILED,
+        "the driver ended with exit code 0, but without a final report and before the last step: "
+        f"step {draft.status.step or 0} of {last}",
+    )
 
 
 def _fail(

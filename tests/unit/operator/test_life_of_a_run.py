@@ -10,7 +10,9 @@ from pydantic import ValidationError
 
 from agenticrun_api import Activity, Condition, ConditionType, Outcome, Phase, Role
 from agenticrun_api.names import LABEL_ROLE, LABEL_RUN_UID
+from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.cluster import Denied, Refused
+from agenticrun_operator.planning.times import format_time
 from operator_world import NAME, Operator, World
 
 
@@ -328,17 +330,23 @@ async def test_unreachable_progress_is_no_failure(world: World, operator: Operat
     assert condition(world, ConditionType.TRAINING).status == "True"
 
 
-async def test_an_ended_job_waits_for_its_report_but_not_for_ever(
-    world: World, operator: Operator
+@pytest.mark.parametrize(("saved", "then"), [(1, Phase.RESTARTING), (2, Phase.SUCCEEDED)])
+async def test_exit_code_0_without_a_report_is_success_only_with_a_checkpoint_of_the_last_step(
+    world: World, operator: Operator, saved: int, then: Phase
 ) -> None:
-    await training(operator)
+    checkpoint = CheckpointStatus(step=saved, uri="file:///c", time=format_time(world.now))
+    await training(operator, checkpoint=checkpoint)
     world.reporter_down = True
     world.end_driver(Outcome.SUCCEEDED)
     await operator.settle(10)
-    assert phase(world) is Phase.RUNNING
+    assert phase(world) is Phase.RUNNING, "the report may still come"
     world.now += timedelta(seconds=60)
     await operator.settle(1)
-    assert phase(world) is Phase.SUCCEEDED
+    assert phase(world) is then
+    if then is Phase.RESTARTING:
+        assert "exit code 0" in (world.status.message or "")
+        assert "step 1 of 2" in (world.status.message or "")
+        assert ("RayCluster", NAME) in world.objects
 
 
 async def test_the_wait_for_the_report_begins_when_the_job_ends(
