@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from agenticrun_api.names import KIND
 from agenticrun_api.run import AgenticRun
+from agenticrun_api.status import AgenticRunStatus
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -45,6 +47,49 @@ def read_run(path: Path) -> dict[str, Any]:
 def parse_run(document: dict[str, Any]) -> AgenticRun:
     """Validate an object like the apiserver, without transition rules. Raises `InvalidRun`."""
     return parse(AgenticRun, document)
+
+
+def parse_served(document: dict[str, Any]) -> AgenticRun:
+    """Validate a run that the apiserver serves, or that a pod mounts.
+
+    Strict with people (`parse_run`), tolerant between versions: fields that this version does not
+    know are ignored, because a newer CRD serves its new fields with their defaults to everyone.
+    The status is input, too: what is invalid in it is dropped.
+
+    Raises:
+        InvalidRun: a field of the spec that this version knows is invalid.
+    """
+    status = repair_status(document.get("status"))
+    try:
+        return AgenticRun.model_validate({**document, "status": status}, extra="ignore")
+    except ValidationError as error:
+        raise InvalidRun(_line(detail) for detail in error.errors(include_url=False)) from error
+
+
+def repair_status(document: Any) -> AgenticRunStatus:
+    """Validate a status without what is unknown or invalid in it.
+
+    An invalid field is dropped, and so is an object or a list item that lacks a field.
+    """
+    document = copy.deepcopy(document) if isinstance(document, dict) else {}
+    while True:
+        try:
+            return AgenticRunStatus.model_validate(document, extra="ignore")
+        except ValidationError as error:
+            paths = {
+                detail["loc"][: -1 if detail["type"] == "missing" else None]
+                for detail in error.errors(include_url=False)
+            }
+        # Backwards: parts before what contains them, and list items from the end.
+        for *way, last in sorted(paths, key=_sortable, reverse=True):
+            place: Any = document
+            for part in way:
+                place = place[part]
+            del place[last]
+
+
+def _sortable(path: tuple[int | str, ...]) -> list[str]:
+    return [f"{part:09}" if isinstance(part, int) else part for part in path]
 
 
 def parse(model: type[M], document: Any) -> M:

@@ -49,6 +49,9 @@ class ConditionType(StrEnum):
     """The RayCluster and everything that its pods mount exist."""
     ROLES_READY = "RolesReady"
     """Every pod of every role is ready; if not, the message names the pod and the reason."""
+    ACCEPTED = "Accepted"
+    """False: the operator cannot read the spec, because the CRD is of another version. It leaves
+    the run alone."""
     TRAINING = "Training"
     """The driver runs and sends progress snapshots."""
     COMPLETE = "Complete"
@@ -62,6 +65,7 @@ class Reason(StrEnum):
     NAME_CONFLICT = "NameConflict"
     NO_ENGINE_IMAGE = "NoEngineImage"
     INVALID_CONFIG = "InvalidConfig"
+    SPEC_READ = "SpecRead"
     CLUSTER_CREATING = "ClusterCreating"
     CLUSTER_CREATED = "ClusterCreated"
     CLUSTER_DELETED = "ClusterDeleted"
@@ -158,7 +162,7 @@ class AgenticRunStatus(Model):
     roles: Annotated[list[RoleStatus], Field(max_length=8)] = []
     ray_cluster: RayClusterStatus | None = None
     job: JobStatus | None = None
-    restarts: int = 0
+    restarts: Annotated[int, Field(ge=0)] = 0
     next_retry_time: Time | None = None
     checkpoint: CheckpointStatus | None = None
     start_time: Time | None = None

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from agenticrun_api import AgenticRun
 from agenticrun_operator.cluster import AlreadyExists, Head, HeadAddress, HeadUnreachable, Kube
 from agenticrun_operator.metrics import STATUS_WRITES, SUBMISSIONS
 from agenticrun_operator.planning import Plan, Stop, Submit
-from agenticrun_operator.resources import Child, Manifest, token_secret
+from agenticrun_operator.resources import Manifest, token_secret
 
 log = logging.getLogger(__name__)
 
@@ -42,23 +42,6 @@ class Applier:
             await self._create(token_secret(run, token.name, token.key, self._make_token()))
         for manifest in plan.create:
             await self._create(manifest)
-
-    async def apply_children(self, plan: Plan, seen: Mapping[Child, Manifest | None]) -> None:
-        """Update existing children by server-side apply.
-
-        Args:
-            plan: the plan.
-            seen: the children as they were read; an object that changed since is not overwritten.
-
-        Raises:
-            Refused: the apiserver rejects an object as invalid.
-            Denied: a quota, an admission policy or missing rights prevent it.
-            Conflict: an object has changed since it was read.
-        """
-        for manifest in plan.apply:
-            before = seen[Child.of(manifest)]
-            assert before is not None, "planning applies only objects that were read"
-            await self._kube.apply(manifest, before)
 
     async def write_status(self, document: Manifest, plan: Plan) -> Manifest:
         """Write the plan's status. After an exception, the rest of the plan must not be applied.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from agenticrun_api import AgenticRun, InvalidRun, Phase
-from agenticrun_api.load import parse_run
+from agenticrun_api.load import parse_served
 from agenticrun_api.names import KIND
 from agenticrun_operator.applying import Applier
 from agenticrun_operator.cluster import Conflict, Denied, Head, Kube, NotFound, Refused
@@ -111,9 +111,9 @@ class Reconciler:
             self._forget(key)
             return None
         try:
-            run = parse_run(document)
+            run = parse_served(document)
         except InvalidRun as error:
-            await self._give_up(document, error)
+            await self._pause(document, error)
             return None
         objects = await self._observer.read_objects(run)
         now = self._clock()
@@ -126,21 +126,20 @@ class Reconciler:
         return cached
 
     async def _step(self, key: Key, cached: RunCache, fully: bool) -> float | None:
-        run = parse_run(cached.document)
+        run = parse_served(cached.document)
         plan_ = await self._plan(run, cached)
         if plan_.status and plan_.status.phase is not run.status.phase and not fully:
             # A phase change is decided only on freshly read objects.
             fresh = await self._look_fully(key)
             if fresh is None:
                 return None
-            cached, run = fresh, parse_run(fresh.document)
+            cached, run = fresh, parse_served(fresh.document)
             plan_ = await self._plan(run, cached)
         if isinstance(plan_.job, Submit) and not await self._may_submit(run, plan_.job):
             self._cache.pop(key, None)
             return RETRY_SECONDS
         try:
             await self._applier.make_children(run, plan_)
-            await self._applier.apply_children(plan_, cached.objects.children)
         except Refused as error:
             plan_ = plan_refused(run, str(error), self._clock())
         except Denied as error:
@@ -172,10 +171,8 @@ class Reconciler:
         )
         return plan(run, observed, self._clock(), self._images)
 
-    async def _give_up(self, document: Manifest, error: InvalidRun) -> None:
-        metadata = document["metadata"]
-        cluster = await self._kube.get("RayCluster", metadata["namespace"], metadata["name"])
-        plan_ = plan_unreadable(document, error.errors, cluster, self._clock())
+    async def _pause(self, document: Manifest, error: InvalidRun) -> None:
+        plan_ = plan_unreadable(document, error.errors, self._clock())
         stored = await self._applier.write_status(document, plan_)
         await self._applier.act(plan_, stored, None)
 

@@ -27,6 +27,7 @@ from agenticrun_api import (
     Role,
     parse_run,
 )
+from agenticrun_api.load import parse_served
 from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN, LABEL_RUN_UID
 from agenticrun_operator.cluster import (
     AlreadyExists,
@@ -85,8 +86,8 @@ class World:
     events: list[Event] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     status_writes: int = 0
-    create_error: ClusterError | None = None
-    """What the apiserver answers to the creation of a RayCluster."""
+    create_errors: dict[str, ClusterError] = field(default_factory=dict)
+    """What the apiserver answers to the creation of a kind."""
     reporter_down: bool = False
     ray_down: bool = False
     submit_down: bool = False
@@ -126,7 +127,7 @@ class World:
 
     @property
     def status(self) -> AgenticRunStatus:
-        return parse_run(self.run).status
+        return parse_served(self.run).status
 
     def crash(self) -> None:
         """The operator's process dies, wherever it is."""
@@ -288,22 +289,12 @@ class World:
 
     async def create(self, manifest: Manifest) -> None:
         self._point(f"create {manifest['kind']}")
-        if self.create_error and manifest["kind"] == "RayCluster":
-            raise self.create_error
+        if manifest["kind"] in self.create_errors:
+            raise self.create_errors[manifest["kind"]]
         if (manifest["kind"], manifest["metadata"]["name"]) in self.objects:
             raise AlreadyExists(manifest["metadata"]["name"])
         self._store(copy.deepcopy(manifest))
         self._point("created")
-
-    async def apply(self, manifest: Manifest, seen: Manifest) -> None:
-        self._point(f"apply {manifest['kind']}")
-        found = self.objects.get((manifest["kind"], manifest["metadata"]["name"]))
-        if (
-            found is None
-            or found["metadata"]["resourceVersion"] != seen["metadata"]["resourceVersion"]
-        ):
-            raise Conflict(manifest["metadata"]["name"])
-        found |= copy.deepcopy({key: value for key, value in manifest.items() if key != "metadata"})
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
         self._point(f"delete {kind}")

@@ -111,7 +111,9 @@ class RunHead:
             )
             if answer.status == 204:
                 return NoReport()
-            return Progress.model_validate_json(_ok(answer, "the reporter"), strict=True)
+            snapshot = _ok(answer, "the reporter")
+            # A newer driver may report more than this operator knows.
+            return Progress.model_validate_json(snapshot, strict=True, extra="ignore")
         except (HeadUnreachable, ValidationError) as error:
             return Unreachable(_brief(error))
 

@@ -142,16 +142,6 @@ class KubeClient:
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
         await self._request("POST", path, query=query, body=manifest)
 
-    async def apply(self, manifest: Manifest, seen: Manifest) -> None:
-        """Apply at the resourceVersion of `seen`.
-
-        The resourceVersion also detects a replaced object. A uid would not do: built-in kinds
-        reject a wrong uid as invalid and not as a conflict.
-        """
-        metadata = manifest["metadata"] | {"resourceVersion": seen["metadata"]["resourceVersion"]}
-        path = object_path(manifest["kind"], metadata["namespace"], metadata["name"])
-        await self._apply(path, {**manifest, "metadata": metadata})
-
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
         options = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         try:

@@ -29,20 +29,6 @@ class Kube(Protocol):
         """Create an object. Raises `AlreadyExists`, `Refused`, `Denied`."""
         ...
 
-    async def apply(self, manifest: Manifest, seen: Manifest) -> None:
-        """Update an object by server-side apply.
-
-        Args:
-            manifest: the fields to apply.
-            seen: the object as it was read.
-
-        Raises:
-            Conflict: the object has changed since it was read.
-            Refused: the apiserver rejects the object as invalid.
-            Denied: a quota, an admission policy or missing rights prevent it.
-        """
-        ...
-
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
         """Delete the object with this uid in the background. Do nothing if it no longer exists."""
         ...

@@ -70,7 +70,6 @@ class Draft:
         self.status = run.status
         self.tokens: list[TokenToMake] = []
         self.create: list[Manifest] = []
-        self.apply: list[Manifest] = []
         self.delete: list[Delete] = []
         self.job: Submit | Stop | None = None
         self._events: list[Event] = []
@@ -137,7 +136,6 @@ class Draft:
         return Plan(
             tokens=tuple(self.tokens),
             create=tuple(self.create),
-            apply=tuple(self.apply),
             status=status,
             job=self.job,
             delete=tuple(self.delete),

@@ -51,8 +51,6 @@ class Plan:
 
     tokens: tuple[TokenToMake, ...] = ()
     create: tuple[Manifest, ...] = ()
-    apply: tuple[Manifest, ...] = ()
-    """Existing objects of the run to update by server-side apply."""
     status: AgenticRunStatus | None = None
     """The status to write; None: no write."""
     job: Submit | Stop | None = None

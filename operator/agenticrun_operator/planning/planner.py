@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any
 
-from agenticrun_api import AgenticRun, AgenticRunStatus, ConditionType, Metadata, Phase, Reason
+from agenticrun_api import AgenticRun, ConditionType, Metadata, Phase, Reason
+from agenticrun_api.load import repair_status
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning import attempts, ending, provisioning, roles
 from agenticrun_operator.planning.draft import MAX_TEXT, ConditionStatus, Draft, new_condition
-from agenticrun_operator.planning.plan import Delete, Plan
+from agenticrun_operator.planning.plan import Plan
 from agenticrun_operator.planning.times import format_time
-from agenticrun_operator.resources import (
-    Child,
-    Event,
-    Manifest,
-    WorkerImages,
-    controller_uid,
-)
+from agenticrun_operator.resources import Event, Manifest, WorkerImages
 
 DENIED_SECONDS = 10.0
 """Seconds between attempts to create a child that the apiserver denies."""
@@ -25,10 +21,6 @@ WAIT_SECONDS = 1.5
     that belongs to the new run."""
 SAFETY_NET_SECONDS = 30.0
 """Seconds between looks at a run that only waits for watch events, in case one is lost."""
-ENDED_BADLY: tuple[tuple[ConditionType, ConditionStatus], ...] = (
-    (ConditionType.COMPLETE, "False"),
-    (ConditionType.FAILED, "True"),
-)
 
 
 def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImages) -> Plan:
@@ -47,6 +39,8 @@ def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImage
         ending.clean_up(draft, observed)
         return draft.finish(observed.last_status_write)
     draft.look_again(SAFETY_NET_SECONDS)
+    if draft.find(ConditionType.ACCEPTED):
+        draft.condition(ConditionType.ACCEPTED, "True", Reason.SPEC_READ)
     obstacle = provisioning.find_obstacle(run, observed, images)
     if obstacle:
         draft.condition(
@@ -66,7 +60,12 @@ def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImage
 
 
 def plan_refused(run: AgenticRun, message: str, now: datetime) -> Plan:
-    """Return a plan that fails the run: a child is invalid for the apiserver, so no retry helps."""
+    """Return a plan for a child that the apiserver refuses as invalid.
+
+    No retry helps, so the run fails, but not once it trains: its pods do without that child.
+    """
+    if run.status.job is not None:
+        return plan_denied(run, message, now)
     draft = Draft(run, now)
     ending.fail(draft, Reason.INVALID_CONFIG, message)
     return draft.finish(None)
@@ -81,54 +80,38 @@ def plan_denied(run: AgenticRun, message: str, now: datetime) -> Plan:
     return draft.finish(None)
 
 
-def plan_unreadable(
-    document: Manifest, errors: tuple[str, ...], cluster: Manifest | None, now: datetime
-) -> Plan:
-    """Return a plan that fails a run with a spec that the operator cannot parse.
+def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) -> Plan:
+    """Return a plan for a run whose spec this operator cannot read.
 
-    The CRD accepted the spec, so the versions of the CRD and the operator do not match. The run's
-    RayCluster is deleted unless spec.cleanup.onFailure is Keep.
+    A run that has no pods yet fails: the CRD cannot express every rule. Another one was readable
+    when it started, so the CRD is of another version than the operator. It may be healthy; the
+    plan says what is wrong and touches nothing until an operator can read the spec.
     """
     metadata = Metadata.model_validate(document["metadata"])
-    known = AgenticRunStatus.model_validate(
-        document.get("status") or {"conditions": [], "metrics": [], "roles": []}
-    )
-    if metadata.deletion_timestamp:
+    known = repair_status(document.get("status"))
+    if metadata.deletion_timestamp or known.phase.finished:
         return Plan()
-    keep = document["spec"].get("cleanup", {}).get("onFailure") == "Keep"
-    ours = cluster is not None and controller_uid(cluster) == metadata.uid
-    delete = (
-        (Delete(Child.of(cluster), cluster["metadata"]["uid"]),)
-        if cluster and ours and not keep
-        else ()
-    )
-    if known.phase.finished:
-        return Plan(delete=delete)
-    message = "; ".join(errors)[:MAX_TEXT]
-    conditions = [
-        item
-        for item in known.conditions
-        if item.type not in (ConditionType.FAILED, ConditionType.COMPLETE)
-    ]
-    status = known.model_copy(
-        update={
-            "phase": Phase.FAILED,
-            "observed_generation": metadata.generation,
-            "completion_time": format_time(now),
-            "message": message,
-            "conditions": [
-                *conditions,
-                *(
-                    new_condition(
-                        kind, status, Reason.INVALID_CONFIG, message, now, metadata.generation
-                    )
-                    for kind, status in ENDED_BADLY
-                ),
-            ],
-        }
-    )
+    message = "; ".join(errors)
+    fields: dict[str, Any] = {}
+    wanted: dict[ConditionType, ConditionStatus]
+    if known.phase is Phase.PENDING:
+        fields = {"phase": Phase.FAILED, "completion_time": format_time(now)}
+        fields["observed_generation"] = metadata.generation
+        wanted = {ConditionType.FAILED: "True", ConditionType.COMPLETE: "False"}
+    else:
+        message = f"this version of the operator cannot read the spec: {message}"
+        wanted = {ConditionType.ACCEPTED: "False"}
+    before = {item.type: item for item in known.conditions}
+    after = before | {
+        kind: new_condition(
+            kind, status, Reason.INVALID_CONFIG, message, now, metadata.generation, before.get(kind)
+        )
+        for kind, status in wanted.items()
+    }
+    if before == after:
+        return Plan()
+    fields |= {"message": message[:MAX_TEXT], "conditions": list(after.values())}
     return Plan(
-        status=status,
-        delete=delete,
+        status=known.model_copy(update=fields),
         events=(Event(Reason.INVALID_CONFIG, message[:1024], "Warning"),),
     )

@@ -82,9 +82,13 @@ def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
 
 
 def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
-    """Create missing children; if the spec has changed, update the existing ones."""
+    """Create missing children.
+
+    Existing ones stay as they are: no field that may change in a run reaches them, and what others
+    changed (an expanded claim) or what a newer operator would write (an image) must not reach
+    pods that are training.
+    """
     run = draft.run
-    changed = run.status.observed_generation != run.metadata.generation
     for secret, key in token_secrets(run):
         if _is_missing(observed, secret):
             draft.tokens.append(TokenToMake(secret.name, key))
@@ -92,8 +96,6 @@ def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
         child = Child.of(manifest)
         if _is_missing(observed, child):
             draft.create.append(manifest)
-        elif changed and child in observed.children:
-            draft.apply.append(manifest)
     if run.status.start_time is None:
         draft.set(
             start_time=format_time(draft.now),

@@ -102,9 +102,7 @@ async def test_the_apiserver_stores_the_status_as_it_is_written(
     assert parse_run(stored).status == written
 
 
-async def test_a_child_is_created_once_and_applied_only_onto_the_one_that_was_seen(
-    kube: KubeClient, run_document: dict[str, Any]
-) -> None:
+async def test_a_child_is_created_once(kube: KubeClient, run_document: dict[str, Any]) -> None:
     secret = token_secret(
         parse_run(run_document), f"{run_document['metadata']['name']}-once", "token", "a"
     )
@@ -114,23 +112,6 @@ async def test_a_child_is_created_once_and_applied_only_onto_the_one_that_was_se
     stored = await kube.get("Secret", secret["metadata"]["namespace"], secret["metadata"]["name"])
     assert stored is not None
     assert controller_uid(stored) == run_document["metadata"]["uid"]
-    labelled = secret | {"metadata": secret["metadata"] | {"labels": {"new": "label"}}}
-    await kube.apply(labelled, stored)
-    with pytest.raises(Conflict):
-        await kube.apply(secret, stored)
-
-
-async def test_what_cannot_be_applied_is_refused_with_the_field(
-    kube: KubeClient, run_document: dict[str, Any]
-) -> None:
-    secret = token_secret(
-        parse_run(run_document), f"{run_document['metadata']['name']}-token", "token", "a"
-    )
-    await kube.create(secret)
-    stored = await kube.get("Secret", secret["metadata"]["namespace"], secret["metadata"]["name"])
-    assert stored is not None
-    with pytest.raises(Refused, match="immutable"):
-        await kube.apply(secret | {"data": {"token": "Yg=="}}, stored)
 
 
 async def test_children_go_with_their_run_and_nothing_else_does(

@@ -84,7 +84,6 @@ async def test_progress_is_read_with_the_reporters_token() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"unknown": 1},
         {"step": -1},
         {"step": 2**60},
         {"reward": "NaN"},
@@ -100,6 +99,11 @@ async def test_progress_that_breaks_the_contract_is_unusable(change: dict[str, A
     answer = await RunHead(Scripted(progress=says(PROGRESS | change))).progress(HEAD)
     assert isinstance(answer, Unreachable)
     assert len(answer.why) <= 300
+
+
+async def test_what_only_a_newer_driver_reports_is_ignored() -> None:
+    answer = await RunHead(Scripted(progress=says(PROGRESS | {"brandNew": 1}))).progress(HEAD)
+    assert answer == Progress.model_validate(PROGRESS)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from agenticrun_api import Activity, Condition, ConditionType, Outcome, Phase, Role
-from agenticrun_api.names import LABEL_ROLE, LABEL_RUN_UID
+from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN_UID
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.cluster import Denied, Refused
 from agenticrun_operator.planning.times import format_time
@@ -494,10 +493,10 @@ async def test_a_finished_run_is_deleted_when_its_time_is_over() -> None:
 async def test_a_spec_that_only_the_crd_accepts_fails_with_the_path(
     world: World, operator: Operator
 ) -> None:
-    world.run["spec"]["pipeline"]["brandNew"] = 1
+    world.run["spec"]["pipeline"]["trainEnvs"]["groupSize"] = "many"
     await operator.reconcile()
     assert world.run["status"]["phase"] == "Failed"
-    assert world.run["status"]["message"] == "spec.pipeline.brandNew: unknown field"
+    assert world.run["status"]["message"].startswith("spec.pipeline.trainEnvs.groupSize: ")
 
 
 async def test_a_driver_that_starts_does_not_take_back_the_last_attempts_numbers(
@@ -532,22 +531,28 @@ async def test_a_driver_that_could_not_start_leaves_the_steps_alone(
     assert (world.status.phase, world.status.progress) == (Phase.FAILED, "0/2")
 
 
-async def test_a_changed_spec_is_applied_once(world: World, operator: Operator) -> None:
+async def test_a_changed_spec_touches_no_child_of_a_running_run(
+    world: World, operator: Operator
+) -> None:
     await training(operator)
+    before = {key: item for key, item in world.objects.items() if key[0] != KIND}
     world.requests.clear()
-    world.run["spec"]["failurePolicy"]["maxRestarts"] = 7
+    world.run["spec"]["failurePolicy"]["maxRestarts"] = 0
     world.run["metadata"] |= {"generation": 2, "resourceVersion": "changed"}
     await operator.settle(3)
-    applied = [request for request in world.requests if request.startswith("apply")]
-    assert applied == ["apply ConfigMap", "apply RayCluster"]
-    assert "maxRestarts: 7" in world.objects["ConfigMap", f"{NAME}-run"]["data"]["run.yaml"]
     assert world.status.observed_generation == 2
+    assert {key: item for key, item in world.objects.items() if key[0] != KIND} == before
+    world.end_driver(Outcome.FAILED)
+    await operator.settle(2)
+    assert condition(world, ConditionType.FAILED).reason == "RetriesExhausted", (
+        "it has taken effect"
+    )
 
 
 async def test_what_the_apiserver_refuses_fails_the_run_with_its_words(
     world: World, operator: Operator
 ) -> None:
-    world.create_error = Refused(
+    world.create_errors["RayCluster"] = Refused(
         'unknown field "spec.workerGroupSpecs[0].template.spec.tolerations[0].kee"'
     )
     await operator.settle(2)
@@ -589,7 +594,7 @@ async def test_engines_that_do_not_fit_their_pods_fail_the_run_before_it_has_any
 async def test_what_the_apiserver_denies_is_shown_and_tried_again(
     world: World, operator: Operator
 ) -> None:
-    world.create_error = Denied("exceeded quota: no more RayClusters")
+    world.create_errors["RayCluster"] = Denied("exceeded quota: no more RayClusters")
     await operator.settle(3)
     assert not world.status.phase.finished
     assert (
@@ -599,7 +604,7 @@ async def test_what_the_apiserver_denies_is_shown_and_tried_again(
     writes = world.status_writes
     await operator.settle(3)
     assert world.status_writes == writes, "the same trouble is not written again"
-    world.create_error = None
+    world.create_errors.clear()
     await operator.settle()
     assert world.jobs
     assert world.status.message is None
@@ -620,24 +625,80 @@ async def test_a_submission_that_fails_shows_why_and_is_repeated_under_the_same_
     assert [job.attempt for job in world.jobs] == [1]
 
 
-async def test_an_unreadable_run_gives_its_cluster_back(world: World, operator: Operator) -> None:
+@pytest.mark.parametrize("field", ["spec", "spec.pipeline", "status", "status.job"])
+async def test_fields_of_a_newer_crd_are_ignored(
+    world: World, operator: Operator, field: str
+) -> None:
     await training(operator)
-    world.run["spec"]["pipeline"]["brandNew"] = 1
+    place: dict[str, Any] = world.run
+    for part in field.split("."):
+        place = place[part]
+    place["brandNew"] = {"with": ["defaults"]}
+    world.drive(2)
     await operator.settle(2)
-    assert world.run["status"]["phase"] == "Failed"
-    assert ("RayCluster", NAME) not in world.objects
+    assert (phase(world), world.status.step) == (Phase.RUNNING, 2)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(2)
+    assert phase(world) is Phase.SUCCEEDED
 
 
-async def test_a_status_that_a_newer_operator_wrote_is_left_alone(
+async def test_a_spec_that_cannot_be_read_pauses_the_run_and_touches_nothing(
     world: World, operator: Operator
 ) -> None:
     await training(operator)
-    world.run["status"]["brandNew"] = 1
-    before = world.status_writes
-    with pytest.raises(ValidationError):
-        await operator.reconcile()
-    assert world.status_writes == before
-    assert ("RayCluster", NAME) in world.objects
+    objects = set(world.objects)
+    world.run["spec"]["pipeline"]["trainEnvs"]["groupSize"] = "many"  # a newer CRD may allow it
+    await operator.settle(4)
+    stored = world.run["status"]
+    accepted = next(item for item in stored["conditions"] if item["type"] == "Accepted")
+    assert (stored["phase"], accepted["status"]) == ("Running", "False")
+    assert "spec.pipeline.trainEnvs.groupSize" in accepted["message"]
+    assert happened(world).count("InvalidConfig") == 1
+    assert set(world.objects) == objects
+    assert len(world.live_jobs()) == 1
+    world.run["spec"]["pipeline"]["trainEnvs"]["groupSize"] = 2
+    world.drive(2)
+    await operator.settle(2)
+    assert (phase(world), world.status.step) == (Phase.RUNNING, 2)
+    assert condition(world, ConditionType.ACCEPTED).status == "True"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"startTime": "1960-01-01T00:00:00Z"},
+        {"restarts": -100},
+        {"conditions": [{"type": "Training"}]},
+        {"phase": "Strolling"},
+        {"completionTime": "soon", "metrics": "many"},
+    ],
+    ids=lambda damage: ",".join(damage),
+)
+async def test_a_status_that_others_damaged_is_repaired(
+    world: World, operator: Operator, damage: dict[str, Any]
+) -> None:
+    await training(operator)
+    world.run["status"] |= damage
+    world.drive(2)
+    await operator.settle(3)
+    assert world.status.step == 2
+    assert world.status.restarts == 0
+    assert [job.attempt for job in world.jobs] == [1]
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(3)
+    assert phase(world) is Phase.SUCCEEDED
+
+
+async def test_a_child_that_is_refused_while_the_run_trains_is_no_failure(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    del world.objects["ConfigMap", f"{NAME}-run"]
+    world.create_errors["ConfigMap"] = Refused("spec.size: may not shrink")
+    world.run["metadata"] |= {"generation": 2, "resourceVersion": "changed"}
+    await operator.settle(3)
+    assert phase(world) is Phase.RUNNING
+    assert len(world.live_jobs()) == 1
 
 
 async def test_a_job_that_ray_has_forgotten_is_a_failed_attempt_and_never_submitted_again(

@@ -17,7 +17,8 @@ from typing import Any
 import ray
 import yaml
 
-from agenticrun_api import AgenticRun, FinalReport, parse_run
+from agenticrun_api import AgenticRun, FinalReport
+from agenticrun_api.load import parse_served
 from agenticrun_api.names import (
     ENV_ATTEMPT,
     ENV_SUBMISSION_ID,
@@ -59,7 +60,7 @@ async def _attempt(document: dict[str, Any]) -> FinalReport:
     )
     await sink.start()
     try:
-        run = parse_run(document)
+        run = parse_served(document)
         runner = _runner(run, attempt, sink, requests)
         ray.init(address="auto", namespace=run.metadata.name, logging_level=logging.WARNING)
     except Exception as error:  # any failure is reported
