@@ -38,6 +38,8 @@ from agenticrun_api import Pipeline, parse_run
 from agenticrun_workers.inference.actor import LOG_FOLDER, EngineActor
 from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.inference.server_process import engines_folder
+from agenticrun_workers.launch import ActorOptions
+from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.types import GenerationRequest, SamplingParams
@@ -204,9 +206,9 @@ async def measure(
     engine: str, model: Path, requests: int, rounds: int
 ) -> dict[str, dict[str, float]]:
     """Tokens per second by way, for each of LENGTHS."""
-    options = {"num_cpus": 0, "max_concurrency": 1000}
-    actor: Any = ray.remote(MeasuredActor).options(**options).remote("engine-0")
-    await actor.start.remote(pipeline_for(engine), ModelSource(str(model)), 0, 1)
+    options = ActorOptions(max_concurrency=1000)
+    actor = RayLauncher().start(options, MeasuredActor, "engine-0")
+    await actor.call(lambda actor: actor.start(pipeline_for(engine), ModelSource(str(model)), 0, 1))
     await ask_through_client(actor, Work.make(8, 64, 0), "warm-up")
     found = {}
     for length, new_tokens in LENGTHS.items():
@@ -221,13 +223,13 @@ async def measure(
                 await ask_through_client(actor, work, f"client-{length}{number}")
             )
             if engine == "transformers":
-                seconds["lean"].append(await actor.ask_engine.remote(work))
+                seconds["lean"].append(await actor.call(lambda actor: actor.ask_engine(work)))
             else:
-                url = await actor.url.remote()
+                url = await actor.call(lambda actor: actor.url())
                 seconds["lean"].append(await ask_by_http(engine, url, work))
                 seconds["own"].append(await asyncio.to_thread(ask_by_own_client, engine, url, work))
         found[length] = {way: work.tokens / median(times) for way, times in seconds.items()}
-    ray.kill(actor)
+    actor.kill()
     return found
 
 

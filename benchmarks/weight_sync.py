@@ -44,6 +44,8 @@ from agenticrun_api.overrides import load_run_with
 from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
+from agenticrun_workers.launch import ActorOptions
+from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.types import GenerationRequest, SamplingParams
 from agenticrun_workers.weights.buckets import TensorSpec, WrittenBucket
@@ -175,15 +177,15 @@ class Engine(Meets, EngineActor):
 
 
 def actor(cls: type, *arguments: Any) -> Any:
-    return ray.remote(cls).options(num_cpus=0).remote(*arguments)
+    return RayLauncher().start(ActorOptions(), cls, *arguments)
 
 
 async def measure(dtype: torch.dtype, quick: bool, syncs: int, threads: int) -> dict[str, float]:
     """All figures of one dtype."""
     pipeline = load_run_with(EXAMPLE, []).spec.pipeline
     trainer, engine = actor(Trainer, quick, dtype, threads, pipeline), actor(Engine, "engine-0")
-    await engine.serve.remote(quick, dtype, threads)
-    copies = await trainer.copy_seconds.remote(syncs)
+    await engine.call(lambda actor: actor.serve(quick, dtype, threads))
+    copies = await trainer.call(lambda actor: actor.copy_seconds(syncs))
     nodes: list[Any] = []
 
     def spawn(_place: str, *arguments: Any) -> Any:
@@ -191,7 +193,7 @@ async def measure(dtype: torch.dtype, quick: bool, syncs: int, threads: int) -> 
         return nodes[-1]
 
     async def timed(sync: WeightSync, version: int, share: float) -> tuple[float, int]:
-        await trainer.change.remote(share, version)
+        await trainer.call(lambda actor: actor.change(share, version))
         began = time.perf_counter()
         report = await sync.update({"engine-0": Receiver(engine, "here")}, version)
         seconds = time.perf_counter() - began
@@ -199,8 +201,9 @@ async def measure(dtype: torch.dtype, quick: bool, syncs: int, threads: int) -> 
         return seconds, report.nbytes
 
     async def agreed(version: int) -> None:
-        assert await trainer.checksum.remote() == await engine.checksum.remote()
-        assert await engine.version_sampled.remote() == version
+        held = await engine.call(lambda actor: actor.checksum())
+        assert await trainer.call(lambda actor: actor.checksum()) == held
+        assert await engine.call(lambda actor: actor.version_sampled()) == version
 
     figures: dict[str, float] = {}
     whole = WeightSync(Spec(), "benchmark", [trainer], "here", spawn)
@@ -215,12 +218,16 @@ async def measure(dtype: torch.dtype, quick: bool, syncs: int, threads: int) -> 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    await asyncio.gather(trainer.meet.remote(0, port), engine.meet.remote(1, port))
+    await asyncio.gather(
+        trainer.call(lambda actor: actor.meet(0, port)),
+        engine.call(lambda actor: actor.meet(1, port)),
+    )
+    ends = (trainer, engine)
     broadcasts = [
-        (await asyncio.gather(trainer.broadcast.remote(), engine.broadcast.remote()))[0]
+        (await asyncio.gather(*(end.call(lambda actor: actor.broadcast()) for end in ends)))[0]
         for _ in range(3)
     ]
-    copies += await trainer.copy_seconds.remote(syncs)
+    copies += await trainer.call(lambda actor: actor.copy_seconds(syncs))
     copy = statistics.median(copies)
     figures["megabytes"] = size / 1e6
     figures["copy_seconds"] = copy
@@ -231,7 +238,7 @@ async def measure(dtype: torch.dtype, quick: bool, syncs: int, threads: int) -> 
     figures["delta_over_copy"] = statistics.median(seconds for seconds, _ in changed) / copy
     figures["delta_bytes_share"] = max(nbytes for _, nbytes in changed) / size
     for one in (trainer, engine, *nodes):
-        ray.kill(one)
+        one.kill()
     return figures
 
 

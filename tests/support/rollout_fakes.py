@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from agenticrun_workers.inference.request_port import Address, RequestPort
+from agenticrun_workers.launch import ActorHandle, Result
+from agenticrun_workers.launch.handle import Invocation
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
 from agenticrun_workers.types import (
     STATE_BYTES,
@@ -102,15 +103,38 @@ class FakeBackend:
         return played
 
 
-class Remote:
-    """An object whose methods are called like those of a Ray actor, in this process."""
+class Pending(Result[Any]):
+    """The result of a task in this event loop."""
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self._task = task
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._task.__await__()
+
+    def wait(self) -> Any:
+        raise AssertionError("it would block its own event loop")
+
+
+class Remote(ActorHandle[Any]):
+    """An object whose async methods are called like those of an actor, in this event loop."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
+        self.killed = False
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._target, name)
-        return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(method(*arguments)))
+    def kill(self) -> None:
+        self.killed = True
+
+    def _call(self, call: Invocation) -> Result[Any]:
+        method = getattr(self._target, call.method)
+        return Pending(asyncio.ensure_future(method(*call.arguments, **call.options)))
+
+    def _call_pair(self, call: Invocation) -> tuple[Result[Any], Result[Any]]:
+        raise NotImplementedError
+
+    def _stream(self, call: Invocation) -> AsyncIterator[Any]:
+        raise NotImplementedError
 
 
 class FakeEngine:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from torch import Tensor
 
@@ -19,6 +18,8 @@ from agenticrun_api import Pipeline
 from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
+from agenticrun_workers.launch import ActorDied, ActorOptions, ActorUnavailable
+from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.lora import LoraSpec, add_lora
 from agenticrun_workers.models.pretrained import load_model
@@ -37,19 +38,19 @@ BUCKET_BYTES = 8192
 
 def spawn(cls: type, *arguments: Any, calls: int = 100) -> Any:
     """Start an actor outside of a run, with so many concurrent calls."""
-    return ray.remote(cls).options(num_cpus=0, max_concurrency=calls).remote(*arguments)
+    return RayLauncher().start(ActorOptions(max_concurrency=calls), cls, *arguments)
 
 
 async def killed(actor: Any) -> None:
     """Kill the actor of a node, and wait until it is dead."""
-    ray.kill(actor)
+    actor.kill()
     while True:
         try:
-            await actor.folder.remote()
-        except ray.exceptions.ActorDiedError:
-            return
-        except ray.exceptions.ActorUnavailableError:
+            await actor.call(lambda actor: actor.folder())
+        except ActorUnavailable:
             pass
+        except ActorDied:
+            return
         await asyncio.sleep(0.05)
 
 
@@ -242,7 +243,7 @@ class Drill:
 
     async def shapes_known(self, version: int) -> None:
         """Ask the trainer, at this version, what it exports: the next update starts to export."""
-        await self.trainer.become.remote(version)
+        await self.trainer.call(lambda actor: actor.become(version))
         await self.sync._whole.tensor_specs()
 
     async def update(
@@ -253,14 +254,14 @@ class Drill:
         Args:
             change: further arguments of the trainer's `become`.
         """
-        await self.trainer.become.remote(version, *change)
+        await self.trainer.call(lambda actor: actor.become(version, *change))
         receivers = {name: Receiver(handle, place) for name, (handle, place) in engines.items()}
         return await asyncio.wait_for(self.sync.update(receivers, version), 120)
 
     async def stop(self) -> None:
         await self.sync.stop()
         for node in self.nodes:
-            ray.kill(node)
+            node.kill()
 
 
 @contextmanager
@@ -281,5 +282,7 @@ def drills(run: str, make: Callable[..., Drill]) -> Iterator[Callable[..., Drill
 def serving(folder: Path) -> dict[str, Any]:
     """Start two engines, for the trainer's place and for another one."""
     handles = {name: spawn(Engine, name) for name in ("near", "far")}
-    ray.get([handle.serve.remote(folder) for handle in handles.values()])
+    starting = [handle.call(lambda engine: engine.serve(folder)) for handle in handles.values()]
+    for start in starting:
+        start.wait()
     return handles

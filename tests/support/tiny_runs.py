@@ -9,6 +9,7 @@ from typing import Any
 from agenticrun_api import AgenticRun, FinalReport, Progress, parse_run
 from agenticrun_workers.driver.attempt import AttemptRunner
 from agenticrun_workers.driver.progress import AttemptId, Requests
+from agenticrun_workers.launch.ray_launcher import RayLauncher
 
 
 def tiny_document(**pipeline: Any) -> dict[str, Any]:
@@ -87,6 +88,7 @@ class TinyAttempt:
             resume="Auto",
             sink=self.sink,
             requests=self.requests,
+            launcher=RayLauncher(),
         )
 
     async def execute(self) -> FinalReport:

@@ -9,12 +9,13 @@ import ray
 
 from agenticrun_api import Role
 from agenticrun_workers.driver.actors import cpus
+from agenticrun_workers.launch import ActorOptions
+from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.placement import (
     MisplacedActor,
     Placement,
     check_placement,
     current_placement,
-    options_for,
 )
 
 pytestmark = pytest.mark.usefixtures("ray_node")
@@ -28,11 +29,12 @@ class Actor:
 
 
 def test_an_actor_reports_a_node_that_offers_its_role() -> None:
-    actor = ray.remote(Actor).options(**options_for(Role.ENV)).remote()
-    placement = ray.get(actor.placement.remote())
-    check_placement(placement)
+    launcher = RayLauncher()
+    actor = launcher.start(ActorOptions(Role.ENV), Actor)
+    placement = actor.call(lambda actor: actor.placement()).wait()
+    check_placement(placement, launcher.offers(placement.node_id))
     assert placement.pid != os.getpid()
-    ray.kill(actor)
+    actor.kill()
 
 
 def test_a_node_without_the_role_is_refused() -> None:
@@ -40,7 +42,7 @@ def test_a_node_without_the_role_is_refused() -> None:
         "actor-0", Role.DRIVER, ray.get_runtime_context().get_node_id(), "pod-0", 1
     )
     with pytest.raises(MisplacedActor, match="actor-0 runs on pod-0, which is not a driver pod"):
-        check_placement(elsewhere)
+        check_placement(elsewhere, RayLauncher().offers(elsewhere.node_id))
 
 
 @pytest.mark.parametrize(("quantity", "number"), [("500m", 0.5), ("2", 2.0), ("1.5", 1.5)])

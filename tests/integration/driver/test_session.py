@@ -15,6 +15,8 @@ from agenticrun_api import AgenticRun, FinalReport, Outcome, parse_run
 from agenticrun_workers.driver.checkpoints import CheckpointStore
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.actor import EngineActor, log_folder
+from agenticrun_workers.launch import ActorOptions
+from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.models.source import ModelSource
 from tiny_runs import TinyAttempt, tiny_document, tiny_run
 
@@ -184,11 +186,11 @@ async def test_an_engine_that_cannot_read_its_model_names_the_models_field(
 ) -> None:
     """As trainers and env workers do, which fail beside it: a run reports the first error."""
     pipeline = tiny_run(actorInfer={"strategy": {"name": strategy}}).spec.pipeline
-    engine = ray.remote(EngineActor).options(num_cpus=0, max_concurrency=2).remote("engine")
+    engine = RayLauncher().start(ActorOptions(max_concurrency=2), EngineActor, "engine")
     with pytest.raises(InvalidConfig, match=str(tmp_path)) as raised:
-        await engine.start.remote(pipeline, ModelSource(str(tmp_path)), 0, 1)
-    assert raised.value.cause.path == "spec.model.path"  # type: ignore[attr-defined]
-    ray.kill(engine)
+        await engine.call(lambda actor: actor.start(pipeline, ModelSource(str(tmp_path)), 0, 1))
+    assert raised.value.path == "spec.model.path"
+    engine.kill()
 
 
 async def test_a_model_that_cannot_be_loaded_is_a_config_error(tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ import os
 import signal
 from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 
 from agenticrun_workers.inference.client import GenerationClient, RequestRefused
 from agenticrun_workers.inference.request_port import (
@@ -22,7 +20,10 @@ from agenticrun_workers.inference.request_port import (
     Frames,
     RequestPort,
 )
+from agenticrun_workers.launch import ActorOptions
+from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from rollout_fakes import Remote
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -71,7 +72,7 @@ class EchoEngine:
 
 
 def engine(*, held: bool = False) -> Any:
-    return ray.remote(EchoEngine).options(num_cpus=0, max_concurrency=1000).remote(held)
+    return RayLauncher().start(ActorOptions(max_concurrency=1000), EchoEngine, held)
 
 
 class Relay:
@@ -110,10 +111,9 @@ class RelayedEngine:
     def __init__(self, handle: Any, relay: Relay) -> None:
         self._handle = handle
         self._relay = relay
-        self.requests_address = SimpleNamespace(remote=self._address)
 
-    async def _address(self) -> Address:
-        return await self._relay.to(await self._handle.requests_address.remote())
+    async def requests_address(self) -> Address:
+        return await self._relay.to(await self._handle.call(lambda actor: actor.requests_address()))
 
 
 def request(number: int, turn: int = 1, tokens: int = 1) -> GenerationRequest:
@@ -130,14 +130,14 @@ async def ask(client: GenerationClient, number: int, turn: int = 1) -> int:
 async def until_asked(engine: Any, requests: int = 1) -> None:
     """So many requests have reached the engine."""
     async with asyncio.timeout(60):
-        while await engine.load.remote() < requests:
+        while await engine.call(lambda actor: actor.load()) < requests:
             await asyncio.sleep(0.02)
 
 
 async def until_aborted(engine: Any, requests: int) -> list[str]:
     """The names of the requests that the engine was told to give up, when there are so many."""
     async with asyncio.timeout(60):
-        while len(names := await engine.aborted.remote()) < requests:
+        while len(names := await engine.call(lambda actor: actor.aborted())) < requests:
             await asyncio.sleep(0.02)
     return [name.rpartition("/")[2] for name in names]
 
@@ -149,7 +149,7 @@ async def test_every_request_gets_its_own_answer() -> None:
     assert await asyncio.gather(*(ask(client, number) for number in range(100))) == list(
         range(1, 101)
     )
-    sessions, _ = await only.seen.remote()
+    sessions, _ = await only.call(lambda actor: actor.seen())
     assert sorted(sessions) == sorted(f"c/{number}" for number in range(100))
 
 
@@ -159,7 +159,7 @@ async def test_sessions_stay_on_their_engine_and_are_spread() -> None:
     client.set_engines(engines)
     for turn in (1, 2, 3):
         await asyncio.gather(*(ask(client, number, turn) for number in range(40)))
-    seen = [set((await handle.seen.remote())[0]) for handle in engines.values()]
+    seen = [set((await handle.call(lambda actor: actor.seen()))[0]) for handle in engines.values()]
     assert seen[0] & seen[1] == set()
     assert min(len(sessions) for sessions in seen) >= 15
 
@@ -170,9 +170,9 @@ async def test_requests_of_a_dead_engine_go_on_at_another_one() -> None:
     client.set_engines(engines)
     asking = asyncio.gather(*(ask(client, number) for number in range(20)))
     await until_asked(engines["a"])
-    os.kill((await engines["a"].seen.remote())[1], signal.SIGKILL)
+    os.kill((await engines["a"].call(lambda actor: actor.seen()))[1], signal.SIGKILL)
     await until_asked(engines["b"], 20)
-    await engines["b"].release.remote()
+    await engines["b"].call(lambda actor: actor.release())
     assert await asking == list(range(1, 21))
 
 
@@ -182,7 +182,7 @@ async def test_requests_wait_for_the_replacement_of_the_last_engine() -> None:
     client.set_engines({"a": first})
     asking = asyncio.gather(*(ask(client, number) for number in range(5)))
     await until_asked(first)
-    os.kill((await first.seen.remote())[1], signal.SIGKILL)
+    os.kill((await first.call(lambda actor: actor.seen()))[1], signal.SIGKILL)
     client.set_engines({})
     await asyncio.sleep(0.1)
     client.set_engines({"b": engine()})
@@ -206,7 +206,7 @@ async def test_a_caller_that_gives_up_stops_the_sampling_of_its_request_only() -
     await until_asked(slow, 3)
     asking[1].cancel()
     await until_aborted(slow, 1)
-    await slow.release.remote()
+    await slow.call(lambda actor: actor.release())
     assert (await asking[0], await asking[2]) == (1, 3)
     assert await until_aborted(slow, 1) == ["1-1"]
 
@@ -216,12 +216,12 @@ async def test_a_connection_that_breaks_is_made_again_and_asks_again() -> None:
     slow = engine(held=True)
     relay = Relay()
     client = GenerationClient("c")
-    client.set_engines({"a": RelayedEngine(slow, relay)})
+    client.set_engines({"a": Remote(RelayedEngine(slow, relay))})
     asking = asyncio.gather(*(ask(client, number) for number in range(3)))
     await until_asked(slow, 3)
     relay.cut()
     await until_aborted(slow, 3)
-    await slow.release.remote()
+    await slow.call(lambda actor: actor.release())
     assert await asking == [1, 2, 3]
     assert relay.connections == 2
     assert sorted(await until_aborted(slow, 3)) == ["0-1", "1-1", "2-1"]
@@ -241,11 +241,11 @@ async def test_what_a_client_leaves_behind_is_aborted() -> None:
 async def test_a_stranger_is_heard_by_nobody() -> None:
     """Nothing that it sends is unpickled."""
     only = engine()
-    address = await only.requests_address.remote()
+    address = await only.call(lambda actor: actor.requests_address())
     reader, writer = await asyncio.open_connection(address.host, address.port)
     writer.write(bytes(SECRET_BYTES) + (3).to_bytes(LENGTH_BYTES, "big") + b"eve")
     Frames(reader, writer).write([request(1)])
     with suppress(ConnectionResetError):
         assert await asyncio.wait_for(reader.read(), 20) == b""
-    sessions, _ = await only.seen.remote()
+    sessions, _ = await only.call(lambda actor: actor.seen())
     assert sessions == []

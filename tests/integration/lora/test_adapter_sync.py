@@ -83,11 +83,12 @@ def drill(trainer: Any, folder: Path) -> Iterator[Callable[..., Drill]]:
 
 async def check(engine: Any, trainer: Any, version: int) -> None:
     """Check that the engine has exactly the trainer's weights, and serves this version."""
-    held, expected = await engine.held.remote(), await trainer.whole.remote()
+    held = await engine.call(lambda actor: actor.held())
+    expected = await trainer.call(lambda actor: actor.whole())
     assert held.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(held[name], value, err_msg=name)
-    assert await engine.version_sampled.remote() == version
+    assert await engine.call(lambda actor: actor.version_sampled()) == version
 
 
 @pytest.mark.parametrize(
@@ -102,8 +103,9 @@ async def test_engines_serve_exactly_the_merged_weights_though_adapters_alone_tr
     far = "home" if transport == "SharedMemory" else "away"
     places = {"near": (engines["near"], "home"), "far": (engines["far"], far)}
     copies = 1 if transport == "SharedMemory" else 2
-    size = await trainer.adapter_bytes.remote()
-    assert size * 4 < sum(value.nbytes for value in (await trainer.whole.remote()).values())
+    size = await trainer.call(lambda actor: actor.adapter_bytes())
+    whole = await trainer.call(lambda actor: actor.whole())
+    assert size * 4 < sum(value.nbytes for value in whole.values())
     for version in (1, 2):
         report = await syncing.update(places, version)
         assert (report.transport, report.failed, report.adapters) == (transport, {}, True)
@@ -119,20 +121,20 @@ async def test_an_engine_that_joins_on_a_new_node_gets_the_last_version_while_th
     syncing = drill(transport="ObjectStore", delta=True)
     for version in (1, 2):
         await syncing.update({"near": (engines["near"], "home")}, version)
-    expected = await trainer.whole.remote()
+    expected = await trainer.call(lambda actor: actor.whole())
     late = spawn(Engine, "late")
-    await late.serve.remote(folder)
-    busy = trainer.become.remote(3)
+    await late.call(lambda actor: actor.serve(folder))
+    busy = trainer.call(lambda actor: actor.become(3))
     for engine, place in ((late, "away"), (engines["far"], "home")):
         await asyncio.wait_for(syncing.sync.join(Receiver(engine, place)), 60)
-        held = await engine.held.remote()
+        held = await engine.call(lambda actor: actor.held())
         assert all(np.array_equal(held[name], value) for name, value in expected.items())
-        assert await engine.version_sampled.remote() == 2
+        assert await engine.call(lambda actor: actor.version_sampled()) == 2
     await busy
     report = await syncing.update({"near": (engines["near"], "home"), "late": (late, "away")}, 3)
     assert (report.failed, report.adapters) == ({}, True)
     await check(late, trainer, 3)
-    ray.kill(late)
+    late.kill()
 
 
 async def test_adapters_damaged_on_the_way_are_found_and_sent_again(
@@ -166,7 +168,7 @@ async def test_a_reference_gets_whole_weights_which_leave_no_memory_behind(
     drill: Any, engines: dict[str, Any], trainer: Any
 ) -> None:
     syncing = drill()
-    await trainer.become.remote(3)
+    await trainer.call(lambda actor: actor.become(3))
     await asyncio.wait_for(
         syncing.sync.copy_to({"reference": Receiver(engines["far"], "home")}), 60
     )
@@ -222,7 +224,7 @@ async def test_whole_weights_travel_where_the_files_are_not_the_trainers_base(
         "engines get whole weights with the adapters merged, not the adapters alone: "
         "the model's files have no parameter model.norm.weight"
     ]
-    ray.kill(trainer)
+    trainer.kill()
 
 
 async def test_a_node_with_another_model_ends_the_run(
@@ -230,7 +232,7 @@ async def test_a_node_with_another_model_ends_the_run(
 ) -> None:
     """Engines there would serve a policy that was never trained."""
     engine = spawn(Engine, "engine")
-    await engine.serve.remote(folder)
+    await engine.call(lambda actor: actor.serve(folder))
     syncing = drill(
         transport="ObjectStore", files=other_files(folder, tmp_path / "other", "model.norm.weight")
     )
@@ -240,7 +242,7 @@ async def test_a_node_with_another_model_ends_the_run(
         r"than where the trainers run",
     ):
         await syncing.update({"far": (engine, "away")}, 1)
-    ray.kill(engine)
+    engine.kill()
 
 
 LORA = {"lora": {"rank": 2, "alpha": 4}, "training": {"learningRate": 0.02, "miniBatchSize": 4}}

@@ -15,6 +15,7 @@ import ray
 import bad_envs
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat
+from agenticrun_workers.launch.ray_launcher import RayHandle
 from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.env_pool import EnvPool
@@ -70,11 +71,8 @@ def env(
 def actor(cls: type, *arguments: Any) -> Any:
     """One that finds the modules of tests/support."""
     found = {"env_vars": {"PYTHONPATH": str(Path(bad_envs.__file__).parent)}}
-    return (
-        ray.remote(cls)
-        .options(num_cpus=0, max_concurrency=1000, runtime_env=found)
-        .remote(*arguments)
-    )
+    remote = ray.remote(cls).options(num_cpus=0, max_concurrency=1000, runtime_env=found)
+    return RayHandle(remote.remote(*arguments))
 
 
 class World:
@@ -109,7 +107,7 @@ class World:
     async def stop(self) -> None:
         await self.pool.stop()
         for actor in self._actors:
-            ray.kill(actor)
+            actor.kill()
 
     async def play(self, *groups: GroupTask) -> list[list[EpisodeResult]]:
         playing = asyncio.gather(*map(self.pool.run, groups))
@@ -121,8 +119,10 @@ class World:
         """Return the state of each actor, to find one that is stuck."""
         actors = list(self._actors)
         told = [
-            actor.__ray_call__.remote(
-                lambda held: {name: repr(value) for name, value in vars(held).items()}
+            actor.call(
+                lambda actor: actor.__ray_call__(
+                    lambda held: {name: repr(value) for name, value in vars(held).items()}
+                )
             )
             for actor in actors
         ]
@@ -135,8 +135,8 @@ class World:
         worker = actor(EnvWorker, f"env-worker-{self.made}", self.pipeline)
         self.made += 1
         self._actors.append(worker)
-        await worker.describe.remote()
-        await worker.setup.remote(TokenizerSource(str(self._folder)))
+        await worker.call(lambda actor: actor.describe())
+        await worker.call(lambda actor: actor.setup(TokenizerSource(str(self._folder))))
         return worker
 
 

@@ -17,6 +17,7 @@ import ray
 
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.pool import EnginePool
+from agenticrun_workers.launch import ActorDied
 from agenticrun_workers.weights.node import NodeWeights
 from agenticrun_workers.weights.sync import Receiver
 from sync_actors import (
@@ -84,12 +85,12 @@ async def exporting(running: asyncio.Task[Any], folder: Path) -> None:
 
 async def check(engine: Any, folder: Path, version: int, share: float = 1.0) -> None:
     """Check that the engine has exactly these weights, and serves them as this version."""
-    held = await engine.held.remote()
+    held = await engine.call(lambda actor: actor.held())
     expected = version_of(folder, version, share)
     assert held.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(held[name], value.numpy(), err_msg=name)
-    assert await engine.version_sampled.remote() == version
+    assert await engine.call(lambda actor: actor.version_sampled()) == version
 
 
 @pytest.mark.parametrize("delta", [False, True], ids=["whole", "delta"])
@@ -145,7 +146,7 @@ async def test_a_broadcast_reaches_all_engines_and_one_that_joins(
 
 async def test_nobody_else_gets_the_port_at_which_ranks_are_to_meet(trainer: Any) -> None:
     with socket.socket() as stranger, pytest.raises(OSError, match="Address already in use"):
-        stranger.bind(await trainer.rendezvous.remote())
+        stranger.bind(await trainer.call(lambda actor: actor.rendezvous()))
 
 
 @pytest.mark.parametrize("transport", ["ObjectStore", "Broadcast"])
@@ -153,7 +154,7 @@ async def test_an_engine_killed_in_mid_sync_does_not_fail_it(
     drill: Any, engines: dict[str, Any], folder: Path, tmp_path: Path, transport: str
 ) -> None:
     victim = spawn(Engine, "victim")
-    pid = await victim.serve.remote(folder)
+    pid = await victim.call(lambda actor: actor.serve(folder))
     syncing = drill(transport=transport)
     places = {
         "near": (engines["near"], "home"),
@@ -166,7 +167,7 @@ async def test_an_engine_killed_in_mid_sync_does_not_fail_it(
     os.kill(pid, signal.SIGKILL)
     report = await running
     assert list(report.failed) == ["victim"]
-    assert isinstance(report.failed["victim"], ray.exceptions.RayActorError)
+    assert isinstance(report.failed["victim"], ActorDied)
     for engine in engines.values():
         await check(engine, folder, 5)
 
@@ -181,18 +182,21 @@ async def test_a_replaced_engine_serves_the_current_version_from_the_first_token
 
     async def make(engine_id: str, *_: Any) -> Any:
         handle = spawn(Engine, engine_id)
-        pids[engine_id] = await handle.serve.remote(folder)
+        pids[engine_id] = await handle.call(lambda actor: actor.serve(folder))
         return handle
 
     async def changed(engines: dict[str, Any]) -> None:
-        found = {name: await handle.version_sampled.remote() for name, handle in engines.items()}
+        found = {
+            name: await handle.call(lambda actor: actor.version_sampled())
+            for name, handle in engines.items()
+        }
         seen.append(found)
 
     pool = EnginePool(make, 2, changed)
     await pool.start()
     syncing = drill(home=ray.get_runtime_context().get_node_id())
     await syncing.shapes_known(7)
-    await syncing.trainer.become.remote(7, 1.0, 0.2, tmp_path / "exporting")
+    await syncing.trainer.call(lambda actor: actor.become(7, 1.0, 0.2, tmp_path / "exporting"))
     running = asyncio.create_task(pool.update_weights(syncing.sync, 7))
     await exporting(running, tmp_path)
     os.kill(pids["engine-1"], signal.SIGKILL)
@@ -207,7 +211,7 @@ async def test_a_replaced_engine_serves_the_current_version_from_the_first_token
     assert sorted(pool.engines) == ["engine-0", "engine-2"]
     assert seen[-1] == {"engine-0": 7, "engine-2": 7}
     for engine in pool.engines.values():
-        ray.kill(engine)
+        engine.kill()
 
 
 async def test_an_engine_that_joins_on_a_new_node_gets_the_last_version_while_the_trainer_is_busy(
@@ -216,7 +220,7 @@ async def test_an_engine_that_joins_on_a_new_node_gets_the_last_version_while_th
     syncing = drill(transport="ObjectStore", delta=True)
     await syncing.update({"near": (engines["near"], "home")}, 1, 0.02)
     await syncing.update({"near": (engines["near"], "home")}, 2, 0.02)
-    busy = syncing.trainer.become.remote(3)
+    busy = syncing.trainer.call(lambda actor: actor.become(3))
     await asyncio.wait_for(syncing.sync.join(Receiver(engines["far"], "away")), 60)
     await check(engines["far"], folder, 2, 0.02)
     await busy

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ray.exceptions import ActorDiedError, RayTaskError
-
 from agenticrun_api import InvalidRun, Outcome
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.driver.attempt import exit_code, report_of
 from agenticrun_workers.driver.progress import StopRequested
 from agenticrun_workers.errors import InvalidConfig
-
-
-def wrapped(cause: Exception) -> Exception:
-    """As Ray raises what an actor's method raised."""
-    error: Any = RayTaskError
-    wrapper: Exception = error("setup", "Traceback ...", cause).as_instanceof_cause()
-    return wrapper
+from agenticrun_workers.launch import ActorDied
 
 
 def test_a_config_error_is_not_tried_again_and_names_the_field() -> None:
@@ -25,18 +15,17 @@ def test_a_config_error_is_not_tried_again_and_names_the_field() -> None:
         "spec.pipeline.envs[1].type",
         "importing mine failed: ModuleNotFoundError: No module named 'x'",
     )
-    for raised in (error, wrapped(error)):
-        report = report_of(raised, step=0)
-        assert (report.outcome, report.reason, report.retryable) == (
-            Outcome.FAILED,
-            "InvalidConfig",
-            False,
-        )
-        assert (
-            report.message == "spec.pipeline.envs[1].type: importing mine failed: "
-            "ModuleNotFoundError: No module named 'x'"
-        )
-        assert exit_code(report) == ExitCode.INVALID_CONFIG
+    report = report_of(error, step=0)
+    assert (report.outcome, report.reason, report.retryable) == (
+        Outcome.FAILED,
+        "InvalidConfig",
+        False,
+    )
+    assert (
+        report.message == "spec.pipeline.envs[1].type: importing mine failed: "
+        "ModuleNotFoundError: No module named 'x'"
+    )
+    assert exit_code(report) == ExitCode.INVALID_CONFIG
 
 
 def test_a_run_that_does_not_parse_is_a_config_error() -> None:
@@ -51,13 +40,13 @@ def test_a_stop_is_no_failure() -> None:
 
 
 def test_a_lost_actor_is_worth_another_attempt() -> None:
-    report = report_of(ActorDiedError(), step=7)
+    report = report_of(ActorDied("the actor died"), step=7)
     assert (report.outcome, report.reason, report.retryable) == (Outcome.FAILED, "WorkerLost", True)
     assert "step 7" in report.message
     assert exit_code(report) == ExitCode.FAILED
 
 
 def test_any_other_error_is_told_in_one_line() -> None:
-    report = report_of(wrapped(RuntimeError("CUDA out of memory\nTried to allocate")), step=3)
+    report = report_of(RuntimeError("CUDA out of memory\nTried to allocate"), step=3)
     assert (report.reason, report.retryable) == ("TrainingFailed", True)
     assert report.message == "in step 3: RuntimeError: CUDA out of memory"

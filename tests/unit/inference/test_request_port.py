@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 
 import numpy as np
-import pytest
-import ray
 
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.request_port import (
@@ -18,6 +16,8 @@ from agenticrun_workers.inference.request_port import (
     RequestPort,
     connect,
 )
+from agenticrun_workers.launch import Node
+from agenticrun_workers.launch.launcher import shared_node
 from agenticrun_workers.types import (
     FinishReason,
     Generation,
@@ -71,9 +71,9 @@ class Woken:
     async def finish(self) -> None: ...
 
 
-def actor(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> EngineActor:
+def actor(engine: Engine) -> EngineActor:
     """An actor in this process, whose engine has started."""
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    shared_node.set(Node("here", "127.0.0.1"))
     made = EngineActor("engine-0")
     made._engine, made._incoming = engine, Woken()  # type: ignore[assignment]
     return made
@@ -147,10 +147,10 @@ async def test_an_id_that_is_repeated_after_its_abort_is_aborted_when_the_client
 
 
 async def asked_while_it_sleeps(
-    engine: Engine, requests: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, requests: list[GenerationRequest]
 ) -> tuple[EngineActor, Frames]:
     """Return the actor of a sleeping engine with these requests, and a client's connection."""
-    made = actor(engine, monkeypatch)
+    made = actor(engine)
     await made.sleep()
     frames = await connect(await made.requests_address(), "w")
     frames.write(requests)
@@ -160,11 +160,9 @@ async def asked_while_it_sleeps(
     return made, frames
 
 
-async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps() -> None:
     engine = Engine()
-    made, frames = await asked_while_it_sleeps(engine, ask("a", 7) + ask("b", 8), monkeypatch)
+    made, frames = await asked_while_it_sleeps(engine, ask("a", 7) + ask("b", 8))
     await made.wake()
     assert engine.begun == 0
     await made.finish_update()
@@ -173,12 +171,10 @@ async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(
     frames.close()
 
 
-async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_it() -> None:
     """Its id may be asked for again at once, and that request waits like any other."""
     engine = Engine()
-    made, frames = await asked_while_it_sleeps(engine, ask("a"), monkeypatch)
+    made, frames = await asked_while_it_sleeps(engine, ask("a"))
     for message in (Abort(["a"]), ask("a", 7)):
         frames.write(message)
     (given_up,) = await answers(frames, 1)
@@ -196,11 +192,9 @@ async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_
     frames.close()
 
 
-async def test_a_request_that_is_given_up_as_its_engine_gets_its_weights_is_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_request_that_is_given_up_as_its_engine_gets_its_weights_is_stopped() -> None:
     engine = Engine()
-    made, frames = await asked_while_it_sleeps(engine, ask("a"), monkeypatch)
+    made, frames = await asked_while_it_sleeps(engine, ask("a"))
     await made.finish_update()
     await made._abort(["w.0/a"])
     await idle(lambda: made._port.load)

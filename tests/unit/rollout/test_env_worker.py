@@ -163,7 +163,13 @@ async def collected_for_ever(worker: EnvWorker) -> None:
 
 
 class Mumbling:
-    async def requests_address(self) -> None:
+    """An engine with an address that the client cannot read."""
+
+    async def requests_address(self) -> Mumbling:
+        return self
+
+    @property
+    def host(self) -> str:
         raise TypeError("no address")
 
 

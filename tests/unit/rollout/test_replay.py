@@ -23,25 +23,11 @@ from agenticrun_workers.rollout.recording import (
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
-
-
-class Handle:
-    """A store as a Ray handle looks: methods with `.remote`."""
-
-    def __init__(self, store: TrajectoryStore) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-        return type(
-            "Method",
-            (),
-            {"remote": staticmethod(lambda *arguments: asyncio.ensure_future(method(*arguments)))},
-        )
+from rollout_fakes import Remote
 
 
 def stores(count: int = 2) -> list[Any]:
-    return [Handle(TrajectoryStore()) for _ in range(count)]
+    return [Remote(TrajectoryStore()) for _ in range(count)]
 
 
 def played(group: int, member: int) -> Trajectory:
@@ -88,7 +74,7 @@ class Controller:
     async def _group(self, number: int) -> Group:
         members = [played(number, member) for member in (0, 1)]
         store = number % len(self._stores)
-        await self._stores[store].put.remote(pack(members))
+        await self._stores[store].call(lambda actor: actor.put(pack(members)))
         return Group(
             number,
             members[0].tag,
@@ -226,7 +212,11 @@ async def test_recording_changes_nothing_of_what_the_controller_serves(tmp_path:
 
 async def test_a_batch_whose_writing_was_given_up_is_played_again(tmp_path: Path) -> None:
     stuck = [_Stuck(), _Stuck()]
-    rollout = RecordingRollout(Controller(stores()), Recording(str(tmp_path)), stuck)  # type: ignore[arg-type]
+    rollout = RecordingRollout(
+        Controller(stores()),  # type: ignore[arg-type]
+        Recording(str(tmp_path)),
+        [Remote(store) for store in stuck],
+    )
     serving = asyncio.create_task(rollout.batch())
     await asyncio.wait_for(stuck[0].asked.wait(), 60)
     serving.cancel()
@@ -240,12 +230,9 @@ class _Stuck:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
 
-    def __getattr__(self, name: str) -> Any:
-        def remote(*_arguments: object) -> asyncio.Future[Any]:
-            self.asked.set()
-            return asyncio.get_running_loop().create_future()
-
-        return type("Method", (), {"remote": staticmethod(remote)})
+    async def get(self, keys: list[EpisodeKey]) -> bytes:
+        self.asked.set()
+        return await asyncio.Event().wait() and b""
 
 
 async def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:

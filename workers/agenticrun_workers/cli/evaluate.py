@@ -84,6 +84,7 @@ def _play(
     from agenticrun_workers.driver.evaluation import evaluation_run
     from agenticrun_workers.driver.export import export_checkpoint
     from agenticrun_workers.driver.local import embedded_ray
+    from agenticrun_workers.launch.ray_launcher import RayLauncher
 
     what = model or run.spec.model.path or ""
     if checkpoint is not None:
@@ -104,7 +105,10 @@ def _play(
     ]
     with embedded_ray(playing), Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=playing.spec.pipeline.val_batch_size)
-        return asyncio.run(play(playing, lambda episodes: progress.advance(bar, episodes))), what
+        results = asyncio.run(
+            play(playing, RayLauncher(), lambda episodes: progress.advance(bar, episodes))
+        )
+        return results, what
 
 
 def table(results: Mapping[str, TagResult], what: str) -> Table:

@@ -30,6 +30,7 @@ from agenticrun_api.names import (
 from agenticrun_workers.driver.attempt import AttemptRunner, exit_code, fail_early
 from agenticrun_workers.driver.checkpoints import folder_of
 from agenticrun_workers.driver.progress import AttemptId, Requests
+from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.reporting.client import ProgressSink, ReporterClient
 from agenticrun_workers.storage import Folder
 
@@ -87,6 +88,7 @@ def _runner(
         resume=checkpoint.resume if checkpoint else "Never",
         sink=sink,
         requests=requests,
+        launcher=RayLauncher(),
     )
 
 

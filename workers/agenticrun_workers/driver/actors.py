@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import ParamSpec, TypeVar
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from agenticrun_api import AgenticRun, Role
+from agenticrun_api import AgenticRun, Pipeline, Role
 from agenticrun_workers.driver.trainer_group import TrainerGroup
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.pool import ColocatedSlot, EnginePool, colocated_slots
+from agenticrun_workers.launch import ActorHandle, ActorOptions, Launcher
 from agenticrun_workers.models.source import ModelSource, ModelSources
 from agenticrun_workers.models.tokenizer import TokenizerCorpus
-from agenticrun_workers.placement import Placement, check_placement, options_for
+from agenticrun_workers.placement import Placement, check_placement
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.trainer.policy_rank import TrainerActor
-from agenticrun_workers.trainer.rank import CRITIC, REFERENCE
+from agenticrun_workers.trainer.rank import CRITIC, REFERENCE, RankActor
 from agenticrun_workers.trainer.reference_and_critic import CriticActor, ReferenceActor
 from agenticrun_workers.types import EpisodeKey
 from agenticrun_workers.weights.buckets import Bucket, MergePlan
@@ -30,19 +30,19 @@ from agenticrun_workers.weights.sync import WeightSync
 
 log = logging.getLogger(__name__)
 
-OWN_PODS = {REFERENCE: Role.REFERENCE, CRITIC: Role.CRITIC}
-SCORING_ACTORS: dict[str, type] = {REFERENCE: ReferenceActor, CRITIC: CriticActor}
-"""Models that live on the trainer's pods unless the run has pods for their role."""
+A = TypeVar("A")
+P = ParamSpec("P")
 
 MANY_CALLS = 10_000
 """Concurrent calls of an async actor."""
 
 
 class RunActors:
-    """Starts and stops all actors of an attempt on an initialised Ray."""
+    """Starts and stops all actors of an attempt."""
 
-    def __init__(self, run: AgenticRun) -> None:
+    def __init__(self, run: AgenticRun, launcher: Launcher) -> None:
         self._run = run
+        self._launcher = launcher
         self._pipeline = run.spec.pipeline
         loop = asyncio.get_running_loop()
         self._texts: asyncio.Future[TokenizerCorpus] = loop.create_future()
@@ -53,10 +53,10 @@ class RunActors:
         self._env_workers_made = 0
         self._watchers: list[asyncio.Task[None]] = []
         self.weights: WeightSync | None = None
-        self._actors: list[Any] = []
+        self._actors: list[ActorHandle[object]] = []
         self.placements: list[Placement] = []
         """Placements of all actors, replaced ones included."""
-        self.stores: list[Any] = []
+        self.stores: list[ActorHandle[TrajectoryStore]] = []
         self.engines = EnginePool(
             self._spawn_engine, self._count(Role.INFERENCE), self._engines_changed
         )
@@ -92,7 +92,10 @@ class RunActors:
             if result.store >= 0:
                 by_store.setdefault(result.store, []).append(result.key)
         await asyncio.gather(
-            *(self.stores[store].discard.remote(keys) for store, keys in by_store.items())
+            *(
+                self.stores[store].call(lambda keeper: keeper.discard(keys))
+                for store, keys in by_store.items()
+            )
         )
 
     async def stop(self) -> None:
@@ -105,21 +108,23 @@ class RunActors:
         if self.weights is not None:
             await self.weights.stop()
         for actor in self._actors:
-            ray.kill(actor)
+            actor.kill()
 
     def _count(self, role: Role) -> int:
         return self._run.spec.actors(role)
 
-    def _actor(self, cls: type, role: Role, *arguments: Any, **options: Any) -> Any:
-        gpus = self._gpus(role)
-        actor: Any = (
-            ray.remote(cls).options(**options_for(role, gpus), **options).remote(*arguments)
-        )
+    def _start(
+        self, options: ActorOptions, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs
+    ) -> ActorHandle[A]:
+        actor = self._launcher.start(options, cls, *args, **kwargs)
         self._actors.append(actor)
         return actor
 
+    def _options(self, role: Role) -> ActorOptions:
+        return ActorOptions(role, gpus=self._gpus(role))
+
     def _gpus(self, role: Role) -> int:
-        """Return the GPUs that Ray reserves for one actor.
+        """Return the GPUs that one actor reserves.
 
         Colocated engines reserve none: they share those of the ranks on their pod.
         """
@@ -148,14 +153,13 @@ class RunActors:
         pods = spec.engine_role if role is Role.INFERENCE else role
         return max(1, int(cpus(spec.roles.of(pods).cpus)) // spec.actors_per_pod(pods)[role])
 
-    async def _place(self, actor: Any) -> Placement:
-        """Return where the actor runs.
+    def _check(self, placement: Placement) -> Placement:
+        """Note where an actor runs.
 
         Raises:
             MisplacedActor: it is not on a pod of its role.
         """
-        placement: Placement = await actor.placement.remote()
-        check_placement(placement)
+        check_placement(placement, self._launcher.offers(placement.node_id))
         self.placements.append(placement)
         log.info(
             "%s runs on %s (node %s, pid %d)",
@@ -176,81 +180,130 @@ class RunActors:
             self._devices_free.set()
 
     async def _start_trainers(self) -> None:
-        own = {part: role for part, role in OWN_PODS.items() if self._run.spec.roles.has(role)}
-        used = {CRITIC} if self._pipeline.uses_critic else set()
-        used |= {REFERENCE} if self._pipeline.uses_reference else set()
-        trainers = self._ranks(TrainerActor, Role.TRAINER, frozenset(used - own.keys()))
-        others = {part: self._ranks(SCORING_ACTORS[part], role) for part, role in own.items()}
-        placements = await asyncio.gather(*(self._place(actor) for actor in trainers))
+        pipeline = self._pipeline
+        roles = self._run.spec.roles
+        hosted = frozenset(
+            part
+            for part, used, role in (
+                (CRITIC, self._pipeline.uses_critic, Role.CRITIC),
+                (REFERENCE, self._pipeline.uses_reference, Role.REFERENCE),
+            )
+            if used and not roles.has(role)
+        )
+        world = self._count(Role.TRAINER)
+        trainers = [
+            self._start(self._options(Role.TRAINER), TrainerActor, rank, world, pipeline, hosted)
+            for rank in range(world)
+        ]
+        references = self._scoring_ranks(ReferenceActor, Role.REFERENCE)
+        critics = self._scoring_ranks(CriticActor, Role.CRITIC)
+        placements = await self._place(trainers)
         self._trainer_places.set_result(placements)
         self._source.set_result(await self._make_source(trainers[0]))
-        sources = ModelSources.of(self._source.result(), self._pipeline)
+        sources = ModelSources.of(self._source.result(), pipeline)
         await self._devices_free.wait()
+        others: list[ActorHandle[ReferenceActor] | ActorHandle[CriticActor]] = [
+            *references,
+            *critics,
+        ]
         parts, *_ = await asyncio.gather(
-            self._set_up(trainers, Role.TRAINER, sources),
-            *(self._set_up(actors, OWN_PODS[part], sources) for part, actors in others.items()),
-            *(self._place(actor) for actors in others.values() for actor in actors),
+            self._set_up(trainers, sources),
+            self._set_up_scoring(references, Role.REFERENCE, sources),
+            self._set_up_scoring(critics, Role.CRITIC, sources),
+            self._place(others),
         )
         for node_id in dict.fromkeys(placement.node_id for placement in placements):
-            here = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            store = ray.remote(TrajectoryStore).options(
-                num_cpus=0, max_concurrency=MANY_CALLS, scheduling_strategy=here
-            )
-            self.stores.append(store.remote())
-        self._actors += self.stores
+            here = ActorOptions(node_id=node_id, max_concurrency=MANY_CALLS)
+            self.stores.append(self._start(here, TrajectoryStore))
         self._watchers = [
             asyncio.create_task(_until_death(store), name="store") for store in self.stores
         ]
-        ranks = [*trainers, *(actor for actors in others.values() for actor in actors)]
-        await asyncio.gather(*(actor.set_stores.remote(self.stores) for actor in ranks))
+        ranks: list[ActorHandle[RankActor]] = [*trainers, *others]
+        await asyncio.gather(
+            *(actor.call(lambda rank: rank.set_stores(self.stores)) for actor in ranks)
+        )
         metadata = self._run.metadata
         name = f"{metadata.name}-{metadata.uid or 'local'}"
         expanding = self._spawn_adapter_node if self._pipeline.actor_train.lora else None
         home = placements[0].node_id
         self.weights = WeightSync(
-            self._pipeline.weight_sync, name, trainers, home, self._spawn_node_weights, expanding
+            pipeline.weight_sync, name, trainers, home, self._spawn_node_weights, expanding
         )
-        self.trainers = TrainerGroup(self._pipeline, trainers, parts, others, self.weights)
+        self.trainers = TrainerGroup(
+            self._launcher, pipeline, trainers, parts, references, critics, self.weights
+        )
 
-    def _ranks(self, cls: type, role: Role, *arguments: Any) -> list[Any]:
-        world = self._count(role)
+    def _scoring_ranks(
+        self, cls: Callable[[int, int, Pipeline], A], role: Role
+    ) -> list[ActorHandle[A]]:
+        """Start the ranks of reference or critic; none without pods of their own."""
+        world = self._count(role) if self._run.spec.roles.has(role) else 0
         return [
-            self._actor(cls, role, rank, world, self._pipeline, *arguments) for rank in range(world)
+            self._start(self._options(role), cls, rank, world, self._pipeline)
+            for rank in range(world)
         ]
 
-    async def _set_up(self, actors: list[Any], role: Role, sources: ModelSources) -> list[Any]:
-        """Call `setup` on all ranks of one model and return the answers."""
-        meeting = await actors[0].rendezvous.remote()
+    async def _place(self, ranks: Sequence[ActorHandle[RankActor]]) -> list[Placement]:
+        """Note where ranks run."""
+        placements = await asyncio.gather(
+            *(actor.call(lambda rank: rank.placement()) for actor in ranks)
+        )
+        return [self._check(placement) for placement in placements]
+
+    async def _set_up(
+        self, trainers: list[ActorHandle[TrainerActor]], sources: ModelSources
+    ) -> list[int]:
+        """Load the policy, and return the share of each batch that each rank gets."""
+        threads = self._threads(Role.TRAINER)
+        meeting = await trainers[0].call(lambda rank: rank.rendezvous())
         return await asyncio.gather(
-            *(actor.setup.remote(sources, meeting, self._threads(role)) for actor in actors)
+            *(actor.call(lambda rank: rank.setup(sources, meeting, threads)) for actor in trainers)
         )
 
-    async def _make_source(self, trainer: Any) -> ModelSource:
+    async def _set_up_scoring(
+        self,
+        actors: Sequence[ActorHandle[ReferenceActor] | ActorHandle[CriticActor]],
+        role: Role,
+        sources: ModelSources,
+    ) -> None:
+        """Load reference or critic, if it has ranks of its own."""
+        if not actors:
+            return
+        threads = self._threads(role)
+        meeting = await actors[0].call(lambda rank: rank.rendezvous())
+        await asyncio.gather(
+            *(actor.call(lambda rank: rank.setup(sources, meeting, threads)) for actor in actors)
+        )
+
+    async def _make_source(self, trainer: ActorHandle[TrainerActor]) -> ModelSource:
         """Return the initial model; random weights are made on the first trainer pod."""
         model = self._run.spec.model
         source = ModelSource.of(model)
-        if model.initialize is None:
+        initialize = model.initialize
+        if initialize is None:
             return source
+        texts = await self._texts
         return source.with_files(
-            await trainer.make_model.remote(model.initialize, await self._texts)
+            await trainer.call(lambda rank: rank.make_model(initialize, texts))
         )
 
-    async def _spawn_engine(self, engine_id: str, slot: int) -> Any:
+    async def _spawn_engine(self, engine_id: str, slot: int) -> ActorHandle[EngineActor]:
         shared = await self._colocated_slot(slot) if self._run.spec.colocated else None
-        there = (
-            {"scheduling_strategy": NodeAffinitySchedulingStrategy(shared.node_id, soft=False)}
-            if shared
-            else {}
+        options = replace(
+            self._options(Role.INFERENCE),
+            node_id=shared.node_id if shared else None,
+            max_concurrency=MANY_CALLS,
         )
-        actor = self._actor(
-            EngineActor, Role.INFERENCE, engine_id, max_concurrency=MANY_CALLS, **there
-        )
-        await self._place(actor)
+        actor = self._start(options, EngineActor, engine_id)
+        self._check(await actor.call(lambda engine: engine.placement()))
         if shared:
-            await actor.use_gpus.remote(shared.gpus)
+            gpus = shared.gpus
+            await actor.call(lambda engine: engine.use_gpus(gpus))
         source = await asyncio.shield(self._source)
-        await actor.start.remote(
-            self._pipeline, source, self._gpus_of_engine, self._threads(Role.INFERENCE)
+        await actor.call(
+            lambda engine: engine.start(
+                self._pipeline, source, self._gpus_of_engine, self._threads(Role.INFERENCE)
+            )
         )
         return actor
 
@@ -267,28 +320,33 @@ class RunActors:
         )
         return slots[number]
 
-    async def _spawn_env_worker(self) -> Any:
+    async def _spawn_env_worker(self) -> ActorHandle[EnvWorker]:
         name = f"env-worker-{self._env_workers_made}"
         self._env_workers_made += 1
-        actor = self._actor(EnvWorker, Role.ENV, name, self._pipeline, max_concurrency=MANY_CALLS)
-        await self._place(actor)
-        texts = await actor.describe.remote()
+        options = replace(self._options(Role.ENV), max_concurrency=MANY_CALLS)
+        actor = self._start(options, EnvWorker, name, self._pipeline)
+        self._check(await actor.call(lambda worker: worker.placement()))
+        texts = await actor.call(lambda worker: worker.describe())
         if not self._texts.done():
             self._texts.set_result(texts)
         source = await asyncio.shield(self._source)
-        await actor.setup.remote(source.tokenizer())
+        await actor.call(lambda worker: worker.setup(source.tokenizer()))
         return actor
 
-    def _spawn_node_weights(self, node_id: str, run: str, buckets: tuple[Bucket, ...]) -> Any:
-        return self._memory_of_node(NodeWeights, node_id, run, buckets)
+    def _spawn_node_weights(
+        self, node_id: str, run: str, buckets: tuple[Bucket, ...]
+    ) -> ActorHandle[NodeWeights]:
+        return self._start(_memory_of(node_id), NodeWeights, run, buckets)
 
     def _spawn_adapter_node(
         self, node_id: str, run: str, buckets: tuple[Bucket, ...], plan: MergePlan
-    ) -> Any:
+    ) -> ActorHandle[AdapterNode]:
         """Spawn the node's LoRA merger. It may use all CPUs of the pod: the engines wait for it."""
         spec = self._run.spec
         threads = max(1, int(cpus(spec.roles.of(spec.engine_role).cpus)))
-        arguments = (
+        return self._start(
+            _memory_of(node_id),
+            AdapterNode,
             run,
             buckets,
             plan,
@@ -296,19 +354,8 @@ class RunActors:
             self._pipeline.weight_sync.bucket_bytes,
             threads,
         )
-        return self._memory_of_node(AdapterNode, node_id, *arguments)
 
-    def _memory_of_node(self, cls: type, node_id: str, *arguments: Any) -> Any:
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        actor: Any = (
-            ray.remote(cls)
-            .options(num_cpus=0, max_concurrency=4, scheduling_strategy=there)
-            .remote(*arguments)
-        )
-        self._actors.append(actor)
-        return actor
-
-    async def _engines_changed(self, engines: dict[str, Any]) -> None:
+    async def _engines_changed(self, engines: dict[str, ActorHandle[EngineActor]]) -> None:
         await self.envs.set_endpoints(engines, self.stores)
 
 
@@ -317,5 +364,9 @@ def cpus(quantity: str) -> float:
     return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
 
 
-async def _until_death(store: Any) -> None:
-    await store.until_death.remote()
+def _memory_of(node_id: str) -> ActorOptions:
+    return ActorOptions(node_id=node_id, max_concurrency=4)
+
+
+async def _until_death(store: ActorHandle[TrajectoryStore]) -> None:
+    await store.call(lambda keeper: keeper.until_death())

@@ -1,4 +1,4 @@
-"""One attempt of a run on an initialised Ray, on a RayCluster and in local mode alike."""
+"""One attempt of a run, on a RayCluster and in local mode alike."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-import ray.exceptions
 
 from agenticrun_api import Activity, AgenticRun, FinalReport, InvalidRun, Outcome, Reason
 from agenticrun_api.names import ExitCode
@@ -23,6 +21,7 @@ from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.trainer_group import SharedDevices
 from agenticrun_workers.driver.warmup import Warmup
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.launch import ActorDied, Launcher
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 from agenticrun_workers.reporting.trackers import build_trackers
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
@@ -43,6 +42,7 @@ class AttemptRunner:
         output: folder of metrics.jsonl and TensorBoard's events.
         checkpoints: path or URI of the run's checkpoints; None saves nothing.
         resume: the value of `spec.checkpoint.resume`.
+        launcher: starts the actors.
     """
 
     run: AgenticRun
@@ -52,6 +52,7 @@ class AttemptRunner:
     resume: str
     sink: ProgressSink
     requests: Requests
+    launcher: Launcher
 
     async def execute(self) -> FinalReport:
         """Train to the last step and report the outcome to the sink.
@@ -92,7 +93,7 @@ class AttemptRunner:
             if self.checkpoints
             else None
         )
-        actors = RunActors(self.run)
+        actors = RunActors(self.run, self.launcher)
         try:
             await self.requests.unless_stopped(actors.start())
             # Later attempts resume from the run's own checkpoints, unlike perhaps the first.
@@ -167,35 +168,30 @@ def _controller(
 def report_of(error: BaseException, step: int) -> FinalReport:
     """Translate an exception into the outcome of the run.
 
-    Ray wraps what an actor raised; the report names the original.
-
     Args:
         step: completed training steps.
     """
-    cause = error
-    while isinstance(cause, ray.exceptions.RayTaskError):
-        cause = cause.cause
-    if isinstance(cause, StopRequested):
+    if isinstance(error, StopRequested):
         return _report(
             Outcome.STOPPED, "Stopped", f"stopped on request after {step} steps", retryable=True
         )
-    if isinstance(cause, InvalidConfig | InvalidRun):
-        return _report(Outcome.FAILED, Reason.INVALID_CONFIG, str(cause), retryable=False)
-    if isinstance(cause, GuardTripped):
-        return _report(Outcome.FAILED, "GuardTripped", str(cause), retryable=False)
-    if isinstance(cause, ray.exceptions.RayActorError):
-        line = str(cause).strip().splitlines()[0]
+    if isinstance(error, InvalidConfig | InvalidRun):
+        return _report(Outcome.FAILED, Reason.INVALID_CONFIG, str(error), retryable=False)
+    if isinstance(error, GuardTripped):
+        return _report(Outcome.FAILED, "GuardTripped", str(error), retryable=False)
+    if isinstance(error, ActorDied):
+        line = str(error).strip().splitlines()[0]
         return _report(
             Outcome.FAILED,
             "WorkerLost",
             f"in step {step}: an actor that training needs is gone: {line}",
             retryable=True,
         )
-    line = next(iter(str(cause).strip().splitlines()), "")
+    line = next(iter(str(error).strip().splitlines()), "")
     return _report(
         Outcome.FAILED,
         "TrainingFailed",
-        f"in step {step}: {type(cause).__name__}: {line}",
+        f"in step {step}: {type(error).__name__}: {line}",
         retryable=True,
     )
 

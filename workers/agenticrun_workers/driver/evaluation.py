@@ -15,6 +15,7 @@ from agenticrun_api import AgenticRun, Pipeline
 from agenticrun_workers.driver.actors import RunActors
 from agenticrun_workers.driver.metrics import Metrics, validation_metrics
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.launch import Launcher
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.rollout.env_pool import RolloutBackend
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, every_trajectory, tag_cycle
@@ -231,17 +232,20 @@ def evaluation_run(run: AgenticRun, model: str | None) -> AgenticRun:
     )
 
 
-async def evaluate(run: AgenticRun, progressed: Progressed) -> dict[str, TagResult]:
-    """Play the validation set on an initialised Ray.
+async def evaluate(
+    run: AgenticRun, launcher: Launcher, progressed: Progressed
+) -> dict[str, TagResult]:
+    """Play the validation set.
 
     Args:
         run: from `evaluation_run`.
+        launcher: starts the actors.
         progressed: called while episodes end.
 
     Raises:
         InvalidConfig: the spec of the run cannot work.
     """
-    actors = _PlayingActors(run)
+    actors = _PlayingActors(run, launcher)
     try:
         await actors.start()
         results = await Validator(_Counted(actors.envs, progressed), run.spec.pipeline).run()

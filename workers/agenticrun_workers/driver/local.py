@@ -20,6 +20,7 @@ from agenticrun_api import AgenticRun, FinalReport, Role
 from agenticrun_workers.driver.attempt import AttemptRunner
 from agenticrun_workers.driver.progress import AttemptId, Requests
 from agenticrun_workers.inference.actor import LOG_FOLDER
+from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.processes import children, end_families, families
 from agenticrun_workers.reporting.client import ProgressSink
 from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay
@@ -78,6 +79,7 @@ async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalRepo
         resume=checkpoint.resume if checkpoint else "Auto",
         sink=sink,
         requests=requests,
+        launcher=RayLauncher(),
     )
     return await runner.execute()
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import ray
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.driver.checkpoints import LoadModule, SaveModule
+from agenticrun_workers.launch import ActorHandle, Launcher, Result
 from agenticrun_workers.rollout.groups import EpisodeResult, Group
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.serialization import pack, unpack
@@ -22,9 +22,20 @@ from agenticrun_workers.trainer.batch import (
     TurnCredits,
     optimizer_steps_per_batch,
 )
-from agenticrun_workers.trainer.rank import ACTOR, CRITIC, REFERENCE, Metrics
+from agenticrun_workers.trainer.rank import (
+    ACTOR,
+    CRITIC,
+    REFERENCE,
+    Metrics,
+    RankActor,
+    ReferenceUpdateMixin,
+)
 from agenticrun_workers.types import EpisodeKey
 from agenticrun_workers.weights.sync import Receiver, WeightSync
+
+if TYPE_CHECKING:
+    from agenticrun_workers.trainer.policy_rank import TrainerActor
+    from agenticrun_workers.trainer.reference_and_critic import CriticActor, ReferenceActor
 
 
 @dataclass(frozen=True)
@@ -32,8 +43,8 @@ class Advantages:
     """The driver's handle of a batch with advantages; the advantages stay on the ranks."""
 
     metrics: Metrics
-    value_targets: Sequence[Any]
-    """References to the packed `ValueTargets` of the policy's ranks; the critic fetches them."""
+    value_targets: Sequence[Result[bytes]]
+    """Packed `ValueTargets` of the policy's ranks; they go straight to the critic."""
 
 
 class TrainerGroup:
@@ -43,22 +54,27 @@ class TrainerGroup:
         trainers: ranks of the policy.
         parts: the share of each batch that each of them gets; ranks that split one model get the
             same share.
-        others: ranks of reference and critic by name, where they have pods of their own.
+        references: ranks of the reference, if it has pods of its own.
+        critics: ranks of the critic, if it has pods of its own.
         weights: copies the policy's weights to others.
     """
 
     def __init__(
         self,
+        launcher: Launcher,
         pipeline: Pipeline,
-        trainers: list[Any],
+        trainers: Sequence[ActorHandle[TrainerActor]],
         parts: Sequence[int],
-        others: Mapping[str, list[Any]],
+        references: Sequence[ActorHandle[ReferenceActor]],
+        critics: Sequence[ActorHandle[CriticActor]],
         weights: WeightSync,
     ) -> None:
+        self._launcher = launcher
         self._pipeline = pipeline
         self._trainers = trainers
         self._part_of = parts
-        self._others = others
+        self._references = references
+        self._critics = critics
         self.weights = weights
 
     @property
@@ -69,12 +85,12 @@ class TrainerGroup:
     @property
     def savers(self) -> dict[str, SaveModule]:
         """One function per module of a checkpoint that saves it."""
-        return {module: partial(self._call, module, "save") for module in self._modules()}
+        return {module: partial(self._save, module) for module in self._modules()}
 
     @property
     def loaders(self) -> dict[str, LoadModule]:
         """One function per module that loads it. They raise `CheckpointMismatch`."""
-        return {module: partial(self._call, module, "load") for module in self._modules()}
+        return {module: partial(self._load, module) for module in self._modules()}
 
     async def warm_up(self, keys: list[list[tuple[EpisodeKey, int]]]) -> Metrics:
         """Take a supervised step.
@@ -83,17 +99,19 @@ class TrainerGroup:
             keys: key and store number of the trajectories of each share.
         """
         calls = [
-            actor.warm_up.remote(keys[part])
+            actor.call(lambda rank: rank.warm_up(keys[part]))
             for actor, part in zip(self._trainers, self._part_of, strict=True)
         ]
-        answers: list[Metrics] = await asyncio.gather(*calls)
+        answers = await asyncio.gather(*calls)
         return answers[0]
 
     async def freeze_reference(self) -> None:
         """Make the policy of now the reference, unless the run names another one or has none."""
         if REFERENCE in self._modules():
-            ranks = self._ranks_of(REFERENCE)
-            places = await asyncio.gather(*(actor.placement.remote() for actor in ranks))
+            ranks: Sequence[ActorHandle[ReferenceUpdateMixin]] = self._references or self._trainers
+            places = await asyncio.gather(
+                *(actor.call(lambda rank: rank.placement()) for actor in ranks)
+            )
             receivers = {
                 place.actor: Receiver(actor, place.node_id)
                 for actor, place in zip(ranks, places, strict=True)
@@ -106,16 +124,23 @@ class TrainerGroup:
         Args:
             version: the policy version that this step makes.
         """
-        scores = [
-            actor.score.remote(pack(plan))
-            for actors in self._others.values()
-            for actor, plan in zip(
-                actors, plan_batch(self._pipeline, groups, len(actors), version), strict=True
-            )
+        scores: list[Result[bytes]] = []
+        scoring: list[Sequence[ActorHandle[ReferenceActor] | ActorHandle[CriticActor]]] = [
+            self._references,
+            self._critics,
         ]
+        for actors in scoring:
+            if actors:
+                shares = plan_batch(self._pipeline, groups, len(actors), version)
+                scores += [
+                    actor.call(lambda rank: rank.score(pack(plan)))
+                    for actor, plan in zip(actors, shares, strict=True)
+                ]
         plans = plan_batch(self._pipeline, groups, self.parts, version)
         calls = [
-            actor.score.remote(pack(plans[part]), *scores)
+            actor.call(
+                lambda rank: rank.score(pack(plans[part]), *(one.as_argument() for one in scores))
+            )
             for actor, part in zip(self._trainers, self._part_of, strict=True)
         ]
         by_part = dict(zip(self._part_of, await asyncio.gather(*calls), strict=True))
@@ -123,23 +148,26 @@ class TrainerGroup:
 
     async def compute_advantages(self, credits: TurnCredits) -> Advantages:
         """Turn the credits of the turns into an advantage per token, on the policy's ranks."""
-        packed = ray.put(pack(credits))
+        packed = self._launcher.put(pack(credits))
         calls = [
-            actor.compute_advantages.options(num_returns=2).remote(packed)
+            actor.call_pair(lambda rank: rank.compute_advantages(packed.as_argument()))
             for actor in self._trainers
         ]
-        answers: list[Metrics] = await asyncio.gather(*(metrics for metrics, _ in calls))
+        answers = await asyncio.gather(*(metrics for metrics, _ in calls))
         return Advantages(answers[0], [targets for _, targets in calls])
 
-    async def train_critic(self, targets: Sequence[Any]) -> Metrics:
+    async def train_critic(self, targets: Sequence[Result[bytes]]) -> Metrics:
         """Take all optimizer steps of the batch with the critic; no metrics without one."""
         if not self._pipeline.uses_critic:
             return {}
-        if CRITIC in self._others:
-            calls = [actor.train_critic.remote(*targets) for actor in self._others[CRITIC]]
+        if self._critics:
+            calls = [
+                actor.call(lambda rank: rank.train_critic(*(one.as_argument() for one in targets)))
+                for actor in self._critics
+            ]
         else:
-            calls = [actor.train_critic.remote() for actor in self._trainers]
-        answers: list[Metrics] = await asyncio.gather(*calls)
+            calls = [actor.call(lambda rank: rank.train_critic()) for actor in self._trainers]
+        answers = await asyncio.gather(*calls)
         return answers[0]
 
     async def train_actor(self, version: int, *, update: bool) -> Metrics:
@@ -148,17 +176,19 @@ class TrainerGroup:
         Args:
             update: False leaves the weights alone, while the critic warms up.
         """
-        calls = [actor.train_actor.remote(version, update) for actor in self._trainers]
-        answers: list[Metrics] = await asyncio.gather(*calls)
+        calls = [
+            actor.call(lambda rank: rank.train_actor(version, update)) for actor in self._trainers
+        ]
+        answers = await asyncio.gather(*calls)
         return answers[0]
 
     async def offload(self) -> None:
         """Free the devices: the policy, and models on its pods, move to host memory."""
-        await asyncio.gather(*(actor.offload.remote() for actor in self._trainers))
+        await asyncio.gather(*(actor.call(lambda rank: rank.offload()) for actor in self._trainers))
 
     async def onload(self) -> None:
         """Move the models back to the devices."""
-        await asyncio.gather(*(actor.onload.remote() for actor in self._trainers))
+        await asyncio.gather(*(actor.call(lambda rank: rank.onload()) for actor in self._trainers))
 
     def _modules(self) -> list[str]:
         """Return the modules of a checkpoint.
@@ -174,12 +204,27 @@ class TrainerGroup:
             *([REFERENCE] if own_reference else []),
         ]
 
-    def _ranks_of(self, module: str) -> list[Any]:
-        return self._others.get(module, self._trainers)
+    def _ranks_of(self, module: str) -> Sequence[ActorHandle[RankActor]]:
+        elsewhere: dict[str, Sequence[ActorHandle[RankActor]]] = {
+            REFERENCE: self._references,
+            CRITIC: self._critics,
+        }
+        return elsewhere.get(module) or self._trainers
 
-    async def _call(self, module: str, method: str, folder: str) -> None:
+    async def _save(self, module: str, folder: str) -> None:
         await asyncio.gather(
-            *(getattr(actor, method).remote(module, folder) for actor in self._ranks_of(module))
+            *(
+                actor.call(lambda rank: rank.save(module, folder))
+                for actor in self._ranks_of(module)
+            )
+        )
+
+    async def _load(self, module: str, folder: str) -> None:
+        await asyncio.gather(
+            *(
+                actor.call(lambda rank: rank.load(module, folder))
+                for actor in self._ranks_of(module)
+            )
         )
 
 

@@ -7,8 +7,6 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import ray
-
 from agenticrun_api import Pipeline, Role
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.engine import (
@@ -22,6 +20,7 @@ from agenticrun_workers.inference.engine import (
     UnusableModel,
 )
 from agenticrun_workers.inference.request_port import Address, RequestPort
+from agenticrun_workers.launch import current_node
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.types import Generation, GenerationRequest
@@ -34,13 +33,13 @@ LOG_FOLDER = "AGENTICRUN_LOG_FOLDER"
 def log_folder() -> Path:
     """Return the folder for logs of engine servers.
 
-    Without `LOG_FOLDER` it is that of this Ray session. `session_latest` would be that of the
-    session that started last on this machine.
+    Without `LOG_FOLDER` it is that of this Ray session.
     """
     if chosen := os.environ.get(LOG_FOLDER):
         return Path(chosen)
-    context = ray.get_runtime_context()
-    return Path(context.get_temp_dir(), context.get_session_name(), "logs")
+    from agenticrun_workers.launch.ray_launcher import session_logs
+
+    return session_logs()
 
 
 class EngineActor:
@@ -51,8 +50,7 @@ class EngineActor:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        self._port = RequestPort(self._generate, self._abort, host)
+        self._port = RequestPort(self._generate, self._abort, current_node().address)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._verifier = Verifier()
         self._awake = True

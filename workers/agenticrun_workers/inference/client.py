@@ -13,11 +13,10 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
-import ray.exceptions
-
-from agenticrun_workers.inference.request_port import Abort, Answer, Frames, connect
+from agenticrun_workers.inference.request_port import Abort, Address, Answer, Frames, connect
+from agenticrun_workers.launch import ActorHandle
 from agenticrun_workers.types import Generation, GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -29,6 +28,12 @@ class RequestRefused(Exception):
     """An engine refused or failed this request. The message is the engine's."""
 
 
+class RequestServer(Protocol):
+    """The part of an `EngineActor` that clients call."""
+
+    async def requests_address(self) -> Address: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Waiting:
     request: GenerationRequest
@@ -38,7 +43,7 @@ class _Waiting:
 class _EngineLink:
     """An engine and this client's connection to it."""
 
-    def __init__(self, engine_id: str, handle: Any) -> None:
+    def __init__(self, engine_id: str, handle: ActorHandle[RequestServer]) -> None:
         self.engine_id = engine_id
         self.handle = handle
         self.in_flight: dict[str, _Waiting] = {}
@@ -74,7 +79,7 @@ class GenerationClient:
         self._unsent: list[_Waiting] = []
         self._flush_planned = False
 
-    def set_engines(self, engines: Mapping[str, Any]) -> None:
+    def set_engines(self, engines: Mapping[str, ActorHandle[RequestServer]]) -> None:
         """Use exactly these engine actors, by id, from now on. Requests of others move to them."""
         for engine_id in set(self._links) - set(engines):
             self._drop(self._links[engine_id])
@@ -143,31 +148,32 @@ class GenerationClient:
 
     async def _listen(self, link: _EngineLink) -> None:
         """Keep a connection to a living engine and deliver its answers."""
-        try:
-            while True:
-                address = await link.handle.requests_address.remote()
-                try:
-                    frames = await connect(address, self._name)
-                except OSError as error:
-                    log.warning(
-                        "engine %s cannot be reached at %s:%d (%s)",
-                        link.engine_id,
-                        address.host,
-                        address.port,
-                        error,
-                    )
-                else:
-                    await self._listen_to(link, frames)
-                await asyncio.sleep(RECONNECT_SECONDS)
-        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-            log.warning(
-                "engine %s died (%s): its %d requests move to other engines",
-                link.engine_id,
-                error,
-                len(link.in_flight),
-            )
-            if self._links.get(link.engine_id) is link:
-                self._drop(link)
+        while True:
+            try:
+                address = await link.handle.call(lambda engine: engine.requests_address())
+            except Exception as error:
+                log.warning(
+                    "engine %s died (%s): its %d requests move to other engines",
+                    link.engine_id,
+                    error,
+                    len(link.in_flight),
+                )
+                if self._links.get(link.engine_id) is link:
+                    self._drop(link)
+                return
+            try:
+                frames = await connect(address, self._name)
+            except OSError as error:
+                log.warning(
+                    "engine %s cannot be reached at %s:%d (%s)",
+                    link.engine_id,
+                    address.host,
+                    address.port,
+                    error,
+                )
+            else:
+                await self._listen_to(link, frames)
+            await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _listen_to(self, link: _EngineLink, frames: Frames) -> None:
         """Deliver answers until the connection breaks.

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import ray.exceptions
+from typing import TYPE_CHECKING, Any
 
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.inference.engine import EngineStats
+from agenticrun_workers.launch import ActorHandle
 from agenticrun_workers.placement import Placement
 from agenticrun_workers.weights.sync import Receiver, SyncReport, WeightSync
+
+if TYPE_CHECKING:
+    from agenticrun_workers.inference.actor import EngineActor
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +69,9 @@ class EnginePool:
 
     def __init__(
         self,
-        spawn: Callable[[str, int], Awaitable[Any]],
+        spawn: Callable[[str, int], Awaitable[ActorHandle[EngineActor]]],
         count: int,
-        on_change: Callable[[dict[str, Any]], Awaitable[None]],
+        on_change: Callable[[dict[str, ActorHandle[EngineActor]]], Awaitable[None]],
     ) -> None:
         self._spawn = spawn
         self._count = count
@@ -82,9 +84,9 @@ class EnginePool:
         self._awake = asyncio.Event()
         self._awake.set()
         self._replacing: set[asyncio.Task[None]] = set()
-        self._receivers: dict[str, Receiver] = {}
+        self._receivers: dict[str, Receiver[EngineActor]] = {}
         self._watchers: set[asyncio.Task[None]] = set()
-        self.engines: dict[str, Any] = {}
+        self.engines: dict[str, ActorHandle[EngineActor]] = {}
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when the engines cannot be kept alive."""
 
@@ -99,11 +101,11 @@ class EnginePool:
         """
         self._awake.clear()
         await asyncio.gather(*self._replacing, return_exceptions=True)
-        await self._call_all("sleep")
+        await self._call_all("sleep", lambda engine: engine.sleep())
 
     async def wake(self) -> None:
         """Make all engines take their devices back. They serve after the next weight update."""
-        await self._call_all("wake")
+        await self._call_all("wake", lambda engine: engine.wake())
         self._awake.set()
 
     async def update_weights(
@@ -128,7 +130,7 @@ class EnginePool:
             report = await weights.update(receivers, version, handover)
         for engine_id, error in report.failed.items():
             log.warning("%s did not load version %d: %s", engine_id, version, error)
-            ray.kill(receivers[engine_id].handle)
+            receivers[engine_id].handle.kill()
         if len(report.failed) < len(receivers):
             self._deaths = 0
         return report
@@ -137,7 +139,8 @@ class EnginePool:
         """Return the statistics of each living engine, by its id."""
         engines = dict(self.engines)
         answers = await asyncio.gather(
-            *(engine.stats.remote() for engine in engines.values()), return_exceptions=True
+            *(engine.call(lambda actor: actor.stats()) for engine in engines.values()),
+            return_exceptions=True,
         )
         return {
             name: answer
@@ -152,16 +155,18 @@ class EnginePool:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
-    async def _call_all(self, method: str) -> None:
+    async def _call_all(
+        self, name: str, method: Callable[[EngineActor], Coroutine[Any, Any, None]]
+    ) -> None:
         """Call a method of every engine. Engines that die in it are replaced."""
         engines = dict(self.engines)
-        calls = (getattr(engine, method).remote() for engine in engines.values())
+        calls = (engine.call(method) for engine in engines.values())
         for engine_id, answer in zip(
             engines, await asyncio.gather(*calls, return_exceptions=True), strict=True
         ):
-            if isinstance(answer, ray.exceptions.RayError):
-                log.warning("%s failed to %s: %s", engine_id, method, answer)
-                ray.kill(engines[engine_id])
+            if isinstance(answer, Exception):
+                log.warning("%s failed to %s: %s", engine_id, name, answer)
+                engines[engine_id].kill()
             elif isinstance(answer, BaseException):
                 raise answer
 
@@ -169,7 +174,8 @@ class EnginePool:
         engine_id = f"engine-{self._spawned}"
         self._spawned += 1
         handle = await self._spawn(engine_id, slot)
-        receiver = Receiver(handle, (await handle.placement.remote()).node_id)
+        placement = await handle.call(lambda engine: engine.placement())
+        receiver = Receiver(handle, placement.node_id)
         async with self._changing:
             if self._weights is not None and self._weights.version is not None:
                 await self._weights.join(receiver)
@@ -180,12 +186,12 @@ class EnginePool:
         watcher.add_done_callback(self._watchers.discard)
         await self._on_change(dict(self.engines))
 
-    async def _watch(self, engine_id: str, handle: Any, slot: int) -> None:
+    async def _watch(self, engine_id: str, handle: ActorHandle[EngineActor], slot: int) -> None:
         try:
-            await handle.until_death.remote()
-        except ray.exceptions.RayError as error:
+            await handle.call(lambda engine: engine.until_death())
+        except Exception as error:
             log.warning("%s died and is replaced: %s", engine_id, error)
-        ray.kill(handle)
+        handle.kill()
         del self.engines[engine_id], self._receivers[engine_id]
         self._deaths += 1
         await self._on_change(dict(self.engines))

@@ -11,17 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
-
-import ray
-import ray.exceptions
+from typing import TYPE_CHECKING, Protocol
 
 from agenticrun_workers.errors import RolloutFailed
-from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupTask
+from agenticrun_workers.inference.client import RequestServer
+from agenticrun_workers.launch import (
+    ActorDied,
+    ActorHandle,
+    ActorUnavailable,
+    OtherActorDied,
+    Result,
+)
+from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupTask, Stores
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory
+
+if TYPE_CHECKING:
+    from agenticrun_workers.rollout.env_worker import EnvWorker
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +103,7 @@ class _Open:
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    handle: Any
+    handle: ActorHandle[EnvWorker]
     open: dict[tuple[str, int, int], _Open] = field(default_factory=dict)
     outgoing: list[GroupTask] = field(default_factory=list)
     episodes: int = 0
@@ -121,7 +129,7 @@ class EnvPool:
         count: number of workers.
     """
 
-    def __init__(self, spawn: Callable[[], Awaitable[Any]], count: int) -> None:
+    def __init__(self, spawn: Callable[[], Awaitable[ActorHandle[EnvWorker]]], count: int) -> None:
         self._spawn = spawn
         self._count = count
         self._workers: list[_Worker] = []
@@ -156,10 +164,14 @@ class EnvPool:
                     del worker.open[_name(task)]
             self._assign_waiting()
 
-    async def set_endpoints(self, engines: Mapping[str, Any], stores: Sequence[Any]) -> None:
+    async def set_endpoints(
+        self,
+        engines: Mapping[str, ActorHandle[RequestServer]],
+        stores: Stores,
+    ) -> None:
         """Set the engines and stores of current and later workers. No group runs before this."""
         self._endpoints = Endpoints(self._endpoints.number + 1, engines, stores)
-        calls = (worker.handle.set_endpoints.remote(self._endpoints) for worker in self._workers)
+        calls = (self._send_endpoints(worker.handle) for worker in self._workers)
         # `_watch` handles dead workers.
         await asyncio.gather(*calls, return_exceptions=True)
 
@@ -169,11 +181,14 @@ class EnvPool:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
-    def _add(self, handle: Any) -> None:
+    def _send_endpoints(self, handle: ActorHandle[EnvWorker]) -> Result[None]:
+        return handle.call(lambda worker: worker.set_endpoints(self._endpoints))
+
+    def _add(self, handle: ActorHandle[EnvWorker]) -> None:
         worker = _Worker(handle)
         self._workers.append(worker)
         if self._endpoints.number:
-            handle.set_endpoints.remote(self._endpoints)
+            self._send_endpoints(handle)
         watcher = asyncio.create_task(self._watch(worker), name="env-worker")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
@@ -204,7 +219,7 @@ class EnvPool:
         for worker in self._workers:
             if worker.outgoing:
                 tasks, worker.outgoing = worker.outgoing, []
-                worker.handle.submit.remote(pack(tasks))
+                worker.handle.call(lambda actor: actor.submit(pack(tasks)))
 
     async def _watch(self, worker: _Worker) -> None:
         """Replace a worker when it dies.
@@ -217,33 +232,31 @@ class EnvPool:
         except Exception as error:
             self._fail(worker, error)
 
-    async def _death_of(self, worker: _Worker) -> ray.exceptions.RayActorError:
+    async def _death_of(self, worker: _Worker) -> ActorDied:
         """Collect results until the worker dies, and return the error of its death.
 
         Raises:
-            RayTaskError: the worker is alive and its `collect` fails.
+            Exception: the worker is alive and its `collect` fails.
         """
         while True:
             try:
-                collected = await worker.handle.collect.remote()
-            except ray.exceptions.RayTaskError:
-                # The worker is alive. The error may also be a RayActorError, if the worker got it
-                # from another actor, so this clause comes first.
-                raise
-            except ray.exceptions.RayActorError as death:
+                collected = await worker.handle.call(lambda actor: actor.collect())
+            except OtherActorDied:
+                raise  # the worker is alive
+            except ActorDied as death:
                 return death
             for result in unpack(collected):
                 self._deliver(worker, result)
 
-    def _bury(self, worker: _Worker, death: ray.exceptions.RayActorError) -> None:
+    def _bury(self, worker: _Worker, death: ActorDied) -> None:
         """Remove a dead worker and reassign its groups.
 
         Raises:
             RolloutFailed: too many workers died in a row.
         """
-        if isinstance(death, ray.exceptions.ActorUnavailableError):
+        if isinstance(death, ActorUnavailable):
             # It may be alive, and must not store episodes that other workers now run again.
-            ray.kill(worker.handle)
+            worker.handle.kill()
         self._deaths += 1
         self._workers.remove(worker)
         log.warning(
@@ -282,9 +295,8 @@ class EnvPool:
             opened.finish()
         elif opened.has_enough and not opened.aborting:
             opened.aborting = True
-            worker.handle.abort.remote(
-                [(opened.task.key(member), opened.task.attempt) for member in opened.missing]
-            )
+            missing = [(opened.task.key(member), opened.task.attempt) for member in opened.missing]
+            worker.handle.call(lambda actor: actor.abort(missing))
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         self._failure = error

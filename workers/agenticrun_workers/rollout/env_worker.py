@@ -158,7 +158,7 @@ class EnvWorker:
                 by_store[result.store] += trajectories
             await asyncio.gather(
                 *(
-                    self._endpoints.stores[store].put.remote(pack(kept))
+                    self._endpoints.stores[store].call(lambda keeper: keeper.put(pack(kept)))
                     for store, kept in by_store.items()
                 )
             )

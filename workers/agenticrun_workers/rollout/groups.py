@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.inference.client import RequestServer
+from agenticrun_workers.launch import ActorHandle
 from agenticrun_workers.plugins import PluginError, Registry
+from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.types import (
     BoolArray,
     EpisodeKey,
@@ -21,6 +24,9 @@ from agenticrun_workers.types import (
     Stream,
     Trajectory,
 )
+
+Stores: TypeAlias = Sequence[ActorHandle[TrajectoryStore]]
+"""The trajectory stores of a run, by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +196,8 @@ class Endpoints:
     """
 
     number: int = 0
-    engines: Mapping[str, Any] = field(default_factory=dict)
-    stores: Sequence[Any] = ()
+    engines: Mapping[str, ActorHandle[RequestServer]] = field(default_factory=dict)
+    stores: Stores = ()
 
 
 Refuses = Callable[[list[float]], bool]

@@ -35,7 +35,7 @@ from agenticrun_workers.rollout.controller import (
     RolloutCounts,
     RolloutPosition,
 )
-from agenticrun_workers.rollout.groups import EpisodeResult, Group
+from agenticrun_workers.rollout.groups import EpisodeResult, Group, Stores
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.storage import Folder, UnusableStorage
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey, StopReason, Stream, Trajectory, Turn
@@ -234,7 +234,7 @@ class RecordingRollout:
         stores: stores with the trajectories of the batches.
     """
 
-    def __init__(self, inner: RolloutController, recording: Recording, stores: list[Any]) -> None:
+    def __init__(self, inner: RolloutController, recording: Recording, stores: Stores) -> None:
         self._inner = inner
         self._recording = recording
         self._stores = stores
@@ -243,7 +243,7 @@ class RecordingRollout:
 
     @classmethod
     async def begin(
-        cls, inner: RolloutController, uri: str, stores: list[Any], step: int
+        cls, inner: RolloutController, uri: str, stores: Stores, step: int
     ) -> RecordingRollout:
         """Continue recording after `step` training steps. Later recorded steps are removed.
 
@@ -302,7 +302,7 @@ class ReplayRollout:
     def __init__(
         self,
         recording: Recording,
-        stores: list[Any],
+        stores: Stores,
         groups_per_batch: int,
         position: RolloutPosition,
     ) -> None:
@@ -315,7 +315,7 @@ class ReplayRollout:
 
     @classmethod
     async def open(
-        cls, pipeline: Pipeline, uri: str, stores: list[Any], step: int, position: RolloutPosition
+        cls, pipeline: Pipeline, uri: str, stores: Stores, step: int, position: RolloutPosition
     ) -> ReplayRollout:
         """Continue after `step` training steps.
 
@@ -363,7 +363,10 @@ class ReplayRollout:
         for trajectory in recorded.trajectories:
             by_store[_store(trajectory.key, len(self._stores))].append(trajectory)
         await asyncio.gather(
-            *(self._stores[store].put.remote(pack(kept)) for store, kept in by_store.items())
+            *(
+                self._stores[store].call(lambda keeper: keeper.put(pack(kept)))
+                for store, kept in by_store.items()
+            )
         )
         self.position = RolloutPosition(max(group.group for group in groups) + 1)
         return Batch(groups, RolloutCounts(), queue_depth=0)
@@ -373,7 +376,7 @@ class ReplayRollout:
 
 
 async def record_or_replay(
-    pipeline: Pipeline, controller: RolloutController, stores: list[Any], step: int
+    pipeline: Pipeline, controller: RolloutController, stores: Stores, step: int
 ) -> RolloutController | RecordingRollout | ReplayRollout:
     """Return the rollout that `pipeline.record` selects, after `step` training steps."""
     record = pipeline.record
@@ -384,13 +387,13 @@ async def record_or_replay(
     return controller
 
 
-async def fetch(stores: list[Any], results: list[EpisodeResult]) -> list[Trajectory]:
+async def fetch(stores: Stores, results: list[EpisodeResult]) -> list[Trajectory]:
     """Return the stored trajectories of these results, in order."""
     by_store: dict[int, list[EpisodeKey]] = defaultdict(list)
     for result in results:
         by_store[result.store].append(result.key)
     parts = await asyncio.gather(
-        *(stores[store].get.remote(keys) for store, keys in by_store.items())
+        *(stores[store].call(lambda keeper: keeper.get(keys)) for store, keys in by_store.items())
     )
     found = {trajectory.key: trajectory for part in parts for trajectory in unpack(part)}
     return [found[result.key] for result in results]

@@ -9,12 +9,11 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import ray
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.launch import ActorHandle, current_node
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.serialization import unpack
 from agenticrun_workers.types import EpisodeKey, Trajectory
@@ -29,6 +28,12 @@ ACTOR, CRITIC, REFERENCE = "actor_train", "critic", "reference"
 Metrics = dict[str, float]
 
 
+class Trajectories(Protocol):
+    """The part of a `TrajectoryStore` that ranks call."""
+
+    async def get(self, keys: list[EpisodeKey]) -> bytes: ...
+
+
 class RankActor:
     """One rank of the models on the pods of `role`."""
 
@@ -38,7 +43,7 @@ class RankActor:
         self._rank = rank
         self._world_size = world_size
         self._pipeline = pipeline
-        self._stores: list[Any] = []
+        self._stores: Sequence[ActorHandle[Trajectories]] = ()
         self._listener: socket.socket | None = None
 
     def placement(self) -> Placement:
@@ -50,12 +55,12 @@ class RankActor:
 
         Call it on the first rank. It listens from now on, so that no other process takes the port.
         """
-        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        host = current_node().address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
         return host, self._listener.getsockname()[1]
 
-    def set_stores(self, stores: list[Any]) -> None:
+    def set_stores(self, stores: Sequence[ActorHandle[Trajectories]]) -> None:
         """Set the stores of trajectories, which a `RankPlan` refers to by index."""
         self._stores = stores
 
@@ -101,10 +106,13 @@ class RankActor:
         by_store: dict[int, list[EpisodeKey]] = defaultdict(list)
         for key, store in keys:
             by_store[store].append(key)
-        found = ray.get(
-            [self._stores[store].get.remote(wanted) for store, wanted in by_store.items()]
-        )
-        trajectories = {trajectory.key: trajectory for part in found for trajectory in unpack(part)}
+        found = [
+            self._stores[store].call(lambda kept: kept.get(wanted))
+            for store, wanted in by_store.items()
+        ]
+        trajectories = {
+            trajectory.key: trajectory for part in found for trajectory in unpack(part.wait())
+        }
         return [trajectories[key] for key, _ in keys]
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import ray.exceptions
-
+from agenticrun_workers.launch import ActorDied, ActorHandle
 from agenticrun_workers.weights.buckets import TensorSpec
+from agenticrun_workers.weights.protocols import EngineReceiver, WeightExporter
 from agenticrun_workers.weights.transports import Receiver
 
 log = logging.getLogger(__name__)
@@ -32,14 +31,16 @@ class BroadcastSync:
         tensors: what they export.
     """
 
-    def __init__(self, trainers: Sequence[Any], tensors: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self, trainers: Sequence[ActorHandle[WeightExporter]], tensors: Sequence[TensorSpec]
+    ) -> None:
         self._trainers = trainers
         self._tensors = tuple(tensors)
         self._members: frozenset[str] = frozenset()
         """Engines of the group."""
 
     async def update(
-        self, receivers: Mapping[str, Receiver], version: int
+        self, receivers: Mapping[str, Receiver[EngineReceiver]], version: int
     ) -> dict[str, BaseException]:
         """Load the trainers' current weights into all engines.
 
@@ -64,11 +65,7 @@ class BroadcastSync:
             if sent is not None and not isinstance(sent, BroadcastFailed):
                 raise sent
             self._members = frozenset()
-            dead = {
-                name: error
-                for name, error in broken.items()
-                if isinstance(error, ray.exceptions.RayActorError)
-            }
+            dead = {name: error for name, error in broken.items() if isinstance(error, ActorDied)}
             failed |= dead or broken
             if not dead:
                 break
@@ -80,7 +77,7 @@ class BroadcastSync:
         return failed
 
     async def _attempt(
-        self, receivers: Mapping[str, Receiver], version: int
+        self, receivers: Mapping[str, Receiver[EngineReceiver]], version: int
     ) -> tuple[BaseException | None, dict[str, BaseException | None]]:
         """Broadcast once. Returns the errors of the trainer and of each engine."""
         first, *others = self._trainers
@@ -90,42 +87,47 @@ class BroadcastSync:
                 return BroadcastFailed("the engines did not meet"), joined
             self._members = frozenset(receivers)
         calls = [
-            receiver.handle.update_from_broadcast.remote(self._tensors, version)
+            receiver.handle.call(
+                lambda engine: engine.update_from_broadcast(self._tensors, version)
+            )
             for receiver in receivers.values()
         ]
-        assisting = [other.assist_export.remote() for other in others]
+        assisting = [other.call(lambda rank: rank.assist_export()) for other in others]
         sent, *outcomes = await asyncio.gather(
-            first.broadcast_weights.remote(), *calls, return_exceptions=True
+            first.call(lambda rank: rank.broadcast_weights()), *calls, return_exceptions=True
         )
         await asyncio.gather(*assisting)
         return sent, dict(zip(receivers, outcomes, strict=True))
 
     async def _make_group(
-        self, receivers: Mapping[str, Receiver]
+        self, receivers: Mapping[str, Receiver[EngineReceiver]]
     ) -> dict[str, BaseException | None]:
         """Make the group. Returns the error of each engine."""
         first = self._trainers[0]
         answers = await asyncio.gather(
-            *(r.handle.broadcast_ranks.remote() for r in receivers.values()), return_exceptions=True
+            *(r.handle.call(lambda engine: engine.broadcast_ranks()) for r in receivers.values()),
+            return_exceptions=True,
         )
         sizes = [answer for answer in answers if isinstance(answer, int)]
         if len(sizes) < len(answers):
             for answer in answers:
-                if not isinstance(answer, int | ray.exceptions.RayActorError):
+                if not isinstance(answer, int | ActorDied):
                     raise answer
             return {
                 name: None if isinstance(answer, int) else answer
                 for name, answer in zip(receivers, answers, strict=True)
             }
-        host, port = await first.rendezvous.remote()
+        host, port = await first.call(lambda trainer: trainer.rendezvous())
         world = 1 + sum(sizes)
         ranks = [1 + sum(sizes[:number]) for number in range(len(sizes))]
         joins = [
-            r.handle.join_broadcast.remote(host, port, rank, world)
+            r.handle.call(lambda engine: engine.join_broadcast(host, port, rank, world))
             for r, rank in zip(receivers.values(), ranks, strict=True)
         ]
         hosted, *outcomes = await asyncio.gather(
-            first.host_broadcast.remote(host, port, world), *joins, return_exceptions=True
+            first.call(lambda trainer: trainer.host_broadcast(host, port, world)),
+            *joins,
+            return_exceptions=True,
         )
         if isinstance(hosted, BaseException) and not isinstance(hosted, BroadcastFailed):
             raise hosted

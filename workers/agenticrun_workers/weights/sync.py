@@ -24,12 +24,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import ray
 
 from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.launch import ActorHandle, Result
 from agenticrun_workers.weights.broadcast import BroadcastSync
 from agenticrun_workers.weights.buckets import (
     Bucket,
@@ -39,6 +37,13 @@ from agenticrun_workers.weights.buckets import (
     WeightFile,
     WrittenBucket,
     buckets_of,
+)
+from agenticrun_workers.weights.node import AdapterNode, NodeWeights
+from agenticrun_workers.weights.protocols import (
+    Answer,
+    EngineReceiver,
+    WeightExporter,
+    WeightReceiver,
 )
 from agenticrun_workers.weights.transports import (
     ArrivalStreams,
@@ -57,11 +62,14 @@ __all__ = ["Receiver", "SyncReport", "WeightSync"]
 
 log = logging.getLogger(__name__)
 
-SpawnNode = Callable[[str, str, tuple[Bucket, ...]], Any]
+SpawnNode = Callable[[str, str, tuple[Bucket, ...]], ActorHandle[NodeWeights]]
 """Makes the `NodeWeights` actor of a node, from the node's id, the run and the buckets."""
 
-SpawnAdapterNode = Callable[[str, str, tuple[Bucket, ...], MergePlan], Any]
+SpawnAdapterNode = Callable[[str, str, tuple[Bucket, ...], MergePlan], ActorHandle[AdapterNode]]
 """Makes the `AdapterNode` actor of a node."""
+
+Merge = Callable[[str, list[int]], AsyncIterator[WeightFile]]
+"""Merges the adapters of a node, given its id and the checksums of their buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,7 @@ class WeightSync:
         self,
         spec: Spec,
         run: str,
-        trainers: Sequence[Any],
+        trainers: Sequence[ActorHandle[WeightExporter]],
         home: str,
         spawn: SpawnNode,
         spawn_adapter_node: SpawnAdapterNode | None = None,
@@ -118,7 +126,7 @@ class WeightSync:
 
     async def update(
         self,
-        receivers: Mapping[str, Receiver],
+        receivers: Mapping[str, Receiver[EngineReceiver]],
         version: int,
         handover: Callable[[], Awaitable[None]] | None = None,
     ) -> SyncReport:
@@ -152,7 +160,7 @@ class WeightSync:
             transport, report.nbytes, report.changed_share, report.failed, files.adapters
         )
 
-    async def copy_to(self, receivers: Mapping[str, Receiver]) -> None:
+    async def copy_to(self, receivers: Mapping[str, Receiver[WeightReceiver]]) -> None:
         """Load the trainers' current weights into receivers that are no engines.
 
         They get whole weights by files, whatever transport engines use.
@@ -165,7 +173,7 @@ class WeightSync:
         if await self._files_for_engines() is not self._whole:
             await self._whole.release()
 
-    async def join(self, receiver: Receiver) -> None:
+    async def join(self, receiver: Receiver[WeightReceiver]) -> None:
         """Load the version of the last sync into one engine, while the trainers may be busy.
 
         The weights come from the engine's node, or from the first trainer's. A broadcast leaves no
@@ -173,7 +181,7 @@ class WeightSync:
         """
         assert self.version is not None, "there was no sync yet"
         if self._spec.transport == "Broadcast":
-            version = await self._trainers[0].policy_version.remote()
+            version = await self._trainers[0].call(lambda trainer: trainer.policy_version())
             report = await self._whole.publish(self._object_store, {"": receiver}, version)
             _raise_failure(report, BaseException)
             return
@@ -187,7 +195,7 @@ class WeightSync:
             await files.stop(self._disk.uri if self._disk else None)
 
     async def _update_by_broadcast(
-        self, receivers: Mapping[str, Receiver], version: int
+        self, receivers: Mapping[str, Receiver[EngineReceiver]], version: int
     ) -> SyncReport:
         tensors = await self._whole.tensor_specs()
         if self._broadcast is None:
@@ -210,13 +218,14 @@ class WeightSync:
         spawn = self._spawn_adapter_node
         if spawn is None:
             return None
-        plan: MergePlan | str = (
+        plan: MergePlan | str | None = (
             "a broadcast goes into the engines themselves, which know of no adapters"
         )
         if self._spec.transport != "Broadcast":
             plan, *_ = await asyncio.gather(
-                *(trainer.merge_plan.remote() for trainer in self._trainers)
+                *(trainer.call(lambda rank: rank.merge_plan()) for trainer in self._trainers)
             )
+        assert plan is not None, "rank 0 answers"
         if isinstance(plan, str):
             log.warning(
                 "engines get whole weights with the adapters merged, not the adapters alone: %s",
@@ -224,14 +233,24 @@ class WeightSync:
             )
             return None
         merge_plan = plan
+        nodes: dict[str, ActorHandle[AdapterNode]] = {}
+
+        def spawn_node(
+            node_id: str, run: str, buckets: tuple[Bucket, ...]
+        ) -> ActorHandle[AdapterNode]:
+            nodes[node_id] = spawn(node_id, run, buckets, merge_plan)
+            return nodes[node_id]
+
         return FileSync(
             self._run,
             self._trainers,
             self._home,
-            lambda node_id, run, buckets: spawn(node_id, run, buckets, merge_plan),
+            spawn_node,
             bucket_bytes=self._spec.bucket_bytes,
             delta=self._spec.delta,
-            adapters=True,
+            merge=lambda node_id, checksums: nodes[node_id].stream(
+                lambda node: node.merge(checksums)
+            ),
         )
 
     def _transport(self, nodes: set[str]) -> Transport:
@@ -265,19 +284,20 @@ class FileSync:
         run: a name that only this run has, for folders.
         trainers: the policy's ranks.
         home: the node of the first rank.
-        spawn: makes an `AdapterNode` where `adapters` travel, else a `NodeWeights`.
+        spawn: makes the actor of a node.
+        merge: makes weight files of the adapters on a node, if adapters travel.
     """
 
     def __init__(
         self,
         run: str,
-        trainers: Sequence[Any],
+        trainers: Sequence[ActorHandle[WeightExporter]],
         home: str,
         spawn: SpawnNode,
         *,
         bucket_bytes: int,
         delta: bool,
-        adapters: bool = False,
+        merge: Merge | None = None,
     ) -> None:
         self._run = run
         self._trainers = trainers
@@ -285,8 +305,8 @@ class FileSync:
         self._spawn = spawn
         self._bucket_bytes = bucket_bytes
         self._delta = delta
-        self.adapters = adapters
-        self._export_options = {"adapters": True} if adapters else {}
+        self._merge = merge
+        self.adapters = merge is not None
         self._tensors: list[TensorSpec] | None = None
         self._buckets: tuple[Bucket, ...] | None = None
         self._nodes: dict[str, NodeHandle] = {}
@@ -299,7 +319,10 @@ class FileSync:
         """Return what the trainers export. They are asked once."""
         if self._tensors is None:
             self._tensors, *_ = await asyncio.gather(
-                *(trainer.tensor_specs.remote(**self._export_options) for trainer in self._trainers)
+                *(
+                    trainer.call(lambda rank: rank.tensor_specs(self.adapters))
+                    for trainer in self._trainers
+                )
             )
         assert self._tensors is not None
         return self._tensors
@@ -307,7 +330,7 @@ class FileSync:
     async def publish(
         self,
         transport: WeightTransport,
-        receivers: Mapping[str, Receiver],
+        receivers: Mapping[str, Receiver[WeightReceiver]],
         version: int,
         handover: Callable[[], Awaitable[None]] | None = None,
     ) -> PublishReport:
@@ -359,7 +382,9 @@ class FileSync:
         nbytes = sum(transferred) + (exported if self._home in places else 0)
         return PublishReport(nbytes, changed / elements, failed)
 
-    async def republish(self, transport: WeightTransport, receiver: Receiver, version: int) -> None:
+    async def republish(
+        self, transport: WeightTransport, receiver: Receiver[WeightReceiver], version: int
+    ) -> None:
         """Load the last export into one receiver, from its node's memory or the first trainer's.
 
         The trainers may be busy.
@@ -386,37 +411,40 @@ class FileSync:
 
     async def stop(self, published: str | None) -> None:
         """Free the memory of all nodes, and delete the versions on disk. Nothing follows."""
-        calls = [node.handle.release.remote() for node in self._nodes.values()]
+        calls = [node.handle.call(lambda actor: actor.release()) for node in self._nodes.values()]
         if published is not None and self._home in self._nodes:
-            calls.append(self._nodes[self._home].handle.delete.remote(published))
+            home = self._nodes[self._home].handle
+            calls.append(home.call(lambda actor: actor.delete(published)))
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def release(self) -> None:
         """Free the memory of all nodes until the next export, and the trainer's mapping of it."""
         nodes, self._nodes, self._opened = list(self._nodes.values()), {}, None
-        await self._trainers[0].close_whole_buckets.remote()
+        await self._trainers[0].call(lambda trainer: trainer.close_whole_buckets())
         await asyncio.gather(
-            *(node.handle.release.remote() for node in nodes), return_exceptions=True
+            *(node.handle.call(lambda actor: actor.release()) for node in nodes),
+            return_exceptions=True,
         )
         for node in nodes:
-            ray.kill(node.handle)
+            node.handle.kill()
 
     async def _export(self, home: NodeHandle, arrivals: ReplayStream[WrittenBucket]) -> int:
         """Have the trainers write into `home`. Returns the bytes of deltas or whole buckets."""
         first, *others = self._trainers
+        buckets, adapters = self._buckets, self.adapters
+        assert buckets is not None, "the node's actor has them"
         self._written = []
         changed = 0
         try:
             if self._opened != home.folder:
-                await first.open_buckets.remote(
-                    self._buckets, str(home.folder), self._delta, **self._export_options
+                await first.call(
+                    lambda trainer: trainer.open_buckets(
+                        buckets, str(home.folder), self._delta, adapters
+                    )
                 )
                 self._opened = home.folder
-            assisting = [other.assist_export.remote(**self._export_options) for other in others]
-            async for item in first.export_weights.options(num_returns="streaming").remote(
-                **self._export_options
-            ):
-                written: WrittenBucket = await item
+            assisting = [other.call(lambda rank: rank.assist_export(adapters)) for other in others]
+            async for written in first.stream(lambda trainer: trainer.export_weights(adapters)):
                 changed += written.nbytes if written.delta_bytes is None else written.delta_bytes
                 home.checksums[written.bucket.index] = written.checksum
                 self._written.append(written)
@@ -463,13 +491,13 @@ class FileSync:
     async def _files(
         self, node: NodeHandle, arrivals: ReplayStream[WrittenBucket]
     ) -> AsyncIterator[WeightFile]:
-        if not self.adapters:
+        if self._merge is None:
             async for written in arrivals:
                 yield WeightFile(node.path(written), written.checksum)
             return
         checksums = [written.checksum async for written in arrivals]
-        async for item in node.handle.merge.options(num_returns="streaming").remote(checksums):
-            yield await item
+        async for file in self._merge(node.node_id, checksums):
+            yield file
 
     async def _node(self, node_id: str) -> NodeHandle:
         """Return the living actor of a node. A new one holds no weights."""
@@ -479,19 +507,24 @@ class FileSync:
         if known is not None and await known.is_alive():
             return known
         handle = self._spawn(node_id, self._run, self._buckets)
-        self._nodes[node_id] = NodeHandle(node_id, handle, Path(await handle.folder.remote()))
+        folder = Path(await handle.call(lambda actor: actor.folder()))
+        self._nodes[node_id] = NodeHandle(node_id, handle, folder)
         return self._nodes[node_id]
 
 
-async def _load(receiver: Receiver, files: ReplayStream[WeightFile], version: int) -> None:
+async def _load(
+    receiver: Receiver[WeightReceiver], files: ReplayStream[WeightFile], version: int
+) -> None:
     """Update one receiver. It goes on with its old weights until the first file is there."""
-    calls: list[Any] = []
+    calls: list[Result[Answer]] = []
     async for file in files:
         if not calls:
-            await receiver.handle.begin_update.remote(version)
-        calls.append(receiver.handle.take_bucket.remote(file.path, file.checksum))
+            await receiver.handle.call(lambda actor: actor.begin_update(version))
+        calls.append(
+            receiver.handle.call(lambda actor: actor.take_bucket(file.path, file.checksum))
+        )
     await asyncio.gather(*calls)
-    await receiver.handle.finish_update.remote()
+    await receiver.handle.call(lambda actor: actor.finish_update())
 
 
 def _raise_failure(report: PublishReport, kind: type[BaseException]) -> None:

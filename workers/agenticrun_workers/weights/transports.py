@@ -13,16 +13,18 @@ from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-import ray.exceptions
-
+from agenticrun_workers.launch import ActorDied, ActorHandle, Result
 from agenticrun_workers.weights.buckets import WrittenBucket
+from agenticrun_workers.weights.node import NodeWeights, PublishedBucket
+from agenticrun_workers.weights.protocols import WeightReceiver
 
 MAX_IN_FLIGHT = 2
 """Buckets that travel at once. One leaves the object store when it has reached all nodes."""
 
 T = TypeVar("T")
+R_co = TypeVar("R_co", bound=WeightReceiver, covariant=True)
 
 
 class Transport(StrEnum):
@@ -56,10 +58,10 @@ def choose_transport(requested: str, home: str, nodes: Collection[str]) -> Trans
 
 
 @dataclass(frozen=True, slots=True)
-class Receiver:
+class Receiver(Generic[R_co]):
     """An actor that loads weights: an engine, or a rank of the reference."""
 
-    handle: Any
+    handle: ActorHandle[R_co]
     node_id: str
 
 
@@ -68,7 +70,7 @@ class NodeHandle:
     """The driver's record of a node: its `NodeWeights` or `AdapterNode` actor and its buckets."""
 
     node_id: str
-    handle: Any
+    handle: ActorHandle[NodeWeights]
     folder: Path
     checksums: dict[int, int] = field(default_factory=dict)
     """Version of each bucket that the node holds."""
@@ -89,8 +91,8 @@ class NodeHandle:
 
     async def is_alive(self) -> bool:
         try:
-            await self.handle.folder.remote()
-        except ray.exceptions.RayActorError:
+            await self.handle.call(lambda node: node.folder())
+        except ActorDied:
             return False
         return True
 
@@ -201,9 +203,12 @@ class ObjectStoreTransport:
         """Send one bucket to all nodes in `alive`, and remove the dead ones from it."""
         index, nodes = written.bucket.index, list(alive)
         delta = all(node.can_patch(written) for node in nodes)
-        payload = home.handle.read.remote(index, delta)
+        payload = home.handle.call(lambda actor: actor.read(index, delta))
         outcomes = await asyncio.gather(
-            *(node.handle.receive.remote(index, payload, delta) for node in nodes),
+            *(
+                node.handle.call(lambda actor: actor.receive(index, payload.as_argument(), delta))
+                for node in nodes
+            ),
             return_exceptions=True,
         )
         return sum(
@@ -232,19 +237,23 @@ class DiskTransport:
     ) -> int:
         """See `WeightTransport`."""
         if not self._versions:
-            await home.handle.delete.remote(self.uri)  # left by an attempt that was killed
+            # Left by an attempt that was killed.
+            await home.handle.call(lambda actor: actor.delete(self.uri))
         folder = f"{self.uri}/sync-{self._versions:06d}"
         self._versions += 1
         buckets: list[tuple[WrittenBucket, bool]] = []
-        files: list[Any] = []
+        files: list[Result[PublishedBucket]] = []
         async for bucket in written:
             delta = all(node.can_patch(bucket) for node in nodes)
             buckets.append((bucket, delta))
-            files.append(home.handle.publish.remote(folder, bucket.bucket.index, delta))
-        await home.handle.seal.remote(folder, await asyncio.gather(*files))
+            index = bucket.bucket.index
+            files.append(home.handle.call(lambda actor: actor.publish(folder, index, delta)))
+        published = await asyncio.gather(*files)
+        await home.handle.call(lambda actor: actor.seal(folder, published))
         alive = list(nodes)
         outcomes = await asyncio.gather(
-            *(node.handle.fetch.remote(folder) for node in nodes), return_exceptions=True
+            *(node.handle.call(lambda actor: actor.fetch(folder)) for node in nodes),
+            return_exceptions=True,
         )
         total = 0
         for node, outcome in zip(nodes, outcomes, strict=True):
@@ -253,7 +262,7 @@ class DiskTransport:
         for node in alive:
             for bucket, _ in buckets:
                 arrivals[node.node_id].put(bucket)
-        await home.handle.delete.remote(folder)
+        await home.handle.call(lambda actor: actor.delete(folder))
         return total
 
 

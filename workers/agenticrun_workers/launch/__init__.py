@@ -1,0 +1,22 @@
+"""Starts the actors of a run and calls their methods, typed, on Ray or inside one process."""
+
+from agenticrun_workers.launch.handle import (
+    ActorDied,
+    ActorHandle,
+    ActorUnavailable,
+    OtherActorDied,
+    Result,
+)
+from agenticrun_workers.launch.launcher import ActorOptions, Launcher, Node, current_node
+
+__all__ = [
+    "ActorDied",
+    "ActorHandle",
+    "ActorOptions",
+    "ActorUnavailable",
+    "Launcher",
+    "Node",
+    "OtherActorDied",
+    "Result",
+    "current_node",
+]
