@@ -23,7 +23,6 @@ from agenticrun_workers.inference.request_port import (
 from agenticrun_workers.launch import ActorOptions
 from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
-from rollout_fakes import Remote
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -213,6 +212,8 @@ async def test_a_caller_that_gives_up_stops_the_sampling_of_its_request_only() -
 
 async def test_a_connection_that_breaks_is_made_again_and_asks_again() -> None:
     """The engine drops what came on the broken one: nobody would hear the answer."""
+    from rollout_fakes import Remote  # actors import this module, but cannot import that one
+
     slow = engine(held=True)
     relay = Relay()
     client = GenerationClient("c")

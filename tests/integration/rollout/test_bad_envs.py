@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -70,7 +71,8 @@ def env(
 
 def actor(cls: type, *arguments: Any) -> Any:
     """One that finds the modules of tests/support."""
-    found = {"env_vars": {"PYTHONPATH": str(Path(bad_envs.__file__).parent)}}
+    folders = [str(Path(bad_envs.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    found = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, folders))}}
     remote = ray.remote(cls).options(num_cpus=0, max_concurrency=1000, runtime_env=found)
     return RayHandle(remote.remote(*arguments))
 
