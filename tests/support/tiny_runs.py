@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from agenticrun_api import AgenticRun, FinalReport, Progress, parse_run
 from agenticrun_workers.driver.attempt import AttemptRunner
+from agenticrun_workers.driver.local import check_in_process, threads_of_this_process
 from agenticrun_workers.driver.progress import AttemptId, Requests
+from agenticrun_workers.launch import Launcher
 from agenticrun_workers.launch.ray_launcher import RayLauncher
+
+ROOT = Path(__file__).parents[2]
 
 
 def tiny_document(**pipeline: Any) -> dict[str, Any]:
@@ -79,20 +84,25 @@ class TinyAttempt:
     def __init__(self, run: AgenticRun, folder: Path, *, attempt: int = 1) -> None:
         self.sink = CollectingSink()
         self.requests = Requests()
+        self._run = run
+        self._attempt = attempt
         self._folder = folder
-        self._runner = AttemptRunner(
-            run=run,
-            attempt=AttemptId(run.metadata.uid, f"tiny-{attempt}", attempt),
-            output=folder,
-            checkpoints=str(folder / "checkpoints"),
+
+    async def execute(self) -> FinalReport:
+        return await self._execute(RayLauncher())
+
+    async def _execute(self, launcher: Launcher) -> FinalReport:
+        runner = AttemptRunner(
+            run=self._run,
+            attempt=AttemptId(self._run.metadata.uid or "", f"tiny-{self._attempt}", self._attempt),
+            output=self._folder,
+            checkpoints=str(self._folder / "checkpoints"),
             resume="Auto",
             sink=self.sink,
             requests=self.requests,
-            launcher=RayLauncher(),
+            launcher=launcher,
         )
-
-    async def execute(self) -> FinalReport:
-        return await self._runner.execute()
+        return await runner.execute()
 
     def training_steps(self) -> dict[int, dict[str, float]]:
         """The logged metrics of each training step."""
@@ -100,3 +110,17 @@ class TinyAttempt:
             json.loads(line) for line in (self._folder / "metrics.jsonl").read_text().splitlines()
         ]
         return {line["step"]: line for line in lines if "system/tps" in line}
+
+
+class InProcessAttempt(TinyAttempt):
+    """An attempt with all actors in this process, for tests that are not about Ray.
+
+    It saves the start of Ray and of seven processes that import torch.
+    """
+
+    async def execute(self) -> FinalReport:
+        check_in_process(self._run)
+        if str(ROOT) not in sys.path:  # where Ray's workers find the modules of examples
+            sys.path.append(str(ROOT))
+        with threads_of_this_process(self._folder / "engines") as launcher:
+            return await self._execute(launcher)

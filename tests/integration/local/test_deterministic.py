@@ -85,7 +85,7 @@ def document() -> dict[str, Any]:
 class Command:
     """A running `agenticrun run` in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         file = folder / "run.yaml"
@@ -101,6 +101,7 @@ class Command:
             str(file),
             "-o",
             str(folder / "out"),
+            *options,
         ]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
@@ -186,12 +187,45 @@ def killed_and_gone_on_with(
         return metrics
 
 
-def test_a_killed_run_goes_on_bit_for_bit_and_a_seed_is_a_run(tmp_path: Path) -> None:
-    with Command(tmp_path / "whole") as command:
-        whole = command.finish()
-    assert sorted(step for step, validation in whole if not validation) == list(range(1, STEPS + 1))
+Metrics = dict[tuple[int, bool], dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Metrics]:
+    """The folder and the metrics of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    with Command(folder) as command:
+        return folder, command.finish()
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """The files of the policy's weights in the last checkpoint."""
+    newest = max((folder / "out/checkpoints").glob("step-*"))
+    return {
+        str(file.relative_to(newest)): file.read_bytes()
+        for file in sorted(newest.rglob("*.safetensors"))
+    }
+
+
+def test_one_process_trains_the_same_policy_as_ray_bit_for_bit(
+    tmp_path: Path, whole: tuple[Path, Metrics]
+) -> None:
+    folder, expected = whole
+    with Command(tmp_path, "--in-process") as command:
+        assert command.finish() == expected
+    assert weights(tmp_path), "the checkpoint has weights"
+    assert weights(tmp_path) == weights(folder)
+
+
+def test_a_killed_run_goes_on_bit_for_bit_and_a_seed_is_a_run(
+    tmp_path: Path, whole: tuple[Path, Metrics]
+) -> None:
+    _, expected = whole
+    assert sorted(step for step, validation in expected if not validation) == list(
+        range(1, STEPS + 1)
+    )
     rng = random.Random(KILLS)
     tries = (killed_and_gone_on_with(tmp_path / f"killed-{number}", rng) for number in range(3))
     killed = next((metrics for metrics in tries if metrics is not None), None)
     assert killed is not None, "three times it was done before it was killed: train more steps"
-    assert killed == whole
+    assert killed == expected

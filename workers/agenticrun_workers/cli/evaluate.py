@@ -84,7 +84,6 @@ def _play(
     from agenticrun_workers.driver.evaluation import evaluation_run
     from agenticrun_workers.driver.export import export_checkpoint
     from agenticrun_workers.driver.local import embedded_ray
-    from agenticrun_workers.launch.ray_launcher import RayLauncher
 
     what = model or run.spec.model.path or ""
     if checkpoint is not None:
@@ -103,10 +102,11 @@ def _play(
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     ]
-    with embedded_ray(playing), Progress(*columns, console=console, transient=True) as progress:
+    bars = Progress(*columns, console=console, transient=True)
+    with embedded_ray(playing) as launcher, bars as progress:
         bar = progress.add_task("", total=playing.spec.pipeline.val_batch_size)
         results = asyncio.run(
-            play(playing, RayLauncher(), lambda episodes: progress.advance(bar, episodes))
+            play(playing, launcher, lambda episodes: progress.advance(bar, episodes))
         )
         return results, what
 

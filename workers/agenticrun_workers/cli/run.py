@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agenticrun_workers.cli.common import Changes, RunFile, load, look_in, new_folder, refuse
+from agenticrun_workers.cli.common import (
+    Changes,
+    RunFile,
+    give_up,
+    load,
+    look_in,
+    new_folder,
+    refuse,
+)
 
 
 def run(
@@ -24,6 +32,14 @@ def run(
             file_okay=False,
         ),
     ] = None,
+    in_process: Annotated[
+        bool,
+        typer.Option(
+            "--in-process",
+            help="Run trainer, engines and environments as threads of this process, without Ray: "
+            "breakpoint() works in an environment, an estimator or a loss.",
+        ),
+    ] = False,
     changes: Changes = None,
 ) -> None:
     """Train on this machine, with the same YAML as on Kubernetes.
@@ -38,8 +54,12 @@ def run(
     console = Console()
     from agenticrun_workers.driver.attempt import exit_code
     from agenticrun_workers.driver.local import run_locally
+    from agenticrun_workers.errors import InvalidConfig
 
-    report = run_locally(loaded, folder, console)
+    try:
+        report = run_locally(loaded, folder, console, in_process=in_process)
+    except InvalidConfig as error:
+        give_up(str(error))
     console.print(
         f"{report.outcome}: {report.message}", markup=False, highlight=False, soft_wrap=True
     )

@@ -1,4 +1,7 @@
-"""Local mode: an embedded Ray on this machine has every role, and the same attempt runs on it."""
+"""Local mode: the same attempt on this machine.
+
+Its actors run on an embedded Ray, which has every role, or as threads of this process.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ from rich.console import Console
 from agenticrun_api import AgenticRun, FinalReport, Role
 from agenticrun_workers.driver.attempt import AttemptRunner
 from agenticrun_workers.driver.progress import AttemptId, Requests
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.actor import LOG_FOLDER
+from agenticrun_workers.launch import Launcher
+from agenticrun_workers.launch.in_process import InProcessLauncher
 from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.processes import children, end_families, families
 from agenticrun_workers.reporting.client import ProgressSink
@@ -36,11 +42,16 @@ PATIENCE_SECONDS = 15.0
 More than the supervisor of an engine's server needs to clean up.
 """
 
+DEBUGGER_SECONDS = 86_400.0
+"""Time limit of a call of an environment in which a debugger may stop: the longest one."""
+
 KILL_SECONDS = 10.0
 """Time for killed processes to disappear, unless a disk hangs."""
 
 
-def run_locally(run: AgenticRun, output: Path, console: Console) -> FinalReport:
+def run_locally(
+    run: AgenticRun, output: Path, console: Console, *, in_process: bool = False
+) -> FinalReport:
     """Train `run` on this machine.
 
     Ctrl-C saves and ends the run; a second one ends it at once.
@@ -49,16 +60,76 @@ def run_locally(run: AgenticRun, output: Path, console: Console) -> FinalReport:
         output: folder of metrics and checkpoints. The run resumes from checkpoints in it as
             `checkpoint.resume` says.
         console: where the display is drawn.
+        in_process: run all actors in this process, so that a debugger can stop in them.
+
+    Raises:
+        InvalidConfig: the run cannot be run in one process.
     """
+    if in_process:
+        check_in_process(run)
+        run = with_patience(run)
     output.mkdir(parents=True, exist_ok=True)
+    owns_terminal = console.is_terminal and not in_process
     display: LiveDisplay | PlainDisplay = (
-        LiveDisplay(console, run) if console.is_terminal else PlainDisplay(console)
+        LiveDisplay(console, run) if owns_terminal else PlainDisplay(console)
     )
-    with _log_file(output / "run.log"), embedded_ray(run, output / "engines"), display:
-        return asyncio.run(_train(run, output, display))
+    logs = output / "engines"
+    actors = threads_of_this_process(logs) if in_process else embedded_ray(run, logs)
+    with _log_file(output / "run.log"), actors as launcher, display:
+        return asyncio.run(_train(run, output, display, launcher))
 
 
-async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalReport:
+def check_in_process(run: AgenticRun) -> None:
+    """Raise `InvalidConfig` if the actors of the run need processes of their own."""
+    spec = run.spec
+    for role in (Role.TRAINER, Role.REFERENCE, Role.CRITIC):
+        if not spec.roles.has(role) or spec.actors(role) == 1:
+            continue
+        field = "replicas" if spec.roles.replicas(role) > 1 else "gpus"
+        path = f"spec.roles.{role.value}.{field}"
+        raise InvalidConfig(
+            path, f"--in-process runs one {role.value} rank: set {path} to 1{_OR_LEAVE_OUT}"
+        )
+    if spec.colocated:
+        raise InvalidConfig(
+            "spec.placement",
+            "engines that take turns with trainers need a process of their own: "
+            f"set spec.placement to Disaggregated{_OR_LEAVE_OUT}",
+        )
+    strategy = spec.pipeline.actor_train.strategy.name
+    if strategy not in ("fsdp2",):
+        raise InvalidConfig(
+            "spec.pipeline.actorTrain.strategy.name",
+            f"{strategy} needs a process of its own: set it to fsdp2{_OR_LEAVE_OUT}",
+        )
+    if spec.pipeline.weight_sync.transport == "Broadcast":
+        raise InvalidConfig(
+            "spec.pipeline.weightSync.transport",
+            f"a broadcast is between processes: set it to Auto{_OR_LEAVE_OUT}",
+        )
+
+
+_OR_LEAVE_OUT = ", or leave out --in-process"
+
+
+def with_patience(run: AgenticRun) -> AgenticRun:
+    """Return the run without the limits that a debugger in an environment would exceed.
+
+    Environments are in this process too, as `agenticrun debug` has them.
+    """
+    pipeline = run.spec.pipeline
+    limit = None if pipeline.deterministic else DEBUGGER_SECONDS
+    envs = [
+        env.model_copy(update={"step_timeout_seconds": limit, "isolated": False})
+        for env in pipeline.envs
+    ]
+    changed = pipeline.model_copy(update={"envs": envs})
+    return run.model_copy(update={"spec": run.spec.model_copy(update={"pipeline": changed})})
+
+
+async def _train(
+    run: AgenticRun, output: Path, sink: ProgressSink, launcher: Launcher
+) -> FinalReport:
     requests = Requests()
     training = asyncio.current_task()
     assert training is not None
@@ -79,13 +150,33 @@ async def _train(run: AgenticRun, output: Path, sink: ProgressSink) -> FinalRepo
         resume=checkpoint.resume if checkpoint else "Auto",
         sink=sink,
         requests=requests,
-        launcher=RayLauncher(),
+        launcher=launcher,
     )
     return await runner.execute()
 
 
 @contextmanager
-def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[None]:
+def threads_of_this_process(logs: Path) -> Iterator[Launcher]:
+    """Run actors in this process until the context ends.
+
+    Args:
+        logs: folder that keeps the logs of engines.
+    """
+    before = os.environ.get(LOG_FOLDER)
+    os.environ[LOG_FOLDER] = str(logs.absolute())
+    launcher = InProcessLauncher()
+    try:
+        yield launcher
+    finally:
+        launcher.close()
+        if before is None:
+            del os.environ[LOG_FOLDER]
+        else:
+            os.environ[LOG_FOLDER] = before
+
+
+@contextmanager
+def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[Launcher]:
     """Start a Ray of our own, with one node that has all roles.
 
     All processes and files of it are gone when the context ends.
@@ -118,7 +209,7 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[None]:
             )
         finally:
             ours = families(children(os.getpid()) - others)
-        yield
+        yield RayLauncher()
     finally:
         ours = families(ours)  # while their parents live: orphans have another parent
         ray.shutdown()

@@ -63,6 +63,12 @@ class EngineActor:
     async def placement(self) -> Placement:
         return current_placement(self._name, Role.INFERENCE)
 
+    async def close(self) -> None:
+        """Stop the engine. Needed only where the actor is not a process of its own."""
+        await self._port.close()
+        if hasattr(self, "_engine"):
+            await self._engine.stop()
+
     async def until_death(self) -> None:
         """Fail when this process dies or its engine stops serving. Never returns."""
         await self._broken

@@ -108,6 +108,8 @@ class RequestPort:
         self._opening = asyncio.Lock()
         self._numbers = itertools.count()
         self.tasks: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        """By the task that serves them."""
 
     @property
     def load(self) -> int:
@@ -121,7 +123,19 @@ class RequestPort:
                 self._server = await asyncio.start_server(self._serve, self._host, 0)
         return Address(self._host, self._server.sockets[0].getsockname()[1], self._secret)
 
+    async def close(self) -> None:
+        """Stop listening, and end all connections."""
+        if self._server is not None:
+            self._server.close()
+        for writer in self._connections.values():
+            writer.close()
+        await asyncio.gather(*self._connections)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
+        task.add_done_callback(lambda done: self._connections.pop(done, None))
         try:
             name = await self._handshake(reader)
         except (OSError, EOFError, TimeoutError, ValueError) as error:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from agenticrun_api.spec import InitializeModel
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.models.pretrained import write_model
+from agenticrun_workers.models.pretrained import MAKING, write_model
 from agenticrun_workers.models.tokenizer import TokenizerCorpus, build_task_tokenizer, words_of
 
 _CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -75,7 +75,7 @@ def initialize_model(folder: Path, spec: InitializeSpec) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
+    with MAKING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     write_model(folder, model, dict(model.named_parameters()))

@@ -6,6 +6,7 @@ might be in (DeepSpeed, if it is installed).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -61,6 +62,14 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     return config
 
 
+MAKING = threading.Lock()
+"""Held while transformers makes a model.
+
+It changes torch's default dtype and the functions of torch.nn.init for the whole process meanwhile,
+and actors may share a process.
+"""
+
+
 def load_model(
     path: str,
     dtype: torch.dtype = torch.float32,
@@ -80,13 +89,14 @@ def load_model(
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-        )
+        with MAKING:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )
     except (OSError, ValueError, ImportError) as error:
         raise ModelLoadError(
             f"no causal language model could be loaded from {path}: {error}"

@@ -64,6 +64,19 @@ class RankActor:
         """Set the stores of trajectories, which a `RankPlan` refers to by index."""
         self._stores = stores
 
+    def close(self) -> None:
+        """Undo what `setup` set for the whole process.
+
+        Needed only where the actor is not a process of its own.
+        """
+        import torch
+
+        from agenticrun_workers.trainer.ranks import leave_ranks
+
+        leave_ranks()
+        if self._pipeline.deterministic:
+            torch.use_deterministic_algorithms(False)
+
     def save(self, part: str, folder: str) -> None:
         """Save this rank's shard of one model. Collective."""
         self._part(part).save(folder)

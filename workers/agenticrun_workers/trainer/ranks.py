@@ -96,9 +96,20 @@ def join_ranks(
 
 
 def join_alone(device: torch.device) -> None:
-    """Make a process group of this process alone, without a port."""
+    """Make a process group of this process alone, without a port.
+
+    Another model in this process may have made it.
+    """
+    if dist.is_initialized():
+        return
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(collective_backends(device), store=store, rank=0, world_size=1)
+
+
+def leave_ranks() -> None:
+    """Leave the process group, so that this process can join another one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def whole(tensor: Tensor) -> Tensor:

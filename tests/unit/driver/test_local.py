@@ -1,0 +1,97 @@
+"""Runs that need processes of their own are refused before `run --in-process` starts anything."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from agenticrun_api import parse_run
+from agenticrun_api.names import ExitCode
+from agenticrun_workers.cli import app
+from agenticrun_workers.driver.local import check_in_process, with_patience
+from tiny_runs import tiny_document, tiny_run
+
+KL = {"algorithm": {"lossKl": {"coef": 0.01}}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "pipeline", "message"),
+    [
+        (
+            {"roles": {"trainer": {"replicas": 2}}},
+            {},
+            "spec.roles.trainer.replicas: --in-process runs one trainer rank: "
+            "set spec.roles.trainer.replicas to 1, or leave out --in-process",
+        ),
+        (
+            {"roles": {"trainer": {"gpus": 2}}},
+            {},
+            "spec.roles.trainer.gpus: --in-process runs one trainer rank: "
+            "set spec.roles.trainer.gpus to 1, or leave out --in-process",
+        ),
+        (
+            {"roles": {"reference": {"replicas": 2}}},
+            KL,
+            "spec.roles.reference.replicas: --in-process runs one reference rank: ",
+        ),
+        (
+            {"placement": "Colocated"},
+            {},
+            "spec.placement: engines that take turns with trainers need a process of their own: "
+            "set spec.placement to Disaggregated, or leave out --in-process",
+        ),
+        (
+            {},
+            {"actorTrain": {"strategy": {"name": "deepspeed"}}},
+            "spec.pipeline.actorTrain.strategy.name: deepspeed needs a process of its own: ",
+        ),
+        (
+            {},
+            {"weightSync": {"transport": "Broadcast"}},
+            "spec.pipeline.weightSync.transport: a broadcast is between processes: "
+            "set it to Auto, or leave out --in-process",
+        ),
+    ],
+)
+def test_a_run_that_needs_processes_is_refused_with_its_field(
+    spec: dict[str, Any],
+    pipeline: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    document = tiny_document(**pipeline)
+    document["spec"] |= spec
+    file, output = tmp_path / "run.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump(document))
+    command = ["run", "-f", str(file), "-o", str(output), "--in-process"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == ExitCode.INVALID_CONFIG
+    assert result.output.startswith(message)
+    assert not output.exists()
+
+
+def test_engines_env_workers_and_one_rank_of_each_model_share_a_process() -> None:
+    document = tiny_document(**KL)
+    document["spec"]["roles"] = {
+        "inference": {"replicas": 2},
+        "env": {"replicas": 3},
+        "reference": {},
+    }
+    check_in_process(parse_run(document))
+
+
+def test_a_debugger_in_an_environment_runs_into_no_limit() -> None:
+    env = tiny_document()["spec"]["pipeline"]["envs"][0]
+    limited = tiny_run(envs=[{**env, "stepTimeoutSeconds": 1, "isolated": True}])
+    (found,) = with_patience(limited).spec.pipeline.envs
+    assert (found.step_timeout_seconds, found.isolated) == (86_400, False)
+    (found,) = with_patience(tiny_run(deterministic=True)).spec.pipeline.envs
+    assert found.step_timeout_seconds is None

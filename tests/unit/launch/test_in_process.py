@@ -1,0 +1,66 @@
+"""The launcher inside one process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from agenticrun_workers.launch import ActorDied, ActorOptions, Launcher
+from agenticrun_workers.launch.in_process import InProcessLauncher
+from launcher_conformance import LauncherConformance, soon
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    made = InProcessLauncher()
+    yield made
+    made.close()
+
+
+class TestInProcessLauncher(LauncherConformance):
+    """See `LauncherConformance`."""
+
+
+class Closed:
+    """Notes what happens to it."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    async def work(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._notes.append("cancelled")
+
+    async def leave(self) -> None:
+        raise SystemExit(3)
+
+    async def close(self) -> None:
+        self._notes.append("closed")
+
+
+async def test_the_end_of_the_launcher_ends_calls_objects_and_threads() -> None:
+    launcher, notes = InProcessLauncher(), list[str]()
+    before = threading.active_count()
+    actor = launcher.start(ActorOptions(), Closed, notes)
+    working = actor.call(lambda closed: closed.work())
+    await asyncio.sleep(0.05)
+    launcher.close()
+    with pytest.raises(ActorDied, match="Closed died: its launcher was closed"):
+        await soon(working)
+    assert notes == ["cancelled", "closed"]
+    assert threading.active_count() == before
+
+
+async def test_an_actor_that_leaves_its_process_is_dead_and_the_process_lives(
+    launcher: Launcher,
+) -> None:
+    actor = launcher.start(ActorOptions(), Closed, [])
+    with pytest.raises(ActorDied):
+        await soon(actor.call(lambda closed: closed.leave()))
+    with pytest.raises(ActorDied, match="SystemExit in leave: 3"):
+        await soon(actor.call(lambda closed: closed.work()))
