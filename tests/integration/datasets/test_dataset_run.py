@@ -1,4 +1,4 @@
-"""Whole attempts on a real Ray about the items of a data set, from the warm-up to a resumed run."""
+"""Whole attempts about the items of a data set, from the warm-up to a resumed run."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from agenticrun_api import FinalReport, Outcome
 from agenticrun_workers.rollout.datasets import EpisodeItems
 from agenticrun_workers.rollout.recording import Recording
 from agenticrun_workers.types import Stream
 from quiz_runs import WORDS, quiz_run
-from tiny_runs import TinyAttempt
-
-pytestmark = pytest.mark.usefixtures("ray_node")
+from tiny_runs import InProcessAttempt
 
 ROWS = [json.loads(line) for line in WORDS.read_text().splitlines()]
 
 
-async def execute(session: TinyAttempt) -> FinalReport:
+async def execute(session: InProcessAttempt) -> FinalReport:
     return await asyncio.wait_for(session.execute(), 240)
 
 
@@ -39,7 +35,7 @@ async def test_a_warm_up_from_a_data_set_teaches_its_answers(tmp_path: Path) -> 
         "source": "Dataset",
         "dataset": dataset,
     }
-    session = TinyAttempt(quiz_run(maxSteps=1, warmup=warmup), tmp_path)
+    session = InProcessAttempt(quiz_run(maxSteps=1, warmup=warmup), tmp_path)
     report = await execute(session)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     first = next(s for s in session.sink.snapshots if "val/Quiz/success" in s.metrics)
@@ -51,7 +47,7 @@ async def test_a_data_set_that_is_not_there_ends_the_run_at_once(tmp_path: Path)
     run = quiz_run()
     document = run.document()
     document["spec"]["pipeline"]["envs"][0]["dataset"]["path"] = "/nowhere/items.jsonl"
-    report = await execute(TinyAttempt(type(run).model_validate(document), tmp_path))
+    report = await execute(InProcessAttempt(type(run).model_validate(document), tmp_path))
     assert (report.outcome, report.reason) == (Outcome.FAILED, "InvalidConfig")
     assert (
         "spec.pipeline.envs[0].dataset.path: no file or folder /nowhere/items.jsonl"
@@ -68,13 +64,13 @@ async def test_a_stopped_and_resumed_run_plays_each_item_once_per_epoch(tmp_path
         "warmup": None,
     }
     settings |= {"record": {"to": str(tmp_path / "recording")}}
-    stopped = TinyAttempt(quiz_run(**settings), tmp_path)
+    stopped = InProcessAttempt(quiz_run(**settings), tmp_path)
     running = asyncio.create_task(execute(stopped))
     while stopped.sink.step < 2 and not running.done():
         await asyncio.sleep(0.01)
     stopped.requests.stop.set()
     assert (await running).outcome is Outcome.STOPPED
-    report = await execute(TinyAttempt(quiz_run(**settings), tmp_path, attempt=2))
+    report = await execute(InProcessAttempt(quiz_run(**settings), tmp_path, attempt=2))
     assert report.outcome is Outcome.SUCCEEDED, report.message
     items = EpisodeItems(quiz_run(**settings).spec.pipeline)
     recording = Recording(str(tmp_path / "recording"))

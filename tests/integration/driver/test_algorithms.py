@@ -1,4 +1,4 @@
-"""Every algorithm's example trains on a real Ray; separate reference and critic pods too."""
+"""Every algorithm's example trains; separate reference and critic pods do on a real Ray."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import pytest
 import yaml
 
 from agenticrun_api import Outcome, parse_run
-from tiny_runs import TinyAttempt, tiny_document
-
-pytestmark = pytest.mark.usefixtures("ray_node")
+from tiny_runs import InProcessAttempt, TinyAttempt, tiny_document
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples/algorithms").glob("*.yaml"))
 SMALL_MODEL = {"hiddenSize": 16, "layers": 1, "heads": 2, "intermediateSize": 32}
@@ -28,8 +26,7 @@ WALL_CLOCK = (
 """Metrics that are about the machine."""
 
 
-async def train(document: dict[str, Any], folder: Path) -> dict[int, dict[str, float]]:
-    session = TinyAttempt(parse_run(document), folder)
+async def train(session: TinyAttempt) -> dict[int, dict[str, float]]:
     report = await asyncio.wait_for(session.execute(), 300)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     return session.training_steps()
@@ -46,7 +43,7 @@ async def test_the_example_trains(file: Path, tmp_path: Path) -> None:
     pipeline["valEnvs"] |= {"groups": 8}
     if "criticWarmup" in pipeline:
         pipeline["criticWarmup"] = 1
-    steps = await train(document, tmp_path)
+    steps = await train(InProcessAttempt(parse_run(document), tmp_path))
     assert sorted(steps) == [1, 2]
     assert all(math.isfinite(value) for value in steps[2].values() if isinstance(value, float))
     assert {"actor/pg_loss", "actor/grad_norm", "critic/advantages/mean"} <= steps[2].keys()
@@ -75,11 +72,13 @@ def penalised(roles: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.usefixtures("ray_node")
 async def test_reference_and_critic_on_pods_of_their_own_train_as_they_do_beside_the_trainer(
     tmp_path: Path,
 ) -> None:
-    shared = await train(penalised({}), tmp_path / "shared")
-    apart = await train(penalised({"reference": {}, "critic": {"replicas": 2}}), tmp_path / "apart")
+    separate = penalised({"reference": {}, "critic": {"replicas": 2}})
+    shared = await train(TinyAttempt(parse_run(penalised({})), tmp_path / "shared"))
+    apart = await train(TinyAttempt(parse_run(separate), tmp_path / "apart"))
     for step, expected in shared.items():
         names = [name for name in expected if not name.startswith((*WALL_CLOCK, "train/"))]
         assert {n: apart[step][n] for n in names} == pytest.approx(

@@ -11,9 +11,7 @@ import pytest
 import yaml
 
 from agenticrun_api import Outcome, parse_run
-from tiny_runs import TinyAttempt
-
-pytestmark = pytest.mark.usefixtures("ray_node")
+from tiny_runs import InProcessAttempt
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NAMES = ("sokoban", "webshop", "gymnasium", "python-tool", "mixed")
@@ -47,7 +45,7 @@ def shrunk(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_the_example_trains(name: str, tmp_path: Path) -> None:
-    session = TinyAttempt(parse_run(shrunk(name)), tmp_path)
+    session = InProcessAttempt(parse_run(shrunk(name)), tmp_path)
     report = await asyncio.wait_for(session.execute(), 200)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     (step,) = session.training_steps().values()

@@ -1,4 +1,4 @@
-"""Math with the agent of the guide on a real Ray: several trajectories of an episode."""
+"""Math with the agent of the guide: several trajectories of an episode."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from agenticrun_api import Outcome, parse_run
 from agenticrun_workers.rollout.recording import Recording
 from agenticrun_workers.types import StopReason
-from tiny_runs import TinyAttempt, tiny_document
-
-pytestmark = pytest.mark.usefixtures("ray_node")
+from tiny_runs import InProcessAttempt, tiny_document
 
 SUMS = Path(__file__).parents[3] / "examples/math/sums.jsonl"
 ANSWERS = [str(number) for number in range(11)]
@@ -48,7 +44,7 @@ async def test_each_turn_of_the_guides_agent_is_a_sample_of_its_group(tmp_path: 
         "config": {"instruction": "", "randomAnswers": ANSWERS},
         "agent": {"type": "math_multi_turn", "config": {"numTurns": 2, "wrongTemplate": "again"}},
     }
-    session = TinyAttempt(parse_run(document(tmp_path, env)), tmp_path)
+    session = InProcessAttempt(parse_run(document(tmp_path, env)), tmp_path)
     report = await asyncio.wait_for(session.execute(), 240)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     steps = session.training_steps()
@@ -78,7 +74,7 @@ async def test_the_conversation_plays_with_the_agent_of_every_day(tmp_path: Path
         },
         "agent": {"config": {"systemTemplate": ""}},
     }
-    session = TinyAttempt(parse_run(document(tmp_path, env)), tmp_path)
+    session = InProcessAttempt(parse_run(document(tmp_path, env)), tmp_path)
     report = await asyncio.wait_for(session.execute(), 240)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     trained = [

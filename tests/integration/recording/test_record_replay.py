@@ -12,9 +12,7 @@ import pytest
 from agenticrun_api import FinalReport, Outcome
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.recording import Recording
-from tiny_runs import TinyAttempt, tiny_run
-
-pytestmark = pytest.mark.usefixtures("ray_node")
+from tiny_runs import InProcessAttempt, tiny_run
 
 SETTINGS: dict[str, Any] = {"evalSteps": 0, "warmup": None}
 COMPARED = (
@@ -27,7 +25,7 @@ COMPARED = (
 )
 
 
-async def execute(session: TinyAttempt) -> FinalReport:
+async def execute(session: InProcessAttempt) -> FinalReport:
     return await asyncio.wait_for(session.execute(), 240)
 
 
@@ -35,7 +33,7 @@ async def test_a_replay_trains_as_the_recorded_run_did_and_plays_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = str(tmp_path / "recording")
-    recorded = TinyAttempt(tiny_run(**SETTINGS, record={"to": uri}), tmp_path / "recorded")
+    recorded = InProcessAttempt(tiny_run(**SETTINGS, record={"to": uri}), tmp_path / "recorded")
     report = await execute(recorded)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     assert Recording(uri).steps() == [1, 2, 3]
@@ -44,7 +42,7 @@ async def test_a_replay_trains_as_the_recorded_run_did_and_plays_nothing(
         raise AssertionError("a replay plays nothing")
 
     monkeypatch.setattr(EnvPool, "run", refuse)
-    replayed = TinyAttempt(tiny_run(**SETTINGS, record={"replay": uri}), tmp_path / "replayed")
+    replayed = InProcessAttempt(tiny_run(**SETTINGS, record={"replay": uri}), tmp_path / "replayed")
     report = await execute(replayed)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     for step, expected in recorded.training_steps().items():
@@ -53,7 +51,7 @@ async def test_a_replay_trains_as_the_recorded_run_did_and_plays_nothing(
             {k: expected[k] for k in COMPARED}, rel=1e-4, abs=1e-6
         ), step
 
-    longer = TinyAttempt(
+    longer = InProcessAttempt(
         tiny_run(**SETTINGS, maxSteps=5, record={"replay": uri}), tmp_path / "longer"
     )
     report = await execute(longer)
@@ -64,7 +62,7 @@ async def test_a_replay_trains_as_the_recorded_run_did_and_plays_nothing(
 
 async def test_what_is_recorded_is_what_was_trained_on(tmp_path: Path) -> None:
     uri = str(tmp_path / "recording")
-    session = TinyAttempt(tiny_run(**SETTINGS, record={"to": uri}), tmp_path)
+    session = InProcessAttempt(tiny_run(**SETTINGS, record={"to": uri}), tmp_path)
     assert (await execute(session)).outcome is Outcome.SUCCEEDED
     for step, metrics in session.training_steps().items():
         trajectories = Recording(uri).read(step).trajectories

@@ -1,4 +1,4 @@
-"""Whole attempts on a real Ray whose only reward is a judge's, about the items of a data set."""
+"""Whole attempts whose only reward is a judge's, about the items of a data set."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import pytest
 
 from agenticrun_api import FinalReport, Outcome
 from quiz_runs import MODULE, quiz_run
-from tiny_runs import TinyAttempt
-
-pytestmark = pytest.mark.usefixtures("ray_node")
+from tiny_runs import InProcessAttempt
 
 
-async def execute(session: TinyAttempt) -> FinalReport:
+async def execute(session: InProcessAttempt) -> FinalReport:
     return await asyncio.wait_for(session.execute(), 240)
 
 
 async def test_a_judges_scores_are_the_rewards_of_training_and_validation(tmp_path: Path) -> None:
     taught_to_answer = {"steps": 40, "batchSize": 8, "learningRate": 0.02}
-    session = TinyAttempt(quiz_run(warmup=taught_to_answer), tmp_path)
+    session = InProcessAttempt(quiz_run(warmup=taught_to_answer), tmp_path)
     report = await execute(session)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     steps = session.training_steps()
@@ -43,7 +41,9 @@ async def test_a_judges_scores_are_the_rewards_of_training_and_validation(tmp_pa
 async def test_a_judge_that_cannot_be_built_ends_the_run_at_once(
     tmp_path: Path, reward: dict[str, Any], message: str
 ) -> None:
-    report = await execute(TinyAttempt(quiz_run(rewards=[{"name": "bad", **reward}]), tmp_path))
+    report = await execute(
+        InProcessAttempt(quiz_run(rewards=[{"name": "bad", **reward}]), tmp_path)
+    )
     assert (report.outcome, report.reason, report.retryable) == (
         Outcome.FAILED,
         "InvalidConfig",
@@ -54,6 +54,6 @@ async def test_a_judge_that_cannot_be_built_ends_the_run_at_once(
 
 async def test_a_judge_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) -> None:
     rewards = [{"name": "broken", "type": "operator:truth"}, {"name": "worse", "type": "math:sqrt"}]
-    report = await execute(TinyAttempt(quiz_run(rewards=rewards, warmup=None), tmp_path))
+    report = await execute(InProcessAttempt(quiz_run(rewards=rewards, warmup=None), tmp_path))
     assert report.outcome is Outcome.FAILED
     assert "judge worse: TypeError: must be real number, not JudgedEpisode" in report.message
