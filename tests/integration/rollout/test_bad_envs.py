@@ -73,7 +73,7 @@ def actor(cls: type, *arguments: Any) -> Any:
     """One that finds the modules of tests/support."""
     folders = [str(Path(bad_envs.__file__).parent), os.environ.get("PYTHONPATH", "")]
     found = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, folders))}}
-    remote = ray.remote(cls).options(num_cpus=0, max_concurrency=1000, runtime_env=found)
+    remote: Any = ray.remote(cls).options(num_cpus=0, max_concurrency=1000, runtime_env=found)
     return RayHandle(remote.remote(*arguments))
 
 

@@ -135,7 +135,8 @@ class Run:
 
     async def compute_advantages(self, credits: TurnCredits) -> Advantages:
         self.credits = credits
-        return Advantages({}, ["targets"])
+        targets: list[Any] = ["targets"]
+        return Advantages({}, targets)
 
     async def train_critic(self, targets: Sequence[Any]) -> Metrics:
         assert targets == ["targets"]

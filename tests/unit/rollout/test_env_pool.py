@@ -42,7 +42,8 @@ class MortalWorker:
 
     async def collect(self) -> bytes:
         taking = asyncio.ensure_future(self._outbox.take(5.0))
-        await asyncio.wait({taking, self._death}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {taking, self._death}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._death.done():
             raise ActorDied("killed")
         return pack(taking.result())
