@@ -98,6 +98,9 @@ CANNOT_PASS: tuple[Rule, ...] = (
     Rule(("KubeletNotReady",), seconds=45, words="cni plugin not initialized"),
 )
 
+_NEVER = "9999"
+"""Later than every time of an event."""
+
 Observe = Callable[[], Sequence[Report]]
 
 
@@ -212,14 +215,15 @@ def reports_of(items: Sequence[Mapping[str, Any]]) -> list[Report]:
 
     Args:
         items: objects and events as `kubectl get` prints them. Only events of these objects count,
-            none of an object that is gone or scaled to nothing.
+            none of an object that is gone or scaled to nothing, or from before it became ready.
     """
     objects = [item for item in items if item["kind"] != "Event"]
-    present = {item["metadata"]["uid"] for item in objects if _wanted(item)}
+    since = {item["metadata"]["uid"]: _ready_since(item) for item in objects if _wanted(item)}
     events = [
         item
         for item in items
-        if item["kind"] == "Event" and item["involvedObject"].get("uid") in present
+        if item["kind"] == "Event"
+        and _when(item)[0] >= since.get(item["involvedObject"].get("uid"), _NEVER)
     ]
     return [
         *_events(events),
@@ -230,6 +234,18 @@ def reports_of(items: Sequence[Mapping[str, Any]]) -> list[Report]:
 def last_line(text: str) -> str:
     """Return the last line of a log that is not blank."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def _ready_since(item: Mapping[str, Any]) -> str:
+    """Return when the object became ready; the empty string, which is before all, if it is not."""
+    return next(
+        (
+            str(condition.get("lastTransitionTime", ""))
+            for condition in item.get("status", {}).get("conditions", ())
+            if (condition["type"], condition["status"]) == ("Ready", "True")
+        ),
+        "",
+    )
 
 
 def _wanted(item: Mapping[str, Any]) -> bool:

@@ -236,6 +236,18 @@ def test_events_of_what_is_gone_or_going_or_not_wanted_do_not_count() -> None:
     assert reports_of([*items, *events]) == []
 
 
+def test_events_from_before_an_object_became_ready_are_history() -> None:
+    events = [event("p", "Unhealthy", "refused", 4, 25), event("p", "Evicted", "disk", 6)]
+
+    def reasons(ready: str) -> list[str]:
+        now = {"type": "Ready", "status": ready, "lastTransitionTime": "2026-01-01T00:00:05Z"}
+        pod = thing("Pod", "p", status={"conditions": [now]})
+        return [report.reason for report in reports_of([pod, *events])]
+
+    assert reasons("False") == ["Unhealthy", "Evicted"]
+    assert reasons("True") == ["Evicted"]
+
+
 def test_containers_that_cannot_run_come_last_with_how_they_ended() -> None:
     waiting = {"reason": "CrashLoopBackOff", "message": "back-off 10s"}
     status = {
