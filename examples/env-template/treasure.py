@@ -52,10 +52,8 @@ class Treasure:
             "found" if found else "higher" if guess < self.treasure else "lower",
             reward=float(found),
             terminated=found,
-            metrics={
-                "success": float(found),
-                "action_is_valid": 1.0,
-            },  # validation reports env/<tag>/success
+            # env/<tag>/success in training, val/<tag>/success in validation
+            metrics={"success": float(found), "action_is_valid": 1.0},
         )
 
     def valid_actions(self) -> list[str]:

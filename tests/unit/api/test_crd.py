@@ -35,7 +35,7 @@ def test_the_committed_crd_is_what_the_generator_writes(copy: str) -> None:
 def test_it_is_plain_yaml_without_anchors() -> None:
     assert (
         yaml.safe_load((ROOT / "crds/agenticruns.yaml").read_text()) == custom_resource_definition()
-    )
+    ), "run: make generate"
 
 
 def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

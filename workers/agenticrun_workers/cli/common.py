@@ -27,8 +27,8 @@ Changes = Annotated[
     typer.Option(
         "--set",
         metavar="PATH=VALUE",
-        help="Change a field of spec before validation: pipeline.envs[0].maxSteps=4. "
-        "Values are YAML. Repeatable.",
+        help="Change a field before validation: pipeline.envs[0].maxSteps=4. Paths start below "
+        "spec; metadata.name works too. Values are YAML. Repeatable.",
     ),
 ]
 

@@ -56,7 +56,7 @@ def debug(
     render: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.gif", help="Write the images of the episode to this file.", dir_okay=False
+            metavar="FILE.gif", help="Write the episode to this file, as a GIF.", dir_okay=False
         ),
     ] = None,
     changes: Changes = None,

@@ -150,9 +150,8 @@ class FrozenLake:
         actions: the words for left, down, right, up.
         instruction: text of the first prompt; the default explains the task.
         words: what `vocabulary` lists beside single symbols: nothing (`cells`) or every possible
-            row of
-            a board (`rows`), so that a model made for this environment reads a board of size n in n
-            tokens.
+            row of a board (`rows`), so that a model made for this environment reads a board of size
+            n in n tokens.
     """
 
     blocking = False
