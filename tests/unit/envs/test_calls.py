@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.envs import EnvCalls, EnvFault, StepResult
+from agenticrun_workers.envs import EnvCalls, EnvFault, EnvironmentService, StepResult
 from agenticrun_workers.envs import calls as env_calls
 from agenticrun_workers.envs.calls import MAX_BLOCKING_CALLS, MAX_MESSAGE, MAX_TEXT, hanging
+from agenticrun_workers.envs.service import ServiceCalls
 from agenticrun_workers.types import StopReason, Stream
 from waiting import eventually
 
@@ -263,6 +264,23 @@ def test_every_shape_of_reset_is_called_as_it_is_meant(
 ) -> None:
     start = asyncio.run(EnvCalls().reset(env, 7, Stream.VALIDATION))
     assert (start.observation, start.instruction) == (observation, instruction)
+
+
+def test_the_warm_up_plays_the_levels_of_training() -> None:
+    class Service(EnvironmentService):
+        async def reset(
+            self, seed: int | None = None, options: Mapping[str, Any] | None = None
+        ) -> Any:
+            return f"{seed} {(options or {})['split']}"
+
+        async def step(self, action: Any) -> Any: ...
+
+    async def seen(stream: Stream) -> set[str]:
+        start = await EnvCalls().reset(SeedAndSplit(), 7, stream)
+        return {start.observation, await ServiceCalls().begin(Service(), 7, stream, None)}
+
+    for stream, split in (("train", "train"), ("validation", "validation"), ("warmup", "train")):
+        assert asyncio.run(seen(Stream(stream))) == {f"7 {split}"}
 
 
 def test_a_sync_method_may_return_a_coroutine() -> None:

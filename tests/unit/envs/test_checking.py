@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -127,6 +127,16 @@ class Overlaps(Count):
         first = super().reset(seed, split)
         self.left %= 2 + 2 * (split == "train")
         return first and str(self.left)
+
+
+class TrainOrElse(Count):
+    """Takes everything that is not `train` for validation, as the protocol allows."""
+
+    splits: ClassVar[set[str]] = set()
+
+    def reset(self, seed: int, split: Stream) -> Any:
+        self.splits.add(split)
+        return super().reset(seed, Stream.TRAIN if split == "train" else Stream.VALIDATION)
 
 
 class Picky(Count):
@@ -264,6 +274,11 @@ def test_what_is_not_as_good_as_it_could_be_is_a_warning(
     report.assert_ok()
     with pytest.raises(AssertionError):
         report.assert_ok(warnings=False)
+
+
+def test_an_environment_gets_two_splits_and_the_warm_up_plays_training() -> None:
+    check(TrainOrElse).assert_ok(warnings=False)
+    assert TrainOrElse.splits == {"train", "validation"}
 
 
 def test_after_a_crash_nothing_is_played_in_this_process() -> None:

@@ -36,7 +36,7 @@ from agenticrun_workers.agents.queued_types import (
 )
 from agenticrun_workers.agents.sampled_tree import SampledTree
 from agenticrun_workers.envs import Env, EnvFault
-from agenticrun_workers.envs.calls import raised
+from agenticrun_workers.envs.calls import raised, split_of
 from agenticrun_workers.envs.service import EnvironmentService, ServiceCalls, ServiceStep
 from agenticrun_workers.types import Generation, IntArray, StopReason, Trajectory
 
@@ -186,7 +186,7 @@ class QueuedEpisode:
             text,
             instruction,
             dict(episode.item or {}),
-            episode.key.stream,
+            split_of(episode.key.stream),
             episode.env_seed,
         )
 

@@ -209,12 +209,12 @@ class EnvCalls:
         self._room = asyncio.Semaphore(MAX_BLOCKING_CALLS)
 
     async def reset(
-        self, env: Env, seed: int, split: Stream, item: Mapping[str, Any] | None = None
+        self, env: Env, seed: int, stream: Stream, item: Mapping[str, Any] | None = None
     ) -> Start:
         """Begin an episode, with `item` if there is one. Raises `EnvFault`."""
         if item is not None:
             await self._call(env, cast(TakesItem, env).set_item, item)
-        places, names = reset_arguments(env, seed, split)
+        places, names = reset_arguments(env, seed, split_of(stream))
         answer = await self._call(env, env.reset, *places, **names)
         return checked_start(answer, getattr(env, "instruction", ""))
 
@@ -255,12 +255,16 @@ class EnvCalls:
         return outcome.value
 
 
+def split_of(stream: Stream) -> Stream:
+    """Return the split of an episode's level: the warm-up plays levels of training."""
+    return Stream.VALIDATION if stream is Stream.VALIDATION else Stream.TRAIN
+
+
 def reset_arguments(env: Env, seed: int, split: Stream) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and the keyword arguments for `reset`.
 
     They are seed and split, or only the seed if the second parameter has a default and is not
-    called
-    `split`. As in gymnasium, the seed may be keyword-only.
+    called `split`. As in gymnasium, the seed may be keyword-only.
     """
     try:
         parameters = list(inspect.signature(env.reset).parameters.values())

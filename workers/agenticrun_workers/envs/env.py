@@ -65,10 +65,11 @@ class Env(Protocol):
     """An environment that plays one episode at a time.
 
     It owns its random numbers: the same (seed, split) gives the same episode on any machine.
-    `split` is `train` or `validation`: an environment that generates levels must never give the
-    same level in both. Sync methods are called in a thread, unless the class has
-    `blocking = False`, which promises that they take microseconds. An instance plays one episode
-    after another, unless the class has `reusable = False`: then each episode gets a new instance.
+    `split` is `train` (also in the warm-up) or `validation`: an environment that generates levels
+    must never give the same level in both. Sync methods are called in a thread, unless the class
+    has `blocking = False`, which promises that they take microseconds. An instance plays one
+    episode after another, unless the class has `reusable = False`: then each episode gets a new
+    instance.
 
     Environments written for gymnasium's signatures work unchanged: `reset(seed)` without a split
     (validation then uses other seeds), a pair (observation, info) from `reset`, a tuple of five

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
-from agenticrun_workers.envs.calls import EnvCalls
+from agenticrun_workers.envs.calls import EnvCalls, split_of
 from agenticrun_workers.envs.env import EnvFault
 from agenticrun_workers.types import StopReason, Stream
 
@@ -45,7 +45,7 @@ class EnvironmentService(ABC):
 
         Args:
             seed: equal for all members of a group.
-            options: `split` is train, validation or warmup.
+            options: `split` is train (also in the warm-up) or validation.
 
         Returns:
             The first user message; if it is not text, the item's column `prompt` is used.
@@ -60,13 +60,16 @@ class ServiceCalls(EnvCalls):
     """Calls services like any environment: every error is an `EnvFault`."""
 
     async def begin(
-        self, service: EnvironmentService, seed: int, split: Stream, item: Mapping[str, Any] | None
+        self, service: EnvironmentService, seed: int, stream: Stream, item: Mapping[str, Any] | None
     ) -> str:
         """Begin an episode and return its first user message. Raises `EnvFault`."""
         if item is not None:
             await self._call(cast(Any, service), service.set_item, item)
         said = await self._call(
-            cast(Any, service), service.reset, seed=seed, options={"split": split.value}
+            cast(Any, service),
+            service.reset,
+            seed=seed,
+            options={"split": split_of(stream).value},
         )
         text = said[0] if isinstance(said, tuple) and len(said) == 2 else said
         if text is None:

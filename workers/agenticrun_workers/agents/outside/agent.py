@@ -28,7 +28,14 @@ from agenticrun_workers.agents.outside.messages import HERMES
 from agenticrun_workers.agents.outside.session import Answer, Policy, Session
 from agenticrun_workers.agents.registry import register_agent
 from agenticrun_workers.envs import Env, EnvCalls, EnvFault
-from agenticrun_workers.envs.calls import MAX_MESSAGE, attempt, in_task, in_thread, raised
+from agenticrun_workers.envs.calls import (
+    MAX_MESSAGE,
+    attempt,
+    in_task,
+    in_thread,
+    raised,
+    split_of,
+)
 from agenticrun_workers.plugins import PluginImportError, compile_pattern, imported
 from agenticrun_workers.types import StopReason, Trajectory, Turn
 
@@ -104,7 +111,7 @@ class OutsideAgent:
         try:
             start = await self._envs.reset(env, episode.env_seed, episode.key.stream, episode.item)
             async with serving(session) as url:
-                split, model = episode.key.stream.value, self._policy.model
+                split, model = split_of(episode.key.stream).value, self._policy.model
                 task = Task(
                     start.instruction,
                     start.observation,

@@ -172,7 +172,7 @@ async def threads(subject: Subject) -> Finding:
 
     env = subject.make()
     if not getattr(env, "blocking", True) or inspect.iscoroutinefunction(env.step):
-        return not_checked("it is called on the event loop")
+        return not_checked("blocking = False: it is called on the event loop")
     with ThreadPoolExecutor(4) as pool:
         seen = await asyncio.gather(
             *(
@@ -213,11 +213,17 @@ async def other_seeds(subject: Subject) -> Finding:
 
 
 async def splits(subject: Subject) -> Finding:
-    """Compare the splits by finished episodes: equal beginnings do not imply equal levels."""
+    """Compare the splits by finished episodes: equal beginnings do not imply equal levels.
+
+    The warm-up must not play levels of validation either.
+    """
     both = [await episodes(subject, split) for split in (Stream.TRAIN, Stream.VALIDATION)]
+    warmup = await episodes(subject, Stream.WARMUP)
     if len({str(each) for each in both[0]}) < 2:
         return not_checked("one episode only")
-    train, validation = [{str(each) for each in played if _is_over(each)} for played in both]
+    train, validation = [
+        {str(each) for each in played if _is_over(each)} for played in (both[0] + warmup, both[1])
+    ]
     shared = len(train & validation)
     if both[0] == both[1]:
         return warning(
@@ -228,7 +234,7 @@ async def splits(subject: Subject) -> Finding:
     if shared:
         return warning(
             f"{shared} of {len(train)} episodes of training are in validation too",
-            "decide by a hash of the level which split it is of",
+            "let a hash of the level decide whether it is for training or for validation",
         )
     return ok("no episode of training is in validation")
 
