@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvConfigError, Renders, Sokoban, make_env
 from agenticrun_workers.envs.grid import CELL
-from agenticrun_workers.envs.sokoban.room import Room
+from agenticrun_workers.envs.sokoban.levels import Room
 from agenticrun_workers.types import Stream
 from sokoban_reference import ReferenceSokoban
 

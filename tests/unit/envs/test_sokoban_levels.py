@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 
 from agenticrun_workers.envs import Sokoban
 from agenticrun_workers.envs.grid import NoLevel
-from agenticrun_workers.envs.sokoban import level_search
-from agenticrun_workers.envs.sokoban.level_search import pull_apart, search, search_compiled
-from agenticrun_workers.envs.sokoban.room import (
+from agenticrun_workers.envs.sokoban import levels as level_maker
+from agenticrun_workers.envs.sokoban.levels import (
     Room,
     cells_of,
     is_holdout,
+    pull_apart,
     random_floor,
     random_room,
+    search,
+    search_compiled,
 )
 from agenticrun_workers.types import Stream
 from sokoban_reference import (
@@ -124,11 +126,11 @@ def test_a_large_search_goes_on_compiled_and_a_room_too_large_for_that_in_python
 ) -> None:
     rng = random.Random(5)
     rooms = [solved_room(rng, 7, 7, 2) for _ in range(20)]
-    whole = [search(room, 300, level_search.MAX_STATES)[0] for room in rooms]
-    monkeypatch.setattr(level_search, "SMALL", 3)
+    whole = [search(room, 300, level_maker.MAX_STATES)[0] for room in rooms]
+    monkeypatch.setattr(level_maker, "SMALL", 3)
     assert [pull_apart(room, 300) for room in rooms] == whole
-    monkeypatch.setattr(level_search, "MAX_COMPILED_FLOOR", 2)
-    monkeypatch.setattr(level_search, "search_compiled", None)
+    monkeypatch.setattr(level_maker, "MAX_COMPILED_FLOOR", 2)
+    monkeypatch.setattr(level_maker, "search_compiled", None)
     assert [pull_apart(room, 300) for room in rooms] == whole
 
 

@@ -87,7 +87,7 @@ class _Open:
             in_order = sorted(self.results) if self.task.stop_after is None else self.results
             self.done.set_result([self.results[member] for member in in_order])
 
-    def give_up(self, error: BaseException) -> None:
+    def fail_missing(self, error: BaseException) -> None:
         """End the missing members with env_error."""
         message = (
             f"{self.deaths + 1} env workers died while they played it: "
@@ -137,7 +137,7 @@ class EnvPool:
         self._flush_planned = False
         self._endpoints = Endpoints()
         self._deaths = 0
-        self._guilty: set[tuple[Stream, int]] = set()
+        self._given_up: set[tuple[Stream, int]] = set()
         """Groups that were given up. A re-roll of one is a suspect from the start."""
         self._watchers: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -151,9 +151,11 @@ class EnvPool:
         """See `RolloutBackend`."""
         if self._failure is not None:
             raise self._failure
-        guilty = (task.stream, task.group) in self._guilty
+        given_up = (task.stream, task.group) in self._given_up
         opened = _Open(
-            task, asyncio.get_running_loop().create_future(), deaths=SUSPECT_AFTER if guilty else 0
+            task,
+            asyncio.get_running_loop().create_future(),
+            deaths=SUSPECT_AFTER if given_up else 0,
         )
         self._assign(opened)
         try:
@@ -227,12 +229,12 @@ class EnvPool:
         An error of a live worker or a failed replacement ends the attempt.
         """
         try:
-            self._bury(worker, await self._death_of(worker))
+            self._remove_dead(worker, await self._collect_until_death(worker))
             self._add(await self._spawn())
         except Exception as error:
             self._fail(worker, error)
 
-    async def _death_of(self, worker: _Worker) -> ActorDied:
+    async def _collect_until_death(self, worker: _Worker) -> ActorDied:
         """Collect results until the worker dies, and return the error of its death.
 
         Raises:
@@ -248,7 +250,7 @@ class EnvPool:
             for result in unpack(collected):
                 self._deliver(worker, result)
 
-    def _bury(self, worker: _Worker, death: ActorDied) -> None:
+    def _remove_dead(self, worker: _Worker, death: ActorDied) -> None:
         """Remove a dead worker and reassign its groups.
 
         Raises:
@@ -278,8 +280,8 @@ class EnvPool:
             if opened.has_enough:
                 opened.finish()
             elif opened.suspect:
-                self._guilty.add((opened.task.stream, opened.task.group))
-                opened.give_up(error)
+                self._given_up.add((opened.task.stream, opened.task.group))
+                opened.fail_missing(error)
             else:
                 opened.deaths += 1
                 self._assign(opened)

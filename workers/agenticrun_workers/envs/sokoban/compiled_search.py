@@ -1,4 +1,4 @@
-"""The search of `level_search` compiled by numba, for large boards.
+"""The search of `levels` compiled by numba, for large boards.
 
 It visits the same states in the same order, in machine integers. Floor cells are numbered from 0,
 so that a set of up to 64 of them is one machine word. It runs without the interpreter lock and in
@@ -82,7 +82,7 @@ def search(
         columns: of each cell, int64 [cells].
         homes: the cell of each target, int64 [boxes], in order.
         player: the player's cell.
-        depth: as in `level_search.pull_apart`.
+        depth: as in `levels.pull_apart`.
         max_states: maximum number of states to visit.
 
     Returns:

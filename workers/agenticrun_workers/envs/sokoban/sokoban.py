@@ -1,7 +1,7 @@
 """Sokoban as text: push every box onto a target.
 
-Rules and rewards are gym-sokoban 0.0.6's, and so is the distribution of levels (`room`,
-`level_search`); symbols and actions are ROLL's. Levels are made by playing backwards, so every one
+Rules and rewards are gym-sokoban 0.0.6's, and so is the distribution of levels
+(`levels`); symbols and actions are ROLL's. Levels are made by playing backwards, so every one
 can be solved. An episode depends only on its seed.
 
 A hash of walls and targets decides whether a room belongs to the validation holdout. Training never
@@ -35,12 +35,12 @@ from agenticrun_workers.envs.grid import (
     pixels,
     step_metrics,
 )
-from agenticrun_workers.envs.sokoban.level_search import pull_apart
-from agenticrun_workers.envs.sokoban.room import (
+from agenticrun_workers.envs.sokoban.levels import (
     STEPS_PER_SIDE,
     Room,
     cells_of,
     is_holdout,
+    pull_apart,
     random_room,
 )
 from agenticrun_workers.types import Stream
