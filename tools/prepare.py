@@ -84,9 +84,10 @@ class Task:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
-            self.say(self.lines[-1])
+        with self.process.stdout as output:
+            for line in output:
+                self.lines.append(line.rstrip())
+                self.say(self.lines[-1])
 
 
 def run_together(commands: dict[str, Sequence[str]]) -> int:

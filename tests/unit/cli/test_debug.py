@@ -165,7 +165,8 @@ def test_random_play_is_the_same_for_the_same_seed_and_is_filmed(folder: Path) -
     assert shown[0] == shown[1]
     assert "b.gif: 2 images" in shown[0][1]
     assert "one sample per turn" in shown[0][1]
-    assert Image.open(folder / "b.gif").format == "GIF"
+    with Image.open(folder / "b.gif") as film:
+        assert film.format == "GIF"
 
 
 def test_async_environments_play_too() -> None:

@@ -22,7 +22,8 @@ def test_a_resume_removes_what_is_computed_again(tmp_path: Path) -> None:
     for step in range(1, 6):
         first.log(step, {"rollout/score/mean": step / 10})
     first.close()
-    path.open("a").write('{"step": 6, "roll')  # the driver was killed while it wrote
+    with path.open("a") as file:
+        file.write('{"step": 6, "roll')  # the driver was killed while it wrote
     second = JsonlTracker(path, resume_step=3)
     second.log(4, {"rollout/score/mean": 0.4})
     second.close()

@@ -61,6 +61,7 @@ def test_a_validation_without_success_shows_scores(
     caplog.set_level(logging.INFO)
     for tracker in build_trackers(make_run(tensorboard=False), tmp_path, resume_step=0):
         tracker.log(0, {"val/Talk/score": 0.7, "val/Talk/turns": 3.0})
+        tracker.close()
     assert lines(caplog) == ["[validation] step 0: Talk score 0.700"]
 
 
@@ -84,6 +85,7 @@ def test_a_tracker_that_cannot_start_is_told_and_the_others_work(
     trackers = build_trackers(make_run(console=False), tmp_path, resume_step=0)
     for tracker in trackers:
         tracker.log(1, STEP)
+        tracker.close()
     assert (tmp_path / "metrics.jsonl").read_text().startswith('{"step": 1')
     (said,) = lines(caplog)
     assert said.startswith("the run trains without TensorBoard: FileExistsError")

@@ -56,21 +56,21 @@ def test_a_command_does_what_it_does_and_its_status_is_passed_on(share: str) -> 
 
 
 def test_processes_are_stopped_also_those_whose_parent_has_ended() -> None:
-    command = subprocess.Popen(
+    with subprocess.Popen(
         [*STALLS, "--all", "0", sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
-    )
-    assert command.stdout is not None
-    child = int(command.stdout.readline())
-    try:
-        eventually(lambda: state(child) == "T", 60, "the child is stopped", 0.002)
-        eventually(lambda: state(child) != "T", 60, "the child goes on", 0.002)
-        command.send_signal(signal.SIGTERM)
-        assert command.wait(60) == 128 + signal.SIGTERM
-        assert lives(child)
-        assert state(child) != "T", "nothing stays stopped"
-    finally:
-        command.kill()
-        os.kill(child, signal.SIGKILL)
+    ) as command:
+        assert command.stdout is not None
+        child = int(command.stdout.readline())
+        try:
+            eventually(lambda: state(child) == "T", 60, "the child is stopped", 0.002)
+            eventually(lambda: state(child) != "T", 60, "the child goes on", 0.002)
+            command.send_signal(signal.SIGTERM)
+            assert command.wait(60) == 128 + signal.SIGTERM
+            assert lives(child)
+            assert state(child) != "T", "nothing stays stopped"
+        finally:
+            command.kill()
+            os.kill(child, signal.SIGKILL)
 
 
 def test_what_somebody_else_has_stopped_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:

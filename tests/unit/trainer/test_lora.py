@@ -126,7 +126,12 @@ def test_merged_weights_are_those_of_pefts_own_merge(load_float32: Load, make: s
     model = adapted(load)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     merged = dict(whole_weights(model, as_it_is))
-    config = peft.LoraConfig(r=LORA.rank, lora_alpha=int(LORA.alpha), target_modules="all-linear")
+    config = peft.LoraConfig(
+        r=LORA.rank,
+        lora_alpha=int(LORA.alpha),
+        target_modules="all-linear",
+        fan_in_fan_out=make == "gpt2",
+    )
     theirs = peft.get_peft_model(load(), config)
     theirs.load_state_dict(
         {f"base_model.model.{name}": tensor for name, tensor in before.items()}, strict=False
