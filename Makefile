@@ -92,6 +92,12 @@ check: ## The inner loop: lint, types, unit tests, one tiny run on this machine 
 mutants: setup ## Break the code in one place at a time and check that the tests notice
 	@$(PYTHON) tools/mutants.py
 
+.PHONY: coverage
+coverage: setup ## Measure the lines and branches that the unit tests reach; reports in build/coverage
+	@$(BIN)/pytest -q -n 2 --no-loadscope-reorder tests/unit \
+	  --cov --cov-report=xml:build/coverage/coverage.xml --cov-report=html:build/coverage/html --cov-report=
+	@$(BIN)/coverage report --sort=cover > build/coverage/table.txt; head -12 build/coverage/table.txt; tail -1 build/coverage/table.txt
+
 .PHONY: test
 test: ## Everything that must pass: lint, unit, integration, e2e (tier one of docs/testing.md)
 	@$(PYTHON) tools/ci.py

@@ -44,6 +44,7 @@ NOT_IMPORTED = {
     "import-linter": "a command of make lint",
     "mypy": "a command of make lint",
     "pre-commit": "a command that contributors run",
+    "pytest-cov": "a plugin that make coverage uses",
     "pytest-timeout": "a plugin that pytest loads",
     "ruff": "a command of make lint",
     "s3fs": "fsspec loads it for s3:// addresses",
