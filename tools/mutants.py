@@ -164,8 +164,8 @@ MUTANTS = (
     Mutant(
         "driver/not-retried",
         f"{WORKERS}/driver",
-        "_report(Outcome.FAILED, Reason.INVALID_CONFIG, str(cause), retryable=False)",
-        "_report(Outcome.FAILED, Reason.INVALID_CONFIG, str(cause), retryable=True)",
+        "_report(Outcome.FAILED, Reason.INVALID_CONFIG, str(error), retryable=False)",
+        "_report(Outcome.FAILED, Reason.INVALID_CONFIG, str(error), retryable=True)",
         ("tests/unit/driver/test_reports.py",),
     ),
     Mutant(
