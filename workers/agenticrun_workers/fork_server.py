@@ -42,7 +42,7 @@ class ForkServer:
     """
 
     def __init__(self, command: Sequence[str], timeout: float | None, **options: Any) -> None:
-        import subprocess  # the server does without
+        import subprocess  # not at the top: the server does not need it
 
         self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(timeout)
@@ -89,8 +89,8 @@ def serve(control: int) -> list[int]:
     for fd in (woken, wake):
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # none would be told to `wake`
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whoever started this may have blocked it
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to `wake`
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the client may have blocked SIGCHLD
     gc.freeze()  # children's collections then leave shared pages alone
     calls: dict[int, int] = {}
     """Processes by their call's socket."""
@@ -130,7 +130,7 @@ def serve(control: int) -> list[int]:
                     with contextlib.suppress(OSError):
                         os.write(call, str(status).encode())
                     os.close(call)
-            elif fd in calls:  # callers never write, so this one wants no more
+            elif fd in calls:  # clients never write: this one has shut the call down
                 events.unregister(fd)
                 kill(calls[fd])
 

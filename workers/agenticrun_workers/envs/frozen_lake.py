@@ -68,7 +68,7 @@ def from_array(holes: BoolArray) -> int:
 
 
 def to_array(holes: int, size: int) -> BoolArray:
-    """The map as bool [size, size], True where there is a hole."""
+    """Return the map as bool [size, size], True where there is a hole."""
     packed = np.frombuffer(_packed(holes, size), np.uint8)
     return np.unpackbits(packed, count=size * size).reshape(size, size).astype(np.bool_)
 
@@ -97,14 +97,14 @@ def _from_flat(holes: BoolArray) -> int:
 
 
 def _packed(holes: int, size: int) -> bytes:
-    """As `np.packbits` packs it: zero bits fill up the last byte."""
+    """Pack a map as `np.packbits` does: zero bits fill up the last byte."""
     cells = size * size
     return (holes << -cells % 8).to_bytes((cells + 7) // 8, "big")
 
 
 @functools.cache
 def _masks(size: int) -> tuple[int, int, int]:
-    """All cells; those with a cell to the right; those with a cell to the left."""
+    """Return masks of all cells, of those with a cell to the right, and to the left."""
     row = (1 << size) - 1
     rows = [number * size for number in range(size)]
     return (

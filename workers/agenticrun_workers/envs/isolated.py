@@ -195,7 +195,7 @@ class _Pipe:
         self._call.close()
 
     async def _how_it_ended(self) -> str:
-        """Say how the process ended. The server reports it a little later than the pipe closes."""
+        """Describe how the process ended. The server reports it shortly after the pipe closes."""
         try:
             async with asyncio.timeout(STATUS_SECONDS):
                 said = await asyncio.get_running_loop().sock_recv(self._call, 16)

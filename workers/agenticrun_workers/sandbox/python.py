@@ -287,7 +287,7 @@ def _read(
 
 
 def _end_when_late(process: Child) -> End:
-    """Kill it. A process that has ended already was in time, even if this thread was late."""
+    """Kill the process. If it has ended already, it was in time, even if this thread was late."""
     try:
         status = process.kill()
     except Ended:
@@ -344,7 +344,7 @@ class Child:
             except ConnectionError:
                 said = b""
             if not said:
-                raise Ended(self._server.last_words() or "it said nothing")
+                raise Ended(self._server.last_words() or "it reported nothing")
             self._status = int(said)
         return self._status
 
