@@ -13,7 +13,9 @@ from rich.console import Console
 
 from agenticrun_api import Role, parse_run
 from agenticrun_workers.cli.evaluate import table
+from agenticrun_workers.driver import evaluation
 from agenticrun_workers.driver.evaluation import evaluation_run, pass_at, summarize
+from agenticrun_workers.driver.metrics import Metrics, validation_metrics
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream
@@ -85,6 +87,22 @@ def test_an_environment_that_measures_no_success_has_none() -> None:
     with console.capture() as capture:
         console.print(table(results, "a folder"))
     assert "pass@1" in capture.get()
+
+
+def test_the_table_has_a_row_for_every_metric_of_validation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_a_new_one(results: list[EpisodeResult]) -> Metrics:
+        return {**validation_metrics(results), f"val/{results[0].tag}/retries": 4.25}
+
+    monkeypatch.setattr(evaluation, "validation_metrics", with_a_new_one)
+    results = summarize([played(0, 0, jumps=2.0), played(1, 0, jumps=1.0)], [1])
+    assert results["Lake"].metrics == {"jumps": 1.5, "retries": 4.25}
+    console = Console(width=60)
+    with console.capture() as capture:
+        console.print(table(results, "a folder"))
+    rows = {line.split("│")[1].strip(): line for line in capture.get().splitlines() if "│" in line}
+    assert ("1.500" in rows["jumps"], "4.250" in rows["retries"]) == (True, True)
 
 
 def run_with(eval_spec: dict[str, Any], **pipeline: Any) -> Any:

@@ -46,8 +46,10 @@ def evaluate(
 ) -> None:
     """Run the validation episodes without training and print the results of each environment.
 
-    The results are success, pass@k, score, turns and stop reasons. pipeline.eval sets the number of
+    The results are success, pass@k, score, turns, the environment's own metrics and stop reasons.
+    pipeline.eval sets the number of
     episodes per level (samples), the k of pass@k and the sampling.
+    Exit codes: 0 done, 64 run, checkpoint or model cannot be used.
     """
     loaded = load(file, changes)
     if checkpoint is not None and model is not None:
@@ -132,6 +134,8 @@ def table(results: Mapping[str, TagResult], what: str) -> Table:
     row("score", (result.score for result in found), "{:.3f}")
     row("turns", (result.turns for result in found), "{:.2f}")
     row("response tokens", (result.response_tokens for result in found), "{:.1f}")
+    for name in dict.fromkeys(name for result in found for name in result.metrics):
+        row(name, (result.metrics.get(name) for result in found), "{:.3f}")
     for reason in reasons:
         row(f"stop/{reason}", (result.stop.get(reason) for result in found), "{:.1%}")
     return shown

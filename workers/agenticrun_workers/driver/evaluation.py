@@ -126,6 +126,8 @@ class TagResult:
     """Share of each stop reason that occurred."""
     errors: int
     """Episodes that an environment error, a judge or a time limit ended; they count as failures."""
+    metrics: dict[str, float]
+    """The other metrics val/<tag>/<name> of validation, by name: also the environment's own."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -150,10 +152,14 @@ def summarize(results: Sequence[EpisodeResult], ks: Sequence[int]) -> dict[str, 
     by_tag: dict[str, list[EpisodeResult]] = defaultdict(list)
     for result in results:
         by_tag[result.tag].append(result)
-    return {tag: _of_tag(played, ks) for tag, played in by_tag.items()}
+    return {tag: _of_tag(tag, played, ks) for tag, played in by_tag.items()}
 
 
-def _of_tag(played: list[EpisodeResult], ks: Sequence[int]) -> TagResult:
+SUMMARIZED = ("success", "score", "turns", "response_length")
+"""Metrics of validation that `TagResult` has under names of its own, beside stop/<reason>."""
+
+
+def _of_tag(tag: str, played: list[EpisodeResult], ks: Sequence[int]) -> TagResult:
     won: dict[tuple[int, int], bool] = defaultdict(bool)
     for result in played:
         won[result.key.group, result.key.member] |= result.metrics.get("success", 0.0) > 0
@@ -177,7 +183,20 @@ def _of_tag(played: list[EpisodeResult], ks: Sequence[int]) -> TagResult:
         response_tokens=float(np.mean([result.response_tokens for result in played])),
         stop={reason: count / len(played) for reason, count in stops.most_common()},
         errors=sum(not result.stop_reason.trainable for result in played),
+        metrics={
+            name: value
+            for name, value in _of_one_tag(tag, validation_metrics(played))
+            if name not in SUMMARIZED and not name.startswith("stop/")
+        },
     )
+
+
+def _of_one_tag(tag: str, metrics: Metrics) -> list[tuple[str, float]]:
+    """Return the metrics val/<tag>/<name> by name."""
+    own = f"val/{tag}/"
+    return [
+        (name.removeprefix(own), value) for name, value in metrics.items() if name.startswith(own)
+    ]
 
 
 def evaluation_run(run: AgenticRun, model: str | None) -> AgenticRun:
