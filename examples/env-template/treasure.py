@@ -20,8 +20,8 @@ class Treasure:
     blocking = False
 
     def __init__(self, highest: int = 15) -> None:
-        if highest < 2:
-            raise ValueError(f"highest must be at least 2, not {highest}")
+        if highest < 5:  # the first level of validation, see reset
+            raise ValueError(f"highest must be at least 5, not {highest}")
         self.highest = highest
         # The task and the format of an answer: the first message of an episode.
         self.instruction = f"Find the number from 1 to {highest}. Answer with a number."
@@ -34,7 +34,7 @@ class Treasure:
         draw = random.Random(seed)
         # Training and validation must not share levels: every fifth number is for validation.
         numbers = [n for n in range(1, self.highest + 1) if (n % 5 == 0) == (split == "validation")]
-        self.treasure = draw.choice(numbers or [1])
+        self.treasure = draw.choice(numbers)
         return "find"
 
     def step(self, action: str) -> StepResult:
