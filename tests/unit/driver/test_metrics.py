@@ -22,6 +22,8 @@ from agenticrun_workers.driver.metrics import (
     validation_metrics,
 )
 from agenticrun_workers.driver.progress import headline_metrics
+from agenticrun_workers.envs import EnvFault
+from agenticrun_workers.envs.calls import check_metric_names
 from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.rollout.controller import Batch, RolloutCounts
 from agenticrun_workers.rollout.groups import Group
@@ -102,6 +104,22 @@ def test_validation_is_averaged_per_tag_and_then_over_tags() -> None:
     assert metrics["val/B/success"] == 1.0
     assert success_of(metrics) == 0.75
     assert success_of({"val/A/score": 1.0}) is None
+
+
+def test_environments_cannot_replace_what_we_report_of_a_tag() -> None:
+    plain = [replace(result(0), metrics={}), replace(result(1), metrics={})]
+    batch = Batch((Group(0, "A", tuple(plain)),), RolloutCounts(), queue_depth=0)
+    ours = {
+        *rollout_metrics(batch, version=0),
+        *validation_metrics(plain),
+        *(f"val/A/{name}" for name in ("random_success", "warmup_success")),
+    }
+    names = {name.split("/", 2)[2] for name in ours if name.startswith(("env/A/", "val/A/"))}
+    assert {"score", "turns", "response_length", "stop/completed"} <= names
+    for name in names:
+        with pytest.raises(EnvFault, match="reserved name"):
+            check_metric_names([name])
+    check_metric_names(["success", "action_is_valid", "num_actions", "length"])
 
 
 def test_validation_tells_turns_and_why_episodes_ended() -> None:

@@ -145,6 +145,8 @@ NO_STEPS = [
         StepResult("seen", 0.0, False, metrics={"speed": "fast"}),  # type: ignore[dict-item]
         "the metric speed = 'fast', which is not a number",
     ),
+    (StepResult("seen", 0.0, False, metrics={"score": 1.0}), "the metric 'score' has a reserved"),
+    (StepResult("seen", 0.0, False, metrics={"stop/timeout": 1.0}), "response_length,"),
     (StepResult("seen", 0.0, False, metrics=[1.0]), "metrics that are not a mapping"),  # type: ignore[arg-type]
     (StepResult("seen", 0.0, False, metrics={1: 1.0}), "metrics that are not a mapping from names"),  # type: ignore[dict-item]
     (

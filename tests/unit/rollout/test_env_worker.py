@@ -338,6 +338,10 @@ class OddAgent:
                 raise SystemExit(1)
             case "nothing":
                 return None
+            case "our metric":
+                return Trajectory(
+                    episode.key, episode.tag, (), StopReason.COMPLETED, {"turns": 7.0}
+                )
             case "no arrays":
                 return Trajectory(
                     episode.key,
@@ -348,7 +352,7 @@ class OddAgent:
         raise AssertionError
 
 
-@pytest.mark.parametrize("does", ["exit", "nothing", "no arrays"])
+@pytest.mark.parametrize("does", ["exit", "nothing", "no arrays", "our metric"])
 async def test_an_agent_that_returns_no_trajectory_costs_its_episode(
     tmp_path: Path, does: str
 ) -> None:

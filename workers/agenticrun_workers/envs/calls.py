@@ -16,7 +16,7 @@ import ctypes
 import inspect
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -289,6 +289,10 @@ would block all episodes of an env worker for seconds.
 
 MODES = frozenset(get_args(MetricMode))
 
+RESERVED_METRICS = ("score", "turns", "response_length", "random_success", "warmup_success")
+RESERVED_FAMILIES = ("stop/", "judge/", "reward/")
+"""Names and beginnings of names in env/<tag>/... and val/<tag>/... that environments cannot use."""
+
 LARGEST = float(np.finfo(np.float32).max)
 """Largest reward or metric: they are stored as float32."""
 
@@ -395,12 +399,24 @@ def _flag(value: object, name: str) -> bool:
     return bool(value)
 
 
+def check_metric_names(metrics: Iterable[str]) -> None:
+    """Refuse names of an environment's metrics that AgenticRun reports itself. Raises `EnvFault`.
+
+    They would replace our own values in env/<tag>/... and val/<tag>/...
+    """
+    for name in metrics:
+        if name in RESERVED_METRICS or name.startswith(RESERVED_FAMILIES):
+            known = ", ".join([*RESERVED_METRICS, *(f"{family}*" for family in RESERVED_FAMILIES)])
+            raise _fault(f"the metric {name!r} has a reserved name ({known}): rename it")
+
+
 def _check_metrics(metrics: object, modes: object) -> None:
     for part, name in ((metrics, "metrics"), (modes, "modes of metrics")):
         if not isinstance(part, Mapping) or not all(isinstance(key, str) for key in part):
             raise _fault(f"step returned {name} that are not a mapping from names")
     assert isinstance(metrics, Mapping)
     assert isinstance(modes, Mapping)
+    check_metric_names(metrics)
     for name, value in metrics.items():
         _number(value, f"step returned the metric {name} =")
     for name, mode in modes.items():

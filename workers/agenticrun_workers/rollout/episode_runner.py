@@ -13,7 +13,7 @@ from agenticrun_api import Pipeline
 from agenticrun_api.environments import EnvSpec
 from agenticrun_workers.agents import Agent, ChatFormat, Episode, Generate, random_valid_policy
 from agenticrun_workers.envs import Env, EnvFault, Renders, make_env
-from agenticrun_workers.envs.calls import one_line
+from agenticrun_workers.envs.calls import check_metric_names, one_line
 from agenticrun_workers.envs.isolated import IsolatedEnv, Isolation
 from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.rollout.camera import FrameRecorder, animated_gif
@@ -218,10 +218,16 @@ class EpisodeRunner:
 
 
 def _numbered(key: EpisodeKey, made: Trajectory | Sequence[Trajectory]) -> list[Trajectory]:
-    """Return an agent's trajectories, each with its own key."""
+    """Return an agent's trajectories, each with its own key.
+
+    Raises:
+        ValueError, EnvFault: there are none, or a metric has a reserved name.
+    """
     trajectories = [made] if isinstance(made, Trajectory) else list(made)
     if not trajectories:
         raise ValueError("collect_trajectory returned no trajectory")
+    for trajectory in trajectories:
+        check_metric_names(trajectory.metrics)
     return [
         replace(trajectory, key=replace(key, branch=branch))
         for branch, trajectory in enumerate(trajectories)
