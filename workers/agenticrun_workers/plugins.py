@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import re
@@ -76,11 +77,13 @@ class Registry(Generic[T]):
         if not attribute:
             found = [point for point in entry_points(group=self.group) if point.name == name]
             if not found:
-                known = ", ".join(
-                    sorted({*self._factories, *(p.name for p in entry_points(group=self.group))})
+                known = sorted(
+                    {*self._factories, *(p.name for p in entry_points(group=self.group))}
                 )
+                close = difflib.get_close_matches(name, known, 1)
+                guess = f"did you mean {close[0]}? " if close else ""
                 raise self.errors.not_found(
-                    f"no {self.kind} is called {name!r} (known: {known}); "
+                    f"no {self.kind} is called {name!r} ({guess}known: {', '.join(known)}); "
                     "write module:Class for one of your own"
                 )
             module_name, _, attribute = found[0].value.partition(":")

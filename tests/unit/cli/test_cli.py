@@ -57,7 +57,10 @@ def test_all_errors_are_told_with_their_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ("type: frozen_lakes", "spec.pipeline.envs[0].type: no env is called 'frozen_lakes'"),
+        (
+            "type: frozen_lakes",
+            "spec.pipeline.envs[0].type: no env is called 'frozen_lakes' (did you mean frozen_lake",
+        ),
         (
             "type: frozen_lake, config: {sise: 4}",
             "spec.pipeline.envs[0].config: env 'frozen_lake' has no config key 'sise'",

@@ -134,7 +134,7 @@ def debug(*arguments: str, typed: str = "") -> tuple[int, str]:
 def test_every_call_of_the_episode_is_told_and_what_is_trained() -> None:
     code, output = debug("--policy", "human", "--seed", "7", typed="hot\ncold\n")
     assert code == 0
-    assert "A: own_debug:Own, agent multi_turn, policy human, level 7" in output
+    assert "A: own_debug:Own, agent multi_turn, policy human, seed 7" in output
     turns = output.split("turn 1 ")[1]
     for told in (
         "<|system|>Say the word.<|end|><|user|>hot 7<|end|><|assistant|>",

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
@@ -127,6 +128,16 @@ class Overlaps(Count):
         first = super().reset(seed, split)
         self.left %= 2 + 2 * (split == "train")
         return first and str(self.left)
+
+
+class OwnScore(Count):
+    def step(self, action: str) -> Any:
+        result = super().step(action)
+        return replace(result, metrics={**result.metrics, "score": 1.0})
+
+
+class NeverInThreads(Count):
+    blocking = False
 
 
 class TrainOrElse(Count):
@@ -274,6 +285,17 @@ def test_what_is_not_as_good_as_it_could_be_is_a_warning(
     report.assert_ok()
     with pytest.raises(AssertionError):
         report.assert_ok(warnings=False)
+
+
+def test_a_metric_with_a_name_of_ours_is_a_failure_that_says_so() -> None:
+    failures = check(OwnScore).of(Verdict.FAILED)
+    assert "the metric 'score' has a reserved name" in next(iter(failures.values())).found
+
+
+def test_threads_are_skipped_with_the_reason() -> None:
+    found = check(NeverInThreads).findings["threads"]
+    assert found.verdict is Verdict.NOT_CHECKED
+    assert found.found == "not played in threads: blocking = False, so no thread ever calls it"
 
 
 def test_an_environment_gets_two_splits_and_the_warm_up_plays_training() -> None:

@@ -34,7 +34,13 @@ def check_env(
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--file", "-f", help="Check an environment of this run instead.", exists=True),
+        typer.Option(
+            "--file",
+            "-f",
+            help="Check an environment of this run instead.",
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None,
     tag: Annotated[
         str | None, typer.Option(help="Environment of the run, by its tag. Default: the first one.")
@@ -52,7 +58,7 @@ def check_env(
 ) -> None:
     """Check an environment: seeds, processes, threads, types, odd answers, hangs, images, speed.
 
-    The exit code is 1 if a check fails.
+    Exit codes: 0 no check failed, 1 a check failed, 64 the environment cannot be built.
     """
     if (env is None) == (file is None):
         raise typer.BadParameter("name an environment, or a run with --file")

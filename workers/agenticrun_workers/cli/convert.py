@@ -19,7 +19,10 @@ def convert(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="File to write the AgenticRun to. Default: standard output."
+            "--output",
+            "-o",
+            help="File to write the AgenticRun to. Default: standard output.",
+            dir_okay=False,
         ),
     ] = None,
     config_dir: Annotated[
@@ -34,6 +37,7 @@ def convert(
     """Convert a ROLL YAML to an AgenticRun.
 
     A report about every field goes to standard error. ROLL does not have to be installed.
+    Exit codes: 0 converted, 64 the configuration cannot be converted.
     """
     from agenticrun_workers.convert import ConvertError, as_yaml, compose
     from agenticrun_workers.convert import convert as converted

@@ -116,7 +116,7 @@ async def play(debug: DebugRequest) -> None:
     episode = _episode(debug)
     view.title(
         f"{spec.tag}: {spec.type}, agent {spec.agent.type}, policy {debug.policy}, "
-        f"level {episode.env_seed}"
+        f"seed {episode.env_seed}"
     )
     async with _policy(debug, env, chat) as generate:
         made = await agent.collect_trajectory(episode, printed_env, _printing(generate, view))

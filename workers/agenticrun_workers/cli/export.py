@@ -36,6 +36,7 @@ def export(
     """Write the policy of a checkpoint as a Hugging Face folder: weights, config and tokenizer.
 
     AutoModelForCausalLM, vLLM and similar tools can load it. The command does not start Ray.
+    Exit codes: 0 written, 2 the folder is not empty, 64 run or checkpoint cannot be used.
     """
     loaded = load(file, changes)
     if output.exists() and any(output.iterdir()):

@@ -44,7 +44,8 @@ def run(
 ) -> None:
     """Train on this machine, with the same YAML as on Kubernetes.
 
-    Ctrl-C saves a checkpoint and ends the run.
+    Ctrl-C saves a checkpoint and ends the run. Exit codes: 0 succeeded, 1 failed and a retry may
+    help, 64 the YAML can never work, 75 stopped.
     """
     loaded = load(file, changes)
     folder = (
@@ -78,7 +79,10 @@ def run(
 
 
 def validate(file: RunFile, changes: Changes = None) -> None:
-    """Validate a file as the apiserver would, and import its environments as env workers do."""
+    """Validate a file as the apiserver would, and import its environments as env workers do.
+
+    Exit codes: 0 valid, 64 invalid.
+    """
     loaded = load(file, changes)
     look_in(file.parent)
     from agenticrun_workers.errors import InvalidConfig

@@ -171,8 +171,10 @@ async def threads(subject: Subject) -> Finding:
         return asyncio.run(episode(subject, subject.make(), seed))
 
     env = subject.make()
-    if not getattr(env, "blocking", True) or inspect.iscoroutinefunction(env.step):
-        return not_checked("blocking = False: it is called on the event loop")
+    if not getattr(env, "blocking", True):
+        return not_checked("not played in threads: blocking = False, so no thread ever calls it")
+    if inspect.iscoroutinefunction(env.step):
+        return not_checked("not played in threads: step is async, so no thread ever calls it")
     with ThreadPoolExecutor(4) as pool:
         seen = await asyncio.gather(
             *(
