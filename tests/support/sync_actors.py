@@ -18,7 +18,13 @@ from agenticrun_api import Pipeline
 from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
-from agenticrun_workers.launch import ActorDied, ActorOptions, ActorUnavailable
+from agenticrun_workers.launch import (
+    ActorDied,
+    ActorHandle,
+    ActorOptions,
+    ActorUnavailable,
+    Launcher,
+)
 from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.lora import LoraSpec, add_lora
@@ -36,9 +42,12 @@ WORDS = tuple("abcdefghijklmnop")
 BUCKET_BYTES = 8192
 
 
-def spawn(cls: type, *arguments: Any, calls: int = 100) -> Any:
-    """Start an actor outside of a run, with so many concurrent calls."""
-    return RayLauncher().start(ActorOptions(max_concurrency=calls), cls, *arguments)
+def spawn(
+    cls: type, *arguments: Any, calls: int = 100, launcher: Launcher | None = None
+) -> ActorHandle[Any]:
+    """Start an actor outside of a run, with so many concurrent calls. Default: on Ray."""
+    options = ActorOptions(max_concurrency=calls)
+    return (launcher or RayLauncher()).start(options, cls, *arguments)
 
 
 async def killed(actor: Any) -> None:
@@ -279,9 +288,9 @@ def drills(run: str, make: Callable[..., Drill]) -> Iterator[Callable[..., Drill
     asyncio.run(all_gone(run))
 
 
-def serving(folder: Path) -> dict[str, Any]:
+def serving(folder: Path, launcher: Launcher | None = None) -> dict[str, Any]:
     """Start two engines, for the trainer's place and for another one."""
-    handles = {name: spawn(Engine, name) for name in ("near", "far")}
+    handles = {name: spawn(Engine, name, launcher=launcher) for name in ("near", "far")}
     starting = [handle.call(lambda engine: engine.serve(folder)) for handle in handles.values()]
     for start in starting:
         start.wait()

@@ -77,7 +77,7 @@ async def test_reference_and_critic_on_pods_of_their_own_train_as_they_do_beside
     tmp_path: Path,
 ) -> None:
     separate = penalised({"reference": {}, "critic": {"replicas": 2}})
-    shared = await train(TinyAttempt(parse_run(penalised({})), tmp_path / "shared"))
+    shared = await train(InProcessAttempt(parse_run(penalised({})), tmp_path / "shared"))
     apart = await train(TinyAttempt(parse_run(separate), tmp_path / "apart"))
     for step, expected in shared.items():
         names = [name for name in expected if not name.startswith((*WALL_CLOCK, "train/"))]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agenticrun_api import Activity, AgenticRun, Outcome, parse_run
-from tiny_runs import TinyAttempt, tiny_document, tiny_run
+from tiny_runs import InProcessAttempt, TinyAttempt, tiny_document, tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -24,16 +24,15 @@ def colocated() -> AgenticRun:
     return parse_run(document)
 
 
-async def trained(run: AgenticRun, folder: Path) -> dict[int, dict[str, float]]:
-    session = TinyAttempt(run, folder)
+async def trained(session: TinyAttempt) -> dict[int, dict[str, float]]:
     report = await asyncio.wait_for(session.execute(), 550)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     return session.training_steps()
 
 
 async def test_taking_turns_changes_nothing_but_who_has_the_devices(tmp_path: Path) -> None:
-    together = await trained(colocated(), tmp_path / "together")
-    apart = await trained(tiny_run(**PIPELINE), tmp_path / "apart")
+    together = await trained(TinyAttempt(colocated(), tmp_path / "together"))
+    apart = await trained(InProcessAttempt(tiny_run(**PIPELINE), tmp_path / "apart"))
     assert [step["system/handovers"] for step in together.values()] == [2, 4], (
         "to the engines and back, in every step"
     )

@@ -18,7 +18,7 @@ from agenticrun_workers.inference.actor import EngineActor, log_folder
 from agenticrun_workers.launch import ActorOptions
 from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.models.source import ModelSource
-from tiny_runs import TinyAttempt, tiny_document, tiny_run
+from tiny_runs import InProcessAttempt, TinyAttempt, tiny_document, tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -79,7 +79,7 @@ async def test_a_run_trains_validates_saves_and_says_so(tmp_path: Path) -> None:
 
 
 async def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
-    whole = TinyAttempt(tiny_run(maxSteps=4), tmp_path / "whole")
+    whole = InProcessAttempt(tiny_run(maxSteps=4), tmp_path / "whole")
     await execute(whole)
     stopped = TinyAttempt(tiny_run(maxSteps=4), tmp_path / "parts")
     running = asyncio.create_task(execute(stopped))
@@ -137,7 +137,7 @@ def wide(run: AgenticRun) -> AgenticRun:
 
 
 async def test_two_of_every_role_train_as_one(tmp_path: Path) -> None:
-    one = TinyAttempt(tiny_run(maxSteps=2), tmp_path / "one")
+    one = InProcessAttempt(tiny_run(maxSteps=2), tmp_path / "one")
     await execute(one)
     two = TinyAttempt(wide(tiny_run(maxSteps=2)), tmp_path / "two")
     report = await execute(two)
@@ -151,7 +151,7 @@ async def test_two_of_every_role_train_as_one(tmp_path: Path) -> None:
 
 async def test_rollout_ahead_of_training_stays_within_the_limit(tmp_path: Path) -> None:
     config = {"maxSteps": 4, "staleness": {"max": 1, "offPolicy": "Ignore"}}
-    session = TinyAttempt(
+    session = InProcessAttempt(
         tiny_run(**config, trainEnvs={"groups": 8, "groupSize": 2, "tags": ["Lake"]}), tmp_path
     )
     report = await execute(session)

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from agenticrun_api import parse_run
 from agenticrun_api.names import ExitCode
+from agenticrun_workers.cli import app
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.driver.export import first_model
 from agenticrun_workers.trainer.micro_batch import Sample
@@ -57,6 +59,11 @@ class Trained:
         for step in (2, 5):
             asyncio.run(store.save(DriverState(step, 0, ()), {"actor_train": save}))
 
+    def export(self, *arguments: str) -> tuple[int, str]:
+        """Exit code and output of `agenticrun export`, in this process."""
+        result = CliRunner().invoke(app, ["export", "-f", str(self.file), *arguments])
+        return result.exit_code, result.output
+
     def command(self, *arguments: str) -> tuple[int, str]:
         """Exit code and output of an `agenticrun` command on the run's file."""
         command = [
@@ -81,18 +88,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def test_an_exported_folder_holds_the_checkpoint_s_policy(trained: Trained, tmp_path: Path) -> None:
     folder = tmp_path / "exported"
-    code, output = trained.command(
-        "export", "--checkpoint", str(trained.checkpoints), "-o", str(folder)
-    )
+    code, output = trained.export("--checkpoint", str(trained.checkpoints), "-o", str(folder))
     assert (code, output) == (0, f"{folder}: the policy after 5 steps\n")
     loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     for name, weights in trained.strategy.export_weights():
         np.testing.assert_array_equal(loaded[name].detach().numpy(), weights.numpy())
     assert any((loaded[name].detach() != weights).any() for name, weights in trained.first.items())
     assert AutoTokenizer.from_pretrained(folder).chat_template
-    code, output = trained.command(
-        "export", "--checkpoint", str(trained.checkpoints), "-o", str(folder)
-    )
+    code, output = trained.export("--checkpoint", str(trained.checkpoints), "-o", str(folder))
     assert code == 2
     assert "is not empty: choose a new folder" in output
 
@@ -100,14 +103,12 @@ def test_an_exported_folder_holds_the_checkpoint_s_policy(trained: Trained, tmp_
 def test_export_refuses_what_is_no_checkpoint_or_another_model_s(
     trained: Trained, tmp_path: Path
 ) -> None:
-    code, output = trained.command(
-        "export", "--checkpoint", str(tmp_path), "-o", str(tmp_path / "out")
-    )
+    code, output = trained.export("--checkpoint", str(tmp_path), "-o", str(tmp_path / "out"))
     assert code == ExitCode.INVALID_CONFIG
     assert f"{tmp_path} holds no complete checkpoint" in output
     other = ("--set", "model.initialize.layers=2")
-    code, output = trained.command(
-        "export", "--checkpoint", str(trained.checkpoints), "-o", str(tmp_path / "out"), *other
+    code, output = trained.export(
+        "--checkpoint", str(trained.checkpoints), "-o", str(tmp_path / "out"), *other
     )
     assert code == ExitCode.INVALID_CONFIG
     assert "no such parameter" in output
@@ -117,7 +118,7 @@ def test_a_checkpoint_and_the_folder_exported_from_it_play_alike(
     trained: Trained, tmp_path: Path
 ) -> None:
     folder, first, second = tmp_path / "exported", tmp_path / "first.json", tmp_path / "second.json"
-    trained.command(
+    code, output = trained.command(
         "export", "--checkpoint", str(trained.checkpoints / "step-2"), "-o", str(folder)
     )
     code, output = trained.command(

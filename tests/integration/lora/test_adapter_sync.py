@@ -1,4 +1,4 @@
-"""Adapters travel alone to nodes, which merge them into whole weights, on a real Ray."""
+"""Adapters travel alone to nodes, which merge them into whole weights; whole runs on a real Ray."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from safetensors.torch import load_file, save_file
 
 from agenticrun_api import Outcome, parse_run
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.launch import Launcher
+from agenticrun_workers.launch.in_process import InProcessLauncher
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.weights.node import AdapterNode, NodeWeights
 from agenticrun_workers.weights.sync import Receiver
@@ -36,11 +36,6 @@ from sync_actors import (
 )
 from tiny_runs import TinyAttempt, tiny_document, tiny_run
 
-pytestmark = pytest.mark.usefixtures("ray_node")
-ray.cloudpickle.register_pickle_by_value(
-    sys.modules[Engine.__module__]
-)  # workers cannot import the tests' modules
-
 RUN = "adapter-drill"
 
 
@@ -52,28 +47,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trainer(ray_node: None, folder: Path) -> Any:
-    return spawn(AdapterTrainer, folder, tiny_run().spec.pipeline, calls=1)
+def launcher() -> Iterator[Launcher]:
+    made = InProcessLauncher()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")
-def engines(ray_node: None, folder: Path) -> dict[str, Any]:
-    return serving(folder)
+def trainer(launcher: Launcher, folder: Path) -> Any:
+    return spawn(AdapterTrainer, folder, tiny_run().spec.pipeline, calls=1, launcher=launcher)
+
+
+@pytest.fixture(scope="module")
+def engines(launcher: Launcher, folder: Path) -> dict[str, Any]:
+    return serving(folder, launcher)
 
 
 @pytest.fixture
-def drill(trainer: Any, folder: Path) -> Iterator[Callable[..., Drill]]:
+def drill(trainer: Any, folder: Path, launcher: Launcher) -> Iterator[Callable[..., Drill]]:
     """Make drills. `node`, `files`: class and model folder of nodes away from the trainer."""
 
     def make(
         trainer: Any = trainer, node: type = AdapterNode, files: Path = folder, **spec: Any
     ) -> Drill:
         def whole(_place: str, *arguments: Any) -> Any:
-            return spawn(NodeWeights, *arguments, calls=4)
+            return spawn(NodeWeights, *arguments, calls=4, launcher=launcher)
 
         def adapter_node(place: str, *arguments: Any) -> Any:
             cls, base = (node, files) if place == "away" else (AdapterNode, folder)
-            return spawn(cls, *arguments, ModelSource(str(base)), BUCKET_BYTES, 1, calls=4)
+            source = ModelSource(str(base))
+            return spawn(cls, *arguments, source, BUCKET_BYTES, 1, calls=4, launcher=launcher)
 
         return Drill(trainer, RUN, whole, adapter_node, **spec)
 
@@ -116,13 +119,13 @@ async def test_engines_serve_exactly_the_merged_weights_though_adapters_alone_tr
 
 
 async def test_an_engine_that_joins_on_a_new_node_gets_the_last_version_while_the_trainer_is_busy(
-    drill: Any, engines: dict[str, Any], trainer: Any, folder: Path
+    drill: Any, engines: dict[str, Any], trainer: Any, folder: Path, launcher: Launcher
 ) -> None:
     syncing = drill(transport="ObjectStore", delta=True)
     for version in (1, 2):
         await syncing.update({"near": (engines["near"], "home")}, version)
     expected = await trainer.call(lambda actor: actor.whole())
-    late = spawn(Engine, "late")
+    late = spawn(Engine, "late", launcher=launcher)
     await late.call(lambda actor: actor.serve(folder))
     busy = trainer.call(lambda actor: actor.become(3))
     for engine, place in ((late, "away"), (engines["far"], "home")):
@@ -212,9 +215,11 @@ async def test_whole_weights_travel_where_the_files_are_not_the_trainers_base(
     folder: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    launcher: Launcher,
 ) -> None:
     files = other_files(folder, tmp_path / "other", "norm.weight")
-    trainer = spawn(AdapterTrainer, folder, tiny_run().spec.pipeline, files, calls=1)
+    pipeline = tiny_run().spec.pipeline
+    trainer = spawn(AdapterTrainer, folder, pipeline, files, calls=1, launcher=launcher)
     syncing = drill(trainer=trainer)
     for version in (1, 2):
         report = await syncing.update({"near": (engines["near"], "home")}, version)
@@ -228,10 +233,10 @@ async def test_whole_weights_travel_where_the_files_are_not_the_trainers_base(
 
 
 async def test_a_node_with_another_model_ends_the_run(
-    drill: Any, folder: Path, tmp_path: Path
+    drill: Any, folder: Path, tmp_path: Path, launcher: Launcher
 ) -> None:
     """Engines there would serve a policy that was never trained."""
-    engine = spawn(Engine, "engine")
+    engine = spawn(Engine, "engine", launcher=launcher)
     await engine.call(lambda actor: actor.serve(folder))
     syncing = drill(
         transport="ObjectStore", files=other_files(folder, tmp_path / "other", "model.norm.weight")
@@ -248,6 +253,7 @@ async def test_a_node_with_another_model_ends_the_run(
 LORA = {"lora": {"rank": 2, "alpha": 4}, "training": {"learningRate": 0.02, "miniBatchSize": 4}}
 
 
+@pytest.mark.usefixtures("ray_node")
 async def test_a_run_syncs_adapters_alone_and_its_engines_say_what_its_trainer_says(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -283,6 +289,7 @@ async def test_a_run_syncs_adapters_alone_and_its_engines_say_what_its_trainer_s
     assert steps[1]["weight_sync/bytes"] == 4 * parameters
 
 
+@pytest.mark.usefixtures("ray_node")
 async def test_colocated_engines_get_the_adapters_of_deepspeed_after_the_handover(
     tmp_path: Path,
 ) -> None:

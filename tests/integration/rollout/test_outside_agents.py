@@ -187,6 +187,7 @@ def test_the_example_trains(tmp_path: Path) -> None:
         str(file),
         "-o",
         str(tmp_path / "out"),
+        "--in-process",
     ]
     done = subprocess.run(
         command,

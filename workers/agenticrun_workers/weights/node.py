@@ -123,6 +123,10 @@ class NodeWeights:
         """Free the memory now."""
         self._shared.delete()
 
+    def close(self) -> None:
+        """Free the memory. Needed only where the actor is not a process of its own."""
+        self.release()
+
 
 class AdapterNode(NodeWeights):
     """A `NodeWeights` whose buckets hold adapters.
