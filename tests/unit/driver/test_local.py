@@ -50,12 +50,6 @@ KL = {"algorithm": {"lossKl": {"coef": 0.01}}}
             {"actorTrain": {"strategy": {"name": "deepspeed"}}},
             "spec.pipeline.actorTrain.strategy.name: deepspeed needs a process of its own: ",
         ),
-        (
-            {},
-            {"weightSync": {"transport": "Broadcast"}},
-            "spec.pipeline.weightSync.transport: a broadcast is between processes: "
-            "set it to Auto, or leave out --in-process",
-        ),
     ],
 )
 def test_a_run_that_needs_processes_is_refused_with_its_field(
@@ -79,7 +73,7 @@ def test_a_run_that_needs_processes_is_refused_with_its_field(
 
 
 def test_engines_env_workers_and_one_rank_of_each_model_share_a_process() -> None:
-    document = tiny_document(**KL)
+    document = tiny_document(**KL, weightSync={"transport": "Broadcast"})
     document["spec"]["roles"] = {
         "inference": {"replicas": 2},
         "env": {"replicas": 3},

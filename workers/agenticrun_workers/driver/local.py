@@ -97,15 +97,10 @@ def check_in_process(run: AgenticRun) -> None:
             f"set spec.placement to Disaggregated{_OR_LEAVE_OUT}",
         )
     strategy = spec.pipeline.actor_train.strategy.name
-    if strategy not in ("fsdp2",):
+    if strategy != "fsdp2":
         raise InvalidConfig(
             "spec.pipeline.actorTrain.strategy.name",
             f"{strategy} needs a process of its own: set it to fsdp2{_OR_LEAVE_OUT}",
-        )
-    if spec.pipeline.weight_sync.transport == "Broadcast":
-        raise InvalidConfig(
-            "spec.pipeline.weightSync.transport",
-            f"a broadcast is between processes: set it to Auto{_OR_LEAVE_OUT}",
         )
 
 
