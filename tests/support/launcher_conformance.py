@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -36,9 +36,12 @@ class Counter:
     """An actor without async methods."""
 
     def __init__(self, start: int, *, step: int = 1) -> None:
-        self._value = start
+        self._first = self._value = start
         self._step = step
         self._others: list[ActorHandle[Keeper]] = []
+
+    def reset(self) -> None:
+        self._value = self._first
 
     def add(self, *numbers: int) -> int:
         self._value += self._step * sum(numbers)
@@ -81,6 +84,9 @@ class Keeper:
         self._values: dict[str, int] = {}
         self._changed = asyncio.Event()
 
+    async def reset(self) -> None:
+        self._values.clear()
+
     async def put(self, name: str, value: int) -> None:
         self._values[name] = value
         self._changed.set()
@@ -121,20 +127,43 @@ async def soon(awaitable: Any) -> Any:
     return await asyncio.wait_for(awaitable, 60)
 
 
+def reset_or_new(
+    alive: dict[type, ActorHandle[Any]], cls: type, start: Callable[[], ActorHandle[Any]]
+) -> ActorHandle[Any]:
+    """Return an actor in its first state: the one that is alive, or a new one."""
+    try:
+        alive[cls].call(lambda actor: actor.reset()).wait()
+    except (KeyError, ActorDied):
+        alive[cls] = start()
+    return alive[cls]
+
+
 class LauncherConformance:
-    """Tests of a launcher, which a subclass gives as fixture `launcher`."""
+    """Tests of a launcher, which a subclass gives as a fixture `launcher` of its class."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def alive(cls) -> dict[type, ActorHandle[Any]]:
+        """Actors that tests share, because a new one on Ray takes seconds."""
+        return {}
 
     @pytest.fixture
-    def counter(self, launcher: Launcher) -> Iterator[ActorHandle[Counter]]:
-        actor = launcher.start(ActorOptions(), Counter, 10, step=2)
-        yield actor
-        actor.kill()
+    def counter(
+        self, launcher: Launcher, alive: dict[type, ActorHandle[Any]]
+    ) -> ActorHandle[Counter]:
+        def start() -> ActorHandle[Counter]:
+            return launcher.start(ActorOptions(), Counter, 10, step=2)
+
+        return reset_or_new(alive, Counter, start)
 
     @pytest.fixture
-    def keeper(self, launcher: Launcher) -> Iterator[ActorHandle[Keeper]]:
-        actor = launcher.start(ActorOptions(max_concurrency=100), Keeper)
-        yield actor
-        actor.kill()
+    def keeper(
+        self, launcher: Launcher, alive: dict[type, ActorHandle[Any]]
+    ) -> ActorHandle[Keeper]:
+        def start() -> ActorHandle[Keeper]:
+            return launcher.start(ActorOptions(max_concurrency=100), Keeper)
+
+        return reset_or_new(alive, Keeper, start)
 
     async def test_a_call_returns_what_the_method_returns(
         self, counter: ActorHandle[Counter], keeper: ActorHandle[Keeper]

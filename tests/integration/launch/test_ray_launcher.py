@@ -17,7 +17,7 @@ ray.cloudpickle.register_pickle_by_value(
 )  # workers cannot import the tests' modules
 
 
-@pytest.fixture
+@pytest.fixture(scope="class")
 def launcher() -> Launcher:
     return RayLauncher()
 

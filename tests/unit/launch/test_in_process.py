@@ -13,7 +13,7 @@ from agenticrun_workers.launch.in_process import InProcessLauncher
 from launcher_conformance import LauncherConformance, soon
 
 
-@pytest.fixture
+@pytest.fixture(scope="class")
 def launcher() -> Iterator[Launcher]:
     made = InProcessLauncher()
     yield made
