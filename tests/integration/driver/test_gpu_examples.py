@@ -10,7 +10,7 @@ import pytest
 
 from agenticrun_api import Outcome
 from gpu_examples import FILES, read, without_gpus
-from tiny_runs import TinyAttempt
+from tiny_runs import InProcessAttempt, TinyAttempt
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -20,12 +20,14 @@ WITH_SERVER = ("one-gpu", "colocated")
 tests/integration/local has every engine with every trainer.
 """
 
+ONE_RANK = ("vllm",)
+"""Needs no Ray: an engine of its own and one rank."""
+
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 async def test_the_example_trains(file: Path, tmp_path: Path) -> None:
-    session = TinyAttempt(
-        without_gpus(read(file), embedded_engine=file.stem not in WITH_SERVER), tmp_path
-    )
+    run = without_gpus(read(file), embedded_engine=file.stem not in WITH_SERVER)
+    session = (InProcessAttempt if file.stem in ONE_RANK else TinyAttempt)(run, tmp_path)
     report = await asyncio.wait_for(session.execute(), 550)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     (step,) = session.training_steps().values()
