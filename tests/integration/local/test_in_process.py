@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import yaml
 
+from agenticrun_api.names import ExitCode
 from tiny_runs import tiny_document
+from waiting import eventually
 
 STOPPING = """
 import threading
@@ -39,14 +42,18 @@ actor_loss.ActorLoss.__call__ = stopping
 """An environment that stops in its first step, and in the first micro-batch of the loss."""
 
 
-def run(folder: Path, commands: str, **pipeline: object) -> subprocess.CompletedProcess[str]:
+def command(folder: Path, **pipeline: object) -> list[str]:
+    """Write a run and return the command that trains it."""
     document = tiny_document(**pipeline)
     del document["metadata"]["uid"]
     (folder / "run.yaml").write_text(yaml.safe_dump(document))
-    command = [*(sys.executable, "-m", "agenticrun_workers.cli", "run", "--in-process")]
-    command += ["-f", str(folder / "run.yaml"), "-o", str(folder / "out")]
+    run = [sys.executable, "-m", "agenticrun_workers.cli", "run", "--in-process"]
+    return [*run, "-f", str(folder / "run.yaml"), "-o", str(folder / "out")]
+
+
+def run(folder: Path, commands: str, **pipeline: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command,
+        command(folder, **pipeline),
         input=commands,
         capture_output=True,
         text=True,
@@ -73,3 +80,23 @@ def test_breakpoints_in_an_environment_and_in_the_loss_open_the_debugger(tmp_pat
     assert "('stopped in', 'the loss')" in done.stdout
     assert "Succeeded: trained 1 steps" in done.stdout
     assert done.returncode == 0
+
+
+def test_ctrl_c_saves_and_ends_the_run(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command(tmp_path, maxSteps=10_000, saveSteps=0, evalSteps=0, warmup=None),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        eventually(
+            lambda: "step 1/" in log.read_text() or process.poll() is not None, 200, "a step", 0.1
+        )
+        process.send_signal(signal.SIGINT)
+        assert process.wait(100) == ExitCode.STOPPED, log.read_text()
+    finally:
+        process.kill()
+    assert "Stopped: stopped on request after" in log.read_text()
+    assert list((tmp_path / "out/checkpoints").glob("step-*"))
