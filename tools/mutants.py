@@ -353,8 +353,8 @@ def survives(mutant: Mutant, root: Path) -> bool:
         file.write_text(before)
 
 
-def passes(tests: tuple[str, ...], root: Path) -> bool:
-    """Run tests on the sources below `root`."""
+def passes(tests: tuple[str, ...], root: Path, *, shown: bool = False) -> bool:
+    """Run tests on the sources below `root`; show their output if it is asked for."""
     sources = os.pathsep.join(str(root / folder) for folder in ("crds", "operator", "workers"))
     environment = os.environ | {"PYTHONPATH": sources, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [str(ROOT / ".venv/bin/python"), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
@@ -363,7 +363,8 @@ def passes(tests: tuple[str, ...], root: Path) -> bool:
             [*command, *tests],
             cwd=root,
             env=environment,
-            capture_output=True,
+            stdout=None if shown else subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             timeout=SECONDS,
             check=False,
@@ -371,7 +372,7 @@ def passes(tests: tuple[str, ...], root: Path) -> bool:
     except subprocess.TimeoutExpired:
         return False
     if done.returncode not in (0, 1, 2):  # passed, failed, or could not be imported
-        raise SystemExit(f"pytest {' '.join(tests)} could not run:\n{done.stdout[-2000:]}")
+        raise SystemExit(f"pytest {' '.join(tests)} could not run:\n{(done.stdout or '')[-2000:]}")
     return done.returncode == 0
 
 
@@ -412,6 +413,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        os.chmod(folder, 0o755)  # the tests of the sandbox run as another user
         return run(chosen, Path(folder), options.jobs)
 
 
@@ -423,7 +425,7 @@ def run(chosen: list[Mutant], folder: Path, jobs: int) -> int:
         copies.put(folder / str(number))
     everything = tuple(sorted({test for mutant in chosen for test in mutant.tests}))
     print(f"unchanged code, {len(everything)} files and folders of tests", flush=True)
-    if not passes(everything, folder / "0"):
+    if not passes(everything, folder / "0", shown=True):
         print("the tests fail on unchanged code: repair them first", file=sys.stderr)
         return 1
 
