@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from agenticrun_workers.models.pretrained import load_model, write_model
-from agenticrun_workers.trainer.micro_batch import Sample
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
+from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, VOCABULARY, batch
 
 SPEC = OptimizerSpec(1e-2, "linear", warmup_steps=2, total_steps=20, weight_decay=0.01)

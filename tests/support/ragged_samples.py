@@ -15,7 +15,7 @@ from agenticrun_workers.algorithms.losses import Cispo, Decoupled, Kimi15, Ppo, 
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.critic import ValueLossSpec
-from agenticrun_workers.trainer.micro_batch import Sample
+from agenticrun_workers.trainer.samples import Sample
 
 VOCABULARY = 21
 

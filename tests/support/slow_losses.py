@@ -19,7 +19,7 @@ from agenticrun_workers.algorithms.losses import (
     Variant,
 )
 from agenticrun_workers.trainer.actor_loss import LossSpec
-from agenticrun_workers.trainer.micro_batch import Sample
+from agenticrun_workers.trainer.samples import Sample
 
 
 def actor_loss(model: PreTrainedModel, samples: list[Sample], spec: LossSpec) -> Tensor:

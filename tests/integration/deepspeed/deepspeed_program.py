@@ -19,9 +19,9 @@ from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.deepspeed.strategy import deepspeed_policy
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
-from agenticrun_workers.trainer.micro_batch import Sample
 from agenticrun_workers.trainer.optimizer import NonFiniteGradient, OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
+from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, batch
 from rank_programs import take_part
 

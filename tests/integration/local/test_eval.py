@@ -20,8 +20,8 @@ from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.driver.export import first_model
-from agenticrun_workers.trainer.micro_batch import Sample
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
+from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.trainer.strategies import build_strategy
 from tiny_runs import tiny_document
 

@@ -16,10 +16,10 @@ from agenticrun_workers.models.lora import LoraSpec, adapter_names, add_lora, me
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer.deepspeed.strategy import DeepSpeedStrategy, deepspeed_policy
 from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, fsdp2_policy
-from agenticrun_workers.trainer.micro_batch import Sample
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.ranks import whole
+from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, batch
 from rank_programs import take_part
 

@@ -18,7 +18,7 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from agenticrun_workers.rollout.demonstrations import Demonstrations
 from agenticrun_workers.rollout.groups import EpisodeResult
-from agenticrun_workers.trainer.micro_batch import supervised_samples
+from agenticrun_workers.trainer.samples import supervised_samples
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory
 
 TOKENIZER = build_task_tokenizer(

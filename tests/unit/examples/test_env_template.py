@@ -32,7 +32,12 @@ def test_its_own_tests_pass() -> None:
             "test_treasure.py",
         ],
         cwd=FOLDER,
-        env={**os.environ, "PYTHONPATH": str(FOLDER), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={
+            **os.environ,
+            "PYTEST_ADDOPTS": "",
+            "PYTHONPATH": str(FOLDER),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
         capture_output=True,
         text=True,
         check=False,

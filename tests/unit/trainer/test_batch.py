@@ -10,7 +10,7 @@ import pytest
 from agenticrun_workers.algorithms.token_advantages import TokenSpec
 from agenticrun_workers.driver.metrics import gap_metrics
 from agenticrun_workers.trainer.batch import RankBatch, TurnCredits, sum_gaps
-from agenticrun_workers.trainer.micro_batch import Sample, Values
+from agenticrun_workers.trainer.samples import Sample, Values
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 from agenticrun_workers.trainer.critic import CriticTrainer, ValueLossSpec
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
-from agenticrun_workers.trainer.micro_batch import Sample
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
+from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, VALUE_LOSSES, batch, largest_difference
 
 SPEC = OptimizerSpec(1e-2, max_grad_norm=1e9)

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, FsdpOptions, fsdp2_policy
-from agenticrun_workers.trainer.micro_batch import Sample
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.reference import ReferencePolicy
+from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.trainer.ulysses import attention
 from ragged_samples import LOSSES, batch, largest_difference
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.trainer.critic import CriticTrainer
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
-from agenticrun_workers.trainer.micro_batch import Sample
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
+from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, VALUE_LOSSES, Cut, batch, largest_difference
 
 SPEC = OptimizerSpec(1e-2)

@@ -19,9 +19,9 @@ from agenticrun_workers.models.lora import LoraSpec, UnknownTarget, add_lora, wh
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
-from agenticrun_workers.trainer.micro_batch import Sample
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
+from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference, token_log_probs
 from slow_losses import actor_loss
 

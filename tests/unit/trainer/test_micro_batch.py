@@ -10,13 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.trainer.micro_batch import (
-    Sample,
-    filler,
-    responses_and_end,
-    split,
-    weighted,
-)
+from agenticrun_workers.trainer.micro_batch import filler, responses_and_end, split, weighted
+from agenticrun_workers.trainer.samples import Sample
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agenticrun_workers.trainer.micro_batch import policy_samples, supervised_samples
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
+from agenticrun_workers.trainer.samples import policy_samples, supervised_samples
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 
 

@@ -18,10 +18,10 @@ from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
-from agenticrun_workers.trainer.micro_batch import Sample
 from agenticrun_workers.trainer.optimizer import NonFiniteGradient, OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.reference import ReferencePolicy
+from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference, token_log_probs
 from slow_losses import actor_loss
 

@@ -23,8 +23,9 @@ from agenticrun_workers.algorithms.losses import (
     policy_loss,
     token_coefficients,
 )
-from agenticrun_workers.trainer.micro_batch import MicroBatch, Sample
+from agenticrun_workers.trainer.micro_batch import MicroBatch
 from agenticrun_workers.trainer.ranks import Ranks
+from agenticrun_workers.trainer.samples import Sample
 
 OPTIONAL = ("old_logprobs_T", "engine_logprobs_T", "is_weights_T")
 """Arrays that the loss reads if the samples have them: all samples of a step, or none."""

@@ -30,7 +30,7 @@ from agenticrun_workers.algorithms.token_advantages import (
     token_advantages,
     turn_kl,
 )
-from agenticrun_workers.trainer.micro_batch import Sample, Values, policy_samples
+from agenticrun_workers.trainer.samples import Sample, Values, policy_samples
 from agenticrun_workers.types import EpisodeKey, FloatArray, IntArray, Trajectory
 
 LogprobGaps = Mapping[str, tuple[float, float]]

@@ -18,15 +18,10 @@ from agenticrun_workers.algorithms.losses import (
 )
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, ShardedModule
-from agenticrun_workers.trainer.micro_batch import (
-    MicroBatch,
-    Sample,
-    Values,
-    responses_and_end,
-    weighted,
-)
+from agenticrun_workers.trainer.micro_batch import MicroBatch, responses_and_end, weighted
 from agenticrun_workers.trainer.modules import ValueModule
 from agenticrun_workers.trainer.optimizer import Optimizer, OptimizerSpec
+from agenticrun_workers.trainer.samples import Sample, Values
 
 SUMS = ("loss", "value", "vpred", "clipfrac", "error")
 

@@ -25,11 +25,12 @@ from transformers import PreTrainedModel
 from agenticrun_workers.models.lora import Adapters, whole_weights
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS
-from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, Sample, responses
+from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, responses
 from agenticrun_workers.trainer.modules import PolicyModule, ValueModule, can_pack
 from agenticrun_workers.trainer.optimizer import Optimizer, OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PartLoss, PolicyTrainer
 from agenticrun_workers.trainer.ranks import Ranks, join_alone, whole
+from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.trainer.ulysses import UlyssesSequences
 from agenticrun_workers.types import FloatArray
 

@@ -1,6 +1,4 @@
-"""Training samples, and their split into micro-batches within a token budget, padded or packed.
-
-A sample is a trajectory, or one turn of a step-wise agent.
+"""Samples split into micro-batches within a token budget, padded or packed.
 
 Micro-batches hold samples of similar length. Right padding under causal attention needs no mask,
 because a token never attends to its right. It is therefore exact and can use the fastest attention
@@ -22,96 +20,7 @@ from torch import Tensor
 
 from agenticrun_workers.algorithms.losses import StepTotals
 from agenticrun_workers.trainer.ranks import Ranks
-from agenticrun_workers.types import FloatArray, IntArray, Trajectory
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One sequence to train on. All arrays have [T] tokens and are never padded.
-
-    Position t holds the value of predicting token t. The first token is never predicted. Optional
-    arrays are read only where `weight_T` is above 0.
-    """
-
-    tokens_T: IntArray
-    weight_T: FloatArray
-    """The loss mask: 1 on tokens that count; 0 on prompts, observations and filtered tokens."""
-    advantages_T: FloatArray
-    turns_T: IntArray
-    """Number of the turn on response tokens, not falling; -1 elsewhere."""
-    old_logprobs_T: FloatArray | None = None
-    """Recomputed by the trainer when the batch starts. Without them the loss uses the current ones,
-    detached (ratio 1)."""
-    ref_logprobs_T: FloatArray | None = None
-    engine_logprobs_T: FloatArray | None = None
-    """Recorded while sampling."""
-    is_weights_T: FloatArray | None = None
-    """Factor of each token's loss (train-inference correction)."""
-    returns_T: FloatArray | None = None
-    """The critic's target."""
-    old_values_T: FloatArray | None = None
-    """The critic's values when the batch started, for its clip."""
-    score: float = 0.0
-    """Score of the whole trajectory; TOPR reads its sign."""
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """The critic's values of one sample, float32."""
-
-    values_T: FloatArray
-    """Value of the text before each response token; 0 elsewhere."""
-    final: float
-    """Value of the whole text, to bootstrap from."""
-
-
-def policy_samples(trajectory: Trajectory) -> list[Sample]:
-    """Return samples with weight 1 on every token that the policy sampled.
-
-    They can be scored; `train_step` needs their advantages as well.
-    """
-    return _samples(trajectory, trajectory.response_mask_T.astype(np.float32))
-
-
-def supervised_samples(trajectory: Trajectory, observation_weight: float = 0.0) -> list[Sample]:
-    """Return samples for `supervised_step`, with weight 1 on the answers.
-
-    Args:
-        trajectory: a demonstration.
-        observation_weight: weight of the environment's tokens after the first answer, which teaches
-            the effect of actions. The first prompt has weight 0: no action led to it. A step-wise
-            agent's prompts have weight 0 too: they repeat earlier turns.
-    """
-    weight_T = np.where(
-        trajectory.response_mask_T, 1.0, 0.0 if trajectory.stepwise else observation_weight
-    ).astype(np.float32)
-    if trajectory.turns:
-        weight_T[: len(trajectory.turns[0].prompt_T)] = 0.0
-    return _samples(trajectory, weight_T)
-
-
-def _samples(trajectory: Trajectory, weight_T: FloatArray) -> list[Sample]:
-    cuts = np.cumsum(trajectory.sample_lengths)[:-1]
-    arrays = (
-        trajectory.tokens_T,
-        weight_T,
-        np.zeros(len(weight_T), np.float32),
-        trajectory.turns_T,
-        trajectory.logprobs_T,
-    )
-    parts = zip(*(np.split(array, cuts) for array in arrays), strict=True)
-    return [
-        Sample(
-            tokens_T,
-            weight_T,
-            advantages_T,
-            turns_T,
-            engine_logprobs_T=logprobs_T,
-            score=trajectory.score,
-        )
-        for tokens_T, weight_T, advantages_T, turns_T, logprobs_T in parts
-    ]
-
+from agenticrun_workers.trainer.samples import Sample
 
 Positions = NDArray[np.intp]
 Place = tuple[int, int]

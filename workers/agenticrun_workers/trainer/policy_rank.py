@@ -102,7 +102,7 @@ class TrainerActor(ReferenceUpdateMixin):
         Args:
             keys: key and store number of each trajectory.
         """
-        from agenticrun_workers.trainer.micro_batch import supervised_samples
+        from agenticrun_workers.trainer.samples import supervised_samples
 
         weight = self._pipeline.warmup.observation_weight if self._pipeline.warmup else 0.0
         samples = [

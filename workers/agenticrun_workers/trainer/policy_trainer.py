@@ -30,9 +30,10 @@ from agenticrun_workers.trainer.actor_loss import (
     SupervisedLoss,
     nothing_learned,
 )
-from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, Sample, weighted
+from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, weighted
 from agenticrun_workers.trainer.optimizer import StepCounts
 from agenticrun_workers.trainer.ranks import Ranks
+from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.types import FloatArray
 
 PartLoss = Callable[[MicroBatch, Tensor, Tensor], Tensor]

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, ShardedModule, score
-from agenticrun_workers.trainer.micro_batch import Sample
 from agenticrun_workers.trainer.modules import PolicyModule
+from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.types import FloatArray
 
 

@@ -24,11 +24,12 @@ from agenticrun_workers.trainer.checkpoint import (
 )
 from agenticrun_workers.trainer.deepspeed.options import DeepSpeedOptions
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, ShardedModule, score
-from agenticrun_workers.trainer.micro_batch import MicroBatch, Sample
+from agenticrun_workers.trainer.micro_batch import MicroBatch
 from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.optimizer import OptimizerSpec, StepCounts
 from agenticrun_workers.trainer.policy_trainer import PartLoss, PolicyTrainer
 from agenticrun_workers.trainer.ranks import join_alone
+from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.types import FloatArray
 
 if compute_device().type == "cpu":

@@ -25,15 +25,10 @@ from agenticrun_workers.trainer.megatron.options import MegatronOptions
 from agenticrun_workers.trainer.megatron.parallel import MegatronRanks, join, megatron_device
 from agenticrun_workers.trainer.megatron.updater import MegatronOptimizer
 from agenticrun_workers.trainer.megatron.weights import Weights
-from agenticrun_workers.trainer.micro_batch import (
-    MicroBatch,
-    MicroBatcher,
-    Sample,
-    filler,
-    responses,
-)
+from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, filler, responses
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PartLoss, PolicyTrainer
+from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.types import FloatArray
 
 
