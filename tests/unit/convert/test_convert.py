@@ -478,6 +478,15 @@ def test_a_batch_without_end_becomes_one_of_all_episodes_side_by_side() -> None:
     assert cannot(conversion) == ["rollout_batch_size"]
 
 
+def test_a_validation_without_end_plays_one_episode_per_environment() -> None:
+    managers = {"num_env_groups": 6, "group_size": 3, "tags": ["Lake"]}
+    conversion = converted(
+        eval_steps=5, val_batch_size=-1, val_env_manager={**managers, "num_groups_partition": [6]}
+    )
+    assert conversion.document["spec"]["pipeline"]["valBatchSize"] == 18
+    assert any("val_batch_size" in line for line in cannot(conversion))
+
+
 def test_what_is_no_configuration_is_told(tmp_path: Path) -> None:
     file = tmp_path / "roll.yaml"
     for text, message in (

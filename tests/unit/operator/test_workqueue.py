@@ -37,9 +37,9 @@ async def test_a_key_that_is_added_while_it_is_handled_is_handled_again_afterwar
 
 async def test_the_earliest_look_wins_and_is_no_change() -> None:
     queue = WorkQueue()
-    queue.add_after(A, 60)
+    queue.add_after(A, 3600)
     queue.add_after(A, 0.01)
-    queue.add_after(A, 60)
+    queue.add_after(A, 3600)
     assert await asyncio.wait_for(queue.get(), 60) == Item(A, changed=False)
     queue.done(A)
     await asyncio.sleep(0.03)

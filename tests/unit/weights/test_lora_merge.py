@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.models.lora import Adapters, LoraSpec, add_lora, whole_weights
+from agenticrun_workers.models.lora import Adapters, LoraSpec, add_lora, merge, whole_weights
 from agenticrun_workers.models.pretrained import load_model, write_model
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.weights.buckets import (
@@ -50,6 +50,8 @@ CONFIGS = {
     "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, **SIZES),
 }
 BUCKET_BYTES = 4096
+CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
+"""For sums in float32; inputs in bfloat16 are exact in it."""
 
 Weights = dict[str, Tensor]
 Edit = Callable[[Weights], Weights]
@@ -320,3 +322,16 @@ def test_parameters_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(merger._files, "get", recording)
     weights = merger.weights(dict(adapters_of(model).weights()))
     assert [name for name, _ in (next(weights), next(weights))] == asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_merged_weight_is_w_plus_alpha_over_rank_times_b_a(
+    dtype: torch.dtype, transposed: bool
+) -> None:
+    torch.manual_seed(0)
+    weight, a, b = (torch.randn(shape).to(dtype) for shape in ((5, 4), (3, 4), (5, 3)))
+    expected = weight.double() + 6.0 / 3 * b.double() @ a.double()
+    held = weight.T.contiguous() if transposed else weight
+    merged = merge(held, a, b, (6.0 / 3, transposed))
+    torch.testing.assert_close((merged.T if transposed else merged).double(), expected, **CLOSE)
