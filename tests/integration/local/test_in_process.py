@@ -52,13 +52,15 @@ def command(folder: Path, **pipeline: object) -> list[str]:
 
 
 def run(folder: Path, commands: str, **pipeline: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("PYTHONBREAKPOINT", None)  # Ray sets it in a process that has run one
     return subprocess.run(
         command(folder, **pipeline),
         input=commands,
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=environment,
         check=False,
     )
 
