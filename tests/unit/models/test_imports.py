@@ -18,3 +18,12 @@ def test_a_module_of_processes_without_tensors_does_not_import_torch(module: str
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert found.strip() == "False"
+
+
+def test_the_holder_of_a_nodes_weights_starts_without_transformers() -> None:
+    """The first weight sync waits for its start."""
+    code = "import sys, agenticrun_workers.weights.node; print('transformers' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert found.strip() == "False"

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.storage import FileEntry, Folder
 from agenticrun_workers.weights.buckets import (
     Bucket,
@@ -38,6 +37,7 @@ from agenticrun_workers.weights.buckets import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from agenticrun_workers.models.source import ModelSource
     from agenticrun_workers.weights.export import BucketWriter
     from agenticrun_workers.weights.lora_merge import AdapterMerger
 
