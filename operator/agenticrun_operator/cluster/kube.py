@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,6 +34,8 @@ from agenticrun_operator.resources import Event, Manifest
 
 FIELD_MANAGER = "agenticrun-operator"
 TIMEOUT_SECONDS = 15.0
+
+log = logging.getLogger(__name__)
 
 _APPLY = "application/apply-patch+yaml"
 _ROOTS = {
@@ -152,14 +156,16 @@ class KubeClient:
     async def write_status(self, run: Manifest, status: AgenticRunStatus) -> Manifest:
         metadata = run["metadata"]
         keep = {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")}
-        body = {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
-            "metadata": keep,
-            "status": status.to_dict(),
-        }
+        fields = status.to_dict()
+        body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": keep, "status": fields}
         path = object_path(KIND, metadata["namespace"], metadata["name"])
-        return await self._apply(f"{path}/status", body)
+        while True:
+            try:
+                return await self._apply(f"{path}/status", body)
+            except KubeUnavailable as error:
+                if not _drop_undeclared(fields, str(error)):
+                    raise
+                log.warning("the CRD is older than this operator, apply the chart's: %s", error)
 
     async def post_event(self, run: Manifest, event: Event) -> None:
         """Post an event. Its name is a hash of its content, so a repeated event is stored once."""
@@ -231,6 +237,25 @@ def object_path(kind: str, namespace: str, name: str | None = None) -> str:
     root, plural = _ROOTS[kind]
     path = f"{root}/namespaces/{namespace}/{plural}"
     return f"{path}/{name}" if name else path
+
+
+def _drop_undeclared(status: dict[str, Any], message: str) -> bool:
+    """Remove the field that the message says the CRD does not have.
+
+    Server-side apply refuses such a field, whatever `fieldValidation` is.
+
+    Returns:
+        True if the field was there.
+    """
+    found = re.search(r"\.status\.([A-Za-z.]+): field not declared in schema", message)
+    *way, last = found[1].split(".") if found else ("",)
+    place: Any = status
+    for part in way:
+        place = place.get(part) if isinstance(place, dict) else None
+    if not isinstance(place, dict) or last not in place:
+        return False
+    del place[last]
+    return True
 
 
 def _error(status: int, answer: Any, request: str) -> ClusterError:

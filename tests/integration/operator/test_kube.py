@@ -102,6 +102,29 @@ async def test_the_apiserver_stores_the_status_as_it_is_written(
     assert parse_run(stored).status == written
 
 
+class NewerJob(JobStatus):
+    brand_new: str = "x"
+
+
+class NewerStatus(AgenticRunStatus):
+    """The status of an operator whose CRD was not applied."""
+
+    brand_new: int = 1
+    job: NewerJob | None = None
+
+
+async def test_a_status_field_that_the_crd_does_not_have_costs_only_that_field(
+    kube: KubeClient, run_document: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = NewerJob(attempt=1, submission_id="s")
+    newer = NewerStatus(phase=Phase.RUNNING, step=3, job=job)
+    stored = await kube.write_status(await fresh(kube, run_document), newer)
+    assert parse_run(stored).status == status(
+        phase=Phase.RUNNING, step=3, job=JobStatus(attempt=1, submission_id="s")
+    )
+    assert caplog.text.count("the CRD is older than this operator") == 2
+
+
 async def test_a_child_is_created_once(kube: KubeClient, run_document: dict[str, Any]) -> None:
     secret = token_secret(
         parse_run(run_document), f"{run_document['metadata']['name']}-once", "token", "a"
