@@ -54,16 +54,37 @@ def parse_served(document: dict[str, Any]) -> AgenticRun:
 
     Strict with people (`parse_run`), tolerant between versions: fields that this version does not
     know are ignored, because a newer CRD serves its new fields with their defaults to everyone.
-    The status is input, too: what is invalid in it is dropped.
+    The status is input, too: what is invalid in it is dropped, except fields that decide what
+    happens next.
 
     Raises:
-        InvalidRun: a field of the spec that this version knows is invalid.
+        InvalidRun: a field of the spec that this version knows is invalid, or a control field of
+            the status (`CONTROL_FIELDS`).
     """
+    if damaged := damaged_control_fields(document.get("status")):
+        raise InvalidRun(damaged)
     status = repair_status(document.get("status"))
     try:
         return AgenticRun.model_validate({**document, "status": status}, extra="ignore")
     except ValidationError as error:
         raise InvalidRun(_line(detail) for detail in error.errors(include_url=False)) from error
+
+
+CONTROL_FIELDS = frozenset({"phase", "job", "nextRetryTime"})
+"""Fields of the status without which an attempt could be started twice."""
+
+
+def damaged_control_fields(status: Any) -> list[str]:
+    """Return a line for each control field of a status that is invalid."""
+    try:
+        AgenticRunStatus.model_validate(status or {}, extra="ignore")
+    except ValidationError as error:
+        return [
+            f"status.{_line(detail)}"
+            for detail in error.errors(include_url=False)
+            if detail["loc"][:1] and detail["loc"][0] in CONTROL_FIELDS
+        ]
+    return []
 
 
 def repair_status(document: Any) -> AgenticRunStatus:
@@ -80,7 +101,7 @@ def repair_status(document: Any) -> AgenticRunStatus:
                 detail["loc"][: -1 if detail["type"] == "missing" else None]
                 for detail in error.errors(include_url=False)
             }
-        # Backwards: parts before what contains them, and list items from the end.
+        # In reverse order: children before parents, and list items from the end.
         for *way, last in sorted(paths, key=_sortable, reverse=True):
             place: Any = document
             for part in way:

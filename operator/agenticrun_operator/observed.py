@@ -110,6 +110,8 @@ class Observed:
     """The error of the last submission or stop, if it failed."""
     last_status_write: datetime | None = None
     """Time of this operator's last write of the run's status."""
+    end_time: str | None = None
+    """`status.job.endTime` as this operator set it, for a CRD that does not have the field yet."""
 
     def child(self, kind: str, name: str) -> Manifest | None:
         """Return a child that was read and exists, else None."""
@@ -124,8 +126,8 @@ class Observed:
 def read_pods(manifests: list[Manifest], run: AgenticRun, cluster: Manifest | None) -> list[Pod]:
     """Read the pods that were selected by the run's label.
 
-    Labels select, owners decide: anyone may label a pod. A pod counts if a RayCluster of the run's
-    name controls it; the others are none of ours.
+    The label only selects; the owner decides, because anyone may label a pod. A pod counts if a
+    RayCluster of the run's name controls it.
     """
     found = []
     for manifest in manifests:

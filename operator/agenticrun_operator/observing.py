@@ -77,6 +77,7 @@ class Observer:
         objects: ObservedObjects,
         job_trouble: str | None,
         last_status_write: datetime | None,
+        end_time: str | None,
     ) -> Observed:
         """Return the observed objects together with the head's answers about the newest attempt.
 
@@ -85,6 +86,7 @@ class Observer:
             objects: its children and pods, from `read_objects`.
             job_trouble: the error of the last submission or stop, if it failed.
             last_status_write: the time of this operator's last write of the run's status.
+            end_time: the end of the newest attempt, as this operator saw it.
         """
         observed = Observed(
             children=objects.children,
@@ -92,6 +94,7 @@ class Observer:
             missing_code=objects.missing_code,
             job_trouble=job_trouble,
             last_status_write=last_status_write,
+            end_time=end_time,
         )
         job, head = run.status.job, await self.head_address(run, objects)
         cluster = observed.child("RayCluster", run.metadata.name)

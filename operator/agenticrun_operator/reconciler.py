@@ -41,6 +41,8 @@ class RunCache:
     looked_at: datetime
     wrote_at: datetime | None = None
     job_trouble: str | None = None
+    ended: tuple[str, str] | None = None
+    """Submission id and end time of the newest attempt that this operator saw end."""
 
 
 def utc_now() -> datetime:
@@ -113,7 +115,8 @@ class Reconciler:
         try:
             run = parse_served(document)
         except InvalidRun as error:
-            await self._pause(document, error)
+            self._cache.pop(key, None)
+            await self._handle_unreadable(document, error)
             return None
         objects = await self._observer.read_objects(run)
         now = self._clock()
@@ -141,9 +144,12 @@ class Reconciler:
         try:
             await self._applier.make_children(run, plan_)
         except Refused as error:
-            plan_ = plan_refused(run, str(error), self._clock())
+            plan_ = plan_refused(run, plan_, str(error), self._clock())
         except Denied as error:
             plan_ = plan_denied(run, str(error), self._clock())
+        job = plan_.status.job if plan_.status else None
+        if job and job.end_time:
+            cached = replace(cached, ended=(job.submission_id, job.end_time))
         document = await self._applier.write_status(cached.document, plan_)
         wrote_at = self._clock() if plan_.status else cached.wrote_at
         self._cache[key] = cached = replace(cached, document=document, wrote_at=wrote_at)
@@ -166,12 +172,14 @@ class Reconciler:
         return head is not None and head.incarnation == job.incarnation
 
     async def _plan(self, run: AgenticRun, cached: RunCache) -> Plan:
+        job, ended = run.status.job, cached.ended
+        end_time = ended[1] if job and ended and ended[0] == job.submission_id else None
         observed = await self._observer.look(
-            run, cached.objects, cached.job_trouble, cached.wrote_at
+            run, cached.objects, cached.job_trouble, cached.wrote_at, end_time
         )
         return plan(run, observed, self._clock(), self._images)
 
-    async def _pause(self, document: Manifest, error: InvalidRun) -> None:
+    async def _handle_unreadable(self, document: Manifest, error: InvalidRun) -> None:
         plan_ = plan_unreadable(document, error.errors, self._clock())
         stored = await self._applier.write_status(document, plan_)
         await self._applier.act(plan_, stored, None)

@@ -165,7 +165,9 @@ class KubeClient:
             except KubeUnavailable as error:
                 if not _drop_undeclared(fields, str(error)):
                     raise
-                log.warning("the CRD is older than this operator, apply the chart's: %s", error)
+                log.warning(
+                    "the CRD is older than this operator; apply the CRD of the chart: %s", error
+                )
 
     async def post_event(self, run: Manifest, event: Event) -> None:
         """Post an event. Its name is a hash of its content, so a repeated event is stored once."""
@@ -247,14 +249,14 @@ def _drop_undeclared(status: dict[str, Any], message: str) -> bool:
     Returns:
         True if the field was there.
     """
-    found = re.search(r"\.status\.([A-Za-z.]+): field not declared in schema", message)
-    *way, last = found[1].split(".") if found else ("",)
-    place: Any = status
-    for part in way:
-        place = place.get(part) if isinstance(place, dict) else None
-    if not isinstance(place, dict) or last not in place:
+    found = re.search(r"\.status\.([\w.]+): field not declared in schema", message)
+    *parents, last = found[1].split(".") if found else ("",)
+    node: Any = status
+    for name in parents:
+        node = node.get(name) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or last not in node:
         return False
-    del place[last]
+    del node[last]
     return True
 
 

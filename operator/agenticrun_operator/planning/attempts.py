@@ -142,15 +142,16 @@ def _waits_for_report(draft: Draft, observed: Observed) -> bool:
         Reason.PROGRESS_UNAVAILABLE,
         f"the attempt has ended; its final report is not available: {observed.progress.why}",
     )
-    return _seconds_since_end(draft) < REPORT_PATIENCE_SECONDS
+    return _seconds_since_end(draft, observed) < REPORT_PATIENCE_SECONDS
 
 
-def _seconds_since_end(draft: Draft) -> float:
+def _seconds_since_end(draft: Draft, observed: Observed) -> float:
     """Return the seconds since the attempt was first seen to have ended; 0 the first time."""
     job = draft.status.job
     assert job is not None
     if job.end_time is None:
-        job = job.model_copy(update={"end_time": format_time(draft.now)})
+        end_time = observed.end_time or format_time(draft.now)
+        job = job.model_copy(update={"end_time": end_time})
         draft.set(job=job)
     assert job.end_time is not None
     return (draft.now - parse_time(job.end_time)).total_seconds()
@@ -163,7 +164,7 @@ def _follow_live(draft: Draft, observed: Observed, seen: Job, progress: Progress
         draft.condition(
             ConditionType.TRAINING, "False", progress.final.reason, progress.final.message
         )
-        if _seconds_since_end(draft) > ending.EXIT_SECONDS:
+        if _seconds_since_end(draft, observed) > ending.EXIT_SECONDS:
             draft.job = Stop(job.submission_id)
         return
     if seen.status == "RUNNING" and draft.status.phase is not Phase.RUNNING:
@@ -207,10 +208,10 @@ def _conclude(draft: Draft, observed: Observed, seen: Job, final: FinalReport | 
 
 
 def _conclude_without_report(draft: Draft, observed: Observed) -> None:
-    """Decide what exit code 0 alone is worth: a checkpoint of the last step proves success."""
+    """Decide whether exit code 0 alone means success: only after the last step."""
     last, saved = draft.run.spec.pipeline.max_steps, draft.status.checkpoint
-    if saved and saved.step >= last:
-        ending.succeed(draft, f"the driver ended; its checkpoint of the last step ({last}) exists")
+    if max(draft.status.step or 0, saved.step if saved else 0) >= last:
+        ending.succeed(draft, f"the driver ended after the last step ({last})")
         return
     _fail(
         draft,

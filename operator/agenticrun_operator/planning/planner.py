@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from agenticrun_api import AgenticRun, ConditionType, Metadata, Phase, Reason
-from agenticrun_api.load import repair_status
+from agenticrun_api.load import damaged_control_fields, repair_status
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning import attempts, ending, provisioning, roles
 from agenticrun_operator.planning.draft import MAX_TEXT, ConditionStatus, Draft, new_condition
@@ -59,12 +59,13 @@ def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImage
     return draft.finish(observed.last_status_write)
 
 
-def plan_refused(run: AgenticRun, message: str, now: datetime) -> Plan:
+def plan_refused(run: AgenticRun, tried: Plan, message: str, now: datetime) -> Plan:
     """Return a plan for a child that the apiserver refuses as invalid.
 
-    No retry helps, so the run fails, but not once it trains: its pods do without that child.
+    No retry helps, so the run fails, unless it trains already and its RayCluster exists: pods that
+    run no longer need the child.
     """
-    if run.status.job is not None:
+    if run.status.job is not None and all(item["kind"] != "RayCluster" for item in tried.create):
         return plan_denied(run, message, now)
     draft = Draft(run, now)
     ending.fail(draft, Reason.INVALID_CONFIG, message)
@@ -83,18 +84,24 @@ def plan_denied(run: AgenticRun, message: str, now: datetime) -> Plan:
 def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) -> Plan:
     """Return a plan for a run whose spec this operator cannot read.
 
-    A run that has no pods yet fails: the CRD cannot express every rule. Another one was readable
-    when it started, so the CRD is of another version than the operator. It may be healthy; the
-    plan says what is wrong and touches nothing until an operator can read the spec.
+    A run that has not started fails: the CRD cannot express every rule. One that has started was
+    readable then, so the CRD is of another version than the operator, or somebody damaged the
+    status. It may be healthy; the plan says what is wrong and touches nothing until an operator can
+    read it.
     """
     metadata = Metadata.model_validate(document["metadata"])
-    known = repair_status(document.get("status"))
+    stored = document.get("status") or {}
+    known = repair_status(stored)
     if metadata.deletion_timestamp or known.phase.finished:
         return Plan()
     message = "; ".join(errors)
     fields: dict[str, Any] = {}
     wanted: dict[ConditionType, ConditionStatus]
-    if known.phase is Phase.PENDING:
+    started = stored.get("phase", "Pending") != "Pending" or {"job", "startTime"} & stored.keys()
+    if damaged_control_fields(stored):
+        event = Event(Reason.INVALID_CONFIG, f"status is damaged: {message}"[:1024], "Warning")
+        return Plan(events=(event,))  # a write would lose what is left of these fields
+    if not started:
         fields = {"phase": Phase.FAILED, "completion_time": format_time(now)}
         fields["observed_generation"] = metadata.generation
         wanted = {ConditionType.FAILED: "True", ConditionType.COMPLETE: "False"}

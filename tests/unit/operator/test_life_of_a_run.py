@@ -669,7 +669,6 @@ async def test_a_spec_that_cannot_be_read_pauses_the_run_and_touches_nothing(
         {"startTime": "1960-01-01T00:00:00Z"},
         {"restarts": -100},
         {"conditions": [{"type": "Training"}]},
-        {"phase": "Strolling"},
         {"completionTime": "soon", "metrics": "many"},
     ],
     ids=lambda damage: ",".join(damage),
@@ -687,6 +686,61 @@ async def test_a_status_that_others_damaged_is_repaired(
     world.end_driver(Outcome.SUCCEEDED)
     await operator.settle(3)
     assert phase(world) is Phase.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"phase": "Strolling"}, {"job": {"attempt": "one"}}, {"nextRetryTime": "soon"}],
+    ids=lambda damage: ",".join(damage),
+)
+async def test_a_status_without_its_control_fields_pauses_the_run(
+    world: World, operator: Operator, damage: dict[str, Any]
+) -> None:
+    await training(operator)
+    before = world.run["status"] | damage
+    world.run["status"] = before
+    objects = set(world.objects)
+    await operator.settle(3)
+    assert world.run["status"] == before, "a write would lose what is left"
+    assert set(world.objects) == objects
+    assert [job.attempt for job in world.jobs] == [1]
+    assert "status is damaged" in world.events[-1].message
+
+
+async def test_a_finished_run_of_a_newer_operator_is_not_started_again(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(4)
+    world.run["status"]["phase"] = "Archived"
+    await operator.settle(4)
+    assert world.run["status"]["phase"] == "Archived"
+    assert len(world.jobs) == 1
+
+
+async def test_a_cluster_that_is_refused_after_the_head_was_lost_fails_the_run(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    for key in [key for key in world.objects if key[0] in ("RayCluster", "Pod")]:
+        del world.objects[key]
+    world.create_errors["RayCluster"] = Refused("spec.headGroupSpec: unknown")
+    await operator.settle(3)
+    assert phase(world) is Phase.FAILED
+
+
+async def test_a_crd_without_the_end_time_does_not_hold_an_ended_run(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.reporter_down = True
+    world.end_driver(Outcome.FAILED)
+    for _ in range(8):
+        await operator.settle(1)
+        (world.run["status"].get("job") or {}).pop("endTime", None)
+        world.now += timedelta(seconds=9)
+    assert phase(world) is Phase.RESTARTING
 
 
 async def test_a_child_that_is_refused_while_the_run_trains_is_no_failure(
