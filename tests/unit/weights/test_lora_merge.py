@@ -50,7 +50,7 @@ CONFIGS = {
     "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, **SIZES),
 }
 BUCKET_BYTES = 4096
-CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
+CLOSE = 1e-5
 """For sums in float32; inputs in bfloat16 are exact in it."""
 
 Weights = dict[str, Tensor]
@@ -334,4 +334,5 @@ def test_a_merged_weight_is_w_plus_alpha_over_rank_times_b_a(
     expected = weight.double() + 6.0 / 3 * b.double() @ a.double()
     held = weight.T.contiguous() if transposed else weight
     merged = merge(held, a, b, (6.0 / 3, transposed))
-    torch.testing.assert_close((merged.T if transposed else merged).double(), expected, **CLOSE)
+    found = (merged.T if transposed else merged).double()
+    torch.testing.assert_close(found, expected, rtol=CLOSE, atol=CLOSE)
