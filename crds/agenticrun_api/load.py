@@ -61,8 +61,11 @@ def parse_served(document: dict[str, Any]) -> AgenticRun:
         InvalidRun: a field of the spec that this version knows is invalid, or a control field of
             the status (`CONTROL_FIELDS`).
     """
-    if damaged := damaged_control_fields(document.get("status")):
-        raise InvalidRun(damaged)
+    try:
+        return AgenticRun.model_validate(document, extra="ignore")
+    except ValidationError:
+        if damaged := damaged_control_fields(document.get("status")):
+            raise InvalidRun(damaged) from None
     status = repair_status(document.get("status"))
     try:
         return AgenticRun.model_validate({**document, "status": status}, extra="ignore")

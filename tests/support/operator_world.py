@@ -87,7 +87,7 @@ class World:
     requests: list[str] = field(default_factory=list)
     status_writes: int = 0
     create_errors: dict[str, ClusterError] = field(default_factory=dict)
-    """What the apiserver answers to the creation of a kind."""
+    """The apiserver's answer to the creation of a kind."""
     reporter_down: bool = False
     ray_down: bool = False
     submit_down: bool = False

@@ -85,9 +85,9 @@ def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) 
     """Return a plan for a run whose spec this operator cannot read.
 
     A run that has not started fails: the CRD cannot express every rule. One that has started was
-    readable then, so the CRD is of another version than the operator, or somebody damaged the
-    status. It may be healthy; the plan says what is wrong and touches nothing until an operator can
-    read it.
+    readable then, so the CRD is of another version than the operator, or its status was
+    damaged. It may be healthy; the plan says what is wrong and touches nothing until an operator
+    can read it.
     """
     metadata = Metadata.model_validate(document["metadata"])
     stored = document.get("status") or {}
