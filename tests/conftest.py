@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 if settings.get_current_profile_name() == "repeatable":
     # Otherwise examples also use constants of the modules that this process has already imported.
     providers._get_local_constants = lambda: providers._local_constants
+
+
+# Tests send Ctrl-C to programs that they start, and those inherit what is blocked here. Who started
+# us may have blocked it: a process that waits for signals in one thread does so in all others.
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 
 
 ON_THE_CLUSTER = ("api", "chart", "devcluster", "operator")

@@ -96,11 +96,19 @@ def run_together(commands: dict[str, Sequence[str]]) -> int:
     Returns:
         0, or the exit status of the command that failed; the others are stopped then.
     """
-    interrupted = threading.Event()
     # A flag, not an exception: one that arrives while a command is being started would lose it.
+    # No Event: its lock, held by the wait that the signal interrupts, would never be free again.
+    interrupted = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
-        signal.signal(number, lambda *_: interrupted.set())
+        signal.signal(number, interrupt)
+    # Who started us may have blocked them, as a program does that waits for signals in one thread.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
     tasks: list[Task] = []
     try:
         width = max(map(len, commands))
@@ -121,8 +129,9 @@ def run_together(commands: dict[str, Sequence[str]]) -> int:
                     print(*task.lines[-SHOWN_LINES:], sep="\n", flush=True)
                     return status if status > 0 else 128 - status
                 task.say(f"done in {task.seconds:.0f} s")
-            if interrupted.wait(0.1):
+            if interrupted:
                 return INTERRUPTED
+            time.sleep(0.1)
         return 0
     finally:
         _stop(tasks)
