@@ -36,7 +36,8 @@ COLUMNS: tuple[tuple[str, str, str, int], ...] = (
 
 _KEEP = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern",
          "minLength", "maxLength", "minItems", "maxItems", "maxProperties", "format",
-         "x-kubernetes-int-or-string")  # fmt: skip
+         "x-kubernetes-int-or-string",
+         "x-kubernetes-list-type", "x-kubernetes-list-map-keys")  # fmt: skip
 
 
 def custom_resource_definition() -> dict[str, Any]:

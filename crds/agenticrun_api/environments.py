@@ -115,6 +115,12 @@ class EnvGroups(Model):
 
     RULES = (
         Rule(
+            "self.tags.all(t, self.tags.exists_one(x, x == t))",
+            "tags names a tag twice: partition sets the shares of the tags",
+            ".tags",
+            lambda e: len(set(e.tags)) == len(e.tags),
+        ),
+        Rule(
             "!has(self.partition) || size(self.partition) == size(self.tags)",
             "partition needs one number per tag",
             ".partition",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from agenticrun_api.base import Count, Model, Name, Quantity, Rule
+from agenticrun_api.base import Count, Model, Name, Quantity, Rule, refused
 from agenticrun_api.names import Role
 from agenticrun_api.pipeline import Pipeline
 from agenticrun_api.roles import Roles
@@ -319,16 +318,12 @@ class AgenticRunSpec(Model):
         try:
             needed = self.pipeline.actor_infer.strategy.gpus
         except ValueError as error:
-            raise _refused(".pipeline.actorInfer.strategy.config", str(error)) from error
+            raise refused(".pipeline.actorInfer.strategy.config", str(error)) from error
         gpus = self.roles.of(self.engine_role).gpus
         if gpus % needed:
             message = (
                 f"an engine takes {needed} GPUs (actorInfer.strategy.config), "
                 f"and {gpus} of a pod are not a multiple of that"
             )
-            raise _refused(f".roles.{self.engine_role}.gpus", message)
+            raise refused(f".roles.{self.engine_role}.gpus", message)
         return self
-
-
-def _refused(path: str, message: str) -> PydanticCustomError:
-    return PydanticCustomError("rule", "{message}", {"message": message, "path": path})

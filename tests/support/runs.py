@@ -374,6 +374,13 @@ RULE_CASES: tuple[RuleCase, ...] = (
         ((f"{_P}.eval", {"samples": 4, "passAt": [1, 4]}),),
     ),
     RuleCase(
+        EnvGroups,
+        "tags names a tag twice",
+        f"{_P}.trainEnvs.tags",
+        ((f"{_P}.trainEnvs.tags", ["Lake", "Lake"]),),
+        ((f"{_P}.envs", _TWO), (f"{_P}.trainEnvs.tags", _BOTH)),
+    ),
+    RuleCase(
         Pipeline,
         "rewards names a tag",
         f"{_P}.rewards",

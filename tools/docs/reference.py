@@ -115,6 +115,8 @@ def _constraints(node: Schema) -> str:
                 if exclusive
                 else text.format(node[key])
             )
+    if keys := node.get("x-kubernetes-list-map-keys"):
+        found.append(f"no two with the same `{', '.join(keys)}`")
     return ", ".join(found)
 
 

@@ -59,6 +59,13 @@ def test_every_list_and_string_of_the_spec_is_bounded_because_rules_cost_by_size
     assert open_ended == []
 
 
+@pytest.mark.parametrize(("field", "key"), [("envs", "tag"), ("rewards", "name")])
+def test_the_apiserver_refuses_two_items_with_one_key(field: str, key: str) -> None:
+    node = SCHEMA["properties"]["spec"]["properties"]["pipeline"]["properties"][field]
+    assert node["x-kubernetes-list-type"] == "map"
+    assert node["x-kubernetes-list-map-keys"] == [key]
+
+
 def test_only_fields_that_hold_foreign_objects_are_open() -> None:
     open_fields = {
         path

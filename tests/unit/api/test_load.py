@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,30 @@ P = "spec.pipeline"
         (
             (f"{P}.envs", [{"tag": "Lake", "type": 7}]),
             f"{P}.envs[0].type: Input should be a valid string (got 7)",
+        ),
+        (
+            (f"{P}.envs", [{"tag": tag, "type": "frozen_lake"} for tag in ("Lake", "Sea", "Lake")]),
+            f'{P}.envs[2]: Duplicate value: {{"tag":"Lake"}}',
+        ),
+        (
+            (f"{P}.rewards", [{"name": "judge", "type": "a:b"}, {"name": "judge", "type": "a:c"}]),
+            f'{P}.rewards[1]: Duplicate value: {{"name":"judge"}}',
+        ),
+        (
+            (f"{P}.actorTrain", {"training": {"learningRate": math.inf}}),
+            f"{P}.actorTrain.training.learningRate: Input should be a finite number (got inf)",
+        ),
+        (
+            (f"{P}.actorTrain", {"training": {"learningRate": "1e999"}}),
+            f"{P}.actorTrain.training.learningRate: Input should be a finite number (got '1e999')",
+        ),
+        (
+            (f"{P}.algorithm", {"entropyLossCoef": math.nan}),
+            f"{P}.algorithm.entropyLossCoef: Input should be a finite number (got nan)",
+        ),
+        (
+            (f"{P}.envs", [{"tag": "Lake", "type": "m:E", "config": {"a": [{"b": -math.inf}]}}]),
+            f"{P}.envs[0].config.a[0].b: Input should be a finite number",
         ),
         (("spec.roles.env.memory", "lots"), "spec.roles.env.memory: String should match pattern"),
         (("spec.rayVersion", "nightly"), "spec.rayVersion: String should match pattern"),
