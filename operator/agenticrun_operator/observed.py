@@ -56,6 +56,8 @@ class Pod:
     incarnation: str | None = None
     """`<pod uid>/<restarts of the Ray container>`, once that container has started."""
     problem: Problem | None = None
+    orphan: bool = False
+    """True if the pod's RayCluster no longer exists. The garbage collector will delete the pod."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Observed:
     """The children that were read, with any owner; None: the object does not exist. While a run
     trains, only the RayCluster is read."""
     pods: tuple[Pod, ...] = ()
-    """The pods of the run's RayCluster, and of one that an earlier run of that name had."""
+    """The pods of the run's RayCluster, and orphans of one that was deleted."""
     job: Job | NoJob | Unreachable = Unreachable("there is no head pod to ask")
     """The job of `status.job.submissionId`."""
     progress: Progress | NoReport | Unreachable = Unreachable("there is no head pod to ask")
@@ -119,15 +121,20 @@ class Observed:
 
     def head(self, run_uid: str) -> Pod | None:
         """Return the run's own head pod; if there are two, the one that is not being deleted."""
-        heads = [pod for pod in self.pods if pod.run_uid == run_uid and pod.role is Role.DRIVER]
+        heads = [pod for pod in self.own_pods(run_uid) if pod.role is Role.DRIVER]
         return min(heads, key=lambda pod: pod.deleting, default=None)
+
+    def own_pods(self, run_uid: str) -> list[Pod]:
+        """Return the pods of the RayCluster that the run has now."""
+        return [pod for pod in self.pods if pod.run_uid == run_uid and not pod.orphan]
 
 
 def read_pods(manifests: list[Manifest], run: AgenticRun, cluster: Manifest | None) -> list[Pod]:
     """Read the pods that were selected by the run's label.
 
     The label only selects; the owner decides, because anyone may label a pod. A pod counts if a
-    RayCluster of the run's name controls it.
+    RayCluster of the run's name controls it. If that is not the RayCluster of now, the pod is an
+    orphan.
     """
     found = []
     for manifest in manifests:
@@ -140,6 +147,8 @@ def read_pods(manifests: list[Manifest], run: AgenticRun, cluster: Manifest | No
         pod = read_pod(manifest)
         if cluster is not None and owner["uid"] == cluster["metadata"]["uid"]:
             pod = replace(pod, run_uid=controller_uid(cluster) or "")
+        else:
+            pod = replace(pod, orphan=True)
         found.append(pod)
     return found
 

@@ -146,7 +146,7 @@ class Reconciler:
         except Refused as error:
             plan_ = plan_refused(run, plan_, str(error), self._clock())
         except Denied as error:
-            plan_ = plan_denied(run, str(error), self._clock())
+            plan_ = plan_denied(run, plan_, str(error), self._clock())
         job = plan_.status.job if plan_.status else None
         if job and job.end_time:
             cached = replace(cached, ended=(job.submission_id, job.end_time))

@@ -149,7 +149,8 @@ class World:
         cluster = self.objects.get(("RayCluster", NAME))
         if cluster is None:
             return
-        have = [pod["metadata"]["labels"][LABEL_ROLE] for pod in self.pods()]
+        own = [pod for pod in self.pods() if self._belongs_to(pod, cluster)]
+        have = [pod["metadata"]["labels"][LABEL_ROLE] for pod in own]
         groups = {
             group["groupName"]: group["replicas"] for group in cluster["spec"]["workerGroupSpecs"]
         }
@@ -157,9 +158,15 @@ class World:
             for _ in range(wanted - have.count(role)):
                 self._make_pod(cluster, role)
         for pod in self.pods():
-            pod["status"]["conditions"] = [
-                {"type": "Ready", "status": "True" if ready else "False"}
-            ]
+            if self._belongs_to(pod, cluster):
+                pod["status"]["conditions"] = [
+                    {"type": "Ready", "status": "True" if ready else "False"}
+                ]
+
+    @staticmethod
+    def _belongs_to(pod: Manifest, cluster: Manifest) -> bool:
+        owners = pod["metadata"]["ownerReferences"]
+        return any(owner["uid"] == cluster["metadata"]["uid"] for owner in owners)
 
     def _make_pod(self, cluster: Manifest, role: str) -> None:
         name = f"{NAME}-{role}-{next(self._ids)}"
@@ -188,11 +195,11 @@ class World:
         )
 
     def pods(self, role: Role | None = None) -> list[Manifest]:
-        """The pods of RayClusters."""
+        """The pods of RayClusters, also of deleted ones; the newest first."""
         found = [item for (kind, _), item in self.objects.items() if kind == "Pod"]
         return [
             pod
-            for pod in found
+            for pod in reversed(found)
             if "ownerReferences" in pod["metadata"]
             if role is None or pod["metadata"]["labels"][LABEL_ROLE] == role.value
         ]
@@ -206,19 +213,28 @@ class World:
         for pod in self.pods(Role.DRIVER):
             pod["status"]["containerStatuses"][0]["restartCount"] += 1
 
+    def delete_cluster(self) -> None:
+        """Delete the RayCluster; its pods go on as orphans until `collect_garbage`."""
+        self.objects.pop(("RayCluster", NAME), None)
+
     def incarnation(self) -> str | None:
-        """Of the head that is there now."""
-        for pod in self.pods(Role.DRIVER):
-            return (
-                f"{pod['metadata']['uid']}/{pod['status']['containerStatuses'][0]['restartCount']}"
-            )
-        return None
+        """Of the newest head."""
+        return next(iter(self._incarnations().values()), None)
+
+    def _incarnations(self) -> dict[str, str]:
+        """Incarnation of each head pod, by the pod's IP."""
+        return {
+            pod["status"]["podIP"]: f"{pod['metadata']['uid']}/"
+            f"{pod['status']['containerStatuses'][0]['restartCount']}"
+            for pod in self.pods(Role.DRIVER)
+        }
 
     # -- the driver --------------------------------------------------------------------------------
 
     def live_jobs(self) -> list[FakeJob]:
-        """Jobs whose driver runs now."""
-        return [job for job in self.jobs if job.live and job.incarnation == self.incarnation()]
+        """Jobs whose driver runs now, on any head."""
+        heads = self._incarnations().values()
+        return [job for job in self.jobs if job.live and job.incarnation in heads]
 
     def drive(self, step: int, **fields: Any) -> None:
         """The running driver reports a step."""
@@ -329,18 +345,18 @@ class World:
         self._point("get job")
         if not self._reachable(head) or self.ray_down:
             return Unreachable("no answer")
-        job = self._known(submission_id)
+        job = self._known(head, submission_id)
         tail = "the last line" if job and job.status in ("FAILED", "STOPPED") else ""
         return Job(job.status, job.message, job.exit_code, tail) if job else NoJob()
 
     async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
         self._point("submit")
-        incarnation = self.incarnation()
+        incarnation = self._incarnations().get(head.pod.ip)
         if self.submit_down:
             raise HeadUnreachable("Ray did not take the job")
         if not self._reachable(head) or self.ray_down or incarnation is None:
             raise HeadUnreachable("no answer")
-        if self._known(submission_id) is None:
+        if self._known(head, submission_id) is None:
             self.jobs.append(FakeJob(submission_id, attempt, incarnation))
         self._point("submitted")
 
@@ -348,7 +364,7 @@ class World:
         self._point("stop")
         if not self._reachable(head) or self.ray_down:
             raise HeadUnreachable("no answer")
-        job = self._known(submission_id)
+        job = self._known(head, submission_id)
         if job and job.live:
             job.status = "STOPPED"
 
@@ -356,20 +372,14 @@ class World:
         self._point("get progress")
         if not self._reachable(head) or self.reporter_down:
             return Unreachable("no answer")
-        for pod in self.pods(Role.DRIVER):
-            return self.reports.get(pod["metadata"]["uid"], NoReport())
-        raise AssertionError
+        return self.reports.get(self._incarnations()[head.pod.ip].split("/")[0], NoReport())
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _known(self, submission_id: str) -> FakeJob | None:
+    def _known(self, head: HeadAddress, submission_id: str) -> FakeJob | None:
+        wanted = (submission_id, self._incarnations().get(head.pod.ip))
         return next(
-            (
-                job
-                for job in self.jobs
-                if (job.submission_id, job.incarnation) == (submission_id, self.incarnation())
-            ),
-            None,
+            (job for job in self.jobs if (job.submission_id, job.incarnation) == wanted), None
         )
 
     def _reachable(self, head: HeadAddress) -> bool:

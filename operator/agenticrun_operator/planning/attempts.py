@@ -10,7 +10,16 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from agenticrun_api import AgenticRun, ConditionType, FinalReport, Outcome, Phase, Progress, Reason
+from agenticrun_api import (
+    AgenticRun,
+    ConditionType,
+    FinalReport,
+    Outcome,
+    Phase,
+    Progress,
+    Reason,
+    Role,
+)
 from agenticrun_api.names import ExitCode
 from agenticrun_api.status import JobStatus, RayClusterStatus
 from agenticrun_operator.observed import Job, NoJob, Observed, Pod, Unreachable
@@ -53,6 +62,16 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
     if previous and not _is_over(draft, observed, previous):
         draft.look_again(POLL_SECONDS)
         return
+    orphan = next((pod for pod in observed.pods if pod.orphan and pod.role is Role.DRIVER), None)
+    if orphan and not orphan.deleting:  # its driver may still write checkpoints
+        draft.condition(
+            ConditionType.TRAINING,
+            "False",
+            Reason.CLUSTER_LOST,
+            f"waiting until pod {orphan.name} of the deleted RayCluster is deleted",
+        )
+        draft.look_again(POLL_SECONDS)
+        return
     attempt = previous.attempt + 1 if previous else 1
     job = JobStatus(
         attempt=attempt,
@@ -89,7 +108,10 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
         if progress.final and progress.final.outcome is Outcome.SUCCEEDED:
             ending.succeed(draft, progress.final.message)
             return
-    final = progress.final if progress else None
+    final = progress.final if progress else _stored_report(draft, observed)
+    if final and not final.retryable:
+        _fail(draft, observed, final, final.reason, final.message, retryable=False)
+        return
     draft.look_again(_poll_seconds(progress))
     head = observed.head(draft.run.metadata.uid)
     if _is_lost(head, job):
@@ -112,11 +134,31 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
                     ConditionType.TRAINING, "False", Reason.SUBMITTING, observed.job_trouble
                 )
     elif isinstance(observed.job, Unreachable):
-        _report_training(draft, observed, progress)
+        if final is None:
+            _report_training(draft, observed, progress)
     elif observed.job.live:
-        _follow_live(draft, observed, observed.job, progress)
+        _follow_live(draft, observed, observed.job, progress, final)
     elif final or not _waits_for_report(draft, observed):
         _conclude(draft, observed, observed.job, final)
+
+
+def _stored_report(draft: Draft, observed: Observed) -> FinalReport | None:
+    """Return the report of a failure that can be retried, as `_follow_live` stored it.
+
+    The reporter may be lost between the report and the exit of the driver. Every other report
+    ends the run as soon as it is seen.
+    """
+    job, told = draft.status.job, draft.find(ConditionType.TRAINING)
+    end_time = (job.end_time if job else None) or observed.end_time
+    if end_time is None or told is None or told.status != "False":
+        return None
+    return FinalReport(
+        outcome=Outcome.FAILED,
+        reason=told.reason,
+        message=told.message,
+        retryable=True,
+        time=end_time,
+    )
 
 
 def _is_lost(head: Pod | None, job: JobStatus) -> bool:
@@ -157,13 +199,17 @@ def _seconds_since_end(draft: Draft, observed: Observed) -> float:
     return (draft.now - parse_time(job.end_time)).total_seconds()
 
 
-def _follow_live(draft: Draft, observed: Observed, seen: Job, progress: Progress | None) -> None:
+def _follow_live(
+    draft: Draft,
+    observed: Observed,
+    seen: Job,
+    progress: Progress | None,
+    final: FinalReport | None,
+) -> None:
     job = draft.status.job
     assert job is not None
-    if progress and progress.final:  # it has failed and is about to exit
-        draft.condition(
-            ConditionType.TRAINING, "False", progress.final.reason, progress.final.message
-        )
+    if final:  # it has failed and is about to exit
+        draft.condition(ConditionType.TRAINING, "False", final.reason, final.message)
         if _seconds_since_end(draft, observed) > ending.EXIT_SECONDS:
             draft.job = Stop(job.submission_id)
         return
@@ -227,7 +273,7 @@ def _fail(
     draft: Draft,
     observed: Observed,
     final: FinalReport | None,
-    reason: Reason,
+    reason: Reason | str,
     message: str,
     retryable: bool = True,
 ) -> None:
@@ -237,7 +283,7 @@ def _fail(
     """
     job = draft.status.job
     assert job is not None
-    cause, text = (final.reason, final.message) if final else (reason.value, message)
+    cause, text = (final.reason, final.message) if final else (str(reason), message)
     retryable = final.retryable if final else retryable
     if isinstance(observed.job, Job) and observed.job.log_tail:
         draft.set(log_tail=observed.job.log_tail[-MAX_TEXT:])

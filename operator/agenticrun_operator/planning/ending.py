@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from agenticrun_api import ConditionType, Phase, Reason
 from agenticrun_api.names import KIND
 from agenticrun_operator.observed import Job, Observed
-from agenticrun_operator.planning.draft import Draft
+from agenticrun_operator.planning.draft import MAX_TEXT, Draft
 from agenticrun_operator.planning.plan import Delete
 from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.resources import Child, controller_uid, is_deleting
@@ -55,6 +55,7 @@ def clean_up(draft: Draft, observed: Observed) -> None:
         if run.status.phase is Phase.SUCCEEDED
         else run.spec.cleanup.on_failure
     )
+    _follow_exit(draft, observed, ended)
     if policy == "Delete":
         _delete_cluster(draft, observed, ended)
     if run.spec.ttl_seconds_after_finished is not None:
@@ -65,6 +66,18 @@ def clean_up(draft: Draft, observed: Observed) -> None:
             draft.delete.append(Delete(Child(KIND, run.metadata.name), run.metadata.uid))
         else:
             draft.look_again(left)
+
+
+def _follow_exit(draft: Draft, observed: Observed, ended: datetime) -> None:
+    """Record how the driver's job ends after the final report, which has ended the run."""
+    job, seen = draft.status.job, observed.job
+    if job is None or not isinstance(seen, Job):
+        return
+    draft.set(job=job.model_copy(update={"status": seen.status}))
+    if seen.live and (draft.now - ended).total_seconds() < EXIT_SECONDS:
+        draft.look_again(2.0)
+    if draft.status.phase is Phase.FAILED and seen.log_tail and not draft.status.log_tail:
+        draft.set(log_tail=seen.log_tail[-MAX_TEXT:])
 
 
 def _delete_cluster(draft: Draft, observed: Observed, ended: datetime) -> None:
@@ -91,12 +104,8 @@ def _delete_cluster(draft: Draft, observed: Observed, ended: datetime) -> None:
         return
     if controller_uid(cluster) != draft.run.metadata.uid:
         return
-    job = draft.status.job
-    if job and isinstance(observed.job, Job):
-        draft.set(job=job.model_copy(update={"status": observed.job.status}))
     exiting = isinstance(observed.job, Job) and observed.job.live
     if exiting and (draft.now - ended).total_seconds() < EXIT_SECONDS:
-        draft.look_again(2.0)
         return
     draft.delete.append(Delete(Child("RayCluster", name), cluster["metadata"]["uid"]))
     draft.look_again(2.0)

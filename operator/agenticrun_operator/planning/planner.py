@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -62,23 +63,43 @@ def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImage
 def plan_refused(run: AgenticRun, tried: Plan, message: str, now: datetime) -> Plan:
     """Return a plan for a child that the apiserver refuses as invalid.
 
-    No retry helps, so the run fails, unless it trains already and its RayCluster exists: pods that
-    run no longer need the child.
+    No retry helps, so the run fails, unless the plan ended it already, or it trains and its
+    RayCluster exists: pods that run no longer need the child.
     """
-    if run.status.job is not None and all(item["kind"] != "RayCluster" for item in tried.create):
-        return plan_denied(run, message, now)
+    ended = tried.status is not None and tried.status.phase.finished
+    has_cluster = all(item["kind"] != "RayCluster" for item in tried.create)
+    if ended or (run.status.job is not None and has_cluster):
+        return plan_denied(run, tried, message, now)
     draft = Draft(run, now)
     ending.fail(draft, Reason.INVALID_CONFIG, message)
     return draft.finish(None)
 
 
-def plan_denied(run: AgenticRun, message: str, now: datetime) -> Plan:
-    """Return a plan that waits: a quota, an admission policy or missing rights prevent a child."""
+def plan_denied(run: AgenticRun, tried: Plan, message: str, now: datetime) -> Plan:
+    """Return the plan with the news that the apiserver denied a child, and a time to retry.
+
+    A quota, an admission policy or missing rights prevent the child. What else was decided stays: a
+    failed attempt is counted, and a success is kept.
+    """
     draft = Draft(run, now)
-    draft.phase(run.status.phase, message)
-    draft.condition(ConditionType.CLUSTER_PROVISIONED, "False", Reason.CLUSTER_CREATING, message)
-    draft.look_again(DENIED_SECONDS)
-    return draft.finish(None)
+    denied = new_condition(
+        ConditionType.CLUSTER_PROVISIONED,
+        "False",
+        Reason.CLUSTER_CREATING,
+        message,
+        now,
+        run.metadata.generation,
+        draft.find(ConditionType.CLUSTER_PROVISIONED),
+    )
+    draft.set(**dict(tried.status or run.status))
+    others = [item for item in draft.status.conditions if item.type != denied.type]
+    draft.set(conditions=[denied, *others])
+    if not draft.status.phase.finished:
+        draft.phase(draft.status.phase, message)
+    draft.look_again(min(tried.requeue_after or DENIED_SECONDS, DENIED_SECONDS))
+    plan_ = draft.finish(None)
+    events = tuple(item for item in tried.events if item.reason is not Reason.CLUSTER_CREATED)
+    return replace(plan_, job=tried.job, delete=tried.delete, events=events)
 
 
 def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) -> Plan:

@@ -51,6 +51,10 @@ def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> 
         if manifest is None:
             continue
         shown = f"{child.kind} {child.name}"
+        if is_deleting(manifest) and controller_uid(manifest) == run.metadata.uid:
+            return Obstacle(
+                Reason.WAITING_FOR_PREVIOUS_RUN, f"waiting until {shown} is deleted, to create it"
+            )
         if is_deleting(manifest) or _of_earlier_run(run, manifest):
             return Obstacle(
                 Reason.WAITING_FOR_PREVIOUS_RUN,
@@ -63,7 +67,8 @@ def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> 
                 "delete it, or create the run under another name",
             )
     for pod in observed.pods:
-        if pod.run_uid != run.metadata.uid:
+        # A started run waited for such pods before; what appears later must not hold it.
+        if pod.run_uid != run.metadata.uid and run.status.job is None:
             return Obstacle(
                 Reason.WAITING_FOR_PREVIOUS_RUN,
                 f"waiting until pod {pod.name} of an earlier run is deleted",
@@ -110,7 +115,9 @@ def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
 
 
 def _report_cluster(draft: Draft, observed: Observed) -> None:
-    name = draft.run.metadata.name
+    name, before = draft.run.metadata.name, draft.find(ConditionType.CLUSTER_PROVISIONED)
+    if before and before.status == "False" and before.message == draft.status.message:
+        draft.set(message=None)  # the obstacle that it names is gone
     if observed.child("RayCluster", name) is None:
         draft.condition(
             ConditionType.CLUSTER_PROVISIONED,

@@ -15,7 +15,7 @@ _WORTH_AN_EVENT = frozenset(
 def report(draft: Draft, observed: Observed) -> bool:
     """Set `status.roles` and RolesReady. Return True if all pods of all roles are ready."""
     run = draft.run
-    own = [pod for pod in observed.pods if pod.run_uid == run.metadata.uid and not pod.deleting]
+    own = [pod for pod in observed.own_pods(run.metadata.uid) if not pod.deleting]
     statuses, first = [], None
     for role in (Role.DRIVER, *run.spec.roles.workers):
         pods = [pod for pod in own if pod.role is role]

@@ -109,7 +109,15 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def cluster_is_deleted(self) -> None:
-        self.world.objects.pop(("RayCluster", "lake"), None)
+        self.world.delete_cluster()
+        self.world.collect_garbage()
+
+    @rule()
+    def cluster_is_deleted_and_leaves_orphans(self) -> None:
+        self.world.delete_cluster()
+
+    @rule()
+    def garbage_is_collected(self) -> None:
         self.world.collect_garbage()
 
     @invariant()
@@ -140,6 +148,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         world = self.world
         world.reporter_down = world.ray_down = False
+        world.collect_garbage()
         for _ in range(60):
             if world.status.phase.finished:
                 break

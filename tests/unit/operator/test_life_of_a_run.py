@@ -822,3 +822,138 @@ async def test_a_stray_pod_with_our_label_changes_nothing(
     world.end_driver(Outcome.SUCCEEDED)
     await operator.settle(3)
     assert phase(world) is Phase.SUCCEEDED
+
+
+async def test_a_failure_is_counted_while_a_quota_denies_the_next_cluster(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.delete_cluster()
+    world.collect_garbage()
+    world.create_errors["RayCluster"] = Denied("exceeded quota: no more RayClusters")
+    await operator.settle(3)
+    assert (phase(world), world.status.restarts) == (Phase.RESTARTING, 1)
+    assert happened(world).count("ClusterLost") == 1
+    denial = condition(world, ConditionType.CLUSTER_PROVISIONED)
+    assert (denial.status, denial.message) == ("False", "exceeded quota: no more RayClusters")
+    assert world.status.message == "exceeded quota: no more RayClusters"
+    writes = world.status_writes
+    await operator.settle(3)
+    assert world.status_writes == writes, "the same trouble is not written again"
+    world.create_errors.clear()
+    await operator.settle(2)
+    assert world.status.message is None
+    world.now += timedelta(seconds=11)
+    await operator.settle(3)
+    assert [job.attempt for job in world.jobs] == [1, 2]
+
+
+async def test_a_denied_child_of_an_existing_cluster_repeats_no_event(
+    world: World, operator: Operator
+) -> None:
+    await operator.reconcile()
+    world.make_pods(ready=False)
+    del world.objects["ConfigMap", f"{NAME}-run"]
+    world.create_errors["ConfigMap"] = Denied("exceeded quota: no more ConfigMaps")
+    await operator.reconcile()
+    writes, events = world.status_writes, list(world.events)
+    for _ in range(5):
+        world.now += timedelta(seconds=5)
+        await operator.reconcile()
+    assert (world.status_writes, world.events) == (writes, events)
+
+
+async def test_a_success_is_kept_although_a_child_is_refused(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    del world.objects["ConfigMap", f"{NAME}-run"]
+    world.run["metadata"] |= {"generation": 2, "resourceVersion": "changed"}
+    world.create_errors["ConfigMap"] = Denied("no more ConfigMaps")
+    await operator.settle(2)
+    assert phase(world) is Phase.SUCCEEDED
+
+
+async def test_pods_of_a_deleted_cluster_are_not_the_runs_pods(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.delete_cluster()
+    await operator.reconcile()
+    assert phase(world) is Phase.RESTARTING
+    assert {role.ready for role in world.status.roles} == {0}
+    world.now += timedelta(seconds=11)
+    await operator.settle(4)
+    assert len(world.live_jobs()) == 1, "the first driver still writes its checkpoints"
+    waits = condition(world, ConditionType.TRAINING).message
+    assert waits.startswith("waiting until pod lake-driver-")
+    world.collect_garbage()
+    await operator.settle(3)
+    assert [job.attempt for job in world.jobs] == [1, 2]
+
+
+async def test_orphans_that_a_finalizer_holds_do_not_freeze_the_run(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.delete_cluster()
+    for pod in world.pods():
+        pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        del pod["metadata"]["labels"][LABEL_RUN_UID]
+    for job in world.live_jobs():
+        job.status = "FAILED"  # the kubelet has stopped the containers
+    await operator.settle(2)
+    world.now += timedelta(seconds=11)
+    await operator.settle(4)
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    world.drive(2)
+    await operator.settle(2)
+    assert (phase(world), world.status.step) == (Phase.RUNNING, 2)
+
+
+async def test_a_final_report_that_was_seen_counts_although_the_head_is_lost_then(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    (job,) = world.jobs
+    world.end_driver(Outcome.FAILED, retryable=False)
+    job.status = "RUNNING"
+    await operator.settle(1)
+    world.delete_pod(Role.DRIVER)
+    await Operator(world).settle(3)
+    assert phase(world) is Phase.FAILED
+    assert condition(world, ConditionType.FAILED).reason == "Told"
+    assert len(world.jobs) == 1
+
+
+async def test_a_retryable_report_that_was_seen_names_the_cause_although_the_reporter_is_gone(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    (job,) = world.jobs
+    world.end_driver(Outcome.FAILED)
+    job.status = "RUNNING"
+    await operator.settle(1)
+    world.reporter_down = True
+    await Operator(world).settle(2)
+    job.status, job.exit_code = "FAILED", 64
+    await Operator(world).settle(1)
+    assert phase(world) is Phase.RESTARTING
+    training_now = condition(world, ConditionType.TRAINING)
+    assert (training_now.reason, training_now.message) == ("Told", "the driver's words")
+
+
+async def test_a_run_that_failed_by_its_report_keeps_the_log_of_the_driver(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    (job,) = world.jobs
+    world.end_driver(Outcome.FAILED, retryable=False)
+    job.status = "RUNNING"
+    await operator.settle(2)
+    assert ("RayCluster", NAME) in world.objects, "the driver gets time to exit"
+    job.status = "FAILED"
+    await operator.settle(3)
+    assert world.status.log_tail == "the last line"
+    assert ("RayCluster", NAME) not in world.objects
