@@ -49,7 +49,8 @@ def custom_resource_definition() -> dict[str, Any]:
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
-            "metadata": {"type": "object"},
+            # The rule about the name can point to it only if it is declared.
+            "metadata": {"type": "object", "properties": {"name": {"type": "string"}}},
             "spec": model_schema(AgenticRunSpec),
             "status": _status_schema(),
         },

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict
 from pydantic.alias_generators import to_camel
 
-from agenticrun_api.base import Model, Rule
+from agenticrun_api.base import Model, Rule, refused
 from agenticrun_api.names import MAX_NAME_LENGTH
 from agenticrun_api.spec import AgenticRunSpec
 from agenticrun_api.status import AgenticRunStatus
 
 DNS_1035 = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+
+NAME_RULE = (
+    f"must be at most {MAX_NAME_LENGTH} lower-case letters, digits and '-', begin with a letter "
+    "and end with a letter or digit"
+)
+
+
+def _run_name(name: str) -> str:
+    if len(name) > MAX_NAME_LENGTH or not re.fullmatch(DNS_1035, name):
+        raise refused("", f"{NAME_RULE} (got {name!r})")
+    return name
 
 
 class Metadata(Model):
@@ -26,7 +38,7 @@ class Metadata(Model):
         frozen=True,
     )
 
-    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH, pattern=DNS_1035)]
+    name: Annotated[str, AfterValidator(_run_name)]
     namespace: str = "default"
     uid: str = ""
     generation: int = 1
@@ -42,9 +54,8 @@ class AgenticRun(Model):
         Rule(
             f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && "
             f"self.metadata.name.matches('{DNS_1035}')",
-            f"metadata.name must be at most {MAX_NAME_LENGTH} lower-case letters, digits and '-', "
-            "and begin with a letter",
-            "",
+            NAME_RULE,
+            ".metadata.name",
             None,
         ),
     )

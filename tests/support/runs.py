@@ -735,8 +735,8 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         AgenticRun,
-        "metadata.name must be at most 45",
-        "",
+        "must be at most 45 lower-case letters",
+        "metadata.name",
         (("metadata.name", "a" * 46),),
         (("metadata.name", "a" * 45),),
     ),

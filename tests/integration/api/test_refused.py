@@ -31,7 +31,7 @@ def empty(api: Cluster) -> Cluster:
 
 
 def test_all_kinds_are_here() -> None:
-    assert len(CASES) == 11
+    assert len(CASES) == 12
     assert all(_header(case, "path") for case in CASES)
 
 

@@ -17,6 +17,8 @@ EXAMPLES = [
     if file.name != "kustomization.yaml"
 ]
 P = "spec.pipeline"
+LONG = "a" * 46
+NAME = "letters, digits and '-', begin with a letter and end with a letter or digit (got '{}')"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,10 @@ P = "spec.pipeline"
         ),
         (("spec.roles.env.memory", "lots"), "spec.roles.env.memory: String should match pattern"),
         (("spec.rayVersion", "nightly"), "spec.rayVersion: String should match pattern"),
-        (("metadata.name", "Lake"), "metadata.name: String should match pattern"),
+        *(
+            (("metadata.name", name), f"metadata.name: must be at most 45 lower-case {rest}")
+            for name, rest in ((name, NAME.format(name)) for name in ("Lake", "1a", "a-", "", LONG))
+        ),
         (("kind", "RayJob"), "kind: Input should be 'AgenticRun' (got 'RayJob')"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
