@@ -15,6 +15,19 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 
+{{/* Refuse what the schema cannot: conditions over several values, and labels that the selector reads. */}}
+{{- define "agenticrun.check" -}}
+{{- if eq (int .Values.metrics.port) (int .Values.probes.port) -}}
+{{- fail (printf "metrics.port and probes.port are both %d: choose two ports" (int .Values.metrics.port)) -}}
+{{- end -}}
+{{- $ours := fromYaml (include "agenticrun.labels" .) -}}
+{{- range $label, $_ := .Values.podLabels -}}
+{{- if hasKey $ours $label -}}
+{{- fail (printf "podLabels.%s: the chart sets this label itself: leave it out" $label) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "agenticrun.image" -}}
 {{- if .Values.image.digest -}}
 {{ .Values.image.repository }}@{{ .Values.image.digest }}

@@ -131,7 +131,8 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
         cluster,
         images={"worker": "worker:1", "workers": {"sglang": "worker-sglang:1"}},
         logLevel="debug",
-        metrics={"port": 9999},
+        metrics={"port": 8080},
+        probes={"port": 9999},
         imagePullSecrets=[{"name": "pull"}],
         resources={"limits": {"memory": "1Gi"}},
         nodeSelector={"pool": "system"},
@@ -145,9 +146,16 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
     assert environment(objects)["AGENTICRUN_WORKER_IMAGE_SGLANG"] == "worker-sglang:1"
     assert environment(objects)["AGENTICRUN_WORKER_IMAGE_VLLM"] == ""
     assert environment(objects)["AGENTICRUN_LOG_LEVEL"] == "DEBUG"
-    assert environment(objects)["AGENTICRUN_METRICS_PORT"] == "9999"
-    assert container(objects)["ports"][0] == {"name": "metrics", "containerPort": 9999}
-    assert objects["Service", NAMESPACE, f"{RELEASE}-metrics"]["spec"]["ports"][0]["port"] == 9999
+    assert environment(objects)["AGENTICRUN_METRICS_PORT"] == "8080"
+    assert environment(objects)["AGENTICRUN_PROBE_PORT"] == "9999"
+    assert container(objects)["ports"] == [
+        {"name": "metrics", "containerPort": 8080},
+        {"name": "probes", "containerPort": 9999},
+    ]
+    service = objects["Service", NAMESPACE, f"{RELEASE}-metrics"]["spec"]["ports"][0]
+    assert (service["port"], service["targetPort"]) == (8080, 8080)
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container(objects)[probe]["httpGet"] == {"path": "/healthz", "port": 9999}
     assert container(objects)["resources"]["limits"] == {"memory": "1Gi"}
     pod = pod_spec(objects)
     assert pod["imagePullSecrets"] == [{"name": "pull"}]
@@ -176,6 +184,13 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
         ({"images": {"workers": {"tgi": "x"}}}, "/images/workers"),
         ({"metrics": {"port": 80}}, "/metrics/port"),
         ({"resources": {"requets": {}}}, "/resources"),
+        ({"resources": {"limits": {"memory": "banana"}}}, "/resources/limits/memory"),
+        ({"resources": {"limits": {"memory": "2GB"}}}, "/resources/limits/memory"),
+        ({"resources": {"requests": {"cpu": "-1"}}}, "/resources/requests/cpu"),
+        ({"resources": {"requests": {"cpu": -1}}}, "/resources/requests/cpu"),
+        ({"resources": {"requests": {"memroy": "1Gi"}}}, "/resources/requests"),
+        ({"probes": {"port": 80}}, "/probes/port"),
+        ({"podLabels": {"team": "a b"}}, "/podLabels/team"),
     ],
 )
 def test_wrong_values_are_refused_with_their_path(
@@ -184,6 +199,35 @@ def test_wrong_values_are_refused_with_their_path(
     with pytest.raises(CommandFailed, match="values don't meet the specifications") as caught:
         render(cluster, **values)
     assert path in caught.value.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"metrics": {"port": 8080}}, "metrics.port and probes.port are both 8080: choose two"),
+        ({"probes": {"port": 9090}}, "metrics.port and probes.port are both 9090: choose two"),
+        (
+            {"podLabels": {"app.kubernetes.io/name": "mine"}},
+            "podLabels.app.kubernetes.io/name: the chart sets this label itself",
+        ),
+        (
+            {"podLabels": {"app.kubernetes.io/instance": "mine"}},
+            "podLabels.app.kubernetes.io/instance: the chart sets this label itself",
+        ),
+    ],
+)
+def test_values_that_would_break_the_installation_are_refused(
+    cluster: Cluster, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CommandFailed) as caught:
+        render(cluster, **values)
+    assert message in caught.value.stderr
+
+
+@pytest.mark.parametrize("quantity", ["500m", "1", 2, 0.5, "1.5Gi", "2e9", "1E", "128974848"])
+def test_every_form_of_a_quantity_is_accepted(cluster: Cluster, quantity: str | float) -> None:
+    objects = render(cluster, resources={"limits": {"memory": quantity, "vendor.com/x": 1}})
+    assert container(objects)["resources"]["limits"]["memory"] == quantity
 
 
 def test_the_readme_has_a_row_for_every_value() -> None:
