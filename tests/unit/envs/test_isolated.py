@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import pytest
 from agenticrun_workers.envs import EnvCalls, EnvFault, FrozenLake, Renders, StepResult
 from agenticrun_workers.envs.isolated import MAX_GROWTH, IsolatedEnv, Isolation
 from agenticrun_workers.types import StopReason, Stream
-from processes import lives
+from processes import children, lives
 from waiting import eventually_in_loop
 
 HERE = Path(__file__)
@@ -94,6 +94,23 @@ def isolated(type: str, timeout: float | None = 60.0, **config: Any) -> Iterator
 def suicidal() -> Iterator[Isolation]:
     with isolated(SUICIDAL) as isolation:
         yield isolation
+
+
+@pytest.fixture(autouse=True)
+async def _ended(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """End the environments of a test in its event loop."""
+    started: list[IsolatedEnv] = []
+    start = Isolation.start
+
+    async def noted(isolation: Isolation) -> IsolatedEnv:
+        started.append(await start(isolation))
+        return started[-1]
+
+    monkeypatch.setattr(Isolation, "start", noted)
+    yield
+    for env in started:
+        env.end()
+    await asyncio.sleep(0)  # the loop closes the connections
 
 
 async def fault_of(isolation: Isolation, action: str, timeout: float = 60.0) -> EnvFault:
@@ -179,6 +196,32 @@ async def test_what_cannot_be_built_says_so(type: str, start: str, message: str)
         with pytest.raises(EnvFault) as caught:
             await isolation.start()
         assert message in str(caught.value)
+
+
+async def test_a_start_that_is_cancelled_leaves_no_process_and_no_connection(
+    suicidal: Isolation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also between the fork and the connection to the process."""
+    (await suicidal.start()).end()
+    assert suicidal._server is not None
+    ends: list[socket.socket] = []
+    fork = suicidal._server.fork
+
+    def noted(files: Sequence[int]) -> socket.socket:
+        ends.append(fork(files))
+        return ends[-1]
+
+    async def cancelled(sock: socket.socket) -> None:
+        ends.append(sock)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(suicidal._server, "fork", noted)
+    monkeypatch.setattr(asyncio, "open_connection", cancelled)
+    with pytest.raises(asyncio.CancelledError):
+        await suicidal.start()
+    assert [end.fileno() for end in ends] == [-1, -1]
+    server = suicidal._server.process.pid
+    await eventually_in_loop(lambda: not children(server), 60, "the process ends")
 
 
 async def all_end(*pids: int) -> None:

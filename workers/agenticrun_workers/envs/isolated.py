@@ -238,7 +238,14 @@ class Isolation:
                 raise EnvFault(
                     StopReason.ENV_ERROR, f"the process that imports {self._type} ended"
                 ) from None
-            pipe = _Pipe(*await asyncio.open_connection(sock=ours), call)
+            try:
+                pipe = _Pipe(*await asyncio.open_connection(sock=ours), call)
+            except BaseException:  # cancelled: the caller gets no environment to end
+                with suppress(OSError):  # it has ended
+                    call.shutdown(socket.SHUT_RDWR)
+                call.close()
+                ours.close()
+                raise
         try:
             async with asyncio.timeout(self._timeout):
                 facts = await pipe.receive()
