@@ -123,10 +123,16 @@ def test_a_comparison_that_hangs_is_ended_and_others_go_on(verifier: MathVerifie
 
 def test_a_process_that_is_killed_is_replaced(verifier: MathVerifier) -> None:
     assert ask(verifier, "1/2", "0.5") == RIGHT
-    for checker in list(verifier._checkers):
+    killed = list(verifier._checkers)
+    for checker in killed:
         checker._process.kill()  # one that was replaced is reaped, and left alone
         checker._process.wait()
     assert [ask(verifier, "1/2", "0.5") for _ in range(3)] == [RIGHT] * 3
+    for checker in killed:
+        replaced = checker not in verifier._checkers
+        for pipe in (checker._process.stdin, checker._process.stdout):
+            assert pipe is not None
+            assert pipe.closed == replaced
 
 
 PARENT = r"""

@@ -141,6 +141,8 @@ class MathVerifier:
         return Verdict(right=False, timeout=True) if verdict is None else verdict
 
     def _replaced(self, old: _Checker | None) -> _Checker:
+        if old is not None:
+            old.close()
         new = _Checker(self.seconds)
         with self._lock:
             self._checkers = (self._checkers - {old}) | {new}
