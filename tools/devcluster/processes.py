@@ -80,6 +80,8 @@ class ProcessTable:
         self._folder = folder
         self._logs = logs
         self._netns = netns
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        """Processes that this object started. They outlive it, unless it stops them."""
 
     def record(self, name: str) -> ProcessRecord | None:
         """Return the record of `name` if that very process is alive."""
@@ -116,6 +118,7 @@ class ProcessTable:
             if running.digest == spec.digest:
                 return False
             self.stop([spec.name])
+        self._reap(spec.name)
         for path, content in spec.files.items():
             write_if_changed(path, content)
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -132,7 +135,9 @@ class ProcessTable:
             )
         ticks = start_ticks(process.pid)
         if ticks is None:
+            process.wait()
             raise DevclusterError(f"{spec.name} ended at once; see {self.log(spec.name)}")
+        self._children[spec.name] = process
         record = ProcessRecord(process.pid, ticks, spec.digest)
         write_if_changed(self._folder / f"{spec.name}.json", json.dumps(record.__dict__))
         return True
@@ -152,7 +157,13 @@ class ProcessTable:
                     f"did not die: {', '.join(name for name in names if self.alive(name))}"
                 )
         for name in names:
+            self._reap(name)
             (self._folder / f"{name}.json").unlink(missing_ok=True)
+
+    def _reap(self, name: str) -> None:
+        """Leave no zombie of a child that has ended."""
+        if name in self._children:
+            self._children.pop(name).poll()
 
     def _signal(self, names: Iterable[str], number: signal.Signals) -> None:
         for name in names:

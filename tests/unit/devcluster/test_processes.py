@@ -1,6 +1,8 @@
 """Processes are found, replaced and stopped by pid and start time."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,6 +51,22 @@ def test_a_process_whose_flags_changed_is_replaced(table: ProcessTable) -> None:
     assert second is not None
     assert second.pid != first.pid
     assert start_ticks(first.pid) != first.start_ticks
+
+
+def test_no_zombie_is_left_of_a_process_that_was_stopped_or_that_ended(
+    table: ProcessTable,
+) -> None:
+    pids = []
+    for _ in range(2):
+        table.start(sleeper())
+        record = table.record("sleeper")
+        assert record is not None
+        pids.append(record.pid)
+        os.kill(record.pid, signal.SIGKILL)
+        while table.alive("sleeper"):
+            pass
+    table.stop(["sleeper"])
+    assert [Path(f"/proc/{pid}").exists() for pid in pids] == [False, False]
 
 
 def test_a_process_whose_configuration_changed_is_replaced_and_sees_the_new_file(
