@@ -115,6 +115,7 @@ class Says:
 
 
 def client(base_url: str) -> AsyncOpenAI:
+    """A client; use it in an `async with`, which closes its connections."""
     return AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0)
 
 
@@ -123,7 +124,13 @@ def user(text: str) -> ChatCompletionUserMessageParam:
 
 
 async def say(base_url: str, messages: list[Any], **more: Any) -> Any:
-    return await client(base_url).chat.completions.create(model="policy", messages=messages, **more)
+    async with client(base_url) as http:
+        return await http.chat.completions.create(model="policy", messages=messages, **more)
+
+
+async def complete(base_url: str, prompt: Any, **more: Any) -> Any:
+    async with client(base_url) as http:
+        return await http.completions.create(model="policy", prompt=prompt, **more)
 
 
 def session(policy: Any, limits: AgentLimits = LIMITS) -> Session:

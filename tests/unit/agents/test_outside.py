@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from outside_agents import (
     Says,
     check_token_for_token,
     client,
+    complete,
     play,
     say,
     session,
@@ -46,9 +47,8 @@ def test_a_conversation_is_one_trajectory_token_for_token(agent_of: Any) -> None
     def run(base_url: str, task: Any) -> float:
         messages: list[Any] = task.messages
         for text in ("and 2+2?", "why?", None):
-            answer = OpenAI(base_url=base_url, api_key="any").chat.completions.create(
-                model=task.model, messages=messages
-            )
+            with OpenAI(base_url=base_url, api_key="any") as http:
+                answer = http.chat.completions.create(model=task.model, messages=messages)
             messages.append(answer.choices[0].message)
             messages.append(user(text or ""))
         return 0.5
@@ -161,15 +161,18 @@ def test_the_n_answers_of_a_request_have_rewards_of_their_own(agent_of: Any) -> 
 
 def test_a_stream_says_the_same(agent_of: Any) -> None:
     async def run(base_url: str, task: Any) -> float:
-        stream = await say(
-            base_url,
-            [user("?")],
-            tools=TOOLS,
-            stream=True,
-            stream_options={"include_usage": True},
-            logprobs=True,
-        )
-        chunks = [chunk async for chunk in stream]
+        async with client(base_url) as http:
+            stream = await http.chat.completions.create(
+                model="policy",
+                messages=[user("?")],
+                tools=cast(Any, TOOLS),
+                stream=True,
+                stream_options={"include_usage": True},
+                logprobs=True,
+            )
+            chunks: list[Any] = [chunk async for chunk in stream]
+            text = await http.completions.create(model="policy", prompt="x", stream=True)
+            assert "".join([chunk.choices[0].text async for chunk in text]) == "y"
         assert [choice.finish_reason for chunk in chunks for choice in chunk.choices] == [
             None,
             "tool_calls",
@@ -184,8 +187,6 @@ def test_a_stream_says_the_same(agent_of: Any) -> None:
         assert (
             chunks[-1].usage.completion_tokens == len(chunks[0].choices[0].logprobs.content) == size
         )
-        text = await client(base_url).completions.create(model="policy", prompt="x", stream=True)
-        assert "".join([chunk.choices[0].text async for chunk in text]) == "y"
         return 0.0
 
     policy = Says([CALL, "y"])
@@ -196,18 +197,14 @@ def test_texts_go_on_from_recorded_tokens_and_stop_texts_cut(agent_of: Any) -> N
     """As agents that write `Observation:` themselves do."""
 
     async def run(base_url: str, task: Any) -> float:
-        one = await client(base_url).completions.create(
-            model="policy", prompt="Q: 1+1\n", stop=["\nObservation:"], logprobs=0
-        )
+        one = await complete(base_url, "Q: 1+1\n", stop=["\nObservation:"], logprobs=0)
         assert (one.choices[0].text, one.choices[0].finish_reason) == ("Act", "stop")
         assert one.choices[0].logprobs is not None
         assert (
             one.choices[0].logprobs.token_logprobs
             == policy.asked[0][1].logprobs_T[: len("Act\nObservation:")].tolist()
         )
-        await client(base_url).completions.create(
-            model="policy", prompt="Q: 1+1\nAct\nObservation: 2\n"
-        )
+        await complete(base_url, "Q: 1+1\nAct\nObservation: 2\n")
         return 1.0
 
     policy = Says(["Act\nObservation: never seen", "done"])
@@ -263,9 +260,9 @@ def test_a_text_is_tokenised_only_from_where_it_leaves_what_was_sampled(
 
 def test_tokens_may_be_the_prompt(agent_of: Any) -> None:
     async def run(base_url: str, task: Any) -> float:
-        await client(base_url).completions.create(model="policy", prompt=[5, 6, 7])
+        await complete(base_url, [5, 6, 7])
         more = [5, 6, 7, *policy.asked[0][1].tokens_T.tolist(), 9]
-        await client(base_url).completions.create(model="policy", prompt=more)
+        await complete(base_url, more)
         return 1.0
 
     policy = Says(["ab", "c"])

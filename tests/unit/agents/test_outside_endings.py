@@ -136,11 +136,12 @@ def test_only_the_episodes_own_url_works_and_only_while_it_is_played(agent_of: A
         urls.append(base_url)
         with pytest.raises(openai.NotFoundError, match="no episode"):
             await say(base_url.replace("/s/", "/s/x"), [user("?")])
-        with pytest.raises(openai.NotFoundError, match="no-such"):
-            await client(base_url).chat.completions.create(model="no-such", messages=[user("?")])
-        with pytest.raises(openai.NotFoundError, match="responses"):
-            await client(base_url).responses.create(model="policy", input="?")
-        assert [model.id async for model in client(base_url).models.list()] == ["policy"]
+        async with client(base_url) as http:
+            with pytest.raises(openai.NotFoundError, match="no-such"):
+                await http.chat.completions.create(model="no-such", messages=[user("?")])
+            with pytest.raises(openai.NotFoundError, match="responses"):
+                await http.responses.create(model="policy", input="?")
+            assert [model.id async for model in http.models.list()] == ["policy"]
         await say(base_url, [user("?")])
         return 1.0
 

@@ -81,7 +81,7 @@ def endless_call(
 
 
 def program(code: str) -> subprocess.Popen[str]:
-    """Another process that uses the sandbox."""
+    """Another process that uses the sandbox. Use it in a `with`, which closes its pipes."""
     packages = str(Path(python.__file__).parents[2])
     code = f"import os, signal, sys, threading\nsys.path.insert(0, {packages!r})\n{code}"
     return subprocess.Popen(
@@ -257,7 +257,8 @@ for _ in range(3):
 busy.join()
 assert server() == first
 """
-    assert program(code).wait(60) == 0
+    with program(code) as caller:
+        assert caller.wait(60) == 0
 
 
 def test_a_caller_may_block_or_ignore_the_signal_of_ended_children() -> None:
@@ -267,7 +268,8 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 from agenticrun_workers.sandbox import run_python
 assert run_python('1').end == 'finished'
 """
-    assert program(code).wait(60) == 0
+    with program(code) as caller:
+        assert caller.wait(60) == 0
 
 
 def test_a_child_that_cannot_begin_says_why(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 
 import numpy as np
+import pytest
 
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.request_port import (
@@ -71,10 +73,24 @@ class Woken:
     async def finish(self) -> None: ...
 
 
-def actor(engine: Engine) -> EngineActor:
+@pytest.fixture
+async def closing() -> AsyncIterator[AsyncExitStack]:
+    """Closes the ports of a test after it."""
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+def port_of(engine: Engine, closing: AsyncExitStack) -> RequestPort:
+    port = RequestPort(engine.generate, engine.abort)
+    closing.push_async_callback(port.close)
+    return port
+
+
+def actor(engine: Engine, closing: AsyncExitStack) -> EngineActor:
     """An actor in this process, whose engine has started."""
     shared_node.set(Node("here", "127.0.0.1"))
     made = EngineActor("engine-0")
+    closing.push_async_callback(made._port.close)
     made._engine, made._incoming = engine, Woken()  # type: ignore[assignment]
     return made
 
@@ -96,9 +112,11 @@ async def idle(load: Callable[[], int]) -> None:
     await eventually_in_loop(lambda: load() == 0, 60, "no request is under way")
 
 
-async def test_a_request_that_is_given_up_in_the_same_breath_is_stopped() -> None:
+async def test_a_request_that_is_given_up_in_the_same_breath_is_stopped(
+    closing: AsyncExitStack,
+) -> None:
     engine = Engine()
-    port = RequestPort(engine.generate, engine.abort)
+    port = port_of(engine, closing)
     frames = await connect(await port.address(), "w")
     for message in (ask("a"), Abort(["a"]), ask("a"), Abort(["a"]), ask("a", 7)):
         frames.write(message)  # one write, and one read
@@ -122,9 +140,11 @@ class Written:
     def close(self) -> None: ...
 
 
-async def test_a_request_whose_client_leaves_in_the_same_breath_is_stopped() -> None:
+async def test_a_request_whose_client_leaves_in_the_same_breath_is_stopped(
+    closing: AsyncExitStack,
+) -> None:
     engine, sent, reader = Engine(), Written(), asyncio.StreamReader()
-    port = RequestPort(engine.generate, engine.abort)
+    port = port_of(engine, closing)
     sent.write((await port.address()).secret + (1).to_bytes(LENGTH_BYTES, "big") + b"w")
     Frames(reader, sent).write(ask("a"))  # type: ignore[arg-type]
     reader.feed_data(sent.data)
@@ -134,9 +154,11 @@ async def test_a_request_whose_client_leaves_in_the_same_breath_is_stopped() -> 
     assert (engine.begun, engine.in_flight) == (1, {})
 
 
-async def test_an_id_that_is_repeated_after_its_abort_is_aborted_when_the_client_leaves() -> None:
+async def test_an_id_that_is_repeated_after_its_abort_is_aborted_when_the_client_leaves(
+    closing: AsyncExitStack,
+) -> None:
     engine = Engine()
-    port = RequestPort(engine.generate, engine.abort)
+    port = port_of(engine, closing)
     frames = await connect(await port.address(), "w")
     for message in (ask("a"), Abort(["a"]), ask("a")):
         frames.write(message)
@@ -147,10 +169,10 @@ async def test_an_id_that_is_repeated_after_its_abort_is_aborted_when_the_client
 
 
 async def asked_while_it_sleeps(
-    engine: Engine, requests: list[GenerationRequest]
+    engine: Engine, requests: list[GenerationRequest], closing: AsyncExitStack
 ) -> tuple[EngineActor, Frames]:
     """Return the actor of a sleeping engine with these requests, and a client's connection."""
-    made = actor(engine)
+    made = actor(engine, closing)
     await made.sleep()
     frames = await connect(await made.requests_address(), "w")
     frames.write(requests)
@@ -160,9 +182,11 @@ async def asked_while_it_sleeps(
     return made, frames
 
 
-async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps() -> None:
+async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(
+    closing: AsyncExitStack,
+) -> None:
     engine = Engine()
-    made, frames = await asked_while_it_sleeps(engine, ask("a", 7) + ask("b", 8))
+    made, frames = await asked_while_it_sleeps(engine, ask("a", 7) + ask("b", 8), closing)
     await made.wake()
     assert engine.begun == 0
     await made.finish_update()
@@ -171,10 +195,12 @@ async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps() -> None:
     frames.close()
 
 
-async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_it() -> None:
+async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_it(
+    closing: AsyncExitStack,
+) -> None:
     """Its id may be asked for again at once, and that request waits like any other."""
     engine = Engine()
-    made, frames = await asked_while_it_sleeps(engine, ask("a"))
+    made, frames = await asked_while_it_sleeps(engine, ask("a"), closing)
     for message in (Abort(["a"]), ask("a", 7)):
         frames.write(message)
     (given_up,) = await answers(frames, 1)
@@ -192,9 +218,11 @@ async def test_a_request_that_is_given_up_while_the_engine_sleeps_never_reaches_
     frames.close()
 
 
-async def test_a_request_that_is_given_up_as_its_engine_gets_its_weights_is_stopped() -> None:
+async def test_a_request_that_is_given_up_as_its_engine_gets_its_weights_is_stopped(
+    closing: AsyncExitStack,
+) -> None:
     engine = Engine()
-    made, frames = await asked_while_it_sleeps(engine, ask("a"))
+    made, frames = await asked_while_it_sleeps(engine, ask("a"), closing)
     await made.finish_update()
     await made._abort(["w.0/a"])
     await idle(lambda: made._port.load)

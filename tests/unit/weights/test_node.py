@@ -68,20 +68,20 @@ def gone(path: Path) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_killed_process(number: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    owner = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
         start_new_session=True,
-    )
-    assert owner.stdout is not None
-    path = Path(owner.stdout.readline().strip())
-    assert path.name.startswith(f"{PREFIX}drill-")
-    assert (path / "bucket").stat().st_size == 1000
-    os.killpg(owner.pid, number)
-    owner.wait()
-    assert gone(path)
+    ) as owner:
+        assert owner.stdout is not None
+        path = Path(owner.stdout.readline().strip())
+        assert path.name.startswith(f"{PREFIX}drill-")
+        assert (path / "bucket").stat().st_size == 1000
+        os.killpg(owner.pid, number)
+        owner.wait()
+        assert gone(path)
 
 
 def test_a_deleted_folder_is_gone_at_once_and_may_be_deleted_again() -> None:
