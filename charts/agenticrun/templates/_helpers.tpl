@@ -2,6 +2,12 @@
 {{- .Release.Name | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
 
+{{/* Operators that watch the same namespaces have the same Lease, in whatever order they are listed. */}}
+{{- define "agenticrun.lease" -}}
+agenticrun-operator
+{{- with .Values.watchNamespaces }}-{{ sortAlpha . | join "," | sha256sum | trunc 10 }}{{ end }}
+{{- end -}}
+
 {{- define "agenticrun.selector" -}}
 app.kubernetes.io/name: agenticrun
 app.kubernetes.io/instance: {{ .Release.Name }}

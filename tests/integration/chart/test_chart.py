@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -12,26 +14,32 @@ import pytest
 import yaml
 
 from agenticrun_api.version import __version__
+from agenticrun_operator.lease import Leadership
+from agenticrun_operator.settings import Settings
 from testcluster import ROOT, Cluster, CommandFailed
 from waiting import eventually
 
 CHART = ROOT / "charts/agenticrun"
 RELEASE = "test-chart"
 NAMESPACE = "agenticrun-test-chart"
+OPERATOR = "agenticrun-operator"
+"""Name of the Roles, the ClusterRole and the Lease of all namespaces."""
 
 Objects = dict[tuple[str, str, str], dict[str, Any]]
 """(kind, namespace, name) -> object"""
 
 
-def render(cluster: Cluster, **values: Any) -> Objects:
+def render(
+    cluster: Cluster, *, release: str = RELEASE, namespace: str = NAMESPACE, **values: Any
+) -> Objects:
     """`helm template` with values."""
     out = cluster.command(
         "helm",
         "template",
-        RELEASE,
+        release,
         str(CHART),
         "-n",
-        NAMESPACE,
+        namespace,
         "-f",
         "-",
         stdin=json.dumps(values),
@@ -86,8 +94,8 @@ def test_by_default_it_serves_all_namespaces_with_a_cluster_role(cluster: Cluste
         ("ServiceAccount", NAMESPACE),
         ("ClusterRole", ""),
         ("ClusterRoleBinding", ""),
-        ("Role", NAMESPACE),
-        ("RoleBinding", NAMESPACE),
+        ("Role", "default"),
+        ("RoleBinding", "default"),
         ("Deployment", NAMESPACE),
         ("Service", NAMESPACE),
     }
@@ -99,13 +107,15 @@ def test_with_namespaces_there_is_a_role_in_each_and_nothing_of_the_cluster(
 ) -> None:
     objects = render(cluster, watchNamespaces=["blue", "green"])
     assert not {kind for kind, _, _ in objects} & {"ClusterRole", "ClusterRoleBinding"}
-    assert {
-        namespace for kind, namespace, name in objects if kind == "RoleBinding" and name == RELEASE
-    } == {"blue", "green"}
+    assert {namespace for kind, namespace, _ in objects if kind == "RoleBinding"} == {
+        "blue",
+        "green",
+        "default",
+    }
     assert environment(objects)["AGENTICRUN_NAMESPACES"] == "blue,green"
     assert (
-        objects["Role", "blue", RELEASE]["rules"]
-        == render(cluster)["ClusterRole", "", RELEASE]["rules"]
+        objects["Role", "blue", OPERATOR]["rules"]
+        == render(cluster)["ClusterRole", "", OPERATOR]["rules"]
     )
 
 
@@ -252,6 +262,103 @@ def test_one_operator_at_a_time_and_never_as_root(cluster: Cluster) -> None:
     assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container(objects))
 
 
+class Leases:
+    """The Leases of a cluster."""
+
+    def __init__(self) -> None:
+        self.stored: dict[tuple[str, str], dict[str, Any]] = {}
+
+    async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        return copy.deepcopy(self.stored.get((namespace, name)))
+
+    async def create(self, manifest: dict[str, Any]) -> None:
+        metadata = manifest["metadata"]
+        self.stored[metadata["namespace"], metadata["name"]] = manifest
+
+    async def put(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        await self.create(manifest)
+        return manifest
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "leaders"),
+    [
+        ([], [], 1),
+        (["blue"], ["blue"], 1),
+        (["blue", "green"], ["green", "blue"], 1),
+        (["blue"], ["green"], 2),
+        (["blue"], ["blue", "green"], 2),
+        ([], ["blue"], 2),
+    ],
+    ids=str,
+)
+async def test_of_two_releases_that_watch_the_same_namespaces_one_leads(
+    cluster: Cluster, first: list[str], second: list[str], leaders: int
+) -> None:
+    """Helm refuses those that share some of their namespaces, so that both may lead here."""
+    leases = Leases()
+    leads = []
+    for release, watched in (("one", first), ("two", second)):
+        objects = render(
+            cluster, release=release, namespace=f"system-{release}", watchNamespaces=watched
+        )
+        (deployment,) = (found for key, found in objects.items() if key[0] == "Deployment")
+        (pod,) = deployment["spec"]["template"]["spec"]["containers"]
+        env = {entry["name"]: entry.get("value") for entry in pod["env"]}
+        candidate = Leadership(
+            leases, env["AGENTICRUN_LEASE_NAMESPACE"], env["AGENTICRUN_LEASE_NAME"], release
+        )
+        leads.append(await candidate.attempt(datetime.now(UTC)))
+    assert sum(leads) == leaders
+
+
+def test_without_namespaces_the_lease_is_the_operators_default(cluster: Cluster) -> None:
+    env = environment(render(cluster))
+    settings = Settings(worker_image="worker:1")
+    assert env["AGENTICRUN_LEASE_NAME"] == settings.lease_name == OPERATOR
+    assert env["AGENTICRUN_LEASE_NAMESPACE"] == settings.lease_namespace
+
+
+def test_releases_of_one_name_do_not_collide_if_they_watch_other_namespaces(
+    cluster: Cluster,
+) -> None:
+    blue = render(cluster, namespace="system-blue", watchNamespaces=["blue"])
+    green = render(cluster, namespace="system-green", watchNamespaces=["green"])
+    assert set(blue) & set(green) == set()
+
+
+def test_two_releases_for_all_namespaces_have_one_cluster_role_so_that_helm_refuses_the_second(
+    cluster: Cluster,
+) -> None:
+    one = render(cluster, release="one", namespace="system-one")
+    two = render(cluster, release="two", namespace="system-two")
+    assert ("ClusterRole", "", OPERATOR) in set(one) & set(two)
+    assert one["ClusterRole", "", OPERATOR]["rules"] == two["ClusterRole", "", OPERATOR]["rules"]
+
+
+@pytest.mark.parametrize("watched", [[NAMESPACE], ["default", NAMESPACE]], ids=str)
+def test_helm_refuses_a_second_release_for_the_same_namespace(
+    namespace: Cluster, watched: list[str]
+) -> None:
+    role = render(namespace, watchNamespaces=[NAMESPACE])["Role", NAMESPACE, OPERATOR]
+    role["metadata"]["annotations"] = {
+        "meta.helm.sh/release-name": RELEASE,
+        "meta.helm.sh/release-namespace": NAMESPACE,
+    }
+    namespace.apply(role)
+    try:
+        with pytest.raises(CommandFailed) as caught:
+            namespace.command(
+                *("helm", "install", "second", str(CHART), "-n", NAMESPACE),
+                *("--skip-crds", "--dry-run=server", "-f", "-"),
+                stdin=json.dumps({"watchNamespaces": watched}),
+            )
+    finally:
+        namespace.kubectl("delete", "role", OPERATOR)
+    assert f'Role "{OPERATOR}" in namespace "{NAMESPACE}" exists' in caught.value.stderr
+    assert "cannot be imported into the current release" in caught.value.stderr
+
+
 def test_a_restricted_namespace_admits_the_pod(namespace: Cluster) -> None:
     template = render(namespace)["Deployment", NAMESPACE, RELEASE]["spec"]["template"]
     spec = {**template["spec"], "serviceAccountName": "default"}
@@ -260,7 +367,8 @@ def test_a_restricted_namespace_admits_the_pod(namespace: Cluster) -> None:
 
 
 def test_the_service_account_may_do_its_work_and_no_more(namespace: Cluster) -> None:
-    objects = render(namespace, watchNamespaces=[NAMESPACE])
+    objects = render(namespace, watchNamespaces=[NAMESPACE], lease={"namespace": NAMESPACE})
+    lease = f"leases.coordination.k8s.io/{environment(objects)['AGENTICRUN_LEASE_NAME']}"
     namespace.apply(
         *(objects[key] for key in objects if key[0] in ("ServiceAccount", "Role", "RoleBinding"))
     )
@@ -280,11 +388,14 @@ def test_the_service_account_may_do_its_work_and_no_more(namespace: Cluster) -> 
         ("patch", "agenticruns.agenticrun.dev", "--subresource=status"),
         ("create", "rayclusters.ray.io"),
         ("create", "leases.coordination.k8s.io"),
+        ("get", lease),
+        ("update", lease),
     ):  # the apiserver learns of roles by a watch of its own
         eventually(partial(allowed, *request), 120, f"it may {' '.join(request)}", interval=0.5)
     assert not allowed("patch", "agenticruns.agenticrun.dev")
     assert not allowed("patch", "rayclusters.ray.io")
     assert not allowed("create", "pods")
     assert not allowed("create", "pods", "--subresource=exec")
+    assert not allowed("update", "leases.coordination.k8s.io/of-another")
     assert not allowed("list", "secrets")
     assert not allowed("list", "agenticruns.agenticrun.dev", "--namespace=default")
