@@ -84,6 +84,7 @@ class LossKl(Model):
     """Estimator per token, with d = logprob(reference) - logprob(policy). k2: d^2/2.
     k3: exp(d) - d - 1."""
     coef: Annotated[float, Field(gt=0, le=1e6)] = 0.001
+    """Coefficient."""
 
 
 class Truncated(Model):
@@ -131,7 +132,9 @@ class Tis(Model):
     """Truncated importance sampling: -A logprob, weighted with the clamped and detached ratio."""
 
     lower_bound: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Lower bound of the ratio."""
     upper_bound: Bound = 1.0
+    """Upper bound of the ratio."""
 
 
 class Topr(Model):
@@ -140,14 +143,18 @@ class Topr(Model):
     """
 
     positive_weight: Coefficient = 1.0
+    """Weight of trajectories with a positive score."""
     negative_weight: Coefficient = 1.0
+    """Factor of the clamped ratio, which is the weight of all other trajectories."""
 
 
 class Cispo(Model):
     """Clipped importance weights on -A logprob: every token keeps its gradient."""
 
     epsilon_low: Share = 0.1
+    """The weight is at least 1 - epsilonLow."""
     epsilon_high: Annotated[float, Field(ge=0, le=10)] = 0.1
+    """The weight is at most 1 + epsilonHigh."""
     unified_mask: bool = False
     """Set the loss of the tokens that PPO would clip to 0."""
 
@@ -156,6 +163,7 @@ class Kimi15(Model):
     """-A logprob + tau/2 (logprob - old)^2."""
 
     tau: Coefficient = 0.1
+    """Coefficient of half the squared difference."""
 
 
 class Decoupled(Model):
@@ -280,18 +288,22 @@ class Algorithm(Model):
     """The probability ratio of each token, of its turn (geometric mean), or of its sample
     (GSPO)."""
     pg_clip_low: Share = 0.2
+    """The ratio is clipped below 1 - pgClipLow."""
     pg_clip_high: Annotated[float, Field(ge=0, le=10)] = 0.2
+    """The ratio is clipped above 1 + pgClipHigh."""
     dual_clip: Annotated[float, Field(gt=1, le=100)] | None = None
     """Bound c of the dual clip for negative advantages. Not set: no dual clip."""
     ppo_epochs: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of passes of actor and critic over a batch."""
     entropy_loss_coef: Coefficient = 0.0
+    """Coefficient of the entropy bonus. 0: no bonus."""
     loss_agg_mode: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "seq-mean-token-mean"
     """Aggregation of token losses. A sequence is a sample: a trajectory, or a turn of a step-wise
     agent."""
     loss_agg_norm: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Constant that lossAggMode seq-mean-token-sum-norm divides by, for example sequenceLength."""
 
 
 class RewardNormalization(Model):
@@ -317,7 +329,10 @@ class IsWeight(Model):
     """
 
     level: Level = "token"
+    """Level of the ratio: token, segment (a turn's geometric mean), geometric (the sample's
+    geometric mean) or sequence (the sample's product)."""
     upper_bound: Bound = 1.2
+    """Upper bound of the weight."""
 
 
 class RatioFilter(Model):
@@ -337,12 +352,16 @@ class RatioFilter(Model):
     )
 
     level: Level = "token"
+    """Level of the ratio: token, segment (a turn's geometric mean), geometric (the sample's
+    geometric mean) or sequence (the sample's product)."""
     ratio_low: Coefficient | None = None
     """Smallest ratio exp(trainer - engine) to keep."""
     ratio_high: Coefficient | None = None
+    """Largest ratio exp(trainer - engine) to keep."""
     diff_low: Annotated[float, Field(ge=-1, le=1)] | None = None
     """Smallest difference of probabilities (trainer - engine) to keep."""
     diff_high: Annotated[float, Field(ge=-1, le=1)] | None = None
+    """Largest difference of probabilities (trainer - engine) to keep."""
 
 
 class TrainInferCorrection(Model):
@@ -359,6 +378,7 @@ class TrainInferCorrection(Model):
 
     is_weight: IsWeight | None = None
     filters: Annotated[list[RatioFilter], Field(max_length=8)] = []
+    """Filters of tokens. A token stays in the loss if all filters keep it."""
 
 
 class Guards(Model):

@@ -137,6 +137,7 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
         if exclusive in out:  # OpenAPI v3.0: the bound and a separate flag
             out |= {bound: out[exclusive], exclusive: True}
     if "items" in node:
+        out.setdefault("x-kubernetes-list-type", "atomic")
         out["items"] = _structural(node["items"], defs, _item_type(model))
     if "properties" in node:
         fields = _field_types(model)

@@ -19,9 +19,11 @@ class DatasetSpec(Model):
     path: Path
     """A file, glob or folder that every env pod can read, or a name on the Hugging Face Hub."""
     split: Annotated[str, Field(min_length=1, max_length=253)] = "train"
+    """Split for training."""
     val_split: Annotated[str, Field(min_length=1, max_length=253)] | None = None
     """Split for validation. Default: `valShare` of `split` is held out."""
     val_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of `split` that is held out for validation if `valSplit` is not set."""
     shuffle: bool = True
     """Shuffle in each epoch, with a seed from pipeline.seed."""
     columns: Annotated[dict[str, Annotated[str, Field(max_length=253)]], Field(max_length=64)] = {}
@@ -43,7 +45,9 @@ class ValidationGenerating(Model):
     """Sampling during validation. Temperature 0 is greedy."""
 
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that together have this probability. 1 = off."""
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """0 = off."""
 
@@ -52,6 +56,7 @@ class EnvSpec(Model):
     """One kind of environment, named by its tag."""
 
     tag: Tag
+    """Name of this entry: in `trainEnvs`, `valEnvs`, `rewards` and metrics (`env/<tag>/...`)."""
     type: PlugIn
     """frozen_lake, sokoban, webshop, math, python_tool, gymnasium, or `module:Class` from spec.code
     or the image."""
@@ -83,6 +88,7 @@ class RewardSpec(Model):
     """
 
     name: Tag
+    """Name of the judge, in metrics: `judge/<name>/...`."""
     type: PlugIn
     """llm_judge (an OpenAI-compatible endpoint), reward_model (a Hugging Face sequence classifier)
     or module:function."""
@@ -91,6 +97,7 @@ class RewardSpec(Model):
     tags: Annotated[list[Tag], Field(max_length=64)] = []
     """Tags of the environments to judge; empty: all."""
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+    """Factor of the score."""
     timeout_seconds: Annotated[float, Field(gt=0, le=86_400)] = 60.0
     """Time limit of one call. If the judge fails or exceeds it, the episode counts as env_error and
     is run again."""
@@ -145,6 +152,7 @@ class EnvGroups(Model):
     group_size: Annotated[int, Field(ge=1, le=4096)] = 1
     """Number of episodes in a group, all of the same level."""
     tags: Annotated[list[Tag], Field(min_length=1, max_length=64)]
+    """Tags of the environments to play."""
     partition: (
         Annotated[list[Annotated[int, Field(ge=0, le=65_536)]], Field(max_length=64)] | None
     ) = None

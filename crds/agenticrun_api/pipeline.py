@@ -80,6 +80,7 @@ class Pipeline(Model):
     """Make the run reproducible bit for bit, also across restarts: each response is computed alone,
     and batches are sorted. Slower."""
     max_steps: Positive
+    """Number of training steps of the run."""
     rollout_batch_size: Annotated[int, Field(ge=1, le=1_048_576)]
     """Trajectories of one training step."""
     val_batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = 128
@@ -107,7 +108,9 @@ class Pipeline(Model):
     eval: Eval = Eval()
     record: Record | None = None
     envs: Annotated[list[EnvSpec], Field(min_length=1, max_length=64), UniqueBy("tag")]
+    """The environments. `trainEnvs`, `valEnvs` and `rewards` refer to them by tag."""
     rewards: Annotated[list[RewardSpec], Field(max_length=16), UniqueBy("name")] = []
+    """Judges of finished episodes, in addition to the environments' own rewards."""
     train_envs: TrainEnvGroups
     val_envs: EnvGroups | None = None
     actor_train: ActorTrain = ActorTrain()

@@ -23,16 +23,21 @@ class PodRole(Model):
     """Number of GPUs of a pod, requested as `gpuResourceName`. A trainer pod runs one rank per GPU,
     an inference pod as many engines as its GPUs suffice for; without GPUs, each runs one."""
     gpu_resource_name: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu"
+    """Resource name of the GPUs, as the nodes' device plugin offers it."""
     node_selector: Annotated[
         dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=16)
     ] = {}
+    """As in a pod spec."""
     tolerations: OpenList = []
     """As in a pod spec."""
     affinity: dict[str, Any] = {}
     """As in a pod spec."""
     priority_class_name: Name | None = None
+    """As in a pod spec."""
     runtime_class_name: Name | None = None
+    """As in a pod spec."""
     termination_grace_period_seconds: Annotated[int, Field(ge=0, le=3600)] = 30
+    """As in a pod spec."""
     env: OpenList = []
     """Environment variables of the role's containers, as in a pod spec."""
     env_from: OpenList = []
@@ -51,13 +56,16 @@ class WorkerRole(PodRole):
     """Settings of a role with a number of pods."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of pods."""
 
 
 class DriverRole(PodRole):
     """The head pod: Ray's control plane, the driver and the reporter."""
 
     cpus: Quantity = "500m"
+    """CPU request of the pod. There is no CPU limit."""
     memory: Quantity = "3Gi"
+    """Memory request and limit of the pod."""
 
 
 class Roles(Model):

@@ -30,11 +30,17 @@ class InitializeModel(Model):
     )
 
     architecture: Literal["llama", "qwen3"] = "llama"
+    """Model class: Llama or Qwen3."""
     hidden_size: Annotated[int, Field(ge=8, le=8192)] = 128
+    """Size of the hidden states."""
     layers: Annotated[int, Field(ge=1, le=128)] = 2
+    """Number of transformer layers."""
     heads: Annotated[int, Field(ge=1, le=128)] = 4
+    """Number of attention heads of a layer."""
     intermediate_size: Annotated[int, Field(ge=8, le=32_768)] = 256
+    """Size of the hidden layer of the MLPs."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """Seed of the random weights."""
     words: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=4096)
     ] = []
@@ -69,6 +75,7 @@ class ModelSpec(Model):
     """The trainer's attention implementation, by its name in transformers. flash_attention_2 needs
     a GPU, bfloat16 and an image with flash-attn."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model, as in transformers."""
 
 
 class CodeSpec(Model):
@@ -92,8 +99,12 @@ class VolumeClaim(Model):
     )
 
     claim_name: Name | None = None
+    """An existing claim in the run's namespace. It is kept when the run is deleted."""
     size: Quantity | None = None
+    """Size of a claim that the operator creates. It is deleted with the run, and the checkpoints
+    with it."""
     storage_class_name: Name | None = None
+    """StorageClass of the claim that the operator creates. Default: the default class."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = "ReadWriteOnce"
     """Use ReadWriteMany if the pods run on several nodes."""
 
@@ -118,11 +129,15 @@ class Wandb(Model):
     """
 
     project: Annotated[str, Field(min_length=1, max_length=253)]
+    """Project that the run is logged to."""
     entity: Annotated[str, Field(min_length=1, max_length=253)] | None = None
+    """User or team that owns the project. Default: that of the API key."""
     group: Annotated[str, Field(min_length=1, max_length=253)] | None = None
+    """Group of runs in the project."""
     tags: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=32)
     ] = []
+    """Tags of the run in the project."""
     mode: Literal["online", "offline"] = "online"
     """offline: write to the folder of metrics.jsonl, for a later `wandb sync`."""
 
@@ -133,6 +148,7 @@ class Tracking(Model):
     """
 
     tensorboard: bool = True
+    """Write TensorBoard events to the folder `tensorboard` of the run's output."""
     wandb: Wandb | None = None
     console: bool = True
     """One line per step in the driver's log."""
@@ -148,6 +164,7 @@ class FailurePolicy(Model):
     """Restarts after a driver failure that a retry may solve."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
+    """Number of restarts before the run fails."""
     backoff_seconds: Annotated[int, Field(ge=0, le=3600)] = 10
     """Wait before the first restart. It doubles with each restart, up to 10 minutes."""
 
@@ -156,7 +173,9 @@ class Cleanup(Model):
     """Deletion of the RayCluster when the run ends. The run itself is kept."""
 
     on_success: Literal["Delete", "Keep"] = "Delete"
+    """Keep: the pods of a run that succeeded stay, with their logs, until the run is deleted."""
     on_failure: Literal["Delete", "Keep"] = "Delete"
+    """Keep: the pods of a run that failed stay, with their logs, until the run is deleted."""
 
 
 def _immutable(field: str, required: bool) -> Rule:
@@ -250,7 +269,9 @@ class AgenticRunSpec(Model):
     """Image of all pods. Default: the operator's worker image for the run's engine (chart values
     `images`)."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """As in a container spec, for all pods."""
     image_pull_secrets: Annotated[list[Name], Field(max_length=16)] = []
+    """Names of Secrets in the run's namespace that the kubelet pulls the image with."""
     ray_version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", max_length=16)] = (
         RAY_VERSION
     )

@@ -86,32 +86,52 @@ class Reason(StrEnum):
 
 
 class Condition(Model):
+    """One aspect of the run's state, as of Kubernetes' standard conditions."""
+
     type: Annotated[str, Field(max_length=64)]
+    """Name of the condition: ClusterProvisioned, RolesReady, Training, Accepted, Complete or
+    Failed."""
     status: Literal["True", "False", "Unknown"]
+    """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=64)]
+    """Cause of the status, as one word in CamelCase."""
     message: Annotated[str, Field(max_length=1024)] = ""
+    """Cause of the status, as a sentence."""
     last_transition_time: Time
+    """Time at which `status` changed last."""
     observed_generation: int
+    """Generation of the run that the condition is about."""
 
 
 class Metric(Model):
     """A number as a string, because Kubernetes clients do not handle floats consistently."""
 
     name: Annotated[str, Field(max_length=MAX_METRIC_NAME)]
+    """Name of the metric, as in docs/metrics.md."""
     value: Annotated[str, Field(max_length=32)]
+    """Newest value."""
 
 
 class RoleStatus(Model):
+    """Pods of one role."""
+
     name: Annotated[str, Field(max_length=32)]
+    """Name of the role."""
     desired: int
+    """Number of pods that the role has in the spec."""
     ready: int
+    """Number of pods that are ready."""
     gpus: int
     """Number of GPUs that all pods of the role request together."""
     message: ShortText = ""
+    """Cause if not all pods are ready."""
 
 
 class RayClusterStatus(Model):
+    """The RayCluster of the run."""
+
     name: ShortText
+    """Name of the RayCluster."""
     incarnation: ShortText = ""
     """`<head pod uid>/<restarts of the head container>`. When it changes, Ray has lost its jobs."""
 
@@ -122,7 +142,9 @@ class JobStatus(Model):
     """
 
     attempt: int
+    """Number of the attempt, from 1."""
     submission_id: ShortText
+    """Ray's id of the job."""
     incarnation: ShortText = ""
     """The incarnation of the head that the attempt was submitted to."""
     status: ShortText = ""
@@ -133,40 +155,64 @@ class JobStatus(Model):
 
 
 class CheckpointStatus(Model):
+    """The newest complete checkpoint."""
+
     step: int
+    """Step after which it was saved."""
     uri: Annotated[str, Field(max_length=1024)]
+    """Its folder or object-storage address."""
     time: Time
+    """Time at which it was complete."""
 
 
 class AgenticRunStatus(Model):
+    """State of the run. Only the operator writes it."""
+
     phase: Phase = Phase.PENDING
+    """Where the run is in its life."""
     observed_generation: int = 0
+    """Newest generation of the run that the operator has handled."""
     conditions: Annotated[list[Condition], Field(max_length=16)] = []
+    """Conditions of the run. docs/troubleshooting.md explains their reasons."""
     step: int | None = None
+    """Number of completed training steps."""
     max_steps: int | None = None
+    """Number of training steps of the run."""
     progress: ShortText | None = None
     """Completed and total steps, for example `120/1000`."""
     reward: ShortText | None = None
     """Mean score of the newest step's trajectories."""
     tokens_per_second: ShortText | None = None
+    """Prompt and response tokens of the newest step per second, without the time of validation."""
     staleness: ShortText | None = None
+    """Mean number of policy versions that the newest step's trajectories were behind."""
     eta: ShortText | None = None
     """Estimated remaining time, for example `12m`."""
     estimated_completion_time: Time | None = None
+    """Estimated time at which the last step is done."""
     last_step_time: Time | None = None
+    """Time at which the newest step was done."""
     policy_version: int | None = None
+    """Version of the trained weights."""
     activity: ShortText | None = None
     """Current activity of the driver: starting, warm-up, rollout, training, validation, checkpoint,
     stopping or finished."""
     metrics: Annotated[list[Metric], Field(max_length=MAX_METRICS)] = []
+    """The most important metrics of the newest step. All are in metrics.jsonl."""
     roles: Annotated[list[RoleStatus], Field(max_length=8)] = []
+    """Pods of each role."""
     ray_cluster: RayClusterStatus | None = None
     job: JobStatus | None = None
     restarts: Annotated[int, Field(ge=0)] = 0
+    """Number of restarts of the driver after failures."""
     next_retry_time: Time | None = None
+    """Time of the next restart, while the run waits for it."""
     checkpoint: CheckpointStatus | None = None
     start_time: Time | None = None
+    """Time at which the operator created the objects of the run."""
     completion_time: Time | None = None
+    """Time at which the run ended."""
     message: LongText | None = None
+    """What the run does or waits for, or its last error."""
     log_tail: LongText | None = None
     """The end of the driver's log, kept after a failure because the RayCluster is deleted."""

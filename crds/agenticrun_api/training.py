@@ -15,15 +15,20 @@ class Training(Model):
     """Optimizer and batches of a trained model."""
 
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 1e-6
+    """Learning rate of AdamW, after the warm-up of `warmupSteps`."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after the linear warm-up of `warmupSteps`: constant, or decay to zero at
     maxSteps."""
     warmup_steps: Count = 0
     """In optimizer steps."""
     weight_decay: Coefficient = 0.0
+    """Weight decay of AdamW."""
     adam_beta1: Share = 0.9
+    """First beta of AdamW."""
     adam_beta2: Share = 0.999
+    """Second beta of AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """Gradients with a larger norm are scaled down to it."""
     mini_batch_size: Positive | None = None
     """Trajectories of one optimizer step; groups are not split. Default: the whole batch."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=16_777_216)] = 16_384
@@ -37,6 +42,7 @@ class TrainStrategySpec(Model):
     """The training backend: `fsdp2` (PyTorch), `megatron` (Megatron-Core) or `deepspeed` (ZeRO)."""
 
     name: Literal["fsdp2", "megatron", "deepspeed"] = "fsdp2"
+    """The training backend."""
     config: Open = {}
     """The backend's own options under their own names, see docs/trainers.md. Options that other
     fields set are rejected."""
@@ -48,6 +54,7 @@ class Lora(Model):
     """
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """The adapters' product is scaled by alpha / rank."""
     target_modules: Annotated[
@@ -149,6 +156,7 @@ class InferStrategySpec(Model):
     """
 
     name: Literal["transformers", "sglang", "vllm"] = "transformers"
+    """The inference engine."""
     config: Open = {}
     """The engine's own options under their own names, see docs/engines.md. Options that other
     fields set are rejected."""
@@ -190,7 +198,9 @@ class Generating(Model):
     )
 
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Sampling temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens that together have this probability. 1 = off."""
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """0 = off."""
     min_p: Share = 0.0
@@ -214,6 +224,7 @@ class WarmupDataset(DatasetSpec):
     prompt_column: Annotated[str, Field(min_length=1, max_length=253)] = "prompt"
     """Column with the prompt: a text or a list of chat messages."""
     answer_column: Annotated[str, Field(min_length=1, max_length=253)] = "answer"
+    """Column with the answer to imitate: a text."""
 
 
 class Warmup(Model):
@@ -235,6 +246,7 @@ class Warmup(Model):
     )
 
     steps: Annotated[int, Field(ge=1, le=100_000)]
+    """Number of supervised steps."""
     batch_size: Annotated[int, Field(ge=1, le=65_536)] = 32
     """Episodes or data set items of one step."""
     learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None

@@ -59,6 +59,31 @@ def test_every_list_and_string_of_the_spec_is_bounded_because_rules_cost_by_size
     assert open_ended == []
 
 
+def test_every_list_says_how_writers_merge_it() -> None:
+    kinds = {
+        path: node.get("x-kubernetes-list-type")
+        for path, node in _nodes(SCHEMA)
+        if node.get("type") == "array"
+    }
+    assert set(kinds.values()) == {"map", "atomic"}
+    assert {path for path, kind in kinds.items() if kind == "map"} == {
+        ".spec.pipeline.envs", ".spec.pipeline.rewards",
+        ".status.conditions", ".status.metrics", ".status.roles",
+    }  # fmt: skip
+
+
+def test_kubectl_explain_has_a_text_for_every_field() -> None:
+    silent = [
+        f"{path}.{name}"
+        for path, node in _nodes(SCHEMA)
+        for name, child in node.get("properties", {}).items()
+        if not child.get("description") and path not in ("", ".metadata")
+    ]
+    assert silent == [], "write a docstring below the field"
+    assert SCHEMA["properties"]["spec"]["description"]
+    assert SCHEMA["properties"]["status"]["description"]
+
+
 @pytest.mark.parametrize(("field", "key"), [("envs", "tag"), ("rewards", "name")])
 def test_the_apiserver_refuses_two_items_with_one_key(field: str, key: str) -> None:
     node = SCHEMA["properties"]["spec"]["properties"]["pipeline"]["properties"][field]
