@@ -198,7 +198,7 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
         ({"resources": {"limits": {"memory": "2GB"}}}, "/resources/limits/memory"),
         ({"resources": {"requests": {"cpu": "-1"}}}, "/resources/requests/cpu"),
         ({"resources": {"requests": {"cpu": -1}}}, "/resources/requests/cpu"),
-        ({"resources": {"requests": {"memroy": "1Gi"}}}, "/resources/requests"),
+        ({"resources": {"requests": {"ram": "1Gi"}}}, "/resources/requests"),
         ({"probes": {"port": 80}}, "/probes/port"),
         ({"podLabels": {"team": "a b"}}, "/podLabels/team"),
     ],
