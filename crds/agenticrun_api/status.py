@@ -123,6 +123,9 @@ class RoleStatus(Model):
     """Number of pods that are ready."""
     gpus: int
     """Number of GPUs that all pods of the role request together."""
+    image: Annotated[str, Field(max_length=1024)] | None = None
+    """Image of the role's pods, chosen when the run started. An upgrade of the operator does not
+    change it."""
     message: ShortText = ""
     """Cause if not all pods are ready."""
 

@@ -414,12 +414,18 @@ class Operator:
     def __init__(self, world: World):
         self.world = world
         self.crashes = 0
+        self.images = IMAGES
         self._start()
 
     def _start(self) -> None:
         self.reconciler = Reconciler(
-            self.world, self.world, IMAGES, 20.0, clock=lambda: self.world.now
+            self.world, self.world, self.images, 20.0, clock=lambda: self.world.now
         )
+
+    def upgrade(self, images: WorkerImages) -> None:
+        """Replace the operator by one of another version, with other worker images."""
+        self.images = images
+        self._start()
 
     async def reconcile(self, changed: bool = True) -> float | None:
         """Reconcile once.

@@ -55,7 +55,7 @@ def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImage
         if run.status.message != obstacle.message:
             draft.event(obstacle.reason, obstacle.message, warning=obstacle.needs_people)
         return draft.finish(observed.last_status_write)
-    ready = roles.report(draft, observed)
+    ready = roles.report(draft, observed, images)
     attempts.advance(draft, observed, ready)
     return draft.finish(observed.last_status_write)
 

@@ -6,20 +6,24 @@ from agenticrun_api import ConditionType, Phase, Reason, Role
 from agenticrun_api.status import RoleStatus
 from agenticrun_operator.observed import Observed, Pod, Problem
 from agenticrun_operator.planning.draft import Draft
+from agenticrun_operator.resources import WorkerImages, images_in
 
 _WORTH_AN_EVENT = frozenset(
     {Reason.IMAGE_PULL_FAILED, Reason.UNSCHEDULABLE, Reason.CONTAINER_CRASHED}
 )
 
 
-def report(draft: Draft, observed: Observed) -> bool:
+def report(draft: Draft, observed: Observed, images: WorkerImages) -> bool:
     """Set `status.roles` and RolesReady. Return True if all pods of all roles are ready."""
     run = draft.run
+    cluster = observed.child("RayCluster", run.metadata.name)
+    in_use = images_in(cluster) if cluster else {}
     own = [pod for pod in observed.own_pods(run.metadata.uid) if not pod.deleting]
     statuses, first = [], None
     for role in (Role.DRIVER, *run.spec.roles.workers):
         pods = [pod for pod in own if pod.role is role]
-        status, problem = _role(draft, role, pods)
+        image = in_use.get(role.value) or images.of(run, role)
+        status, problem = _role(draft, role, pods, image)
         statuses.append(status)
         if problem and (
             first is None
@@ -46,7 +50,9 @@ def report(draft: Draft, observed: Observed) -> bool:
     return False
 
 
-def _role(draft: Draft, role: Role, pods: list[Pod]) -> tuple[RoleStatus, Problem | None]:
+def _role(
+    draft: Draft, role: Role, pods: list[Pod], image: str
+) -> tuple[RoleStatus, Problem | None]:
     settings, desired = draft.run.spec.roles.of(role), draft.run.spec.roles.replicas(role)
     ready = sum(pod.ready for pod in pods)
     problem: Problem | None = None
@@ -57,9 +63,15 @@ def _role(draft: Draft, role: Role, pods: list[Pod]) -> tuple[RoleStatus, Proble
         else:
             problem = Problem(Reason.PODS_PENDING, f"{ready} of {desired} pods ready")
     message = problem.message[:256] if problem else ""
-    return RoleStatus(
-        name=role.value, desired=desired, ready=ready, gpus=settings.gpus * desired, message=message
-    ), problem
+    status = RoleStatus(
+        name=role.value,
+        desired=desired,
+        ready=ready,
+        gpus=settings.gpus * desired,
+        image=image,
+        message=message,
+    )
+    return status, problem
 
 
 def _cluster_problem(draft: Draft, observed: Observed) -> Problem | None:

@@ -12,7 +12,7 @@ from agenticrun_operator.resources.children import (
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, controller, controller_uid, is_deleting
 from agenticrun_operator.resources.pods import RAY_CONTAINER
-from agenticrun_operator.resources.raycluster import ray_cluster
+from agenticrun_operator.resources.raycluster import images_in, ray_cluster
 
 __all__ = [
     "RAY_CONTAINER",
@@ -24,6 +24,7 @@ __all__ = [
     "controller",
     "controller_uid",
     "desired_children",
+    "images_in",
     "is_deleting",
     "mounted_children",
     "ray_cluster",

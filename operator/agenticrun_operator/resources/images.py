@@ -22,11 +22,13 @@ class WorkerImages:
     def of(self, run: AgenticRun, role: Role) -> str:
         """Return the image for the pods of a role.
 
-        Only pods that run engines get the image with the engine, because it is some GB larger.
+        It is chosen once: a run that has started keeps the images in its status, although another
+        version of the operator has others. Only pods that run engines get the image with the
+        engine, because it is some GB larger.
         """
         engine = run.spec.pipeline.actor_infer.strategy.name
-        if run.spec.image:
-            return run.spec.image
+        if chosen := run.spec.image or chosen_image(run, role):
+            return chosen
         return (
             self.with_engine[engine]
             if role is run.spec.engine_role and engine != EMBEDDED_ENGINE
@@ -38,6 +40,14 @@ class WorkerImages:
         engine = run.spec.pipeline.actor_infer.strategy.name
         return (
             None
-            if run.spec.image or engine == EMBEDDED_ENGINE or self.with_engine.get(engine)
+            if run.spec.image
+            or engine == EMBEDDED_ENGINE
+            or self.with_engine.get(engine)
+            or chosen_image(run, run.spec.engine_role)
             else engine
         )
+
+
+def chosen_image(run: AgenticRun, role: Role) -> str | None:
+    """Return the image in the run's status for the pods of a role."""
+    return next((item.image for item in run.status.roles if item.name == role.value), None)

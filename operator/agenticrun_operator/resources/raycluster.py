@@ -50,6 +50,16 @@ def ray_cluster(run: AgenticRun, images: WorkerImages) -> Manifest:
     }
 
 
+def images_in(cluster: Manifest) -> dict[str, str]:
+    """Return the image of each role's pods in a RayCluster that exists."""
+    spec = cluster["spec"]
+    groups = {Role.DRIVER.value: spec["headGroupSpec"]}
+    groups |= {group["groupName"]: group for group in spec.get("workerGroupSpecs", ())}
+    return {
+        role: group["template"]["spec"]["containers"][0]["image"] for role, group in groups.items()
+    }
+
+
 def _worker_group(run: AgenticRun, role: Role, image: str) -> Manifest:
     replicas = run.spec.roles.replicas(role)
     return {

@@ -12,7 +12,8 @@ from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN_UID
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.cluster import Denied, Refused
 from agenticrun_operator.planning.times import format_time
-from operator_world import NAME, Operator, World
+from agenticrun_operator.resources import WorkerImages, images_in
+from operator_world import IMAGE, NAME, Operator, World
 
 
 @pytest.fixture
@@ -873,6 +874,36 @@ async def test_a_success_is_kept_although_a_child_is_refused(
     world.create_errors["ConfigMap"] = Denied("no more ConfigMaps")
     await operator.settle(2)
     assert phase(world) is Phase.SUCCEEDED
+
+
+@pytest.mark.parametrize("started_by", ["this version", "version 0.1.0"])
+async def test_an_upgrade_of_the_operator_does_not_change_the_image_of_a_run(
+    world: World, operator: Operator, started_by: str
+) -> None:
+    await training(operator)
+    if started_by == "version 0.1.0":
+        for role in world.run["status"]["roles"]:
+            del role["image"]
+    operator.upgrade(WorkerImages("worker:2", {}))
+    await operator.settle(2)
+    world.delete_cluster()
+    world.collect_garbage()
+    await operator.settle(3)
+    cluster = world.objects["RayCluster", NAME]
+    assert set(images_in(cluster).values()) == {IMAGE}
+    assert {role.image for role in world.status.roles} == {IMAGE}
+
+
+async def test_an_engines_image_that_is_no_longer_configured_is_that_of_the_start(
+    world: World, operator: Operator
+) -> None:
+    world.run["spec"]["pipeline"]["actorInfer"]["strategy"] = {"name": "sglang"}
+    await training(operator)
+    operator.upgrade(WorkerImages("worker:2", {}))
+    await operator.settle(2)
+    assert condition(world, ConditionType.CLUSTER_PROVISIONED).status == "True"
+    found = {role.name: role.image for role in world.status.roles}
+    assert (found["env"], found["inference"]) == (IMAGE, "worker-sglang:1")
 
 
 async def test_pods_of_a_deleted_cluster_are_not_the_runs_pods(

@@ -13,6 +13,7 @@ from agenticrun_operator.resources import (
     Manifest,
     WorkerImages,
     desired_children,
+    images_in,
     ray_cluster,
     token_secret,
 )
@@ -222,31 +223,22 @@ def test_an_image_of_the_runs_own_goes_before_the_operators() -> None:
 SGLANG = ("spec.pipeline.actorInfer.strategy", {"name": "sglang", "config": {"tp_size": 2}})
 
 
-def images(cluster: Manifest) -> dict[str, str]:
-    groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]} | {
-        "driver": cluster["spec"]["headGroupSpec"]
-    }
-    return {
-        name: group["template"]["spec"]["containers"][0]["image"] for name, group in groups.items()
-    }
-
-
 def test_only_the_pods_that_carry_engines_get_the_engines_image() -> None:
-    assert images(ray_cluster(a_run(SGLANG), WORKER)) == {
+    assert images_in(ray_cluster(a_run(SGLANG), WORKER)) == {
         "driver": "worker:1",
         "trainer": "worker:1",
         "inference": "worker-sglang:1",
         "env": "worker:1",
     }
     colocated = ray_cluster(a_run(SGLANG, ("spec.placement", "Colocated")), WORKER)
-    assert images(colocated) == {
+    assert images_in(colocated) == {
         "driver": "worker:1",
         "trainer": "worker-sglang:1",
         "env": "worker:1",
     }
-    assert set(images(ray_cluster(a_run(SGLANG, ("spec.image", "mine:2")), WORKER)).values()) == {
-        "mine:2"
-    }
+    assert set(
+        images_in(ray_cluster(a_run(SGLANG, ("spec.image", "mine:2")), WORKER)).values()
+    ) == {"mine:2"}
 
 
 def test_an_inference_pod_offers_as_many_engines_as_its_gpus_are_enough_for() -> None:
