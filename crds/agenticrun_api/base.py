@@ -7,7 +7,6 @@ inputs.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,13 +18,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
 from pydantic.alias_generators import to_camel
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError
+
+SERVED: dict[str, Any] = {"served": True}
+"""Validation context of a run that the apiserver serves, or that a pod mounts."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,44 @@ class Rule:
     check: Callable[[Any], bool] | None
     """The same condition in Python; None for a transition, which only the apiserver can check."""
     reason: str = "FieldValueInvalid"
+    value_cel: str = ""
+    """CEL expression of the text that completes the message: the value at fault."""
+    value: Callable[[Any], str] | None = None
+    """The same text in Python."""
+    added: bool = False
+    """True: earlier versions accepted what the rule refuses. It is not checked in a run that is
+    served, so that a run of an earlier version goes on after an upgrade."""
 
 
 def refused(path: str, message: str) -> PydanticCustomError:
     """Return an error that names a field below the one that is validated: `.groupSize`, `[1]`."""
     return PydanticCustomError("rule", "{message}", {"message": message, "path": path})
+
+
+def unique(items: str, key: str = "", *, message: str) -> Rule:
+    """Return a rule that no two items of a list are equal, or have the same `key`.
+
+    The CRD cannot say so by `x-kubernetes-list-type: map`. Such lists equal themselves in CEL only
+    if they have no duplicates, so a run of an earlier version that has some could not be written
+    any more, its status included: spec.pipeline would count as changed.
+    """
+    item = f".{key}" if key else ""
+    once = f"self.{items}.exists_one(x, x{item} == {{}})"
+    keys = f"self.{items}.map(e, e{item})" if key else f"self.{items}"
+
+    def first_repeated(model: Any) -> str | None:
+        found = [getattr(entry, key) if key else entry for entry in getattr(model, items)]
+        return next((entry for entry in found if found.count(entry) > 1), None)
+
+    return Rule(
+        f"self.{items}.all(e, {once.format(f'e{item}')})",
+        message,
+        f".{items}",
+        lambda model: first_repeated(model) is None,
+        value_cel=f"{keys}.filter(k, !{once.format('k')})[0]",
+        value=lambda model: str(first_repeated(model)),
+        added=True,
+    )
 
 
 def camel(name: str) -> str:
@@ -69,49 +103,18 @@ class Model(BaseModel):
     RULES: ClassVar[tuple[Rule, ...]] = ()
 
     @model_validator(mode="after")
-    def _rules_hold(self) -> Self:
+    def _rules_hold(self, info: ValidationInfo) -> Self:
         for rule in self.RULES:
+            if rule.added and info.context is SERVED:
+                continue
             if rule.check is not None and not rule.check(self):
-                raise refused(rule.path, rule.message)
+                value = f": {rule.value(self)}" if rule.value else ""
+                raise refused(rule.path, rule.message + value)
         return self
 
     def to_dict(self) -> dict[str, Any]:
         """Return the model as in YAML: camelCase, JSON types, without unset optional fields."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
-
-
-@dataclass(frozen=True)
-class UniqueBy:
-    """Marks a list in which no two items have the same value of a field.
-
-    The apiserver checks it without CEL (`x-kubernetes-list-type: map`), which costs less than a
-    rule and names the item. The error in Python is the apiserver's.
-    """
-
-    key: str
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return handler(schema) | {
-            "x-kubernetes-list-type": "map",
-            "x-kubernetes-list-map-keys": [self.key],
-        }
-
-    def _check(self, items: list[Any]) -> list[Any]:
-        seen = set()
-        for index, item in enumerate(items):
-            value = getattr(item, self.key)
-            if value in seen:
-                shown = json.dumps({self.key: value}, separators=(",", ":"))
-                raise refused(f"[{index}]", f"Duplicate value: {shown}")
-            seen.add(value)
-        return items
 
 
 def _infinities(value: Any, path: str = "") -> Iterator[str]:

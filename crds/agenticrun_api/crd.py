@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from agenticrun_api import names
-from agenticrun_api.base import Model
+from agenticrun_api.base import Model, Rule
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.spec import AgenticRunSpec
 from agenticrun_api.status import AgenticRunStatus
@@ -36,8 +36,7 @@ COLUMNS: tuple[tuple[str, str, str, int], ...] = (
 
 _KEEP = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern",
          "minLength", "maxLength", "minItems", "maxItems", "maxProperties", "format",
-         "x-kubernetes-int-or-string",
-         "x-kubernetes-list-type", "x-kubernetes-list-map-keys")  # fmt: skip
+         "x-kubernetes-int-or-string")  # fmt: skip
 
 
 def custom_resource_definition() -> dict[str, Any]:
@@ -137,7 +136,7 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
         if exclusive in out:  # OpenAPI v3.0: the bound and a separate flag
             out |= {bound: out[exclusive], exclusive: True}
     if "items" in node:
-        out.setdefault("x-kubernetes-list-type", "atomic")
+        out["x-kubernetes-list-type"] = "atomic"
         out["items"] = _structural(node["items"], defs, _item_type(model))
     if "properties" in node:
         fields = _field_types(model)
@@ -164,11 +163,16 @@ def _validations(model: type) -> dict[str, Any]:
             "rule": rule.cel,
             "message": rule.message,
             "reason": rule.reason,
+            **({"messageExpression": _with_value(rule)} if rule.value_cel else {}),
             **({"fieldPath": rule.path} if rule.path else {}),
         }
         for rule in getattr(model, "RULES", ())
     ]
     return {"x-kubernetes-validations": rules} if rules else {}
+
+
+def _with_value(rule: Rule) -> str:
+    return f"'{rule.message}: ' + {rule.value_cel}"
 
 
 def _field_types(model: type | None) -> dict[str, type | None]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from agenticrun_api.base import Model, Open, PlugIn, Rule, Tag
+from agenticrun_api.base import Model, Open, PlugIn, Rule, Tag, unique
 
 Path = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -121,12 +121,7 @@ class EnvGroups(Model):
     """Number of concurrent episodes, and their environments."""
 
     RULES = (
-        Rule(
-            "self.tags.all(t, self.tags.exists_one(x, x == t))",
-            "tags names a tag twice: partition sets the shares of the tags",
-            ".tags",
-            lambda e: len(set(e.tags)) == len(e.tags),
-        ),
+        unique("tags", message="tags names a tag twice"),
         Rule(
             "!has(self.partition) || size(self.partition) == size(self.tags)",
             "partition needs one number per tag",

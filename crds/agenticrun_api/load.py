@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from agenticrun_api.base import SERVED
 from agenticrun_api.names import KIND
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.status import AgenticRunStatus
@@ -53,7 +54,8 @@ def parse_served(document: dict[str, Any]) -> AgenticRun:
     """Validate a run that the apiserver serves, or that a pod mounts.
 
     Strict with people (`parse_run`), tolerant between versions: fields that this version does not
-    know are ignored, because a newer CRD serves its new fields with their defaults to everyone.
+    know are ignored, because a newer CRD serves its new fields with their defaults to everyone,
+    and what only this version refuses (`Rule.added`) is accepted.
     The status is input, too: what is invalid in it is dropped, except fields that decide what
     happens next.
 
@@ -62,13 +64,15 @@ def parse_served(document: dict[str, Any]) -> AgenticRun:
             the status (`CONTROL_FIELDS`).
     """
     try:
-        return AgenticRun.model_validate(document, extra="ignore")
+        return AgenticRun.model_validate(document, extra="ignore", context=SERVED)
     except ValidationError:
         if damaged := damaged_control_fields(document.get("status")):
             raise InvalidRun(damaged) from None
     status = repair_status(document.get("status"))
     try:
-        return AgenticRun.model_validate({**document, "status": status}, extra="ignore")
+        return AgenticRun.model_validate(
+            {**document, "status": status}, extra="ignore", context=SERVED
+        )
     except ValidationError as error:
         raise InvalidRun(_line(detail) for detail in error.errors(include_url=False)) from error
 

@@ -13,7 +13,7 @@ from agenticrun_api.algorithm import (
     RewardNormalization,
     TrainInferCorrection,
 )
-from agenticrun_api.base import Count, Model, Positive, Rule, UniqueBy
+from agenticrun_api.base import Count, Model, Positive, Rule
 from agenticrun_api.environments import EnvGroups, EnvSpec, Path, RewardSpec, TrainEnvGroups
 from agenticrun_api.pipeline_rules import PIPELINE_RULES
 from agenticrun_api.training import (
@@ -107,9 +107,9 @@ class Pipeline(Model):
     warmup: Warmup | None = None
     eval: Eval = Eval()
     record: Record | None = None
-    envs: Annotated[list[EnvSpec], Field(min_length=1, max_length=64), UniqueBy("tag")]
+    envs: Annotated[list[EnvSpec], Field(min_length=1, max_length=64)]
     """The environments. `trainEnvs`, `valEnvs` and `rewards` refer to them by tag."""
-    rewards: Annotated[list[RewardSpec], Field(max_length=16), UniqueBy("name")] = []
+    rewards: Annotated[list[RewardSpec], Field(max_length=16)] = []
     """Judges of finished episodes, in addition to the environments' own rewards."""
     train_envs: TrainEnvGroups
     val_envs: EnvGroups | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agenticrun_api.algorithm import GROUP_BASELINE
-from agenticrun_api.base import Rule
+from agenticrun_api.base import Rule, unique
 
 OWN_NORMALIZATION = ("grpo", "rloo", "dr_grpo", "gigpo", "reinforce_plus_plus_baseline")
 _OWN = "['grpo', 'rloo', 'dr_grpo', 'gigpo', 'reinforce_plus_plus_baseline']"
@@ -79,6 +79,8 @@ BATCH_RULES = (
 )
 
 TAG_RULES = (
+    unique("envs", "tag", message="two entries of envs have the same tag"),
+    unique("rewards", "name", message="two entries of rewards have the same name"),
     Rule(
         "self.trainEnvs.tags.all(t, self.envs.exists(e, e.tag == t))",
         "trainEnvs.tags names a tag that no entry of envs has",

@@ -374,6 +374,20 @@ RULE_CASES: tuple[RuleCase, ...] = (
         ((f"{_P}.eval", {"samples": 4, "passAt": [1, 4]}),),
     ),
     RuleCase(
+        Pipeline,
+        "two entries of envs have the same tag",
+        f"{_P}.envs",
+        ((f"{_P}.envs", [_TWO[0], _TWO[0]]),),
+        ((f"{_P}.envs", _TWO),),
+    ),
+    RuleCase(
+        Pipeline,
+        "two entries of rewards have the same name",
+        f"{_P}.rewards",
+        ((f"{_P}.rewards", [{"name": "judge", "type": type_} for type_ in ("m:f", "m:g")]),),
+        ((f"{_P}.rewards", [{"name": name, "type": "m:f"} for name in ("judge", "other")]),),
+    ),
+    RuleCase(
         EnvGroups,
         "tags names a tag twice",
         f"{_P}.trainEnvs.tags",

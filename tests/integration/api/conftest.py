@@ -33,6 +33,18 @@ def _install(cluster: Cluster, definition: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="session")
+def detached_definition() -> dict[str, Any]:
+    """The CRD under the group of `detached`."""
+    definition = copy.deepcopy(custom_resource_definition())
+    definition["metadata"]["name"] = f"agenticruns.{DETACHED_GROUP}"
+    definition["metadata"]["annotations"] = {"api-approved.kubernetes.io": "unapproved, test"}
+    definition["spec"]["group"] = DETACHED_GROUP
+    for name in ("shortNames", "categories"):
+        del definition["spec"]["names"][name]
+    return definition
+
+
+@pytest.fixture(scope="session")
 def api(cluster: Cluster) -> Iterator[Cluster]:
     """A namespace of a cluster that has the committed CRD, installed as the documentation says."""
     _install(cluster, yaml.safe_load((ROOT / "crds/agenticruns.yaml").read_text()))
@@ -41,14 +53,8 @@ def api(cluster: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def detached(api: Cluster) -> Iterator[Cluster]:
+def detached(api: Cluster, detached_definition: dict[str, Any]) -> Iterator[Cluster]:
     """Yield a namespace with a copy of the CRD under another group: no operator acts on it."""
-    definition = copy.deepcopy(custom_resource_definition())
-    definition["metadata"]["name"] = f"agenticruns.{DETACHED_GROUP}"
-    definition["metadata"]["annotations"] = {"api-approved.kubernetes.io": "unapproved, test"}
-    definition["spec"]["group"] = DETACHED_GROUP
-    for name in ("shortNames", "categories"):
-        del definition["spec"]["names"][name]
-    _install(api, definition)
+    _install(api, detached_definition)
     yield api
     api.kubectl("delete", "crd", f"agenticruns.{DETACHED_GROUP}", "--wait=true", "--timeout=400s")

@@ -17,6 +17,7 @@ import yaml
 from agenticrun_api import AgenticRunStatus, InvalidRun, parse_run
 from runs import MINIMAL, RULE_CASES, Change, RuleCase, run_with
 from testcluster import DETACHED_GROUP, ROOT, Cluster, CommandFailed
+from waiting import eventually
 
 P = "spec.pipeline"
 DETACHED = f"agenticruns.{DETACHED_GROUP}"
@@ -251,6 +252,58 @@ def test_a_write_of_the_spec_does_not_touch_the_status(stored: Cluster) -> None:
     found = stored.get(DETACHED, "minimal")
     assert found is not None
     assert found["status"]["progress"] == "120/1000"
+
+
+def _refused(cluster: Cluster, document: dict[str, Any]) -> bool:
+    try:
+        cluster.apply(document, options=("--dry-run=server",))
+    except CommandFailed:
+        return True
+    return False
+
+
+def _without_added_rules(node: Any) -> Any:
+    """Return the schema as of a version that accepted duplicates."""
+    if isinstance(node, list):
+        return [_without_added_rules(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: [rule for rule in value if "messageExpression" not in rule]
+        if key == "x-kubernetes-validations"
+        else _without_added_rules(value)
+        for key, value in node.items()
+    }
+
+
+def test_a_run_with_duplicates_of_an_earlier_version_can_still_be_written(
+    detached: Cluster, detached_definition: dict[str, Any]
+) -> None:
+    twice = (
+        (f"{P}.envs", [{"tag": "Lake", "type": name} for name in ("frozen_lake", "sokoban")]),
+        (f"{P}.trainEnvs.tags", ["Lake", "Lake"]),
+        (f"{P}.rewards", [{"name": "judge", "type": "m:f"}, {"name": "judge", "type": "m:g"}]),
+    )
+    run = {**run_with(*twice, name="twice"), "apiVersion": f"{DETACHED_GROUP}/v1alpha1"}
+    options = ("--server-side", "--force-conflicts")
+
+    detached.apply(_without_added_rules(detached_definition), options=options)
+    try:
+        eventually(lambda: not _refused(detached, run), 60, "duplicates are accepted", interval=0.5)
+        detached.apply(run)
+    finally:
+        detached.apply(detached_definition, options=options)
+    other = {**run, "metadata": {"name": "other"}}
+    eventually(lambda: _refused(detached, other), 60, "duplicates are refused", interval=0.5)
+    for patch in (
+        ("--subresource=status", "-p", json.dumps({"status": {"step": 7}})),
+        ("-p", json.dumps({"spec": {"ttlSecondsAfterFinished": 60}})),
+    ):
+        detached.kubectl("patch", DETACHED, "twice", "--type=merge", *patch)
+    found = detached.get(DETACHED, "twice")
+    assert found is not None
+    assert found["status"]["step"] == 7
+    detached.kubectl("delete", DETACHED, "twice")
 
 
 @pytest.mark.parametrize(

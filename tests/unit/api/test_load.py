@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from agenticrun_api import InvalidRun, load_run, parse_run
+from agenticrun_api.load import parse_served
 from runs import MINIMAL, REMOVE, Change, run_with
 
 EXAMPLES = [
@@ -39,11 +40,15 @@ NAME = "letters, digits and '-', begin with a letter and end with a letter or di
         ),
         (
             (f"{P}.envs", [{"tag": tag, "type": "frozen_lake"} for tag in ("Lake", "Sea", "Lake")]),
-            f'{P}.envs[2]: Duplicate value: {{"tag":"Lake"}}',
+            f"{P}.envs: two entries of envs have the same tag: Lake",
         ),
         (
             (f"{P}.rewards", [{"name": "judge", "type": "a:b"}, {"name": "judge", "type": "a:c"}]),
-            f'{P}.rewards[1]: Duplicate value: {{"name":"judge"}}',
+            f"{P}.rewards: two entries of rewards have the same name: judge",
+        ),
+        (
+            (f"{P}.trainEnvs.tags", ["Lake"] * 2),
+            f"{P}.trainEnvs.tags: tags names a tag twice: Lake",
         ),
         (
             (f"{P}.actorTrain", {"training": {"learningRate": math.inf}}),
@@ -76,6 +81,26 @@ def test_one_error_is_one_line_that_begins_with_the_path(change: Change, line: s
         parse_run(run_with(change))
     (said,) = caught.value.errors
     assert said.startswith(line)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (f"{P}.envs", [{"tag": "Lake", "type": "frozen_lake"}, {"tag": "Lake", "type": "sokoban"}]),
+        (f"{P}.rewards", [{"name": "judge", "type": "a:b"}, {"name": "judge", "type": "a:c"}]),
+        (f"{P}.trainEnvs.tags", ["Lake", "Lake"]),
+    ],
+    ids=lambda change: change[0],
+)
+def test_a_run_that_an_earlier_version_accepted_is_served_after_an_upgrade(change: Change) -> None:
+    with pytest.raises(InvalidRun):
+        parse_run(run_with(change))
+    parse_served(run_with(change))
+
+
+def test_a_served_run_still_has_to_keep_the_rules_that_always_were() -> None:
+    with pytest.raises(InvalidRun, match="must be a multiple of"):
+        parse_served(run_with((f"{P}.rolloutBatchSize", 9)))
 
 
 def test_all_errors_are_reported_at_once() -> None:
