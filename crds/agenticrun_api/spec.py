@@ -164,9 +164,11 @@ class FailurePolicy(Model):
     """Restarts after a driver failure that a retry may solve."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """Number of restarts before the run fails."""
+    """Number of restarts in a row that get the run no further. After one more failure, the run
+    fails. A failure after a new step starts the count again, and an orderly stop (the eviction of
+    the head pod, for example) does not count."""
     backoff_seconds: Annotated[int, Field(ge=0, le=3600)] = 10
-    """Wait before the first restart. It doubles with each restart, up to 10 minutes."""
+    """Wait before a restart. It doubles with each failure that counts, up to 10 minutes."""
 
 
 class Cleanup(Model):

@@ -80,6 +80,7 @@ class Reason(StrEnum):
     DRIVER_FAILED = "DriverFailed"
     DRIVER_LOST = "DriverLost"
     CLUSTER_LOST = "ClusterLost"
+    STOPPED = "Stopped"
     RETRIES_EXHAUSTED = "RetriesExhausted"
     RUN_SUCCEEDED = "RunSucceeded"
     NOT_FINISHED = "NotFinished"
@@ -207,7 +208,12 @@ class AgenticRunStatus(Model):
     ray_cluster: RayClusterStatus | None = None
     job: JobStatus | None = None
     restarts: Annotated[int, Field(ge=0)] = 0
-    """Number of restarts of the driver after failures."""
+    """Number of restarts of the driver, after failures and after orderly stops."""
+    failures_without_progress: Annotated[int, Field(ge=0)] = 0
+    """Number of failures since the run last got further than before. Above
+    failurePolicy.maxRestarts, the run fails."""
+    restarted_at_step: Annotated[int, Field(ge=0)] | None = None
+    """The furthest step that the run had reached at a restart."""
     next_retry_time: Time | None = None
     """Time of the next restart, while the run waits for it."""
     checkpoint: CheckpointStatus | None = None

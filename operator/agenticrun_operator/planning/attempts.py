@@ -153,7 +153,7 @@ def _stored_report(draft: Draft, observed: Observed) -> FinalReport | None:
     if end_time is None or told is None or told.status != "False":
         return None
     return FinalReport(
-        outcome=Outcome.FAILED,
+        outcome=Outcome.STOPPED if told.reason == Reason.STOPPED else Outcome.FAILED,
         reason=told.reason,
         message=told.message,
         retryable=True,
@@ -287,26 +287,48 @@ def _fail(
     retryable = final.retryable if final else retryable
     if isinstance(observed.job, Job) and observed.job.log_tail:
         draft.set(log_tail=observed.job.log_tail[-MAX_TEXT:])
-    policy, restarts = draft.run.spec.failure_policy, draft.status.restarts
     if not retryable:
         ending.fail(draft, cause, text)
-    elif restarts >= policy.max_restarts:
+        return
+    stopped = final is not None and final.outcome is Outcome.STOPPED
+    _count(draft, failure=not stopped)
+    policy, failures = draft.run.spec.failure_policy, draft.status.failures_without_progress
+    if failures > policy.max_restarts:
         ending.fail(
             draft,
             Reason.RETRIES_EXHAUSTED,
-            f"attempt {job.attempt} failed ({cause}) and all "
-            f"{policy.max_restarts} restarts are used: {text}",
+            f"attempt {job.attempt} failed ({cause}) after {policy.max_restarts} restarts "
+            f"without a new step: {text}",
         )
+        return
+    wait = min(policy.backoff_seconds * 2.0 ** max(0, failures - 1), MAX_BACKOFF_SECONDS)
+    draft.set(
+        restarts=draft.status.restarts + 1,
+        next_retry_time=format_time(draft.now + timedelta(seconds=wait)),
+    )
+    summary = f"attempt {job.attempt} {'ended' if stopped else 'failed'} ({cause}): {text}"
+    draft.phase(Phase.RESTARTING, summary)
+    draft.condition(ConditionType.TRAINING, "False", cause, text)
+    draft.event(cause, f"{summary}; next attempt in {wait:.0f} s", warning=not stopped)
+    draft.look_again(wait)
+
+
+def _count(draft: Draft, *, failure: bool) -> None:
+    """Count a restart, as a failure or not. Failures count from the newest progress on.
+
+    Steps that a resumed attempt repeats are no progress: else a run that always fails at one step
+    would restart for ever.
+    """
+    status = draft.status
+    reached, before = status.step or 0, status.restarted_at_step
+    if before is None:  # the first restart, or earlier ones were counted by version 0.1.0
+        failures = status.restarts
     else:
-        wait = min(policy.backoff_seconds * 2.0**restarts, MAX_BACKOFF_SECONDS)
-        draft.set(
-            restarts=restarts + 1, next_retry_time=format_time(draft.now + timedelta(seconds=wait))
-        )
-        summary = f"attempt {job.attempt} failed ({cause}): {text}"
-        draft.phase(Phase.RESTARTING, summary)
-        draft.condition(ConditionType.TRAINING, "False", cause, text)
-        draft.event(cause, f"{summary}; next attempt in {wait:.0f} s", warning=True)
-        draft.look_again(wait)
+        failures = 0 if reached > before else status.failures_without_progress
+    draft.set(
+        failures_without_progress=failures + failure,
+        restarted_at_step=max(reached, before or 0),
+    )
 
 
 def _poll_seconds(progress: Progress | None) -> float:

@@ -281,6 +281,65 @@ async def test_restarts_run_out(world: World, operator: Operator) -> None:
     assert len(world.jobs) == 3
 
 
+async def attempt_ends(operator: Operator, step: int, outcome: Outcome | None = None) -> None:
+    """Let the next attempt reach a step and end there."""
+    world = operator.world
+    world.now += timedelta(minutes=11)
+    await operator.settle(3)
+    world.drive(step)
+    await operator.settle(1)
+    world.end_driver(outcome)
+    await operator.settle(2)
+
+
+async def test_only_failures_without_a_new_step_count(world: World, operator: Operator) -> None:
+    world.run["spec"]["pipeline"]["maxSteps"] = 100
+    for step in (5, 10, 20, 30, 40):
+        await attempt_ends(operator, step)
+        assert phase(world) is Phase.RESTARTING
+    status = world.status
+    assert (status.restarts, status.failures_without_progress) == (5, 1)
+    for step in (35, 40):  # resumed from a checkpoint, it gets no further
+        await attempt_ends(operator, step)
+    assert phase(world) is Phase.FAILED
+    failed = condition(world, ConditionType.FAILED)
+    assert failed.reason == "RetriesExhausted"
+    assert "after 2 restarts without a new step" in failed.message
+    assert world.status.restarts == 6
+
+
+async def test_an_orderly_stop_is_a_restart_but_no_failure(
+    world: World, operator: Operator
+) -> None:
+    for _ in range(5):
+        await attempt_ends(operator, 1, Outcome.STOPPED)
+        assert phase(world) is Phase.RESTARTING
+    assert (world.status.restarts, world.status.failures_without_progress) == (5, 0)
+    for _ in range(3):
+        await attempt_ends(operator, 1)
+    assert phase(world) is Phase.FAILED
+
+
+async def test_progress_between_a_failure_and_an_orderly_stop_counts(
+    world: World, operator: Operator
+) -> None:
+    world.run["spec"]["pipeline"]["maxSteps"] = 100
+    for step, outcome in ((5, None), (5, None), (9, Outcome.STOPPED), (9, None)):
+        await attempt_ends(operator, step, outcome)
+    assert (world.status.restarts, world.status.failures_without_progress) == (4, 1)
+
+
+async def test_restarts_that_version_0_1_0_counted_still_count(
+    world: World, operator: Operator
+) -> None:
+    await attempt_ends(operator, 1)
+    await attempt_ends(operator, 1)
+    for field in ("failuresWithoutProgress", "restartedAtStep"):
+        del world.run["status"][field]
+    await attempt_ends(operator, 1)
+    assert phase(world) is Phase.FAILED
+
+
 async def test_a_replaced_head_costs_a_restart_and_ends_in_a_new_attempt(
     world: World, operator: Operator
 ) -> None:

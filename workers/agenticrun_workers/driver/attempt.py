@@ -70,7 +70,7 @@ class AttemptRunner:
         except asyncio.CancelledError:
             report = _report(
                 Outcome.STOPPED,
-                "Stopped",
+                Reason.STOPPED,
                 f"interrupted after {progress.step} steps, without saving",
                 retryable=True,
             )
@@ -173,7 +173,10 @@ def report_of(error: BaseException, step: int) -> FinalReport:
     """
     if isinstance(error, StopRequested):
         return _report(
-            Outcome.STOPPED, "Stopped", f"stopped on request after {step} steps", retryable=True
+            Outcome.STOPPED,
+            Reason.STOPPED,
+            f"stopped on request after {step} steps",
+            retryable=True,
         )
     if isinstance(error, InvalidConfig | InvalidRun):
         return _report(Outcome.FAILED, Reason.INVALID_CONFIG, str(error), retryable=False)
