@@ -17,8 +17,12 @@ from agenticrun_operator.metrics import LEADER
 from agenticrun_operator.resources import Manifest
 
 DURATION_SECONDS = 15
+RENEW_DEADLINE_SECONDS = 10.0
+"""Without a renewal for so long, the leader stops. Others take over after `DURATION_SECONDS`."""
 RENEW_SECONDS = 4.0
 RETRY_SECONDS = 2.0
+REQUEST_SECONDS = 4.0
+"""Limit for one attempt, so that there is a second one before the deadline."""
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +47,8 @@ class Leadership:
         self._identity = f"{identity}_{uuid.uuid4().hex[:8]}"
         self._seen: tuple[str, str] = ("", "")
         self._seen_at = 0.0
-        self._renewed_at = 0.0
+        self._overdue: asyncio.TimerHandle | None = None
+        """Ends leadership unless the lease is renewed before."""
         self.held = asyncio.Event()
 
     async def run(self) -> None:
@@ -56,19 +61,20 @@ class Leadership:
         """Try once to acquire or renew the lease. Return True if it is ours."""
         clock = asyncio.get_running_loop().time()
         try:
-            mine = await self._acquire(now, clock)
+            async with asyncio.timeout(REQUEST_SECONDS):
+                mine = await self._acquire(now, clock)
         except (Conflict, AlreadyExists, NotFound):
             mine = False  # another operator was faster
-        except ClusterError as error:
-            log.warning("cannot acquire or renew lease %s: %s", self._name, error)
-            mine = (
-                self.held.is_set() and clock - self._renewed_at < DURATION_SECONDS - RENEW_SECONDS
-            )
-        else:
-            if mine:
-                self._renewed_at = clock
+        except (ClusterError, TimeoutError) as error:
+            why = str(error) or f"no answer within {REQUEST_SECONDS:.0f} s"
+            log.warning("cannot acquire or renew lease %s: %s", self._name, why)
+            return self.held.is_set()  # until it is overdue
         self._tell(mine)
-        return mine
+        if mine:
+            self._overdue = asyncio.get_running_loop().call_at(
+                clock + RENEW_DEADLINE_SECONDS, self._tell, False
+            )
+        return self.held.is_set()
 
     async def release(self) -> None:
         """Release the lease so that another operator can take over at once."""
@@ -129,6 +135,8 @@ class Leadership:
         )
 
     def _tell(self, mine: bool) -> None:
+        if self._overdue:
+            self._overdue.cancel()
         if mine and not self.held.is_set():
             log.info("became the leader as %s", self._identity)
             self.held.set()

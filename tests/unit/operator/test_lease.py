@@ -12,6 +12,7 @@ import pytest
 from agenticrun_operator import lease as module
 from agenticrun_operator.cluster import AlreadyExists, Conflict, KubeUnavailable
 from agenticrun_operator.lease import Leadership
+from waiting import eventually_in_loop
 
 
 class Store:
@@ -19,9 +20,11 @@ class Store:
 
     def __init__(self) -> None:
         self.lease: dict[str, Any] | None = None
-        self.down = False
+        self.down = self.frozen = False
 
     async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        if self.frozen:
+            await asyncio.Event().wait()
         if self.down:
             raise KubeUnavailable("down")
         return copy.deepcopy(self.lease)
@@ -97,12 +100,25 @@ async def test_a_short_outage_of_the_apiserver_does_not_end_leadership(store: St
     assert await attempt(first)
 
 
+@pytest.mark.parametrize("trouble", ["refuses", "never answers"])
 async def test_without_the_apiserver_nobody_leads_for_long(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
+    monkeypatch.setattr(module, "RENEW_DEADLINE_SECONDS", 0.5)
     first = leader(store, "a")
     await attempt(first)
-    monkeypatch.setattr(module, "DURATION_SECONDS", module.RENEW_SECONDS)
-    store.down = True
+    store.down, store.frozen = trouble == "refuses", trouble == "never answers"
+    renewal = asyncio.create_task(attempt(first))
+    await eventually_in_loop(lambda: not first.held.is_set(), 60, "it leads no more")
+    renewal.cancel()
+
+
+async def test_an_attempt_that_gets_no_answer_is_repeated(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REQUEST_SECONDS", 0.01)
+    first = leader(store, "a")
+    store.frozen = True
     assert not await attempt(first)
-    assert not first.held.is_set()
+    store.frozen = False
+    assert await attempt(first)
