@@ -10,7 +10,16 @@ import secrets
 from collections.abc import Callable
 
 from agenticrun_api import AgenticRun
-from agenticrun_operator.cluster import AlreadyExists, Head, HeadAddress, HeadUnreachable, Kube
+from agenticrun_operator.cluster import (
+    AlreadyExists,
+    ClusterError,
+    Head,
+    HeadAddress,
+    HeadUnreachable,
+    Kube,
+    KubeUnavailable,
+    NotFound,
+)
 from agenticrun_operator.metrics import STATUS_WRITES, SUBMISSIONS
 from agenticrun_operator.planning import Plan, Stop, Submit
 from agenticrun_operator.resources import Manifest, token_secret
@@ -37,6 +46,8 @@ class Applier:
         Raises:
             Refused: the apiserver rejects an object as invalid.
             Denied: a quota, an admission policy or missing rights prevent it.
+            NotServed: KubeRay's CRD is not installed.
+            NamespaceGone: the namespace is missing or being deleted.
         """
         for token in plan.tokens:
             await self._create(token_secret(run, token.name, token.key, self._make_token()))
@@ -70,7 +81,10 @@ class Applier:
                 delete.child.kind, document["metadata"]["namespace"], delete.child.name, delete.uid
             )
         for event in plan.events:
-            await self._kube.post_event(document, event)
+            try:
+                await self._kube.post_event(document, event)
+            except ClusterError as error:  # the status says the same
+                log.warning("cannot post the event %s: %s", event.reason, error)
         return trouble
 
     async def _act_on_job(self, action: Submit | Stop, head: HeadAddress) -> str | None:
@@ -90,3 +104,5 @@ class Applier:
             await self._kube.create(manifest)
         except AlreadyExists:
             return
+        except NotFound as error:  # it says nothing about the run
+            raise KubeUnavailable(f"cannot create {manifest['kind']}: {error}") from error

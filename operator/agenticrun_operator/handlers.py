@@ -1,7 +1,7 @@
-"""Connects kopf's watch events, start-up and clean-up to the `OperatorRuntime`.
+"""Connects kopf's start-up, clean-up and probes to the `OperatorRuntime`.
 
-Uses only low-level `on.event` handlers: they write nothing to the objects (no annotations, no
-finalizers) and see each event once.
+kopf watches nothing here: a watch of kopf that gets 403 or 404, because a namespace or a CRD is
+missing, ends the whole operator. `watches.py` does that instead.
 """
 
 from __future__ import annotations
@@ -10,11 +10,7 @@ from typing import Any
 
 import kopf
 
-from agenticrun_api.names import GROUP, LABEL_RUN, PLURAL, VERSION
-from agenticrun_operator.runtime import MissingApi, OperatorRuntime
-
-WATCH_SECONDS = 300
-"""Lifetime of a watch. A watch that hangs without an error is replaced after this time."""
+from agenticrun_operator.runtime import OperatorRuntime
 
 
 def register(registry: kopf.OperatorRegistry, runtime: OperatorRuntime) -> None:
@@ -30,10 +26,7 @@ def register(registry: kopf.OperatorRegistry, runtime: OperatorRuntime) -> None:
 
     @kopf.on.startup(registry=registry)
     async def start(**_: Any) -> None:
-        try:
-            await runtime.start()
-        except MissingApi as error:
-            raise kopf.PermanentError(str(error)) from error
+        await runtime.start()
 
     @kopf.on.cleanup(registry=registry)
     async def stop(**_: Any) -> None:
@@ -48,30 +41,8 @@ def register(registry: kopf.OperatorRegistry, runtime: OperatorRuntime) -> None:
     async def last_event(**_: Any) -> float:
         return round(runtime.seconds_since_event, 1)
 
-    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
-    async def run_event(name: str, namespace: str | None, meta: kopf.Meta, **_: Any) -> None:
-        runtime.run_changed((str(namespace), name), str(meta["resourceVersion"]))
-
-    @kopf.on.event(
-        "ray.io", "v1", "rayclusters", labels={LABEL_RUN: kopf.PRESENT}, registry=registry
-    )
-    async def cluster_event(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
-        runtime.child_changed((str(namespace), labels[LABEL_RUN]))
-
-    @kopf.on.event("v1", "pods", labels={LABEL_RUN: kopf.PRESENT}, registry=registry)
-    async def pod_event(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
-        runtime.child_changed((str(namespace), labels[LABEL_RUN]))
-
 
 def configure(settings: kopf.OperatorSettings) -> None:
-    """Change kopf's settings.
-
-    kopf posts no events, does not scan for namespaces and CRDs, renews its watches regularly and
-    watches only the pods and RayClusters of runs.
-    """
+    """Change kopf's settings: it posts no events and watches neither namespaces nor CRDs."""
     settings.posting.enabled = False
     settings.scanning.disabled = True
-    settings.watching.server_timeout = WATCH_SECONDS
-    settings.watching.client_timeout = WATCH_SECONDS + 10
-    settings.watching.label_selectors["pods"] = LABEL_RUN
-    settings.watching.label_selectors["ray.io", "rayclusters"] = LABEL_RUN

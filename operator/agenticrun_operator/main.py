@@ -24,7 +24,7 @@ def main() -> None:
 
 
 async def serve(settings: Settings) -> None:
-    """Watch and reconcile until kopf stops."""
+    """Reconcile until kopf stops."""
     registry = kopf.OperatorRegistry()
     kopf_settings = kopf.OperatorSettings()
     handlers.configure(kopf_settings)
@@ -33,7 +33,6 @@ async def serve(settings: Settings) -> None:
         registry=registry,
         settings=kopf_settings,
         standalone=True,
-        namespaces=settings.namespaces,
-        clusterwide=not settings.namespaces,
+        clusterwide=True,
         liveness_endpoint=f"http://0.0.0.0:{settings.probe_port}/healthz",
     )

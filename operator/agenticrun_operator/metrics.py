@@ -22,6 +22,11 @@ STATUS_WRITES = Counter("agenticrun_operator_status_writes_total", "Writes of a 
 SUBMISSIONS = Counter("agenticrun_operator_submissions_total", "Drivers submitted to Ray.")
 QUEUE_LENGTH = Gauge("agenticrun_operator_queue_length", "Runs that wait for a reconcile worker.")
 LEADER = Gauge("agenticrun_operator_leader", "1 while this process holds the lease, else 0.")
+WATCHES_DOWN = Gauge(
+    "agenticrun_operator_watch_down",
+    "1 while a watch fails: its namespace or CRD is missing, or the rights to it.",
+    ["kind", "namespace"],
+)
 LAST_EVENT = Gauge(
     "agenticrun_operator_last_event_timestamp_seconds", "Time of the newest watch event."
 )

@@ -106,6 +106,9 @@ class Observed:
     job: Job | NoJob | Unreachable = Unreachable("there is no head pod to ask")
     """The job of `status.job.submissionId`."""
     progress: Progress | NoReport | Unreachable = Unreachable("there is no head pod to ask")
+    kuberay_missing: bool = False
+    """True if the apiserver does not serve RayClusters, so that nothing is known about the run's
+    own. Its pods may still be there."""
     missing_code: str | None = None
     """The name in spec.code.configMap if that ConfigMap does not exist."""
     job_trouble: str | None = None
@@ -129,12 +132,20 @@ class Observed:
         return [pod for pod in self.pods if pod.run_uid == run_uid and not pod.orphan]
 
 
-def read_pods(manifests: list[Manifest], run: AgenticRun, cluster: Manifest | None) -> list[Pod]:
+def read_pods(
+    manifests: list[Manifest], run: AgenticRun, cluster: Manifest | None, cluster_known: bool
+) -> list[Pod]:
     """Read the pods that were selected by the run's label.
 
     The label only selects; the owner decides, because anyone may label a pod. A pod counts if a
     RayCluster of the run's name controls it. If that is not the RayCluster of now, the pod is an
     orphan.
+
+    Args:
+        manifests: the pods.
+        run: the run.
+        cluster: its RayCluster; None if there is none.
+        cluster_known: False if the RayCluster could not be read; then no pod is an orphan.
     """
     found = []
     for manifest in manifests:
@@ -148,7 +159,7 @@ def read_pods(manifests: list[Manifest], run: AgenticRun, cluster: Manifest | No
         if cluster is not None and owner["uid"] == cluster["metadata"]["uid"]:
             pod = replace(pod, run_uid=controller_uid(cluster) or "")
         else:
-            pod = replace(pod, orphan=True)
+            pod = replace(pod, orphan=cluster_known)
         found.append(pod)
     return found
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from agenticrun_api import AgenticRun, Phase
-from agenticrun_operator.cluster import Head, HeadAddress, Kube
+from agenticrun_operator.cluster import Head, HeadAddress, Kube, NotServed
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.observed import Observed, Pod, read_pods
 from agenticrun_operator.resources import (
@@ -30,6 +30,7 @@ class ObservedObjects:
     children: dict[Child, Manifest | None]
     pods: tuple[Pod, ...]
     missing_code: str | None
+    kuberay_missing: bool = False
 
 
 class Observer:
@@ -47,9 +48,11 @@ class Observer:
     async def read_objects(self, run: AgenticRun) -> ObservedObjects:
         """Read the RayCluster and the pods, and the other children unless the run is training."""
         namespace, name = run.key
-        pods, cluster = await asyncio.gather(
-            self._kube.list_pods(namespace, name), self._kube.get("RayCluster", namespace, name)
+        pods, found = await asyncio.gather(
+            self._kube.list_pods(namespace, name), self._read_cluster(run)
         )
+        kuberay_missing = isinstance(found, NotServed)
+        cluster = None if isinstance(found, NotServed) else found
         children: dict[Child, Manifest | None] = {Child("RayCluster", name): cluster}
         missing_code = None
         settled = (
@@ -61,7 +64,14 @@ class Observer:
             code = code_config_map(run)
             if code and await self._kube.get(code.kind, namespace, code.name) is None:
                 missing_code = code.name
-        return ObservedObjects(children, tuple(read_pods(pods, run, cluster)), missing_code)
+        own = tuple(read_pods(pods, run, cluster, cluster_known=not kuberay_missing))
+        return ObservedObjects(children, own, missing_code, kuberay_missing)
+
+    async def _read_cluster(self, run: AgenticRun) -> Manifest | NotServed | None:
+        try:
+            return await self._kube.get("RayCluster", *run.key)
+        except NotServed as error:
+            return error
 
     async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
         wanted = [Child.of(item) for item in mounted_children(run)]
@@ -92,13 +102,14 @@ class Observer:
             children=objects.children,
             pods=objects.pods,
             missing_code=objects.missing_code,
+            kuberay_missing=objects.kuberay_missing,
             job_trouble=job_trouble,
             last_status_write=last_status_write,
             end_time=end_time,
         )
         job, head = run.status.job, await self.head_address(run, objects)
         cluster = observed.child("RayCluster", run.metadata.name)
-        if job is None or head is None or cluster is None:
+        if job is None or head is None or (cluster is None and not objects.kuberay_missing):
             return observed
         seen, progress = await asyncio.gather(
             self._head.job(head, job.submission_id), self._head.progress(head)

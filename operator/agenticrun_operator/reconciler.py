@@ -10,7 +10,16 @@ from agenticrun_api import AgenticRun, InvalidRun, Phase
 from agenticrun_api.load import parse_served
 from agenticrun_api.names import KIND
 from agenticrun_operator.applying import Applier
-from agenticrun_operator.cluster import Conflict, Denied, Head, Kube, NotFound, Refused
+from agenticrun_operator.cluster import (
+    Conflict,
+    Denied,
+    Head,
+    Kube,
+    NamespaceGone,
+    NotFound,
+    NotServed,
+    Refused,
+)
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
 from agenticrun_operator.planning import (
@@ -18,6 +27,8 @@ from agenticrun_operator.planning import (
     Submit,
     plan,
     plan_denied,
+    plan_kuberay_missing,
+    plan_namespace_gone,
     plan_refused,
     plan_unreadable,
 )
@@ -147,6 +158,10 @@ class Reconciler:
             plan_ = plan_refused(run, plan_, str(error), self._clock())
         except Denied as error:
             plan_ = plan_denied(run, plan_, str(error), self._clock())
+        except NotServed:
+            plan_ = plan_kuberay_missing(run, plan_, self._clock())
+        except NamespaceGone as error:
+            plan_ = plan_namespace_gone(run, plan_, str(error), self._clock())
         job = plan_.status.job if plan_.status else None
         if job and job.end_time:
             cached = replace(cached, ended=(job.submission_id, job.end_time))

@@ -9,6 +9,7 @@ import time
 import aiohttp
 from aiohttp import web
 
+from agenticrun_api.names import KIND, LABEL_RUN
 from agenticrun_operator.cluster import (
     ClusterError,
     DirectTransport,
@@ -22,14 +23,12 @@ from agenticrun_operator.lease import Leadership
 from agenticrun_operator.metrics import LAST_EVENT, serve_metrics
 from agenticrun_operator.reconcile_workers import ReconcileWorkers, resync
 from agenticrun_operator.reconciler import Reconciler
+from agenticrun_operator.resources import Manifest
 from agenticrun_operator.settings import HeadAccess, Settings
-from agenticrun_operator.workqueue import Key, WorkQueue
+from agenticrun_operator.watches import Watch
+from agenticrun_operator.workqueue import WorkQueue
 
 log = logging.getLogger(__name__)
-
-
-class MissingApi(Exception):
-    """The Kubernetes cluster does not serve a resource that the operator needs."""
 
 
 class OperatorRuntime:
@@ -41,14 +40,9 @@ class OperatorRuntime:
         self._last_event = time.monotonic()
 
     async def start(self) -> None:
-        """Connect to the apiserver and start all background tasks.
-
-        Raises:
-            MissingApi: a CRD that the operator needs is not installed.
-        """
+        """Connect to the apiserver and start all background tasks."""
         settings = self._settings
         self._kube = KubeClient(await connect(), settings.namespaces)
-        await self._check_apis()
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         direct = settings.head_access is HeadAccess.DIRECT
         transport: HeadTransport = (
@@ -70,7 +64,19 @@ class OperatorRuntime:
             asyncio.create_task(
                 resync(self.queue, self._kube.list_run_keys, settings.resync_seconds), name="resync"
             ),
+            *(
+                asyncio.create_task(watch.run(), name=f"watch {watch.name}")
+                for namespace in settings.namespaces or (None,)
+                for watch in self._watches(namespace)
+            ),
         ]
+
+    def _watches(self, namespace: str | None) -> tuple[Watch, ...]:
+        return (
+            Watch(self._kube, KIND, namespace, None, self._run_changed),
+            Watch(self._kube, "RayCluster", namespace, LABEL_RUN, self._child_changed),
+            Watch(self._kube, "Pod", namespace, LABEL_RUN, self._child_changed),
+        )
 
     async def stop(self) -> None:
         """Stop all tasks, release the lease and close the connections."""
@@ -86,16 +92,19 @@ class OperatorRuntime:
         await self._session.close()
         await self._kube.close()
 
-    def run_changed(self, key: Key, resource_version: str) -> None:
+    def _run_changed(self, run: Manifest) -> None:
         """Handle a watch event of a run. Events of our own writes are ignored."""
         self._note_event()
-        if not self._reconciler.is_own_write(key, resource_version):
+        metadata = run["metadata"]
+        key = (metadata["namespace"], metadata["name"])
+        if not self._reconciler.is_own_write(key, metadata["resourceVersion"]):
             self.queue.add(key)
 
-    def child_changed(self, key: Key) -> None:
-        """Handle a watch event of a RayCluster or pod of the run."""
+    def _child_changed(self, child: Manifest) -> None:
+        """Handle a watch event of a RayCluster or pod of a run."""
         self._note_event()
-        self.queue.add(key)
+        metadata = child["metadata"]
+        self.queue.add((metadata["namespace"], metadata["labels"][LABEL_RUN]))
 
     @property
     def seconds_since_event(self) -> float:
@@ -119,15 +128,3 @@ class OperatorRuntime:
     def _note_event(self) -> None:
         self._last_event = time.monotonic()
         LAST_EVENT.set_to_current_time()
-
-    async def _check_apis(self) -> None:
-        for path, what in (
-            ("/apis/ray.io/v1", "KubeRay's CRDs (ray.io/v1)"),
-            ("/apis/agenticrun.dev/v1alpha1", "the AgenticRun CRD"),
-        ):
-            answer = await self._kube.raw("GET", path)
-            if answer.status == 404:
-                raise MissingApi(
-                    f"the Kubernetes cluster does not serve {what}: install the CRDs, "
-                    "then start the operator"
-                )

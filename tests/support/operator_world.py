@@ -36,6 +36,7 @@ from agenticrun_operator.cluster import (
     HeadAddress,
     HeadUnreachable,
     NotFound,
+    NotServed,
 )
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 from agenticrun_operator.planning.times import format_time
@@ -88,6 +89,8 @@ class World:
     status_writes: int = 0
     create_errors: dict[str, ClusterError] = field(default_factory=dict)
     """The apiserver's answer to the creation of a kind."""
+    kuberay_missing: bool = False
+    """The apiserver does not serve RayClusters."""
     reporter_down: bool = False
     ray_down: bool = False
     submit_down: bool = False
@@ -287,6 +290,7 @@ class World:
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
         self._point(f"get {kind}")
+        self._check_served(kind)
         assert namespace == NAMESPACE
         return copy.deepcopy(self.objects.get((kind, name)))
 
@@ -305,6 +309,7 @@ class World:
 
     async def create(self, manifest: Manifest) -> None:
         self._point(f"create {manifest['kind']}")
+        self._check_served(manifest["kind"])
         if manifest["kind"] in self.create_errors:
             raise self.create_errors[manifest["kind"]]
         if (manifest["kind"], manifest["metadata"]["name"]) in self.objects:
@@ -373,6 +378,10 @@ class World:
         if not self._reachable(head) or self.reporter_down:
             return Unreachable("no answer")
         return self.reports.get(self._incarnations()[head.pod.ip].split("/")[0], NoReport())
+
+    def _check_served(self, kind: str) -> None:
+        if kind == "RayCluster" and self.kuberay_missing:
+            raise NotServed("404 page not found")
 
     # -- inside ------------------------------------------------------------------------------------
 

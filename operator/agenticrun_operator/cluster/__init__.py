@@ -7,8 +7,11 @@ from agenticrun_operator.cluster.errors import (
     Denied,
     HeadUnreachable,
     KubeUnavailable,
+    NamespaceGone,
     NotFound,
+    NotServed,
     Refused,
+    WatchExpired,
 )
 from agenticrun_operator.cluster.head import HeadAddress, RunHead
 from agenticrun_operator.cluster.kube import KubeClient, connect
@@ -28,9 +31,12 @@ __all__ = [
     "Kube",
     "KubeClient",
     "KubeUnavailable",
+    "NamespaceGone",
     "NotFound",
+    "NotServed",
     "ProxyTransport",
     "Refused",
     "RunHead",
+    "WatchExpired",
     "connect",
 ]

@@ -27,6 +27,18 @@ class Denied(ClusterError):
     """A quota, an admission policy or missing rights prevent the request. It may succeed later."""
 
 
+class NotServed(ClusterError):
+    """The apiserver does not serve this kind: its CRD is not installed."""
+
+
+class NamespaceGone(ClusterError):
+    """The namespace does not exist or is being deleted, so nothing can be created in it."""
+
+
+class WatchExpired(ClusterError):
+    """The watch must begin again with a list: it missed more than the apiserver remembers."""
+
+
 class KubeUnavailable(ClusterError):
     """The apiserver did not answer, or its answer is unusable. A retry may help."""
 

@@ -9,7 +9,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,18 +27,24 @@ from agenticrun_operator.cluster.errors import (
     Conflict,
     Denied,
     KubeUnavailable,
+    NamespaceGone,
     NotFound,
+    NotServed,
     Refused,
+    WatchExpired,
 )
 from agenticrun_operator.metrics import API_REQUESTS
 from agenticrun_operator.resources import Event, Manifest
 
 FIELD_MANAGER = "agenticrun-operator"
 TIMEOUT_SECONDS = 15.0
+WATCH_SECONDS = 300
+"""Lifetime of a watch. A watch that hangs without an error is replaced after this time."""
 
 log = logging.getLogger(__name__)
 
 _APPLY = "application/apply-patch+yaml"
+_METADATA = "application/json;as=PartialObjectMetadata{};g=meta.k8s.io;v=v1"
 _ROOTS = {
     KIND: (f"/apis/{GROUP}/{VERSION}", PLURAL),
     "RayCluster": ("/apis/ray.io/v1", "rayclusters"),
@@ -65,6 +72,7 @@ async def connect(kubeconfig: Path | None = None) -> client.ApiClient:
         kubeconfig: path of the kubeconfig; None: the one in KUBECONFIG.
     """
     settings = client.Configuration()
+    settings.connection_pool_maxsize = 0  # no limit: every watch holds a connection
     try:
         config.load_incluster_config(client_configuration=settings)
     except config.ConfigException:
@@ -127,7 +135,12 @@ class KubeClient:
         paths = [f"{root}/namespaces/{namespace}/{plural}" for namespace in self._namespaces] or [
             f"{root}/{plural}"
         ]
-        lists = [await self._request("GET", path) for path in paths]
+        lists = []
+        for path in paths:
+            try:
+                lists.append(await self._request("GET", path))
+            except ClusterError as error:  # one missing namespace must not hide the others
+                log.warning("cannot list the runs: %s", error)
         return [
             (item["metadata"]["namespace"], item["metadata"]["name"])
             for found in lists
@@ -141,6 +154,59 @@ class KubeClient:
         items: list[Manifest] = found["items"]
         return items
 
+    async def list_metadata(
+        self, kind: str, namespace: str | None, label: str | None
+    ) -> tuple[list[Manifest], str]:
+        """Return the metadata of all objects of a kind, and the version to watch from.
+
+        Args:
+            kind: the kind.
+            namespace: their namespace; None: all namespaces.
+            label: the label that they must have; None: any object.
+        """
+        query = {"labelSelector": label} if label else {}
+        found = await self._request(
+            "GET",
+            object_path(kind, namespace),
+            query=query,
+            headers={"Accept": _METADATA.format("List")},
+        )
+        return found["items"] or [], found["metadata"]["resourceVersion"]  # null, not []
+
+    @asynccontextmanager
+    async def watch_metadata(
+        self, kind: str, namespace: str | None, label: str | None, since: str
+    ) -> AsyncIterator[AsyncIterator[tuple[Manifest, bool]]]:
+        """Watch the metadata of objects. Entering means that the apiserver serves the watch.
+
+        Yields:
+            An iterator over changed objects; True marks a bookmark, which carries only a version.
+
+        Raises:
+            WatchExpired: list the objects again.
+        """
+        path = object_path(kind, namespace)
+        query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": since}
+        query |= {"timeoutSeconds": str(WATCH_SECONDS)} | (
+            {"labelSelector": label} if label else {}
+        )
+        serialized = await self._api.param_serialize(
+            "GET",
+            path,
+            query_params=list(query.items()),
+            header_params={"Accept": _METADATA.format("")},
+            auth_settings=["BearerToken"],
+        )
+        timeout = aiohttp.ClientTimeout(total=WATCH_SECONDS + 10, connect=TIMEOUT_SECONDS)
+        try:
+            answer = await self._api.call_api(*serialized, _request_timeout=timeout)
+            async with answer.response as response:
+                if response.status != 200:
+                    _read_answer(Response(response.status, await response.read()), f"watch {path}")
+                yield _watch_events(response.content)
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise KubeUnavailable(f"watch {path}: {error or type(error).__name__}") from error
+
     async def create(self, manifest: Manifest) -> None:
         path = object_path(manifest["kind"], manifest["metadata"]["namespace"])
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
@@ -150,7 +216,7 @@ class KubeClient:
         options = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         try:
             await self._request("DELETE", object_path(kind, namespace, name), body=options)
-        except (NotFound, Conflict):
+        except (NotFound, NotServed, Conflict):
             return
 
     async def write_status(self, run: Manifest, status: AgenticRunStatus) -> Manifest:
@@ -221,23 +287,13 @@ class KubeClient:
         )
 
     async def _request(self, method: str, path: str, **arguments: Any) -> Manifest:
-        response = await self.raw(method, path, **arguments)
-        try:
-            answer = json.loads(response.body)
-        except ValueError as error:
-            raise KubeUnavailable(
-                f"{method} {path}: status {response.status}, and the answer is not JSON"
-            ) from error
-        if response.status < 300:
-            found: Manifest = answer
-            return found
-        raise _error(response.status, answer, f"{method} {path}")
+        return _read_answer(await self.raw(method, path, **arguments), f"{method} {path}")
 
 
-def object_path(kind: str, namespace: str, name: str | None = None) -> str:
+def object_path(kind: str, namespace: str | None, name: str | None = None) -> str:
     """Return the API path of one object or, without a name, of all objects of a kind."""
     root, plural = _ROOTS[kind]
-    path = f"{root}/namespaces/{namespace}/{plural}"
+    path = f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
     return f"{path}/{name}" if name else path
 
 
@@ -260,18 +316,60 @@ def _drop_undeclared(status: dict[str, Any], message: str) -> bool:
     return True
 
 
+async def _watch_events(lines: aiohttp.StreamReader) -> AsyncIterator[tuple[Manifest, bool]]:
+    async for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError as error:
+            raise KubeUnavailable(f"watch: unusable event: {line[:200]!r}") from error
+        if event["type"] == "ERROR":
+            status = event["object"]
+            if status.get("code") == 410:
+                raise WatchExpired(str(status.get("message")))
+            raise KubeUnavailable(f"watch: {status.get('message')}")
+        yield event["object"], event["type"] == "BOOKMARK"
+
+
+def _read_answer(response: Response, request: str) -> Manifest:
+    """Return the object of a response.
+
+    Raises:
+        ClusterError: the response is an error, or is not JSON.
+    """
+    try:
+        answer = json.loads(response.body)
+    except ValueError as error:
+        if response.status == 404 and " /apis/" in request:
+            raise NotServed(f"{request}: the apiserver does not serve this resource") from error
+        raise KubeUnavailable(
+            f"{request}: status {response.status}, and the answer is not JSON"
+        ) from error
+    if response.status < 300:
+        found: Manifest = answer
+        return found
+    raise _error(response.status, answer, request)
+
+
 def _error(status: int, answer: Any, request: str) -> ClusterError:
     details = answer if isinstance(answer, dict) else {}
     message = str(details.get("message") or f"{request}: status {status}")
+    subject = details.get("details") or {}
+    causes = {cause.get("reason") for cause in subject.get("causes") or ()}
     match status, details.get("reason"):
         case 404, _:
-            return NotFound(message)
+            missing = {None: NotServed, "namespaces": NamespaceGone}
+            return missing.get(subject.get("kind"), NotFound)(message)
+        case 405, _:  # also while a CRD is being deleted
+            return NotServed(message)
+        case 410, _:
+            return WatchExpired(message)
         case 409, "AlreadyExists":
             return AlreadyExists(message)
         case 409, _:
             return Conflict(message)
         case 403, _:
-            return Denied(message)
+            gone = "NamespaceTerminating" in causes
+            return NamespaceGone(message) if gone else Denied(message)
         case ((400 | 422), _):
             return Refused(message)
     return KubeUnavailable(f"{request}: status {status}: {message}")

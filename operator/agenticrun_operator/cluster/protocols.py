@@ -14,11 +14,15 @@ class Kube(Protocol):
     """The kube-apiserver. Every method raises `KubeUnavailable` if there is no usable answer."""
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
-        """Return the object as the apiserver has it now, or None if it does not exist."""
+        """Return the object as the apiserver has it now, or None if it does not exist.
+
+        Raises:
+            NotServed: the kind's CRD is not installed.
+        """
         ...
 
     async def list_run_keys(self) -> list[tuple[str, str]]:
-        """Return (namespace, name) of all runs in the watched namespaces."""
+        """Return (namespace, name) of all runs in the watched namespaces that can be listed."""
         ...
 
     async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
@@ -26,7 +30,10 @@ class Kube(Protocol):
         ...
 
     async def create(self, manifest: Manifest) -> None:
-        """Create an object. Raises `AlreadyExists`, `Refused`, `Denied`."""
+        """Create an object.
+
+        Raises `AlreadyExists`, `Refused`, `Denied`, `NotServed`, `NamespaceGone`.
+        """
         ...
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:

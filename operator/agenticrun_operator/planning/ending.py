@@ -56,7 +56,9 @@ def clean_up(draft: Draft, observed: Observed) -> None:
         else run.spec.cleanup.on_failure
     )
     _follow_exit(draft, observed, ended)
-    if policy == "Delete":
+    if observed.kuberay_missing:
+        draft.look_again(10.0)  # the RayCluster may be there when KubeRay's CRDs are back
+    elif policy == "Delete":
         _delete_cluster(draft, observed, ended)
     if run.spec.ttl_seconds_after_finished is not None:
         left = (

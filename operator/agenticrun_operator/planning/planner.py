@@ -44,28 +44,40 @@ def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImage
         draft.condition(ConditionType.ACCEPTED, "True", Reason.SPEC_READ)
     obstacle = provisioning.find_obstacle(run, observed, images)
     if obstacle:
+        if _is_new(draft, obstacle):
+            draft.event(obstacle.reason, obstacle.message, warning=obstacle.needs_people)
         draft.condition(
             ConditionType.CLUSTER_PROVISIONED, "False", obstacle.reason, obstacle.message
         )
-        draft.look_again(WAIT_SECONDS)
+        draft.look_again(DENIED_SECONDS if observed.kuberay_missing else WAIT_SECONDS)
+        if run.status.phase is not Phase.RUNNING:
+            draft.phase(run.status.phase, obstacle.message)
     else:
         provisioning.provision(draft, observed, images)
     if obstacle and run.status.job is None:
         draft.phase(Phase.PENDING, obstacle.message)
-        if run.status.message != obstacle.message:
-            draft.event(obstacle.reason, obstacle.message, warning=obstacle.needs_people)
         return draft.finish(observed.last_status_write)
     ready = roles.report(draft, observed, images)
     attempts.advance(draft, observed, ready)
     return draft.finish(observed.last_status_write)
 
 
+def _is_new(draft: Draft, obstacle: provisioning.Obstacle) -> bool:
+    before = draft.find(ConditionType.CLUSTER_PROVISIONED)
+    shown = (before.reason, before.message) if before else None
+    return shown != (obstacle.reason.value, obstacle.message)
+
+
 def plan_refused(run: AgenticRun, tried: Plan, message: str, now: datetime) -> Plan:
     """Return a plan for a child that the apiserver refuses as invalid.
 
-    No retry helps, so the run fails, unless the plan ended it already, or it trains and its
-    RayCluster exists: pods that run no longer need the child.
+    If KubeRay is too old, the run waits. Else no retry helps, so the run fails, unless the plan
+    ended it already, or it trains and its RayCluster exists: pods that run no longer need the
+    child.
     """
+    outdated = provisioning.outdated_kuberay(message)
+    if outdated:
+        return plan_blocked(run, tried, outdated, now)
     ended = tried.status is not None and tried.status.phase.finished
     has_cluster = all(item["kind"] != "RayCluster" for item in tried.create)
     if ended or (run.status.job is not None and has_cluster):
@@ -76,16 +88,33 @@ def plan_refused(run: AgenticRun, tried: Plan, message: str, now: datetime) -> P
 
 
 def plan_denied(run: AgenticRun, tried: Plan, message: str, now: datetime) -> Plan:
-    """Return the plan with the news that the apiserver denied a child, and a time to retry.
+    """Return the plan for a child that a quota, an admission policy or missing rights prevent."""
+    return plan_blocked(run, tried, provisioning.Obstacle(Reason.CLUSTER_CREATING, message), now)
 
-    A quota, an admission policy or missing rights prevent the child. What else was decided stays: a
-    failed attempt is counted, and a success is kept.
+
+def plan_kuberay_missing(run: AgenticRun, tried: Plan, now: datetime) -> Plan:
+    """Return the plan for a RayCluster that the apiserver does not serve any more."""
+    return plan_blocked(run, tried, provisioning.KUBERAY_MISSING, now)
+
+
+def plan_namespace_gone(run: AgenticRun, tried: Plan, message: str, now: datetime) -> Plan:
+    """Return the plan for a child of a run in a namespace that is missing or being deleted."""
+    return plan_blocked(run, tried, provisioning.gone_namespace(run, message), now)
+
+
+def plan_blocked(
+    run: AgenticRun, tried: Plan, obstacle: provisioning.Obstacle, now: datetime
+) -> Plan:
+    """Return the plan together with what prevented a child, and a time to retry.
+
+    What else was decided stays: a failed attempt is counted, and a success is kept.
     """
     draft = Draft(run, now)
+    message, is_new = obstacle.message, _is_new(draft, obstacle)
     denied = new_condition(
         ConditionType.CLUSTER_PROVISIONED,
         "False",
-        Reason.CLUSTER_CREATING,
+        obstacle.reason,
         message,
         now,
         run.metadata.generation,
@@ -95,11 +124,14 @@ def plan_denied(run: AgenticRun, tried: Plan, message: str, now: datetime) -> Pl
     others = [item for item in draft.status.conditions if item.type != denied.type]
     draft.set(conditions=[denied, *others])
     if not draft.status.phase.finished:
-        draft.phase(draft.status.phase, message)
+        never_started = draft.status.job is None and obstacle.reason is not Reason.CLUSTER_CREATING
+        draft.phase(Phase.PENDING if never_started else draft.status.phase, message)
+    if is_new:
+        draft.event(obstacle.reason, message, warning=True)
     draft.look_again(min(tried.requeue_after or DENIED_SECONDS, DENIED_SECONDS))
     plan_ = draft.finish(None)
     events = tuple(item for item in tried.events if item.reason is not Reason.CLUSTER_CREATED)
-    return replace(plan_, job=tried.job, delete=tried.delete, events=events)
+    return replace(plan_, job=tried.job, delete=tried.delete, events=(*events, *plan_.events))
 
 
 def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from agenticrun_api import AgenticRun, ConditionType, Phase, Reason
@@ -34,11 +35,62 @@ class Obstacle:
         return self.reason is not Reason.WAITING_FOR_PREVIOUS_RUN
 
 
+MIN_KUBERAY = "1.6"
+KUBERAY_MISSING = Obstacle(
+    Reason.KUBERAY_MISSING,
+    "the Kubernetes cluster does not serve RayClusters (ray.io/v1): "
+    f"install KubeRay {MIN_KUBERAY} or newer with its CRDs; the run goes on by itself then",
+)
+_UNKNOWN_FIELDS = re.compile(
+    r'unknown field "(spec\.[^"]+)"'
+    r"|\.?(spec\.[\w.\[\]]+): field not declared in schema"
+    r"|(spec\.authOptions[\w.]*): (?:Unsupported|Invalid) value"
+)
+_OF_THE_USER = re.compile(
+    r"\.template\.spec\.(tolerations|affinity|nodeSelector|volumes"
+    r"|(containers|initContainers)\[\d+\]\.(env|envFrom|volumeMounts))\b"
+)
+
+
+def outdated_kuberay(refusal: str) -> Obstacle | None:
+    """Return the obstacle if a refused RayCluster has fields of ours that KubeRay does not know.
+
+    A field that the user wrote in spec.roles is the user's error, and not meant here.
+
+    Args:
+        refusal: the apiserver's words.
+    """
+    fields = [next(filter(None, found)) for found in _UNKNOWN_FIELDS.findall(refusal)]
+    ours = [field for field in fields if not _OF_THE_USER.search(field)]
+    if not ours:
+        return None
+    return Obstacle(
+        Reason.KUBERAY_TOO_OLD,
+        f"this version of KubeRay does not know {', '.join(ours[:3])}: upgrade KubeRay and its "
+        f"CRDs to {MIN_KUBERAY} or newer; the run goes on by itself then",
+    )
+
+
+def gone_namespace(run: AgenticRun, why: str) -> Obstacle:
+    """Return the obstacle of a run in a namespace that is missing or being deleted.
+
+    Args:
+        run: the run.
+        why: the apiserver's words.
+    """
+    return Obstacle(
+        Reason.NAMESPACE_GONE,
+        f"nothing can be created in namespace {run.metadata.namespace}, because it is being "
+        f"deleted or does not exist: apply the run in another namespace ({why})",
+    )
+
+
 def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> Obstacle | None:
     """Return the first obstacle, or None.
 
-    An obstacle is a worker image that is not configured, or an object that has the name of a child
-    but belongs to another owner or an earlier run. The operator never takes over such an object.
+    An obstacle is a worker image that is not configured, KubeRay that is missing, or an object that
+    has the name of a child but belongs to another owner or an earlier run. The operator never takes
+    over such an object.
     """
     engine = images.missing_engine(run)
     if engine:
@@ -47,6 +99,8 @@ def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> 
             f"set the chart's value images.workers.{engine}, or set spec.image"
         )
         return Obstacle(Reason.NO_ENGINE_IMAGE, message)
+    if observed.kuberay_missing:
+        return KUBERAY_MISSING
     for child, manifest in sorted(observed.children.items()):
         if manifest is None:
             continue

@@ -1,0 +1,135 @@
+"""Watches of runs, RayClusters and pods, each of which survives whatever happens to its resource.
+
+A watch whose namespace or CRD is missing, or that may not list, retries until it can, and delays no
+other watch. kopf's own watches end the whole operator in that case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from agenticrun_operator.cluster import (
+    ClusterError,
+    Denied,
+    NamespaceGone,
+    NotServed,
+    WatchExpired,
+)
+from agenticrun_operator.metrics import WATCHES_DOWN
+from agenticrun_operator.resources import Manifest
+
+FIRST_RETRY_SECONDS = 0.5
+MAX_RETRY_SECONDS = 8.0
+"""Longest delay until a namespace or CRD that is there again is noticed."""
+JITTER = 0.2
+
+log = logging.getLogger(__name__)
+
+
+class WatchClient(Protocol):
+    """The methods of the kube client that a watch needs. Objects have only their metadata."""
+
+    async def list_metadata(
+        self, kind: str, namespace: str | None, label: str | None
+    ) -> tuple[list[Manifest], str]: ...
+
+    def watch_metadata(
+        self, kind: str, namespace: str | None, label: str | None, since: str
+    ) -> AbstractAsyncContextManager[AsyncIterator[tuple[Manifest, bool]]]: ...
+
+
+class Watch:
+    """Lists and watches the objects of one kind, in one namespace or in all."""
+
+    def __init__(
+        self,
+        client: WatchClient,
+        kind: str,
+        namespace: str | None,
+        label: str | None,
+        changed: Callable[[Manifest], None],
+    ):
+        """Create a watch.
+
+        Args:
+            client: the kube client.
+            kind: the kind of the objects.
+            namespace: their namespace; None: all namespaces.
+            label: the label that the objects must have; None: any object.
+            changed: called with the metadata of each object at each list and each event.
+        """
+        self._client = client
+        self._kind = kind
+        self._namespace = namespace
+        self._label = label
+        self._changed = changed
+        self._failures = 0
+        self._trouble = ""
+
+    @property
+    def name(self) -> str:
+        """The kind and namespace, for people."""
+        return f"{self._kind}@{self._namespace or 'all namespaces'}"
+
+    async def run(self) -> None:
+        """List and watch until cancelled."""
+        while True:
+            try:
+                await self._list_and_watch()
+            except WatchExpired:
+                delay = 0.0
+            except Exception as error:  # whatever it is, it must not end the watch
+                self._note_down(error)
+                delay = min(FIRST_RETRY_SECONDS * 2.0**self._failures, MAX_RETRY_SECONDS)
+                self._failures += 1
+            else:
+                delay = FIRST_RETRY_SECONDS
+            await asyncio.sleep(delay * random.uniform(1 - JITTER, 1 + JITTER))
+
+    async def _list_and_watch(self) -> None:
+        where = (self._kind, self._namespace, self._label)
+        objects, version = await self._client.list_metadata(*where)
+        for item in objects:
+            self._changed(item)
+        while True:
+            async with self._client.watch_metadata(*where, version) as events:
+                self._note_up()
+                async for item, is_bookmark in events:
+                    version = item["metadata"]["resourceVersion"]
+                    if not is_bookmark:
+                        self._changed(item)
+            await asyncio.sleep(FIRST_RETRY_SECONDS)  # not in a tight loop
+
+    def _note_up(self) -> None:
+        if self._trouble:
+            log.info("watch %s works again", self.name)
+        self._failures, self._trouble = 0, ""
+        WATCHES_DOWN.labels(kind=self._kind, namespace=self._namespace or "").set(0)
+
+    def _note_down(self, error: Exception) -> None:
+        """Log the trouble, once."""
+        WATCHES_DOWN.labels(kind=self._kind, namespace=self._namespace or "").set(1)
+        if str(error) == self._trouble:
+            return
+        self._trouble = str(error)
+        bug = None if isinstance(error, ClusterError) else error
+        log.warning("watch %s retries: %s%s", self.name, error, self._advice(error), exc_info=bug)
+
+    def _advice(self, error: Exception) -> str:
+        match error:
+            case NotServed():
+                what = "KubeRay and its CRDs" if self._kind == "RayCluster" else "the chart's CRDs"
+                return f"; install {what}"
+            case Denied() | NamespaceGone() if self._namespace:
+                return (
+                    f"; if namespace {self._namespace} is missing, create it and run helm upgrade, "
+                    "or remove it from watchNamespaces"
+                )
+            case Denied():
+                return "; check the operator's ClusterRole"
+        return ""

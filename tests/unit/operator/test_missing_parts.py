@@ -1,0 +1,195 @@
+"""Runs while KubeRay or their namespace is missing: they wait, say why, and go on by themselves."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from agenticrun_api import Condition, ConditionType, Outcome, Phase
+from agenticrun_operator.cluster import (
+    KubeUnavailable,
+    NamespaceGone,
+    NotFound,
+    NotServed,
+    Refused,
+)
+from operator_world import NAME, Operator, World
+
+TOO_OLD = (
+    'RayCluster in version "v1" cannot be handled as a RayCluster: strict decoding error: '
+    'unknown field "spec.authOptions"'
+)
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.apply_run(("spec.failurePolicy", {"maxRestarts": 2, "backoffSeconds": 10}))
+    return world
+
+
+@pytest.fixture
+def operator(world: World) -> Operator:
+    return Operator(world)
+
+
+def provisioned(world: World) -> Condition:
+    kind = ConditionType.CLUSTER_PROVISIONED.value
+    return next(item for item in world.status.conditions if item.type == kind)
+
+
+def happened(world: World) -> list[str]:
+    return [str(event.reason) for event in world.events]
+
+
+async def train(operator: Operator, step: int = 1) -> None:
+    await operator.settle()
+    operator.world.drive(step)
+    await operator.settle(2)
+    assert operator.world.status.phase is Phase.RUNNING
+
+
+async def test_a_run_waits_for_kuberay_and_starts_when_it_is_installed(
+    world: World, operator: Operator
+) -> None:
+    world.kuberay_missing = True
+    await operator.settle(5)
+    assert world.status.phase is Phase.PENDING
+    assert provisioned(world).reason == "KubeRayMissing"
+    assert "install KubeRay" in (world.status.message or "")
+    assert happened(world) == ["KubeRayMissing"]
+    assert world.status_writes == 1
+    world.kuberay_missing = False
+    await train(operator)
+    assert world.status.message is None
+
+
+async def test_kuberay_that_disappears_between_read_and_write_is_no_lost_run(
+    world: World, operator: Operator
+) -> None:
+    world.create_errors["RayCluster"] = NotServed("create not allowed while terminating")
+    await operator.settle(3)
+    assert (world.status.phase, provisioned(world).reason) == (Phase.PENDING, "KubeRayMissing")
+    assert happened(world) == ["KubeRayMissing"]
+    writes = world.status_writes
+    await operator.settle(3)
+    assert world.status_writes == writes
+    world.create_errors.clear()
+    await train(operator)
+
+
+async def test_training_goes_on_while_kuberay_is_missing_and_its_pods_live(
+    world: World, operator: Operator
+) -> None:
+    await train(operator)
+    world.kuberay_missing = True
+    world.drive(2)
+    await operator.settle(30)
+    assert (world.status.phase, world.status.step) == (Phase.RUNNING, 2)
+    assert provisioned(world).reason == "KubeRayMissing"
+    world.kuberay_missing = False
+    await operator.settle(3)
+    assert provisioned(world).status == "True"
+    assert [job.attempt for job in world.jobs] == [1]
+
+
+async def test_a_run_whose_cluster_went_with_the_crd_resumes_when_the_crd_is_back(
+    world: World, operator: Operator
+) -> None:
+    await train(operator)
+    world.kuberay_missing = True
+    world.delete_cluster()
+    world.collect_garbage()
+    await operator.settle(20)
+    assert (world.status.phase, world.status.restarts) == (Phase.RESTARTING, 1)
+    assert "install KubeRay" in (world.status.message or "")
+    world.kuberay_missing = False
+    world.now += timedelta(seconds=20)
+    await operator.settle(4)
+    assert [job.attempt for job in world.jobs] == [1, 2]
+
+
+async def test_a_finished_runs_cluster_is_deleted_once_kuberay_is_back(
+    world: World, operator: Operator
+) -> None:
+    await train(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(1)
+    assert world.status.phase is Phase.SUCCEEDED
+    world.kuberay_missing = True
+    await operator.settle(3)
+    assert ("RayCluster", NAME) in world.objects
+    assert provisioned(world).reason != "ClusterDeleted"
+    world.kuberay_missing = False
+    await operator.settle(3)
+    assert ("RayCluster", NAME) not in world.objects
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        TOO_OLD,
+        ".spec.authOptions: field not declared in schema",
+        'RayCluster.ray.io "lake" is invalid: spec.authOptions.mode: Unsupported value: "token"',
+        'strict decoding error: unknown field "spec.authOptions", unknown field '
+        '"spec.headGroupSpec.template.spec.tolerations[0].kee"',
+    ],
+)
+async def test_a_kuberay_that_is_too_old_makes_the_run_wait(
+    world: World, operator: Operator, refusal: str
+) -> None:
+    world.create_errors["RayCluster"] = Refused(refusal)
+    await operator.settle(4)
+    assert (world.status.phase, provisioned(world).reason) == (Phase.PENDING, "KubeRayTooOld")
+    assert "spec.authOptions" in provisioned(world).message
+    assert "upgrade KubeRay" in (world.status.message or "")
+    assert happened(world) == ["KubeRayTooOld"]
+    world.create_errors.clear()
+    await train(operator)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "spec.headGroupSpec.template.spec.tolerations[0].kee",
+        "spec.workerGroupSpecs[0].template.spec.containers[0].env[3].valeu",
+        "spec.workerGroupSpecs[1].template.spec.volumes[4].nsf",
+    ],
+)
+async def test_a_field_that_the_user_wrote_wrong_is_not_blamed_on_kuberay(
+    world: World, operator: Operator, field: str
+) -> None:
+    world.create_errors["RayCluster"] = Refused(f'strict decoding error: unknown field "{field}"')
+    await operator.settle(2)
+    assert world.status.phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("kind", ["Secret", "ConfigMap", "RayCluster"])
+async def test_a_run_in_a_namespace_that_is_being_deleted_says_so(
+    world: World, operator: Operator, kind: str
+) -> None:
+    world.create_errors[kind] = NamespaceGone('namespaces "team" not found')
+    await operator.settle(4)
+    assert (world.status.phase, provisioned(world).reason) == (Phase.PENDING, "NamespaceGone")
+    assert happened(world) == ["NamespaceGone"]
+    world.create_errors.clear()
+    await train(operator)
+
+
+async def test_a_404_on_create_does_not_mean_that_the_run_is_gone(
+    world: World, operator: Operator
+) -> None:
+    world.create_errors["RayCluster"] = NotFound("nobody knows what")
+    with pytest.raises(KubeUnavailable, match="cannot create RayCluster"):
+        await operator.reconcile()
+
+
+async def test_an_event_that_cannot_be_posted_stops_nothing(
+    world: World, operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def denied(*_: object) -> None:
+        raise NamespaceGone("being terminated")
+
+    monkeypatch.setattr(world, "post_event", denied)
+    await train(operator)

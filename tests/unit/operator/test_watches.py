@@ -1,0 +1,224 @@
+"""Watches on a stub apiserver: each survives what happens to its own namespace or resource."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio import client
+
+from agenticrun_api.names import KIND, LABEL_RUN
+from agenticrun_operator import watches
+from agenticrun_operator.cluster import KubeClient, NamespaceGone, NotServed
+from agenticrun_operator.watches import Watch
+
+GONE_NAMESPACE = {
+    "kind": "Status",
+    "reason": "NotFound",
+    "message": 'namespaces "blue" not found',
+    "details": {"kind": "namespaces", "name": "blue"},
+}
+FORBIDDEN = {"kind": "Status", "reason": "Forbidden", "message": "agenticruns is forbidden"}
+TERMINATING = FORBIDDEN | {"details": {"causes": [{"reason": "NamespaceTerminating"}]}}
+
+
+class StubApiserver:
+    """Lists and watches two namespaces; each answers with an error on demand."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, Any]] = {}
+        """By a part of the path: the status and body to answer instead."""
+        self.names: list[tuple[str, str]] = []
+        self.lists: list[str] = []
+        self._streams: set[tuple[str, web.StreamResponse]] = set()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        for part, (status, body) in self.answers.items():
+            if part in request.path:
+                text = body if isinstance(body, str) else json.dumps(body)
+                return web.Response(status=status, text=text)
+        if "watch" in request.query:
+            return await self._watch(request)
+        self.lists.append(request.path)
+        items = [self._item(*name) for name in self.names if f"/{name[0]}/" in request.path]
+        # The apiserver writes an empty list of metadata as null.
+        return web.json_response({"items": items or None, "metadata": {"resourceVersion": "5"}})
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        assert request.query["resourceVersion"]
+        response = web.StreamResponse()
+        await response.prepare(request)
+        key = (request.path, response)
+        self._streams.add(key)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._streams.discard(key)
+        return response
+
+    def _item(self, namespace: str, name: str) -> dict[str, Any]:
+        labels = {LABEL_RUN: name}
+        metadata = {"namespace": namespace, "name": name, "labels": labels, "resourceVersion": "7"}
+        return {"metadata": metadata}
+
+    async def say(self, kind: str, item: dict[str, Any], where: str = "") -> None:
+        """Send an event to all watches whose path contains `where`."""
+        for path, stream in list(self._streams):
+            if where in path:
+                await stream.write(json.dumps({"type": kind, "object": item}).encode() + b"\n")
+
+    async def change(self, namespace: str, name: str) -> None:
+        await self.say("MODIFIED", self._item(namespace, name), f"/{namespace}/")
+
+    def watched(self, where: str) -> int:
+        return sum(where in path for path, _ in self._streams)
+
+
+@pytest.fixture
+async def stub() -> StubApiserver:
+    return StubApiserver()
+
+
+@pytest.fixture
+async def kube(stub: StubApiserver) -> AsyncIterator[KubeClient]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", stub.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    assert site._server is not None
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+    kube = KubeClient(
+        client.ApiClient(client.Configuration(host=f"http://127.0.0.1:{port}")), ["blue", "green"]
+    )
+    yield kube
+    await kube.close()
+    await runner.cleanup()
+
+
+class Seen:
+    """What two watches have reported: of runs in blue and of runs in green."""
+
+    def __init__(self) -> None:
+        self.names: asyncio.Queue[str] = asyncio.Queue()
+
+    def changed(self, item: dict[str, Any]) -> None:
+        self.names.put_nowait(f"{item['metadata']['namespace']}/{item['metadata']['name']}")
+
+    async def next(self) -> str:
+        return await asyncio.wait_for(self.names.get(), 30)
+
+
+@pytest.fixture
+async def seen(kube: KubeClient, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Seen]:
+    monkeypatch.setattr(watches, "FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(watches, "MAX_RETRY_SECONDS", 0.05)
+    seen = Seen()
+    tasks = [
+        asyncio.create_task(Watch(kube, KIND, namespace, None, seen.changed).run())
+        for namespace in ("blue", "green")
+    ]
+    yield seen
+    assert not any(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (403, FORBIDDEN),
+        (403, TERMINATING),
+        (404, GONE_NAMESPACE),
+        (404, "404 page not found"),
+        (410, {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}),
+        (429, {"kind": "Status", "reason": "TooManyRequests", "message": "slow down"}),
+        (500, "oops"),
+        (503, {"kind": "Status", "message": "not ready"}),
+    ],
+    ids=["403", "terminating", "404", "no-crd", "410", "429", "500", "503"],
+)
+async def test_trouble_in_one_namespace_does_not_reach_the_other_and_passes(
+    stub: StubApiserver, seen: Seen, status: int, body: Any
+) -> None:
+    stub.answers["/blue/"] = (status, body)
+    await until(lambda: stub.watched("/green/"))
+    await stub.change("green", "lake")
+    assert await seen.next() == "green/lake"
+    stub.names.append(("blue", "river"))
+    stub.answers.clear()
+    assert await seen.next() == "blue/river", "it is listed when it is there again"
+    await until(lambda: stub.watched("/blue/"))
+    await stub.change("blue", "river")
+    assert await seen.next() == "blue/river"
+
+
+@pytest.mark.parametrize("code", [410, 500])
+async def test_an_error_in_the_stream_begins_the_watch_again(
+    stub: StubApiserver, seen: Seen, code: int
+) -> None:
+    await until(lambda: stub.watched("/blue/") and stub.watched("/green/"))
+    stub.names.append(("blue", "missed"))
+    await stub.say("ERROR", {"code": code, "message": "too old"}, "/blue/")
+    assert await seen.next() == "blue/missed"
+    assert stub.lists.count("/apis/agenticrun.dev/v1alpha1/namespaces/green/agenticruns") == 1
+
+
+async def test_a_bookmark_is_no_change(stub: StubApiserver, seen: Seen) -> None:
+    await until(lambda: stub.watched("/blue/"))
+    await stub.say("BOOKMARK", {"metadata": {"resourceVersion": "9"}}, "/blue/")
+    await stub.change("blue", "lake")
+    assert await seen.next() == "blue/lake"
+
+
+async def test_trouble_is_logged_once_with_what_to_do(
+    stub: StubApiserver, seen: Seen, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    stub.answers["/blue/"] = (403, FORBIDDEN)
+    await until(lambda: "namespace blue is missing, create it" in caplog.text)
+    await asyncio.sleep(0.3)
+    assert caplog.text.count("remove it from watchNamespaces") == 1
+    stub.answers.clear()
+    await until(lambda: f"watch {KIND}@blue works again" in caplog.text)
+
+
+async def test_runs_of_the_other_namespaces_are_listed(
+    stub: StubApiserver, kube: KubeClient
+) -> None:
+    stub.names.append(("green", "lake"))
+    stub.answers["/blue/"] = (403, FORBIDDEN)
+    assert await kube.list_run_keys() == [("green", "lake")]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error"),
+    [
+        (404, "404 page not found", NotServed),
+        (405, {"kind": "Status", "reason": "MethodNotAllowed", "message": "x"}, NotServed),
+        (404, GONE_NAMESPACE, NamespaceGone),
+        (403, TERMINATING, NamespaceGone),
+    ],
+)
+async def test_a_missing_crd_and_a_missing_namespace_are_told_from_a_missing_object(
+    stub: StubApiserver, kube: KubeClient, status: int, body: Any, error: type[Exception]
+) -> None:
+    stub.answers["/rayclusters"] = (status, body)
+    manifest = {"kind": "RayCluster", "metadata": {"name": "lake", "namespace": "blue"}}
+    with pytest.raises(error):
+        await kube.create(manifest)
+    details = {"kind": "rayclusters", "name": "lake"}
+    stub.answers["/rayclusters"] = (404, {"kind": "Status", "details": details, "message": "x"})
+    assert await kube.get("RayCluster", "blue", "lake") is None
