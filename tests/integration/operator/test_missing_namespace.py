@@ -32,22 +32,36 @@ def free_port() -> int:
         return port
 
 
-def grant(inside: Cluster) -> None:
-    """Apply the chart's Role in this namespace, as `helm upgrade` would."""
-    rendered = inside.command(
+def chart(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return the chart's objects for an operator of both namespaces."""
+    rendered = cluster.command(
         *("helm", "template", RELEASE, str(ROOT / "charts/agenticrun"), "--namespace", GREEN),
         *("--set", f"watchNamespaces={{{BLUE},{GREEN}}}"),
     )
+    return [document for document in yaml.safe_load_all(rendered) if document]
+
+
+def rights(inside: Cluster) -> list[dict[str, Any]]:
+    """Return the chart's rights in this namespace."""
     kinds = ("ServiceAccount", "Role", "RoleBinding")
-    wanted = [
+    return [
         document
-        for document in yaml.safe_load_all(rendered)
-        if document
-        and document["kind"] in kinds
-        and document["metadata"]["namespace"] == inside.namespace
+        for document in chart(inside)
+        if document["kind"] in kinds and document["metadata"]["namespace"] == inside.namespace
     ]
-    assert wanted
-    inside.apply(*wanted)
+
+
+def grant(inside: Cluster) -> None:
+    """Give the operator its rights in this namespace, as `helm upgrade` would."""
+    inside.apply(*rights(inside))
+
+
+def lease_settings(cluster: Cluster) -> dict[str, str]:
+    """Return the settings of the Lease that the chart gives the operator."""
+    (deployment,) = [item for item in chart(cluster) if item["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    names = ("AGENTICRUN_LEASE_NAME", "AGENTICRUN_LEASE_NAMESPACE")
+    return {item["name"]: item["value"] for item in container["env"] if item["name"] in names}
 
 
 @dataclass
@@ -74,7 +88,20 @@ def green(place: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def operator(green: Cluster, tmp_path: Path) -> Iterator[OperatorProcess]:
+def lease(green: Cluster) -> Iterator[dict[str, str]]:
+    """Yield the Lease's settings, with the rights to it."""
+    settings = lease_settings(green)
+    inside = green.in_namespace(settings["AGENTICRUN_LEASE_NAMESPACE"])
+    grant(inside)
+    yield settings
+    name = settings["AGENTICRUN_LEASE_NAME"]
+    inside.kubectl("delete", "lease", name, "--ignore-not-found")
+    for item in rights(inside):
+        inside.kubectl("delete", item["kind"], item["metadata"]["name"], "--ignore-not-found")
+
+
+@pytest.fixture
+def operator(green: Cluster, lease: dict[str, str], tmp_path: Path) -> Iterator[OperatorProcess]:
     config: dict[str, Any] = yaml.safe_load(Path(green.env["KUBECONFIG"]).read_text())
     token = green.kubectl("create", "token", RELEASE, "--duration=1h").strip()
     config["users"] = [{"name": user["name"], "user": {"token": token}} for user in config["users"]]
@@ -86,8 +113,7 @@ def operator(green: Cluster, tmp_path: Path) -> Iterator[OperatorProcess]:
         "AGENTICRUN_NAMESPACES": f"{BLUE},{GREEN}",
         "AGENTICRUN_WORKER_IMAGE": "worker:1",
         "AGENTICRUN_HEAD_ACCESS": "ApiserverProxy",
-        "AGENTICRUN_LEASE_NAMESPACE": GREEN,
-        "AGENTICRUN_LEASE_NAME": RELEASE,
+        **lease,
         "AGENTICRUN_PROBE_PORT": str(probe_port),
         "AGENTICRUN_METRICS_PORT": str(free_port()),
     }
