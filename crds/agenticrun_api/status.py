@@ -73,6 +73,7 @@ class Reason(StrEnum):
     CLUSTER_CREATED = "ClusterCreated"
     CLUSTER_DELETED = "ClusterDeleted"
     PODS_PENDING = "PodsPending"
+    PODS_DENIED = "PodsDenied"
     PODS_READY = "PodsReady"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     UNSCHEDULABLE = "Unschedulable"

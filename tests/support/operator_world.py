@@ -91,6 +91,8 @@ class World:
     """The apiserver's answer to the creation of a kind."""
     kuberay_missing: bool = False
     """The apiserver does not serve RayClusters."""
+    pods_denied: str = ""
+    """The words with which a quota refuses KubeRay's pods."""
     reporter_down: bool = False
     ray_down: bool = False
     submit_down: bool = False
@@ -151,6 +153,10 @@ class World:
         """KubeRay: create the pods that the RayCluster lacks, and let all of them become ready."""
         cluster = self.objects.get(("RayCluster", NAME))
         if cluster is None:
+            return
+        failure = {"type": "ReplicaFailure", "status": "True", "message": self.pods_denied}
+        cluster["status"] = {"conditions": [failure] if self.pods_denied else []}
+        if self.pods_denied:
             return
         own = [pod for pod in self.pods() if self._belongs_to(pod, cluster)]
         have = [pod["metadata"]["labels"][LABEL_ROLE] for pod in own]

@@ -303,6 +303,9 @@ def _fail(
         return
     wait = min(policy.backoff_seconds * 2.0 ** max(0, failures - 1), MAX_BACKOFF_SECONDS)
     draft.set(
+        activity=None,
+        eta=None,
+        estimated_completion_time=None,
         restarts=draft.status.restarts + 1,
         next_retry_time=format_time(draft.now + timedelta(seconds=wait)),
     )

@@ -9,7 +9,12 @@ from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.resources import WorkerImages, images_in
 
 _WORTH_AN_EVENT = frozenset(
-    {Reason.IMAGE_PULL_FAILED, Reason.UNSCHEDULABLE, Reason.CONTAINER_CRASHED}
+    {
+        Reason.IMAGE_PULL_FAILED,
+        Reason.UNSCHEDULABLE,
+        Reason.CONTAINER_CRASHED,
+        Reason.PODS_DENIED,
+    }
 )
 
 
@@ -88,7 +93,7 @@ def _cluster_problem(draft: Draft, observed: Observed) -> Problem | None:
     for condition in cluster.get("status", {}).get("conditions", ()):
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             return Problem(
-                Reason.PODS_PENDING,
+                Reason.PODS_DENIED,
                 f"pods cannot be created: {' '.join(condition.get('message', '').split())}",
             )
     return None

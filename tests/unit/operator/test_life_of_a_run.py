@@ -968,6 +968,30 @@ async def test_an_engines_image_that_is_no_longer_configured_is_that_of_the_star
     assert (found["env"], found["inference"]) == (IMAGE, "worker-sglang:1")
 
 
+async def test_pods_that_a_quota_denies_are_shown_and_told_once(
+    world: World, operator: Operator
+) -> None:
+    world.pods_denied = 'pods "lake-env" is forbidden: exceeded quota: gpus'
+    await operator.settle(5)
+    ready = condition(world, ConditionType.ROLES_READY)
+    assert (ready.status, ready.reason) == ("False", "PodsDenied")
+    assert "exceeded quota: gpus" in ready.message
+    assert happened(world).count("PodsDenied") == 1
+    world.pods_denied = ""
+    await training(operator)
+
+
+async def test_a_run_that_waits_for_its_next_attempt_does_nothing(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, activity=Activity.ROLLOUT)
+    assert world.status.activity == "rollout"
+    world.end_driver(Outcome.FAILED)
+    await operator.settle(1)
+    assert phase(world) is Phase.RESTARTING
+    assert (world.status.activity, world.status.eta) == (None, None)
+
+
 async def test_pods_of_a_deleted_cluster_are_not_the_runs_pods(
     world: World, operator: Operator
 ) -> None:
