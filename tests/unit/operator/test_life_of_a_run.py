@@ -989,7 +989,8 @@ async def test_a_run_that_waits_for_its_next_attempt_does_nothing(
     world.end_driver(Outcome.FAILED)
     await operator.settle(1)
     assert phase(world) is Phase.RESTARTING
-    assert (world.status.activity, world.status.eta) == (None, None)
+    waiting = world.status
+    assert (waiting.activity, waiting.eta) == (None, None)
 
 
 async def test_pods_of_a_deleted_cluster_are_not_the_runs_pods(
