@@ -153,7 +153,7 @@ async def test_a_kuberay_that_is_too_old_makes_the_run_wait(
     "field",
     [
         "spec.headGroupSpec.template.spec.tolerations[0].kee",
-        "spec.workerGroupSpecs[0].template.spec.containers[0].env[3].valeu",
+        "spec.workerGroupSpecs[0].template.spec.containers[0].env[3].valuex",
         "spec.workerGroupSpecs[1].template.spec.volumes[4].nsf",
     ],
 )
