@@ -263,15 +263,15 @@ MUTANTS = (
     Mutant(
         "operator/backoff",
         f"{OPERATOR}/planning",
-        "policy.backoff_seconds * 2.0**restarts",
+        "policy.backoff_seconds * 2.0 ** max(0, failures - 1)",
         "policy.backoff_seconds",
         ("tests/unit/operator/test_life_of_a_run.py",),
     ),
     Mutant(
         "operator/restart-budget",
         f"{OPERATOR}/planning",
-        "restarts >= policy.max_restarts",
-        "restarts > policy.max_restarts",
+        "failures > policy.max_restarts",
+        "failures >= policy.max_restarts",
         ("tests/unit/operator/test_life_of_a_run.py",),
     ),
     Mutant(
