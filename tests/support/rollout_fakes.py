@@ -155,6 +155,9 @@ class FakeEngine:
     async def requests_address(self) -> Address:
         return await self._port.address()
 
+    async def close(self) -> None:
+        await self._port.close()
+
     async def _generate(self, request: GenerationRequest) -> Generation:
         request = replace(request, request_id=_own_id(request.request_id))
         self.requests.append(request)

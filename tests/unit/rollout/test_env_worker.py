@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from PIL import Image
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, Episode
 from agenticrun_workers.envs import FrozenLake, StepResult
+from agenticrun_workers.envs.isolated import IsolatedEnv, Isolation
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.inference.request_port import Address
 from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer, words_of
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker, agent_limits, describe_envs
@@ -29,6 +32,35 @@ TOKENIZER = build_task_tokenizer(
     512,
 )
 CHAT = ChatFormat(TOKENIZER)
+
+
+@pytest.fixture(autouse=True)
+async def _process_ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Close what a worker and an engine keep for as long as their process lives."""
+    engines: set[FakeEngine] = set()
+    isolations: set[Isolation] = set()
+    envs: list[IsolatedEnv] = []
+    requests_address, start = FakeEngine.requests_address, Isolation.start
+
+    async def noted_address(engine: FakeEngine) -> Address:
+        engines.add(engine)
+        return await requests_address(engine)
+
+    async def noted_start(isolation: Isolation) -> IsolatedEnv:
+        isolations.add(isolation)
+        envs.append(await start(isolation))
+        return envs[-1]
+
+    monkeypatch.setattr(FakeEngine, "requests_address", noted_address)
+    monkeypatch.setattr(Isolation, "start", noted_start)
+    yield
+    for env in envs:
+        env.end()
+    for isolation in isolations:
+        isolation.stop()
+    for engine in engines:
+        await engine.close()
+    await asyncio.sleep(0)  # the loop closes the connections
 
 
 class Recall:
