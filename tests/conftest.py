@@ -83,12 +83,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test by the folder below tests/ that holds it; slow files first.
 
-    A slow file that starts last would run alone at the end.
+    A slow file that starts last would run alone at the end. A unit test that leaves a socket, file
+    or process open fails, or the one that runs when the collector finds it.
     """
     root = Path(__file__).parent
     seconds = json.loads(DURATIONS.read_text())
     for item in items:
-        item.add_marker(item.path.relative_to(root).parts[0])
+        tier = item.path.relative_to(root).parts[0]
+        item.add_marker(tier)
+        if tier == "unit":
+            item.add_marker(pytest.mark.filterwarnings("error::ResourceWarning"))
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(root).as_posix(), 0.0))
 
 
