@@ -80,6 +80,7 @@ class Relay:
     def __init__(self) -> None:
         self.connections = 0
         self._writers: list[asyncio.StreamWriter] = []
+        self._servers: list[asyncio.Server] = []
 
     async def to(self, target: Address) -> Address:
         """Where to connect instead."""
@@ -91,11 +92,18 @@ class Relay:
             await asyncio.gather(pump(reader, other_writer), pump(other_reader, writer))
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        self._servers.append(server)
         return replace(target, port=server.sockets[0].getsockname()[1])
 
     def cut(self) -> None:
         for writer in self._writers:
             writer.transport.abort()
+
+    async def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        self.cut()
+        await asyncio.sleep(0)  # the loop closes the connections
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -226,6 +234,8 @@ async def test_a_connection_that_breaks_is_made_again_and_asks_again() -> None:
     assert await asking == [1, 2, 3]
     assert relay.connections == 2
     assert sorted(await until_aborted(slow, 3)) == ["0-1", "1-1", "2-1"]
+    client.set_engines({})
+    await relay.close()
 
 
 async def test_what_a_client_leaves_behind_is_aborted() -> None:
@@ -248,5 +258,6 @@ async def test_a_stranger_is_heard_by_nobody() -> None:
     Frames(reader, writer).write([request(1)])
     with suppress(ConnectionResetError):
         assert await asyncio.wait_for(reader.read(), 20) == b""
+    writer.close()
     sessions, _ = await only.call(lambda actor: actor.seen())
     assert sessions == []

@@ -63,18 +63,17 @@ def test_openai_agents_calls_a_tool_and_becomes_one_trajectory(
 
     async def run(base_url: str, task: Any) -> float:
         agents.set_tracing_disabled(True)
-        model = agents.OpenAIChatCompletionsModel(
-            task.model, AsyncOpenAI(base_url=base_url, api_key="any")
-        )
-        agent = agents.Agent("adder", instructions="Use the tool.", model=model, tools=[add])
-        if streamed:
-            result: Any = agents.Runner.run_streamed(agent, "19+23?")
-            async for _ in result.stream_events():
-                pass
-        else:
-            result = await agents.Runner.run(agent, "19+23?")
-        again = [*result.to_input_list(), {"role": "user", "content": "sure?"}]
-        assert (await agents.Runner.run(agent, again)).final_output == "Yes."
+        async with AsyncOpenAI(base_url=base_url, api_key="any") as client:
+            model = agents.OpenAIChatCompletionsModel(task.model, client)
+            agent = agents.Agent("adder", instructions="Use the tool.", model=model, tools=[add])
+            if streamed:
+                result: Any = agents.Runner.run_streamed(agent, "19+23?")
+                async for _ in result.stream_events():
+                    pass
+            else:
+                result = await agents.Runner.run(agent, "19+23?")
+            again = [*result.to_input_list(), {"role": "user", "content": "sure?"}]
+            assert (await agents.Runner.run(agent, again)).final_output == "Yes."
         return float(result.final_output == "The sum is 42.")
 
     policy = Says([CALL, "The sum is 42.", "Yes."])
@@ -102,15 +101,19 @@ def test_a_real_engines_answers_keep_their_log_probs(known: Known, tmp_path: Pat
     )
 
     async def run(base_url: str, task: Any) -> float:
-        client = AsyncOpenAI(base_url=base_url, api_key="any")
-        create = partial(client.chat.completions.create, model=task.model)
-        first = await create(messages=[{"role": "user", "content": "ab"}], n=2, logprobs=True)
-        for choice in first.choices:
-            assert choice.logprobs is not None
-            past: list[Any] = [{"role": "user", "content": "ab"}, choice.message]
-            await create(
-                messages=[*past, {"role": "user", "content": "c"}, {"role": "user", "content": "d"}]
-            )
+        async with AsyncOpenAI(base_url=base_url, api_key="any") as client:
+            create = partial(client.chat.completions.create, model=task.model)
+            first = await create(messages=[{"role": "user", "content": "ab"}], n=2, logprobs=True)
+            for choice in first.choices:
+                assert choice.logprobs is not None
+                past: list[Any] = [{"role": "user", "content": "ab"}, choice.message]
+                await create(
+                    messages=[
+                        *past,
+                        {"role": "user", "content": "c"},
+                        {"role": "user", "content": "d"},
+                    ]
+                )
         return 1.0
 
     async def episodes() -> list[Any]:
