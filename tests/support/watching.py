@@ -76,6 +76,9 @@ class Watch:
         self._process.terminate()
         self._process.wait()
         self._thread.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._thread.join()
 
     @property
     def history(self) -> list[Seen]:
