@@ -179,13 +179,15 @@ def test_what_cannot_work_says_why(runs: Cluster, images: Images) -> None:
         runs.kubectl("delete", "agenticrun", "no-image")
 
         failed = broken_watch.wait(lambda seen: seen.phase == "Failed", 600, "the run fails")
-        broken_watch.wait(
-            lambda seen: seen.status["job"]["status"] == "FAILED", 60, "the driver ends by itself"
-        )
     assert failed.condition("Failed")["reason"] == "InvalidConfig"
     assert "No module named 'no_such_module'" in failed.condition("Failed")["message"]
     assert "No module named 'no_such_module'" in failed.status["message"]
     assert (failed.status["restarts"], failed.status["job"]["attempt"]) == (0, 1)
+    eventually(
+        lambda: [run["status"]["job"]["status"] for run in runs.list("agenticruns")] == ["FAILED"],
+        60,
+        "the driver ends by itself",
+    )
     eventually(
         lambda: not runs.list("rayclusters,pods"),
         300,

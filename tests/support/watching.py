@@ -78,7 +78,6 @@ class Watch:
         self._thread.join()
         assert self._process.stdout is not None
         self._process.stdout.close()
-        self._thread.join()
 
     @property
     def history(self) -> list[Seen]:
