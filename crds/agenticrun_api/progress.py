@@ -64,6 +64,11 @@ class Progress(Model):
     policy_version: Number
     time: Time
     """Time at which the driver sent this."""
+    silent_seconds: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """Time since the driver last sent a snapshot, even an unchanged one. The reporter adds it, by
+    its own clock."""
+    idle_seconds: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """Time since a snapshot brought news. The reporter adds it, by its own clock."""
     last_step_time: Time | None = None
     seconds_per_step: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Median of the newest steps, including validation and checkpoints."""

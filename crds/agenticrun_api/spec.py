@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from agenticrun_api.base import Count, Model, Name, Quantity, Rule, refused
 from agenticrun_api.names import Role
@@ -160,6 +160,18 @@ class Tracking(Model):
     output folder."""
 
 
+class Stall(Model):
+    """What to do about a driver that brings no news for too long: no step, no other activity."""
+
+    action: Literal["Report", "Restart"] = "Report"
+    """Report: the condition Stalled and an event. Restart: also end the attempt as failed."""
+    min_seconds: Annotated[int, Field(ge=60, le=604_800)] = 1800
+    """Shortest time without news that is a stall."""
+    factor: Annotated[FiniteFloat, Field(ge=1, le=1000)] = 10.0
+    """Time without news that is a stall, in median step times, if that is longer than
+    minSeconds."""
+
+
 class FailurePolicy(Model):
     """Restarts after a driver failure that a retry may solve."""
 
@@ -169,6 +181,7 @@ class FailurePolicy(Model):
     the head pod, for example) does not count."""
     backoff_seconds: Annotated[int, Field(ge=0, le=3600)] = 10
     """Wait before a restart. It doubles with each failure that counts, up to 10 minutes."""
+    stall: Stall = Stall()
 
 
 class Cleanup(Model):

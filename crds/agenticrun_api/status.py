@@ -54,6 +54,9 @@ class ConditionType(StrEnum):
     the run alone."""
     TRAINING = "Training"
     """The driver runs and sends progress snapshots."""
+    STALLED = "Stalled"
+    """True: the driver has brought no news for longer than spec.failurePolicy.stall allows. Absent
+    until that happens."""
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -81,6 +84,9 @@ class Reason(StrEnum):
     SUBMITTING = "Submitting"
     DRIVER_RUNNING = "DriverRunning"
     PROGRESS_UNAVAILABLE = "ProgressUnavailable"
+    DRIVER_SILENT = "DriverSilent"
+    NO_PROGRESS = "NoProgress"
+    PROGRESSING = "Progressing"
     DRIVER_FAILED = "DriverFailed"
     DRIVER_LOST = "DriverLost"
     CLUSTER_LOST = "ClusterLost"
@@ -94,8 +100,8 @@ class Condition(Model):
     """One aspect of the run's state, as of Kubernetes' standard conditions."""
 
     type: Annotated[str, Field(max_length=64)]
-    """Name of the condition: ClusterProvisioned, RolesReady, Training, Accepted, Complete or
-    Failed."""
+    """Name of the condition: ClusterProvisioned, RolesReady, Training, Accepted, Stalled,
+    Complete or Failed."""
     status: Literal["True", "False", "Unknown"]
     """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=64)]

@@ -25,12 +25,17 @@ from agenticrun_api.status import JobStatus, RayClusterStatus
 from agenticrun_operator.observed import Job, NoJob, Observed, Pod, Unreachable
 from agenticrun_operator.planning import ending
 from agenticrun_operator.planning.draft import MAX_TEXT, Draft
-from agenticrun_operator.planning.plan import Stop, Submit
+from agenticrun_operator.planning.plan import Delete, Stop, Submit
 from agenticrun_operator.planning.snapshot import apply_snapshot, own_progress
-from agenticrun_operator.planning.times import format_time, parse_time
+from agenticrun_operator.planning.times import format_span, format_time, parse_time
+from agenticrun_operator.resources import Child, is_deleting
 
 MAX_BACKOFF_SECONDS = 600.0
 POLL_SECONDS = 2.0
+SILENT_SECONDS = 60.0
+"""Time without a snapshot after which the driver is said to be silent. It posts every second."""
+UNREACHABLE_SECONDS = 120.0
+"""Time for Ray's job API to say that an attempt that was given up has ended."""
 REPORT_PATIENCE_SECONDS = 60.0
 """Time to wait for the final report of an ended job before Ray's job status decides alone."""
 
@@ -61,6 +66,7 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
         return
     if previous and not _is_over(draft, observed, previous):
         draft.look_again(POLL_SECONDS)
+        _give_up_head(draft, observed)
         return
     orphan = next((pod for pod in observed.pods if pod.orphan and pod.role is Role.DRIVER), None)
     if orphan and not orphan.deleting:  # its driver may still write checkpoints
@@ -80,6 +86,8 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
     )
     cluster = RayClusterStatus(name=draft.run.metadata.name, incarnation=head.incarnation)
     draft.set(job=job, ray_cluster=cluster, next_retry_time=None)
+    if draft.is_true(ConditionType.STALLED):
+        draft.condition(ConditionType.STALLED, "False", Reason.PROGRESSING)
     draft.condition(
         ConditionType.TRAINING, "False", Reason.SUBMITTING, f"submitting attempt {attempt}"
     )
@@ -97,6 +105,22 @@ def _is_over(draft: Draft, observed: Observed, previous: JobStatus) -> bool:
     return isinstance(observed.job, NoJob) or (
         isinstance(observed.job, Job) and not observed.job.live
     )
+
+
+def _give_up_head(draft: Draft, observed: Observed) -> None:
+    """Delete the RayCluster if its head cannot say that the previous attempt is over."""
+    retry, name = draft.status.next_retry_time, draft.run.metadata.name
+    cluster = observed.child("RayCluster", name)
+    if not isinstance(observed.job, Unreachable) or retry is None or cluster is None:
+        return
+    if (
+        is_deleting(cluster)
+        or (draft.now - parse_time(retry)).total_seconds() < UNREACHABLE_SECONDS
+    ):
+        return
+    draft.delete.append(Delete(Child("RayCluster", name), cluster["metadata"]["uid"]))
+    message = f"the RayCluster is built again, because its head does not answer: {observed.job.why}"
+    draft.event(Reason.CLUSTER_LOST, message, warning=True)
 
 
 def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
@@ -222,11 +246,21 @@ def _follow_live(
 
 
 def _report_training(draft: Draft, observed: Observed, progress: Progress | None) -> None:
-    if progress:
+    if progress and (progress.silent_seconds or 0.0) > SILENT_SECONDS:
+        draft.condition(
+            ConditionType.TRAINING,
+            "Unknown",
+            Reason.DRIVER_SILENT,
+            f"the driver has sent nothing for more than {format_span(SILENT_SECONDS)}: "
+            "it is frozen, or dead together with Ray's dashboard",
+        )
+        _report_stall(draft, observed, progress)
+    elif progress:
         draft.condition(
             ConditionType.TRAINING, "True", Reason.DRIVER_RUNNING, f"attempt {progress.attempt}"
         )
         draft.set(message=progress.message or None)
+        _report_stall(draft, observed, progress)
     elif draft.status.phase is not Phase.RUNNING:
         draft.condition(
             ConditionType.TRAINING, "False", Reason.SUBMITTING, "waiting for the driver to start"
@@ -242,6 +276,26 @@ def _report_training(draft: Draft, observed: Observed, progress: Progress | None
             Reason.SUBMITTING,
             "waiting for the driver's first progress snapshot",
         )
+
+
+def _report_stall(draft: Draft, observed: Observed, progress: Progress) -> None:
+    """Set the condition Stalled, and end an attempt that has stalled if the run says so."""
+    policy = draft.run.spec.failure_policy.stall
+    limit = max(policy.min_seconds, policy.factor * (progress.seconds_per_step or 0.0))
+    if (progress.idle_seconds or 0.0) <= limit:
+        if draft.is_true(ConditionType.STALLED):
+            draft.condition(ConditionType.STALLED, "False", Reason.PROGRESSING)
+        return
+    message = (
+        f"no step and no other news for more than {format_span(limit)}, "
+        f"while the activity was {progress.activity.value}"
+    )
+    if not draft.is_true(ConditionType.STALLED):
+        draft.event(Reason.NO_PROGRESS, message, warning=True)
+    draft.condition(ConditionType.STALLED, "True", Reason.NO_PROGRESS, message)
+    draft.set(message=message)
+    if policy.action == "Restart":
+        _fail(draft, observed, None, Reason.NO_PROGRESS, message)
 
 
 def _conclude(draft: Draft, observed: Observed, seen: Job, final: FinalReport | None) -> None:

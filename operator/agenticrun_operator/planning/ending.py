@@ -22,6 +22,8 @@ def succeed(draft: Draft, message: str) -> None:
     draft.condition(ConditionType.COMPLETE, "True", Reason.RUN_SUCCEEDED, message)
     draft.condition(ConditionType.FAILED, "False", Reason.RUN_SUCCEEDED)
     draft.condition(ConditionType.TRAINING, "False", Reason.RUN_SUCCEEDED)
+    if draft.is_true(ConditionType.STALLED):
+        draft.condition(ConditionType.STALLED, "False", Reason.RUN_SUCCEEDED)
     draft.event(Reason.RUN_SUCCEEDED, message)
     _finish(draft)
 

@@ -23,7 +23,14 @@ class AnyOrder(RuleBasedStateMachine):
     def start(self, settled: bool) -> None:
         self.world = World()
         self.world.apply_run(
-            ("spec.failurePolicy", {"maxRestarts": MAX_RESTARTS, "backoffSeconds": 5})
+            (
+                "spec.failurePolicy",
+                {
+                    "maxRestarts": MAX_RESTARTS,
+                    "backoffSeconds": 5,
+                    "stall": {"action": "Restart"},
+                },
+            )
         )
         self.operators = [Operator(self.world), Operator(self.world)]
         self.ended: Phase | None = None
@@ -82,6 +89,10 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(step=st.integers(0, 2))
     def driver_reports(self, step: int) -> None:
         self.world.drive(step)
+
+    @rule(step=st.integers(0, 2))
+    def driver_stalls(self, step: int) -> None:
+        self.world.drive(step, idle_seconds=1e6)
 
     @rule(outcome=st.sampled_from([Outcome.FAILED, Outcome.STOPPED, None]))
     def driver_fails(self, outcome: Outcome | None) -> None:

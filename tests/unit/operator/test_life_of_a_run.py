@@ -993,6 +993,77 @@ async def test_a_run_that_waits_for_its_next_attempt_does_nothing(
     assert (waiting.activity, waiting.eta) == (None, None)
 
 
+async def test_a_silent_driver_does_not_look_alive(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.drive(1, silent_seconds=61.0, idle_seconds=61.0)
+    await operator.settle(2)
+    told = condition(world, ConditionType.TRAINING)
+    assert (told.status, told.reason) == ("Unknown", "DriverSilent")
+    writes = world.status_writes
+    world.drive(1, silent_seconds=75.0, idle_seconds=75.0)
+    await operator.settle(2)
+    assert world.status_writes == writes, "silence is written once"
+    await training(operator, silent_seconds=0.5, idle_seconds=0.5)
+    assert condition(world, ConditionType.TRAINING).status == "True"
+
+
+async def test_a_stall_is_reported_until_there_is_news(world: World, operator: Operator) -> None:
+    slow = {"seconds_per_step": 300.0, "silent_seconds": 0.5}
+    await training(operator, **slow, idle_seconds=2999.0)
+    assert not any(item.type == "Stalled" for item in world.status.conditions)
+    for _ in range(3):
+        world.drive(1, **slow, idle_seconds=3001.0)
+        await operator.settle(2)
+    stalled = condition(world, ConditionType.STALLED)
+    assert (stalled.status, stalled.reason) == ("True", "NoProgress")
+    assert world.status.message == stalled.message
+    assert stalled.message.startswith("no step and no other news for more than 50m")
+    assert happened(world).count("NoProgress") == 1
+    assert phase(world) is Phase.RUNNING
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(2)
+    assert condition(world, ConditionType.STALLED).status == "False"
+
+
+async def test_a_stalled_attempt_is_restarted_if_the_run_says_so(
+    world: World, operator: Operator
+) -> None:
+    world.run["spec"]["failurePolicy"]["stall"] = {"action": "Restart", "minSeconds": 60}
+    await training(operator)
+    world.drive(1, idle_seconds=61.0)
+    await operator.settle(1)
+    assert phase(world) is Phase.RESTARTING
+    assert condition(world, ConditionType.TRAINING).reason == "NoProgress"
+    world.now += timedelta(seconds=11)
+    await operator.settle(4)
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    assert not world.jobs[0].live, "the first driver was stopped"
+    assert condition(world, ConditionType.STALLED).status == "False"
+    assert world.status.failures_without_progress == 1
+
+
+async def test_a_head_that_answers_nothing_after_a_stall_is_built_again(
+    world: World, operator: Operator
+) -> None:
+    world.run["spec"]["failurePolicy"]["stall"] = {"action": "Restart", "minSeconds": 60}
+    await training(operator)
+    first = world.objects["RayCluster", NAME]["metadata"]["uid"]
+    world.drive(1, silent_seconds=61.0, idle_seconds=61.0)
+    world.ray_down = True
+    await operator.settle(1)
+    assert phase(world) is Phase.RESTARTING
+    world.now += timedelta(seconds=100)
+    await operator.settle(2)
+    assert world.objects["RayCluster", NAME]["metadata"]["uid"] == first
+    world.now += timedelta(seconds=60)
+    await operator.settle(1)
+    world.ray_down = False
+    await operator.settle(4)
+    assert world.objects["RayCluster", NAME]["metadata"]["uid"] != first
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    assert len(world.live_jobs()) == 1
+
+
 async def test_pods_of_a_deleted_cluster_are_not_the_runs_pods(
     world: World, operator: Operator
 ) -> None:

@@ -54,9 +54,11 @@ class Sidecar:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.now = 0.0
 
     async def start(self) -> None:
-        self.http = TestClient(TestServer(Reporter("secret", StateFile(self.path)).app()))
+        reporter = Reporter("secret", StateFile(self.path), clock=lambda: self.now)
+        self.http = TestClient(TestServer(reporter.app()))
         await self.http.start_server()
 
     async def restart(self) -> None:
@@ -112,6 +114,27 @@ async def test_the_newest_snapshot_is_served(sidecar: Sidecar) -> None:
     await sidecar.post(progress(2, step=4))
     await sidecar.post(progress(1, step=3))
     assert (await sidecar.get()).step == 4
+
+
+async def test_it_tells_how_long_ago_the_driver_was_heard_and_had_news(sidecar: Sidecar) -> None:
+    async def ages() -> tuple[float | None, float | None]:
+        found = await sidecar.get()
+        return found.silent_seconds, found.idle_seconds
+
+    await sidecar.post(progress(1))
+    sidecar.now += 10
+    assert await ages() == (10, 10)
+    await sidecar.post(progress(1))
+    sidecar.now += 5
+    assert await ages() == (5, 15), "the same snapshot again is no news"
+    await sidecar.post(progress(2))
+    assert await ages() == (0, 0)
+    await sidecar.post(progress(1, attempt=2))
+    sidecar.now += 7
+    await sidecar.post(progress(3, attempt=1))
+    assert await ages() == (7, 7), "an older attempt is not this one's driver"
+    await sidecar.restart()
+    assert await ages() == (0, 0)
 
 
 async def test_a_late_snapshot_of_an_older_attempt_changes_nothing(sidecar: Sidecar) -> None:

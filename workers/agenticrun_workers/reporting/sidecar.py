@@ -12,6 +12,7 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -31,10 +32,16 @@ STATE_FILE = Path(WORK_DIR) / "reporter" / "state.json"
 class Reporter:
     """HTTP handlers on one `ReporterState`."""
 
-    def __init__(self, token: str, file: StateFile) -> None:
+    def __init__(
+        self, token: str, file: StateFile, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._bearer = f"Bearer {token}".encode()
         self._file = file
         self._state = file.read()
+        self._clock = clock
+        self._heard_at = self._news_at = clock()
+        """When the driver last posted, and when that last brought news. The clock of this process
+        decides: those of the driver's node and the operator's may differ."""
 
     def app(self) -> web.Application:
         """Build the web application."""
@@ -67,14 +74,24 @@ class Reporter:
         progress = self._state.progress
         if progress is None:
             return web.Response(status=204)
-        return _json(progress.model_dump_json(by_alias=True, exclude_none=True))
+        now = self._clock()
+        ages = {"silent_seconds": now - self._heard_at, "idle_seconds": now - self._news_at}
+        return _json(
+            progress.model_copy(update=ages).model_dump_json(by_alias=True, exclude_none=True)
+        )
 
     async def _post_progress(self, request: web.Request) -> web.Response:
         try:
             progress = Progress.model_validate_json(await request.read())
         except ValidationError as error:
             raise web.HTTPUnprocessableEntity(text=str(error)) from error
-        self._become(self._state.with_progress(progress))
+        before = self._state
+        self._become(before.with_progress(progress))
+        newest = self._state.progress
+        if newest is not None and newest.submission_id == progress.submission_id:
+            self._heard_at = self._clock()
+        if self._state is not before:
+            self._news_at = self._clock()
         return _json(self._state.commands.model_dump_json(by_alias=True))
 
     async def _metrics(self, _: web.Request) -> web.Response:
@@ -127,12 +144,12 @@ class ReporterState(Model):
     def with_progress(self, progress: Progress) -> ReporterState:
         """Return the state after a snapshot.
 
-        Snapshots of an older attempt or sequence number change nothing. The first one of a new
-        attempt clears the stop command.
+        Snapshots of an older attempt change nothing, and neither do those that were known already.
+        The first one of a new attempt clears the stop command.
         """
         held = self.progress
         if held is None or held.submission_id == progress.submission_id:
-            if held is not None and progress.sequence < held.sequence:
+            if held is not None and progress.sequence <= held.sequence:
                 return self
             return self.model_copy(update={"progress": progress})
         if held.run_uid == progress.run_uid and progress.attempt < held.attempt:
