@@ -72,6 +72,7 @@ class Reason(StrEnum):
     NAMESPACE_GONE = "NamespaceGone"
     INVALID_CONFIG = "InvalidConfig"
     SPEC_READ = "SpecRead"
+    DENIED = "Denied"
     CLUSTER_CREATING = "ClusterCreating"
     CLUSTER_CREATED = "ClusterCreated"
     CLUSTER_DELETED = "ClusterDeleted"

@@ -21,8 +21,8 @@ RENEW_DEADLINE_SECONDS = 10.0
 """Without a renewal for so long, the leader stops. Others take over after `DURATION_SECONDS`."""
 RENEW_SECONDS = 4.0
 RETRY_SECONDS = 2.0
-REQUEST_SECONDS = 4.0
-"""Limit for one attempt, so that there is a second one before the deadline."""
+REQUEST_SECONDS = 2.0
+"""Limit for one attempt. A renewal without an answer can be repeated before the deadline."""
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ class Leadership:
         self._identity = f"{identity}_{uuid.uuid4().hex[:8]}"
         self._seen: tuple[str, str] = ("", "")
         self._seen_at = 0.0
+        self._renewed = False
+        """True if the latest attempt acquired or renewed the lease."""
         self._overdue: asyncio.TimerHandle | None = None
         """Ends leadership unless the lease is renewed before."""
         self.held = asyncio.Event()
@@ -54,12 +56,13 @@ class Leadership:
     async def run(self) -> None:
         """Acquire and renew the lease until cancelled."""
         while True:
-            mine = await self.attempt(datetime.now(UTC))
-            await asyncio.sleep(RENEW_SECONDS if mine else RETRY_SECONDS)
+            await self.attempt(datetime.now(UTC))
+            await asyncio.sleep(RENEW_SECONDS if self._renewed else RETRY_SECONDS)
 
     async def attempt(self, now: datetime) -> bool:
         """Try once to acquire or renew the lease. Return True if it is ours."""
         clock = asyncio.get_running_loop().time()
+        self._renewed = False
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 mine = await self._acquire(now, clock)
@@ -70,6 +73,7 @@ class Leadership:
             log.warning("cannot acquire or renew lease %s: %s", self._name, why)
             return self.held.is_set()  # until it is overdue
         self._tell(mine)
+        self._renewed = mine
         if mine:
             self._overdue = asyncio.get_running_loop().call_at(
                 clock + RENEW_DEADLINE_SECONDS, self._tell, False

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from agenticrun_operator.cluster import ClusterError
 from agenticrun_operator.metrics import QUEUE_LENGTH, RECONCILE_SECONDS, RECONCILES
-from agenticrun_operator.workqueue import Item, Key, WorkQueue
+from agenticrun_operator.workqueue import Item, Key, WorkQueue, backoff_seconds
 
 MAX_BACKOFF_SECONDS = 60.0
 JITTER = 0.1
@@ -75,7 +75,7 @@ class ReconcileWorkers:
 
     def _back_off(self, key: Key, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        delay: float = min(0.5 * 2.0**failures, MAX_BACKOFF_SECONDS)
+        delay = backoff_seconds(failures, 0.5, MAX_BACKOFF_SECONDS)
         name = "/".join(key)
         if isinstance(error, ClusterError):
             RECONCILES.labels(result="unavailable").inc()

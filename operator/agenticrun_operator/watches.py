@@ -22,6 +22,7 @@ from agenticrun_operator.cluster import (
 )
 from agenticrun_operator.metrics import WATCHES_DOWN
 from agenticrun_operator.resources import Manifest
+from agenticrun_operator.workqueue import backoff_seconds
 
 FIRST_RETRY_SECONDS = 0.5
 MAX_RETRY_SECONDS = 8.0
@@ -81,14 +82,11 @@ class Watch:
         while True:
             try:
                 await self._list_and_watch()
-            except WatchExpired:
-                delay = 0.0
             except Exception as error:  # whatever it is, it must not end the watch
-                self._note_down(error)
-                delay = min(FIRST_RETRY_SECONDS * 2.0**self._failures, MAX_RETRY_SECONDS)
-                self._failures += 1
-            else:
-                delay = FIRST_RETRY_SECONDS
+                if not isinstance(error, WatchExpired):
+                    self._note_down(error)
+            delay = backoff_seconds(self._failures, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)
+            self._failures += 1
             await asyncio.sleep(delay * random.uniform(1 - JITTER, 1 + JITTER))
 
     async def _list_and_watch(self) -> None:
@@ -96,19 +94,22 @@ class Watch:
         objects, version = await self._client.list_metadata(*where)
         for item in objects:
             self._changed(item)
+        del objects  # a watch may go on for days
         while True:
             async with self._client.watch_metadata(*where, version) as events:
                 self._note_up()
                 async for item, is_bookmark in events:
+                    self._failures = 0
                     version = item["metadata"]["resourceVersion"]
                     if not is_bookmark:
                         self._changed(item)
+            self._failures = 0  # it ended at its time
             await asyncio.sleep(FIRST_RETRY_SECONDS)  # not in a tight loop
 
     def _note_up(self) -> None:
         if self._trouble:
             log.info("watch %s works again", self.name)
-        self._failures, self._trouble = 0, ""
+        self._trouble = ""
         WATCHES_DOWN.labels(kind=self._kind, namespace=self._namespace or "").set(0)
 
     def _note_down(self, error: Exception) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import random
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -88,6 +89,7 @@ class KubeClient:
     def __init__(self, api: client.ApiClient, namespaces: Sequence[str]):
         self._api = api
         self._namespaces = tuple(namespaces)
+        self._told_of_old_crd = False
 
     async def close(self) -> None:
         """Close the connection."""
@@ -187,9 +189,8 @@ class KubeClient:
         """
         path = object_path(kind, namespace)
         query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": since}
-        query |= {"timeoutSeconds": str(WATCH_SECONDS)} | (
-            {"labelSelector": label} if label else {}
-        )
+        seconds = int(WATCH_SECONDS * random.uniform(0.8, 1.2))  # watches do not end together
+        query |= {"timeoutSeconds": str(seconds)} | ({"labelSelector": label} if label else {})
         serialized = await self._api.param_serialize(
             "GET",
             path,
@@ -231,9 +232,9 @@ class KubeClient:
             except KubeUnavailable as error:
                 if not _drop_undeclared(fields, str(error)):
                     raise
-                log.warning(
-                    "the CRD is older than this operator; apply the CRD of the chart: %s", error
-                )
+                if not self._told_of_old_crd:
+                    log.warning("the CRD is older than this operator; apply the chart's: %s", error)
+                self._told_of_old_crd = True
 
     async def post_event(self, run: Manifest, event: Event) -> None:
         """Post an event. Its name is a hash of its content, so a repeated event is stored once."""
@@ -298,22 +299,26 @@ def object_path(kind: str, namespace: str | None, name: str | None = None) -> st
 
 
 def _drop_undeclared(status: dict[str, Any], message: str) -> bool:
-    """Remove the field that the message says the CRD does not have.
+    """Remove the fields that the message says the CRD does not have, in lists from all items.
 
-    Server-side apply refuses such a field, whatever `fieldValidation` is.
+    Server-side apply refuses such fields, whatever `fieldValidation` is.
 
     Returns:
-        True if the field was there.
+        True if one of them was there.
     """
-    found = re.search(r"\.status\.([\w.]+): field not declared in schema", message)
-    *parents, last = found[1].split(".") if found else ("",)
-    node: Any = status
-    for name in parents:
-        node = node.get(name) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or last not in node:
-        return False
-    del node[last]
-    return True
+    dropped = False
+    for path in re.findall(r"\.status((?:\.\w+|\[[^]]*])+): field not declared in schema", message):
+        *parents, last = re.sub(r"\[[^]]*]", "", path).strip(".").split(".")
+        nodes: list[Any] = [status]
+        for name in parents:
+            below = [node.get(name) for node in nodes]
+            nodes = [
+                item for found in below for item in (found if type(found) is list else [found])
+            ]
+            nodes = [node for node in nodes if isinstance(node, dict)]
+        for node in nodes:
+            dropped |= node.pop(last, None) is not None
+    return dropped
 
 
 async def _watch_events(lines: aiohttp.StreamReader) -> AsyncIterator[tuple[Manifest, bool]]:
@@ -371,5 +376,7 @@ def _error(status: int, answer: Any, request: str) -> ClusterError:
             gone = "NamespaceTerminating" in causes
             return NamespaceGone(message) if gone else Denied(message)
         case ((400 | 422), _):
-            return Refused(message)
+            # Admission policies and webhooks may choose these codes; the words are theirs.
+            policy = re.search(r"denied (the )?request", message)
+            return Denied(message) if policy else Refused(message)
     return KubeUnavailable(f"{request}: status {status}: {message}")

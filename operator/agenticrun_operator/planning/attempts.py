@@ -68,8 +68,9 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
         draft.look_again(POLL_SECONDS)
         _give_up_head(draft, observed)
         return
-    orphan = next((pod for pod in observed.pods if pod.orphan and pod.role is Role.DRIVER), None)
-    if orphan and not orphan.deleting:  # its driver may still write checkpoints
+    orphans = (pod for pod in observed.pods if pod.orphan and pod.role is Role.DRIVER)
+    orphan = next((pod for pod in orphans if not pod.deleting), None)
+    if orphan:  # its driver may still write checkpoints
         draft.condition(
             ConditionType.TRAINING,
             "False",
@@ -139,7 +140,8 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
     draft.look_again(_poll_seconds(progress))
     head = observed.head(draft.run.metadata.uid)
     if _is_lost(head, job):
-        if head is not None and head.incarnation and _waits_for_report(draft, observed):
+        waits = final is None and head is not None and head.incarnation
+        if waits and _waits_for_report(draft, observed):
             return
         _fail(
             draft,
@@ -176,6 +178,8 @@ def _stored_report(draft: Draft, observed: Observed) -> FinalReport | None:
     end_time = (job.end_time if job else None) or observed.end_time
     if end_time is None or told is None or told.status != "False":
         return None
+    if told.reason in (Reason.SUBMITTING, Reason.CLUSTER_LOST):
+        return None  # these are the operator's own words
     return FinalReport(
         outcome=Outcome.STOPPED if told.reason == Reason.STOPPED else Outcome.FAILED,
         reason=told.reason,
@@ -302,6 +306,14 @@ def _conclude(draft: Draft, observed: Observed, seen: Job, final: FinalReport | 
     if final is None and seen.status == "SUCCEEDED":
         _conclude_without_report(draft, observed)
         return
+    if final is None and seen.exit_code == ExitCode.STOPPED:
+        final = FinalReport(
+            outcome=Outcome.STOPPED,
+            reason=Reason.STOPPED,
+            message="the driver stopped on request; its report is lost",
+            retryable=True,
+            time=format_time(draft.now),
+        )
     retryable = seen.exit_code != ExitCode.INVALID_CONFIG
     reason = Reason.DRIVER_FAILED if retryable else Reason.INVALID_CONFIG
     _fail(draft, observed, final, reason, f"job {seen.status}: {seen.message}", retryable)
@@ -378,10 +390,8 @@ def _count(draft: Draft, *, failure: bool) -> None:
     """
     status = draft.status
     reached, before = status.step or 0, status.restarted_at_step
-    if before is None:  # the first restart, or earlier ones were counted by version 0.1.0
-        failures = status.restarts
-    else:
-        failures = 0 if reached > before else status.failures_without_progress
+    further = before is None or reached > before
+    failures = 0 if further else status.failures_without_progress
     draft.set(
         failures_without_progress=failures + failure,
         restarted_at_step=max(reached, before or 0),

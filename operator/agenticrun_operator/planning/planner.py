@@ -63,9 +63,12 @@ def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImage
 
 
 def _is_new(draft: Draft, obstacle: provisioning.Obstacle) -> bool:
+    """Return True if the condition does not show this reason yet.
+
+    Messages do not count: that of a quota changes with what others use.
+    """
     before = draft.find(ConditionType.CLUSTER_PROVISIONED)
-    shown = (before.reason, before.message) if before else None
-    return shown != (obstacle.reason.value, obstacle.message)
+    return before is None or before.reason != obstacle.reason.value
 
 
 def plan_refused(run: AgenticRun, tried: Plan, message: str, now: datetime) -> Plan:
@@ -89,7 +92,7 @@ def plan_refused(run: AgenticRun, tried: Plan, message: str, now: datetime) -> P
 
 def plan_denied(run: AgenticRun, tried: Plan, message: str, now: datetime) -> Plan:
     """Return the plan for a child that a quota, an admission policy or missing rights prevent."""
-    return plan_blocked(run, tried, provisioning.Obstacle(Reason.CLUSTER_CREATING, message), now)
+    return plan_blocked(run, tried, provisioning.Obstacle(Reason.DENIED, message), now)
 
 
 def plan_kuberay_missing(run: AgenticRun, tried: Plan, now: datetime) -> Plan:
@@ -124,7 +127,7 @@ def plan_blocked(
     others = [item for item in draft.status.conditions if item.type != denied.type]
     draft.set(conditions=[denied, *others])
     if not draft.status.phase.finished:
-        never_started = draft.status.job is None and obstacle.reason is not Reason.CLUSTER_CREATING
+        never_started = draft.status.job is None and obstacle.reason is not Reason.DENIED
         draft.phase(Phase.PENDING if never_started else draft.status.phase, message)
     if is_new:
         draft.event(obstacle.reason, message, warning=True)

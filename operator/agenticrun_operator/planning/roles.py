@@ -6,7 +6,7 @@ from agenticrun_api import ConditionType, Phase, Reason, Role
 from agenticrun_api.status import RoleStatus
 from agenticrun_operator.observed import Observed, Pod, Problem
 from agenticrun_operator.planning.draft import Draft
-from agenticrun_operator.resources import WorkerImages, images_in
+from agenticrun_operator.resources import WorkerImages, controller_uid, images_in
 
 _WORTH_AN_EVENT = frozenset(
     {
@@ -22,7 +22,8 @@ def report(draft: Draft, observed: Observed, images: WorkerImages) -> bool:
     """Set `status.roles` and RolesReady. Return True if all pods of all roles are ready."""
     run = draft.run
     cluster = observed.child("RayCluster", run.metadata.name)
-    in_use = images_in(cluster) if cluster else {}
+    own_cluster = cluster is not None and controller_uid(cluster) == run.metadata.uid
+    in_use = images_in(cluster) if cluster and own_cluster else {}
     own = [pod for pod in observed.own_pods(run.metadata.uid) if not pod.deleting]
     statuses, first = [], None
     for role in (Role.DRIVER, *run.spec.roles.workers):

@@ -49,5 +49,10 @@ class WorkerImages:
 
 
 def chosen_image(run: AgenticRun, role: Role) -> str | None:
-    """Return the image in the run's status for the pods of a role."""
+    """Return the image in the run's status for the pods of a role.
+
+    None until the first attempt: a wrong image can be corrected as long as no pod has run it.
+    """
+    if run.status.job is None:
+        return None
     return next((item.image for item in run.status.roles if item.name == role.value), None)

@@ -56,7 +56,8 @@ def images_in(cluster: Manifest) -> dict[str, str]:
     groups = {Role.DRIVER.value: spec["headGroupSpec"]}
     groups |= {group["groupName"]: group for group in spec.get("workerGroupSpecs", ())}
     return {
-        role: group["template"]["spec"]["containers"][0]["image"] for role, group in groups.items()
+        role: group["template"]["spec"]["containers"][0].get("image", "")
+        for role, group in groups.items()
     }
 
 

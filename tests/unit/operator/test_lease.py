@@ -122,3 +122,9 @@ async def test_an_attempt_that_gets_no_answer_is_repeated(
     assert not await attempt(first)
     store.frozen = False
     assert await attempt(first)
+
+
+def test_a_renewal_that_gets_no_answer_can_be_repeated_before_the_deadline() -> None:
+    second = module.RENEW_SECONDS + module.REQUEST_SECONDS + module.RETRY_SECONDS
+    assert second + module.REQUEST_SECONDS <= module.RENEW_DEADLINE_SECONDS
+    assert module.RENEW_DEADLINE_SECONDS < module.DURATION_SECONDS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agenticrun_api import Activity, Condition, ConditionType, Outcome, Phase, Role
-from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN_UID
+from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN_UID, ExitCode
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.cluster import (
     Denied,
@@ -332,15 +332,40 @@ async def test_progress_between_a_failure_and_an_orderly_stop_counts(
     assert (world.status.restarts, world.status.failures_without_progress) == (4, 1)
 
 
-async def test_restarts_that_version_0_1_0_counted_still_count(
+async def test_restarts_before_an_upgrade_from_version_0_1_0_do_not_count(
     world: World, operator: Operator
 ) -> None:
-    await attempt_ends(operator, 1)
-    await attempt_ends(operator, 1)
+    for step in (5, 10):
+        await attempt_ends(operator, step)
     for field in ("failuresWithoutProgress", "restartedAtStep"):
-        del world.run["status"][field]
-    await attempt_ends(operator, 1)
-    assert phase(world) is Phase.FAILED
+        del world.run["status"][field]  # which restarts got further, that version did not tell
+    await attempt_ends(operator, 10)
+    assert phase(world) is Phase.RESTARTING
+    assert (world.status.restarts, world.status.failures_without_progress) == (3, 1)
+
+
+async def test_a_driver_that_stopped_on_request_did_not_fail_although_its_report_is_lost(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.end_driver(None, exit_code=ExitCode.STOPPED)
+    await operator.settle(2)
+    assert phase(world) is Phase.RESTARTING
+    assert (world.status.restarts, world.status.failures_without_progress) == (1, 0)
+
+
+async def test_a_wrong_image_can_be_corrected_until_the_first_attempt(
+    world: World, operator: Operator
+) -> None:
+    operator.upgrade(WorkerImages("wroker:1", {}))
+    await operator.settle(1)
+    assert {role.image for role in world.status.roles} == {"wroker:1"}
+    operator.upgrade(WorkerImages(IMAGE, {}))
+    world.delete_cluster()
+    world.collect_garbage()
+    await operator.settle(1)
+    assert set(images_in(world.objects["RayCluster", NAME]).values()) == {IMAGE}
+    assert {role.image for role in world.status.roles} == {IMAGE}
 
 
 async def test_a_replaced_head_costs_a_restart_and_ends_in_a_new_attempt(

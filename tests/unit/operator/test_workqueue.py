@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from agenticrun_operator.workqueue import Item, WorkQueue
+from agenticrun_operator.workqueue import Item, WorkQueue, backoff_seconds
 
 A, B = ("team", "a"), ("team", "b")
 
@@ -53,3 +53,14 @@ async def test_a_change_comes_before_a_later_look() -> None:
     assert await drained(queue) == [Item(A, changed=True)]
     await asyncio.sleep(0.04)
     assert len(queue) == 0, "the later look is part of the change's"
+
+
+def test_delays_double_up_to_the_longest_and_failures_may_go_on_for_days() -> None:
+    assert [backoff_seconds(failures, 0.5, 8.0) for failures in (0, 1, 2, 4, 5, 100_000)] == [
+        0.5,
+        1.0,
+        2.0,
+        8.0,
+        8.0,
+        8.0,
+    ]
