@@ -1033,7 +1033,7 @@ async def test_a_silent_driver_does_not_look_alive(world: World, operator: Opera
 
 
 async def test_a_stall_is_reported_until_there_is_news(world: World, operator: Operator) -> None:
-    slow = {"seconds_per_step": 300.0, "silent_seconds": 0.5}
+    slow: dict[str, Any] = {"seconds_per_step": 300.0, "silent_seconds": 0.5}
     await training(operator, **slow, idle_seconds=2999.0)
     assert not any(item.type == "Stalled" for item in world.status.conditions)
     for _ in range(3):
