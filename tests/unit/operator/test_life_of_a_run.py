@@ -357,9 +357,9 @@ async def test_a_driver_that_stopped_on_request_did_not_fail_although_its_report
 async def test_a_wrong_image_can_be_corrected_until_the_first_attempt(
     world: World, operator: Operator
 ) -> None:
-    operator.upgrade(WorkerImages("wroker:1", {}))
+    operator.upgrade(WorkerImages("wrong:1", {}))
     await operator.settle(1)
-    assert {role.image for role in world.status.roles} == {"wroker:1"}
+    assert {role.image for role in world.status.roles} == {"wrong:1"}
     operator.upgrade(WorkerImages(IMAGE, {}))
     world.delete_cluster()
     world.collect_garbage()
