@@ -268,6 +268,7 @@ async def test_the_backoff_doubles_and_survives_a_restart_of_the_operator(world:
         failed_at = world.now
         await operator.reconcile()
         while len(world.jobs) == attempt:
+            assert phase(world) is Phase.RESTARTING
             await Operator(world).settle(1)
         waits.append((world.now - failed_at).total_seconds())
     assert waits == pytest.approx([10, 20], abs=2)
