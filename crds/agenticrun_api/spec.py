@@ -161,7 +161,7 @@ class Tracking(Model):
 
 
 class Stall(Model):
-    """What to do about a driver that brings no news for too long: no step, no other activity."""
+    """Action on a driver that brings no news for too long: no step, no other activity."""
 
     action: Literal["Report", "Restart"] = "Report"
     """Report: the condition Stalled and an event. Restart: also end the attempt as failed."""

@@ -184,7 +184,7 @@ class AgenticRunStatus(Model):
     """State of the run. Only the operator writes it."""
 
     phase: Phase = Phase.PENDING
-    """Where the run is in its life."""
+    """Stage of the run's life."""
     observed_generation: int = 0
     """Newest generation of the run that the operator has handled."""
     conditions: Annotated[list[Condition], Field(max_length=16)] = []
@@ -233,6 +233,6 @@ class AgenticRunStatus(Model):
     completion_time: Time | None = None
     """Time at which the run ended."""
     message: LongText | None = None
-    """What the run does or waits for, or its last error."""
+    """Current action or obstacle of the run, or its last error."""
     log_tail: LongText | None = None
     """The end of the driver's log, kept after a failure because the RayCluster is deleted."""

@@ -227,7 +227,7 @@ class World:
         self.objects.pop(("RayCluster", NAME), None)
 
     def incarnation(self) -> str | None:
-        """Of the newest head."""
+        """Return the incarnation of the newest head."""
         return next(iter(self._incarnations().values()), None)
 
     def _incarnations(self) -> dict[str, str]:
@@ -463,3 +463,8 @@ class Operator:
             self.world.make_pods()
             await self.reconcile()
             self.world.now += timedelta(seconds=1)
+
+
+def happened(world: World) -> list[str]:
+    """Return the reasons of all events so far."""
+    return [str(event.reason) for event in world.events]

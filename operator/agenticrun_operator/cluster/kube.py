@@ -133,14 +133,10 @@ class KubeClient:
             return None
 
     async def list_run_keys(self) -> list[tuple[str, str]]:
-        root, plural = _ROOTS[KIND]
-        paths = [f"{root}/namespaces/{namespace}/{plural}" for namespace in self._namespaces] or [
-            f"{root}/{plural}"
-        ]
         lists = []
-        for path in paths:
+        for namespace in self._namespaces or (None,):
             try:
-                lists.append(await self._request("GET", path))
+                lists.append(await self._request("GET", object_path(KIND, namespace)))
             except ClusterError as error:  # one missing namespace must not hide the others
                 log.warning("cannot list the runs: %s", error)
         return [

@@ -16,19 +16,7 @@ from agenticrun_operator.cluster import (
 )
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import WorkerImages, images_in
-from operator_world import IMAGE, NAME, Operator, World
-
-
-@pytest.fixture
-def world() -> World:
-    world = World()
-    world.apply_run(("spec.failurePolicy", {"maxRestarts": 2, "backoffSeconds": 10}))
-    return world
-
-
-@pytest.fixture
-def operator(world: World) -> Operator:
-    return Operator(world)
+from operator_world import IMAGE, NAME, Operator, World, happened
 
 
 async def training(operator: Operator, step: int = 1, **fields: Any) -> None:
@@ -45,10 +33,6 @@ def condition(world: World, kind: ConditionType) -> Condition:
 
 def phase(world: World) -> Phase:
     return world.status.phase
-
-
-def happened(world: World) -> list[str]:
-    return [str(event.reason) for event in world.events]
 
 
 async def test_children_are_made_before_the_cluster_that_mounts_them(

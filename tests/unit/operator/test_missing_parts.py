@@ -14,7 +14,7 @@ from agenticrun_operator.cluster import (
     NotServed,
     Refused,
 )
-from operator_world import NAME, Operator, World
+from operator_world import NAME, Operator, World, happened
 
 TOO_OLD = (
     'RayCluster in version "v1" cannot be handled as a RayCluster: strict decoding error: '
@@ -22,25 +22,9 @@ TOO_OLD = (
 )
 
 
-@pytest.fixture
-def world() -> World:
-    world = World()
-    world.apply_run(("spec.failurePolicy", {"maxRestarts": 2, "backoffSeconds": 10}))
-    return world
-
-
-@pytest.fixture
-def operator(world: World) -> Operator:
-    return Operator(world)
-
-
 def provisioned(world: World) -> Condition:
     kind = ConditionType.CLUSTER_PROVISIONED.value
     return next(item for item in world.status.conditions if item.type == kind)
-
-
-def happened(world: World) -> list[str]:
-    return [str(event.reason) for event in world.events]
 
 
 async def train(operator: Operator, step: int = 1) -> None:

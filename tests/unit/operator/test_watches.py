@@ -102,7 +102,7 @@ async def kube(stub: StubApiserver) -> AsyncIterator[KubeClient]:
 
 
 class Seen:
-    """What two watches have reported: of runs in blue and of runs in green."""
+    """Reports of two watches: of runs in blue and of runs in green."""
 
     def __init__(self) -> None:
         self.names: asyncio.Queue[str] = asyncio.Queue()
