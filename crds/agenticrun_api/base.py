@@ -26,7 +26,7 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
 SERVED: dict[str, Any] = {"served": True}
-"""Validation context of a run that the apiserver serves, or that a pod mounts."""
+"""Validation context of a run that the apiserver serves or that a pod mounts."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from agenticrun_api.base import SERVED
-from agenticrun_api.names import KIND
+from agenticrun_api.names import ANNOTATION_VERSION, KIND
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.status import AgenticRunStatus
+from agenticrun_api.version import __version__
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -50,8 +51,31 @@ def parse_run(document: dict[str, Any]) -> AgenticRun:
     return parse(AgenticRun, document)
 
 
+def parse_mounted(document: dict[str, Any]) -> AgenticRun:
+    """Validate the run that the operator mounts in the pods (`AgenticRun.document`).
+
+    Strict about unknown fields, because the user set them: without them, another run would be
+    trained than the one asked for.
+
+    Raises:
+        InvalidRun: a field is invalid, or unknown to this version.
+    """
+    try:
+        return AgenticRun.model_validate(document, context=SERVED)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    theirs = document.get("metadata", {}).get("annotations", {}).get(ANNOTATION_VERSION, "0.1.0")
+    hint = (
+        f": the worker image has AgenticRun {__version__}, the operator {theirs}; leave spec.image "
+        "out or set a newer one, or leave the field out"
+    )
+    raise InvalidRun(
+        _line(detail) + (hint if detail["type"] == "extra_forbidden" else "") for detail in details
+    )
+
+
 def parse_served(document: dict[str, Any]) -> AgenticRun:
-    """Validate a run that the apiserver serves, or that a pod mounts.
+    """Validate a run that the apiserver serves.
 
     Strict with people (`parse_run`), tolerant between versions: fields that this version does not
     know are ignored, because a newer CRD serves its new fields with their defaults to everyone,

@@ -19,6 +19,9 @@ LABEL_RUN = f"{GROUP}/run"
 LABEL_RUN_UID = f"{GROUP}/run-uid"
 LABEL_ROLE = f"{GROUP}/role"
 
+ANNOTATION_VERSION = f"{GROUP}/version"
+"""Version of the operator that wrote the run for the pods."""
+
 
 class Role(StrEnum):
     """The role of a pod. Also the Ray resource that its pods offer and its actors request."""

@@ -52,6 +52,8 @@ class FinalReport(Model):
 class Progress(Model):
     """A progress snapshot of one attempt."""
 
+    version: ShortText | None = None
+    """Version of AgenticRun in the worker image."""
     run_uid: ShortText
     submission_id: ShortText
     attempt: Number

@@ -9,9 +9,10 @@ from pydantic import AfterValidator, ConfigDict
 from pydantic.alias_generators import to_camel
 
 from agenticrun_api.base import Model, Rule, refused
-from agenticrun_api.names import MAX_NAME_LENGTH
+from agenticrun_api.names import ANNOTATION_VERSION, MAX_NAME_LENGTH
 from agenticrun_api.spec import AgenticRunSpec
 from agenticrun_api.status import AgenticRunStatus
+from agenticrun_api.version import __version__
 
 DNS_1035 = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 
@@ -72,11 +73,18 @@ class AgenticRun(Model):
         return self.metadata.namespace, self.metadata.name
 
     def document(self) -> dict[str, Any]:
-        """Return the document that is mounted in the pods: metadata and spec, without status."""
+        """Return the document that is mounted in the pods: metadata and spec, without status.
+
+        It leaves out every field that has its default, so that the worker image, which may be
+        older, has to know only the fields that the user set.
+        """
         keep = {"name", "namespace", "uid", "generation"}
+        metadata = {k: v for k, v in self.metadata.to_dict().items() if k in keep}
         return {
             "apiVersion": self.api_version,
             "kind": self.kind,
-            "metadata": {k: v for k, v in self.metadata.to_dict().items() if k in keep},
-            "spec": self.spec.to_dict(),
+            "metadata": metadata | {"annotations": {ANNOTATION_VERSION: __version__}},
+            "spec": self.spec.model_dump(
+                mode="json", by_alias=True, exclude_defaults=True, exclude_none=True
+            ),
         }

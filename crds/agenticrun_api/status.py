@@ -51,7 +51,7 @@ class ConditionType(StrEnum):
     """Every pod of every role is ready; if not, the message names the pod and the reason."""
     ACCEPTED = "Accepted"
     """False: the operator cannot read the spec, because the CRD is of another version. It leaves
-    the run alone."""
+    the run alone. Unknown: the worker image is of a version that the operator does not support."""
     TRAINING = "Training"
     """The driver runs and sends progress snapshots."""
     STALLED = "Stalled"
@@ -72,6 +72,7 @@ class Reason(StrEnum):
     NAMESPACE_GONE = "NamespaceGone"
     INVALID_CONFIG = "InvalidConfig"
     SPEC_READ = "SpecRead"
+    VERSION_SKEW = "VersionSkew"
     DENIED = "Denied"
     CLUSTER_CREATING = "ClusterCreating"
     CLUSTER_CREATED = "ClusterCreated"
@@ -162,6 +163,8 @@ class JobStatus(Model):
     """Ray's id of the job."""
     incarnation: ShortText = ""
     """The incarnation of the head that the attempt was submitted to."""
+    version: ShortText | None = None
+    """Version of AgenticRun in the worker image, as the driver reports it."""
     status: ShortText = ""
     """Ray's job status: PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED; empty before the
     submission."""

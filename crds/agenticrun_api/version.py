@@ -5,3 +5,18 @@ without package metadata, import it.
 """
 
 __version__ = "0.1.0"
+
+
+def is_supported(other: str) -> bool:
+    """Return True if another part of AgenticRun may have this version: one minor version apart.
+
+    Args:
+        other: a version as `<major>.<minor>...`.
+    """
+    try:
+        (major, minor), (our_major, our_minor) = (
+            tuple(int(part) for part in version.split(".")[:2]) for version in (other, __version__)
+        )
+    except ValueError:
+        return False
+    return major == our_major and abs(minor - our_minor) <= 1

@@ -8,10 +8,12 @@ from typing import Any
 
 from agenticrun_api import AgenticRun, ConditionType, Metadata, Phase, Reason
 from agenticrun_api.load import damaged_control_fields, repair_status
+from agenticrun_api.version import __version__, is_supported
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning import attempts, ending, provisioning, roles
 from agenticrun_operator.planning.draft import MAX_TEXT, ConditionStatus, Draft, new_condition
 from agenticrun_operator.planning.plan import Plan
+from agenticrun_operator.planning.snapshot import own_progress
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Event, Manifest, WorkerImages
 
@@ -40,8 +42,7 @@ def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImage
         ending.clean_up(draft, observed)
         return draft.finish(observed.last_status_write)
     draft.look_again(SAFETY_NET_SECONDS)
-    if draft.find(ConditionType.ACCEPTED):
-        draft.condition(ConditionType.ACCEPTED, "True", Reason.SPEC_READ)
+    _accept(draft, observed)
     obstacle = provisioning.find_obstacle(run, observed, images)
     if obstacle:
         if _is_new(draft, obstacle):
@@ -60,6 +61,30 @@ def plan(run: AgenticRun, observed: Observed, now: datetime, images: WorkerImage
     ready = roles.report(draft, observed, images)
     attempts.advance(draft, observed, ready)
     return draft.finish(observed.last_status_write)
+
+
+def _accept(draft: Draft, observed: Observed) -> None:
+    """Say whether this operator supports the version of the worker image.
+
+    Another version may still train well, so it is only reported.
+    """
+    progress, before = (
+        own_progress(draft.run, observed.progress),
+        draft.find(ConditionType.ACCEPTED),
+    )
+    job = draft.run.status.job
+    version = progress.version if progress else job.version if job else None
+    if version is None or is_supported(version):
+        if before:
+            draft.condition(ConditionType.ACCEPTED, "True", Reason.SPEC_READ)
+        return
+    message = (
+        f"the worker image has AgenticRun {version}, which operator {__version__} does not "
+        "support: they may be one minor version apart"
+    )
+    if before is None or before.reason != Reason.VERSION_SKEW:
+        draft.event(Reason.VERSION_SKEW, message, warning=True)
+    draft.condition(ConditionType.ACCEPTED, "Unknown", Reason.VERSION_SKEW, message)
 
 
 def _is_new(draft: Draft, obstacle: provisioning.Obstacle) -> bool:

@@ -34,6 +34,9 @@ def apply_snapshot(draft: Draft, progress: Progress) -> None:
     status write. The numbers of a driver that is starting or could not start (max_steps is 0) have
     no meaning yet: it has not read the checkpoint it resumes from. The last attempt's numbers stay.
     """
+    job = draft.status.job
+    if job and progress.version:
+        draft.set(job=job.model_copy(update={"version": progress.version}))
     if progress.activity is Activity.STARTING or progress.max_steps == 0:
         draft.set(activity=progress.activity.value, eta=None, estimated_completion_time=None)
         return

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from agenticrun_api import InvalidRun, load_run, parse_run
-from agenticrun_api.load import parse_served
+from agenticrun_api import InvalidRun, load_run, parse_run, version
+from agenticrun_api.load import parse_mounted, parse_served, read_run
+from agenticrun_api.version import __version__
 from runs import MINIMAL, REMOVE, Change, run_with
 
 EXAMPLES = [
@@ -170,5 +172,48 @@ def test_the_document_for_the_pods_has_identity_and_spec_and_parses_again() -> N
         "namespace": "team",
         "uid": "u-1",
         "generation": 3,
+        "annotations": {"agenticrun.dev/version": __version__},
     }
-    assert parse_run(document).spec == run.spec
+    assert parse_mounted(document).spec == run.spec
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_the_document_for_the_pods_has_only_what_the_user_set(example: Path) -> None:
+    """So a worker image needs to know only these fields."""
+    run = load_run(example)
+    served = parse_served(run.to_dict())  # with all defaults, as the CRD fills them in
+    document = served.document()
+    assert parse_mounted(document).spec == run.spec
+    assert _fields(document["spec"]) <= _fields(read_run(example)["spec"]) | {
+        "roles",
+        "roles.inference",
+    }
+
+
+def _fields(node: Any, path: str = "") -> set[str]:
+    """Return the paths of all objects, lists and values of a document, none below lists."""
+    below = node.items() if isinstance(node, dict) else ()
+    return {path}.union(*(_fields(value, f"{path}.{name}".strip(".")) for name, value in below))
+
+
+@pytest.mark.parametrize("where", ["spec.pipeline.later", "spec.roles.env.later", "spec.later"])
+def test_a_worker_refuses_a_field_that_the_user_set_and_it_does_not_know(where: str) -> None:
+    document = run_with((where, 7))
+    document["metadata"]["annotations"] = {"agenticrun.dev/version": "9.9.0"}
+    with pytest.raises(InvalidRun) as caught:
+        parse_mounted(document)
+    (said,) = caught.value.errors
+    assert said.startswith(f"{where}: unknown field: ")
+    assert f"the worker image has AgenticRun {__version__}, the operator 9.9.0" in said
+
+
+@pytest.mark.parametrize(
+    ("other", "supported"),
+    [("0.1.0", True), ("0.0.9", True), ("0.2.7-rc1", True), ("0.3.0", False), ("1.1.0", False)]
+    + [(text, False) for text in ("", "main", "1", "a.b")],
+)
+def test_parts_may_be_one_minor_version_apart(
+    other: str, supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version, "__version__", "0.1.0")
+    assert version.is_supported(other) is supported

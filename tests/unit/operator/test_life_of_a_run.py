@@ -10,6 +10,7 @@ import pytest
 from agenticrun_api import Activity, Condition, ConditionType, Outcome, Phase, Role
 from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN_UID, ExitCode
 from agenticrun_api.status import CheckpointStatus
+from agenticrun_api.version import __version__
 from agenticrun_operator.cluster import (
     Denied,
     Refused,
@@ -43,6 +44,34 @@ async def test_children_are_made_before_the_cluster_that_mounts_them(
     assert created == ["create Secret", "create Secret", "create ConfigMap", "create RayCluster"]
     assert phase(world) is Phase.STARTING
     assert world.status.progress == "0/2"
+
+
+async def test_a_worker_image_of_an_unsupported_version_is_reported_once_and_trains_on(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, version="9.9.0")
+    for step in (1, 2):
+        world.drive(step, version="9.9.0", max_steps=9)
+        await operator.settle(3)
+    accepted = condition(world, ConditionType.ACCEPTED)
+    assert (accepted.status, accepted.reason) == ("Unknown", "VersionSkew")
+    assert "AgenticRun 9.9.0" in accepted.message
+    assert happened(world).count("VersionSkew") == 1
+    assert phase(world) is Phase.RUNNING
+    assert world.status.job is not None
+    assert world.status.job.version == "9.9.0"
+    world.drive(3, version=__version__, max_steps=9)
+    await operator.settle(3)
+    assert condition(world, ConditionType.ACCEPTED).status == "True"
+
+
+async def test_a_driver_of_the_release_that_tells_no_version_is_accepted(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    assert world.status.job is not None
+    assert world.status.job.version is None
+    assert all(item.type != "Accepted" for item in world.status.conditions)
 
 
 async def test_nothing_is_submitted_before_every_role_is_ready(

@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from agenticrun_api import AgenticRun, Role, parse_run
+from agenticrun_api.load import parse_mounted
+from agenticrun_api.version import __version__
 from agenticrun_operator.resources import (
     Manifest,
     WorkerImages,
@@ -83,9 +85,10 @@ def test_the_run_config_is_the_run_without_its_status() -> None:
         "namespace": "team",
         "uid": "1234-uid",
         "generation": 1,
+        "annotations": {"agenticrun.dev/version": __version__},
     }
     assert "status" not in document
-    assert parse_run(document).spec == a_run().spec
+    assert parse_mounted(document).spec == a_run().spec
 
 
 def test_a_claim_is_made_for_a_size_and_not_for_a_claim_of_the_users() -> None:

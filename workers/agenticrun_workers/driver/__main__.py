@@ -18,7 +18,7 @@ import ray
 import yaml
 
 from agenticrun_api import AgenticRun, FinalReport
-from agenticrun_api.load import parse_served
+from agenticrun_api.load import parse_mounted
 from agenticrun_api.names import (
     ENV_ATTEMPT,
     ENV_SUBMISSION_ID,
@@ -61,7 +61,7 @@ async def _attempt(document: dict[str, Any]) -> FinalReport:
     )
     await sink.start()
     try:
-        run = parse_served(document)
+        run = parse_mounted(document)
         runner = _runner(run, attempt, sink, requests)
         ray.init(address="auto", namespace=run.metadata.name, logging_level=logging.WARNING)
     except Exception as error:  # any failure is reported

@@ -16,6 +16,7 @@ import numpy as np
 
 from agenticrun_api import Activity, Commands, FinalReport, Progress
 from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS, CheckpointStatus
+from agenticrun_api.version import __version__
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 
 NEWEST_STEPS = 20
@@ -37,6 +38,7 @@ class ProgressReporter:
         self._sink = sink
         self._step_times: deque[float] = deque(maxlen=NEWEST_STEPS + 1)
         self._progress = Progress(
+            version=__version__,
             run_uid=attempt.run_uid,
             submission_id=attempt.submission_id,
             attempt=attempt.number,
