@@ -23,13 +23,8 @@ from agenticrun_operator.cluster import (
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
 from agenticrun_operator.planning import (
-    Plan,
     Submit,
     plan,
-    plan_denied,
-    plan_kuberay_missing,
-    plan_namespace_gone,
-    plan_refused,
     plan_unreadable,
 )
 from agenticrun_operator.resources import Manifest, WorkerImages
@@ -141,27 +136,23 @@ class Reconciler:
 
     async def _step(self, key: Key, cached: RunCache, fully: bool) -> float | None:
         run = parse_served(cached.document)
-        plan_ = await self._plan(run, cached)
+        observed = await self._observe(run, cached)
+        plan_ = plan(run, observed, self._clock(), self._images)
         if plan_.status and plan_.status.phase is not run.status.phase and not fully:
             # A phase change is decided only on freshly read objects.
             fresh = await self._look_fully(key)
             if fresh is None:
                 return None
             cached, run = fresh, parse_served(fresh.document)
-            plan_ = await self._plan(run, cached)
+            observed = await self._observe(run, cached)
+            plan_ = plan(run, observed, self._clock(), self._images)
         if isinstance(plan_.job, Submit) and not await self._may_submit(run, plan_.job):
             self._cache.pop(key, None)
             return RETRY_SECONDS
         try:
             await self._applier.make_children(run, plan_)
-        except Refused as error:
-            plan_ = plan_refused(run, plan_, str(error), self._clock())
-        except Denied as error:
-            plan_ = plan_denied(run, plan_, str(error), self._clock())
-        except NotServed:
-            plan_ = plan_kuberay_missing(run, plan_, self._clock())
-        except NamespaceGone as error:
-            plan_ = plan_namespace_gone(run, plan_, str(error), self._clock())
+        except (Refused, Denied, NotServed, NamespaceGone) as error:
+            plan_ = plan(run, observed, self._clock(), self._images, error)
         job = plan_.status.job if plan_.status else None
         if job and job.end_time:
             cached = replace(cached, ended=(job.submission_id, job.end_time))
@@ -186,13 +177,12 @@ class Reconciler:
         head = Observed(pods=objects.pods).head(run.metadata.uid)
         return head is not None and head.incarnation == job.incarnation
 
-    async def _plan(self, run: AgenticRun, cached: RunCache) -> Plan:
+    async def _observe(self, run: AgenticRun, cached: RunCache) -> Observed:
         job, ended = run.status.job, cached.ended
         end_time = ended[1] if job and ended and ended[0] == job.submission_id else None
-        observed = await self._observer.look(
+        return await self._observer.look(
             run, cached.objects, cached.job_trouble, cached.wrote_at, end_time
         )
-        return plan(run, observed, self._clock(), self._images)
 
     async def _handle_unreadable(self, document: Manifest, error: InvalidRun) -> None:
         plan_ = plan_unreadable(document, error.errors, self._clock())

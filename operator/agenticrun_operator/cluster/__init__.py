@@ -1,6 +1,10 @@
 """All network access: clients of the kube-apiserver and of the head pods of runs."""
 
-from agenticrun_operator.cluster.errors import (
+from agenticrun_operator.cluster.head import HeadAddress, RunHead
+from agenticrun_operator.cluster.kube import KubeClient, connect
+from agenticrun_operator.cluster.protocols import Head, Kube
+from agenticrun_operator.cluster.transports import DirectTransport, HeadTransport, ProxyTransport
+from agenticrun_operator.errors import (
     AlreadyExists,
     ClusterError,
     Conflict,
@@ -13,10 +17,6 @@ from agenticrun_operator.cluster.errors import (
     Refused,
     WatchExpired,
 )
-from agenticrun_operator.cluster.head import HeadAddress, RunHead
-from agenticrun_operator.cluster.kube import KubeClient, connect
-from agenticrun_operator.cluster.protocols import Head, Kube
-from agenticrun_operator.cluster.transports import DirectTransport, HeadTransport, ProxyTransport
 
 __all__ = [
     "AlreadyExists",

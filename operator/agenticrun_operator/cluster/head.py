@@ -17,9 +17,9 @@ from agenticrun_api.names import (
     TOKEN_HEADER,
 )
 from agenticrun_api.progress import MAX_PROGRESS_BYTES
-from agenticrun_operator.cluster.errors import HeadUnreachable
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import HeadTransport, PodAddress
+from agenticrun_operator.errors import HeadUnreachable
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 
 MAX_JOB_BYTES = 1024 * 1024

@@ -22,7 +22,7 @@ from kubernetes.aio import client, config
 
 from agenticrun_api import AgenticRunStatus
 from agenticrun_api.names import API_VERSION, GROUP, KIND, LABEL_RUN, PLURAL, VERSION
-from agenticrun_operator.cluster.errors import (
+from agenticrun_operator.errors import (
     AlreadyExists,
     ClusterError,
     Conflict,

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from agenticrun_operator.cluster.errors import HeadUnreachable, KubeUnavailable
 from agenticrun_operator.cluster.kube import KubeClient, Response
+from agenticrun_operator.errors import HeadUnreachable, KubeUnavailable
 
 TIMEOUT_SECONDS = 10.0
 """Timeout of a whole request."""

@@ -1,10 +1,10 @@
-"""Errors of the clients: one type for each case that a caller handles."""
+"""Errors of the clients in `cluster`: one type for each case that a caller handles."""
 
 from __future__ import annotations
 
 
 class ClusterError(Exception):
-    """Base class of all errors of this package."""
+    """Base class of all errors of the clients."""
 
 
 class NotFound(ClusterError):

@@ -1,0 +1,156 @@
+"""Obstacles: what prevents the run's children from being created, seen before or while trying."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from agenticrun_api import AgenticRun, ConditionType, Phase, Reason
+from agenticrun_api.names import KIND
+from agenticrun_operator.errors import ClusterError, NamespaceGone, NotServed, Refused
+from agenticrun_operator.observed import Observed
+from agenticrun_operator.planning.draft import Draft
+from agenticrun_operator.resources import Manifest, WorkerImages, controller_uid, is_deleting
+
+WAIT_SECONDS = 1.5
+"""Seconds between checks of an earlier run's objects: their deletion may send no event that belongs
+to the new run."""
+RETRY_SECONDS = 10.0
+"""Seconds between checks of an obstacle that a person must remove."""
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """A reason the run's children cannot be created now."""
+
+    reason: Reason
+    message: str
+    final: bool = False
+    """True if no retry helps, so that the run fails."""
+
+    @property
+    def needs_people(self) -> bool:
+        """True if waiting does not help and a person must act."""
+        return self.reason is not Reason.WAITING_FOR_PREVIOUS_RUN
+
+
+MIN_KUBERAY = "1.6"
+KUBERAY_MISSING = Obstacle(
+    Reason.KUBERAY_MISSING,
+    "the Kubernetes cluster does not serve RayClusters (ray.io/v1): "
+    f"install KubeRay {MIN_KUBERAY} or newer with its CRDs; the run goes on by itself then",
+)
+_UNKNOWN_FIELDS = re.compile(
+    r'unknown field "(spec\.[^"]+)"'
+    r"|\.?(spec\.[\w.\[\]]+): field not declared in schema"
+    r"|(spec\.authOptions[\w.]*): (?:Unsupported|Invalid) value"
+)
+_OF_THE_USER = re.compile(
+    r"\.template\.spec\.(tolerations|affinity|nodeSelector|volumes"
+    r"|(containers|initContainers)\[\d+\]\.(env|envFrom|volumeMounts))\b"
+)
+
+
+def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> Obstacle | None:
+    """Return the first obstacle that can be seen before anything is created, or None.
+
+    An obstacle is a worker image that is not configured, KubeRay that is missing, or an object that
+    has the name of a child but belongs to another owner or an earlier run. The operator never takes
+    over such an object.
+    """
+    engine = images.missing_engine(run)
+    if engine:
+        message = (
+            f"no worker image with {engine} is configured: "
+            f"set the chart's value images.workers.{engine}, or set spec.image"
+        )
+        return Obstacle(Reason.NO_ENGINE_IMAGE, message)
+    if observed.kuberay_missing:
+        return KUBERAY_MISSING
+    for child, manifest in sorted(observed.children.items()):
+        if manifest is None:
+            continue
+        shown = f"{child.kind} {child.name}"
+        if is_deleting(manifest) and controller_uid(manifest) == run.metadata.uid:
+            return Obstacle(
+                Reason.WAITING_FOR_PREVIOUS_RUN, f"waiting until {shown} is deleted, to create it"
+            )
+        if is_deleting(manifest) or _of_earlier_run(run, manifest):
+            return Obstacle(
+                Reason.WAITING_FOR_PREVIOUS_RUN,
+                f"waiting until {shown} of an earlier run is deleted",
+            )
+        if controller_uid(manifest) != run.metadata.uid:
+            return Obstacle(
+                Reason.NAME_CONFLICT,
+                f"{shown} exists and does not belong to this run: "
+                "delete it, or create the run under another name",
+            )
+    for pod in observed.pods:
+        # A started run waited for such pods before; what appears later must not hold it.
+        if pod.run_uid != run.metadata.uid and run.status.job is None:
+            return Obstacle(
+                Reason.WAITING_FOR_PREVIOUS_RUN,
+                f"waiting until pod {pod.name} of an earlier run is deleted",
+            )
+    return None
+
+
+def obstacle_met(run: AgenticRun, observed: Observed, error: ClusterError) -> Obstacle:
+    """Return the obstacle that an attempt to create the children met.
+
+    What the apiserver rejects as invalid is final, unless KubeRay is too old or the run trains and
+    its RayCluster exists: pods that run no longer need the missing child.
+    """
+    message = str(error)
+    if isinstance(error, NotServed):
+        return KUBERAY_MISSING
+    if isinstance(error, NamespaceGone):
+        return Obstacle(
+            Reason.NAMESPACE_GONE,
+            f"nothing can be created in namespace {run.metadata.namespace}, because it is being "
+            f"deleted or does not exist: apply the run in another namespace ({message})",
+        )
+    if not isinstance(error, Refused):
+        return Obstacle(Reason.DENIED, message)
+    if unknown := _fields_unknown_to_kuberay(message):
+        return Obstacle(
+            Reason.KUBERAY_TOO_OLD,
+            f"this version of KubeRay does not know {', '.join(unknown[:3])}: upgrade KubeRay and "
+            f"its CRDs to {MIN_KUBERAY} or newer; the run goes on by itself then",
+        )
+    if run.status.job and observed.child("RayCluster", run.metadata.name):
+        return Obstacle(Reason.DENIED, message)
+    return Obstacle(Reason.INVALID_CONFIG, message, final=True)
+
+
+def report(draft: Draft, obstacle: Obstacle) -> None:
+    """Show the obstacle in the status, once as an event, and look again later."""
+    before = draft.find(ConditionType.CLUSTER_PROVISIONED)
+    if before is None or before.reason != obstacle.reason.value:
+        # The message does not count: that of a quota changes with what others use.
+        draft.event(obstacle.reason, obstacle.message, warning=obstacle.needs_people)
+    draft.condition(ConditionType.CLUSTER_PROVISIONED, "False", obstacle.reason, obstacle.message)
+    if draft.status.phase is not Phase.RUNNING and not draft.status.phase.finished:
+        waits = Phase.PENDING if draft.status.job is None else draft.status.phase
+        draft.phase(waits, obstacle.message)
+    draft.look_again(RETRY_SECONDS if obstacle.needs_people else WAIT_SECONDS)
+
+
+def _fields_unknown_to_kuberay(refusal: str) -> list[str]:
+    """Return the fields of ours that a refusal of the RayCluster calls unknown.
+
+    A field that the user wrote in spec.roles is the user's error, and not meant here.
+    """
+    fields = [next(filter(None, found)) for found in _UNKNOWN_FIELDS.findall(refusal)]
+    return [field for field in fields if not _OF_THE_USER.search(field)]
+
+
+def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
+    owners = manifest["metadata"].get("ownerReferences", ())
+    return any(
+        owner["kind"] == KIND
+        and owner["name"] == run.metadata.name
+        and owner["uid"] != run.metadata.uid
+        for owner in owners
+    )
