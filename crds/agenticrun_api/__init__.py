@@ -6,10 +6,18 @@ The CRD is generated from these models; the operator and the workers import them
 from agenticrun_api.load import InvalidRun, load_run, parse_run
 from agenticrun_api.names import Role
 from agenticrun_api.pipeline import Pipeline
-from agenticrun_api.progress import Activity, Commands, FinalReport, Outcome, Progress
+from agenticrun_api.progress import Activity, Commands, Progress
 from agenticrun_api.run import AgenticRun, Metadata
 from agenticrun_api.spec import AgenticRunSpec
-from agenticrun_api.status import AgenticRunStatus, Condition, ConditionType, Phase, Reason
+from agenticrun_api.status import (
+    AgenticRunStatus,
+    Condition,
+    ConditionType,
+    FinalReport,
+    Outcome,
+    Phase,
+    Reason,
+)
 
 __all__ = [
     "Activity",

@@ -13,7 +13,14 @@ from typing import Annotated
 from pydantic import Field, FiniteFloat
 
 from agenticrun_api.base import Model
-from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS, CheckpointStatus, ShortText, Time
+from agenticrun_api.status import (
+    MAX_METRIC_NAME,
+    MAX_METRICS,
+    CheckpointStatus,
+    FinalReport,
+    ShortText,
+    Time,
+)
 
 MAX_PROGRESS_BYTES = 65_536
 
@@ -30,23 +37,6 @@ class Activity(StrEnum):
     CHECKPOINT = "checkpoint"
     STOPPING = "stopping"
     FINISHED = "finished"
-
-
-class Outcome(StrEnum):
-    SUCCEEDED = "Succeeded"
-    FAILED = "Failed"
-    STOPPED = "Stopped"
-
-
-class FinalReport(Model):
-    """The driver's report on the end of an attempt."""
-
-    outcome: Outcome
-    reason: Annotated[str, Field(min_length=1, max_length=64)]
-    """Reason for a condition, in CamelCase."""
-    message: Annotated[str, Field(max_length=4096)]
-    retryable: bool
-    time: Time
 
 
 class Progress(Model):

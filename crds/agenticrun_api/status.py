@@ -152,6 +152,27 @@ class RayClusterStatus(Model):
     """`<head pod uid>/<restarts of the head container>`. When it changes, Ray has lost its jobs."""
 
 
+class Outcome(StrEnum):
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    STOPPED = "Stopped"
+
+
+class FinalReport(Model):
+    """The driver's report on the end of an attempt."""
+
+    outcome: Outcome
+    """Succeeded; Failed; Stopped: an orderly stop on request, with a checkpoint."""
+    reason: Annotated[str, Field(min_length=1, max_length=64)]
+    """Cause, as one word in CamelCase."""
+    message: Annotated[str, Field(max_length=4096)]
+    """Cause, as a sentence."""
+    retryable: bool
+    """False if another attempt would end the same way."""
+    time: Time
+    """Time of the report, by the clock of the driver."""
+
+
 class JobStatus(Model):
     """The Ray job of the newest attempt. attempt and submissionId are stored before the job is
     submitted.
@@ -170,6 +191,9 @@ class JobStatus(Model):
     submission."""
     end_time: Time | None = None
     """When the operator first saw that the attempt had ended or had made its final report."""
+    report: FinalReport | None = None
+    """The driver's final report, once the operator has read it. The reporter may be lost before the
+    driver has exited."""
 
 
 class CheckpointStatus(Model):

@@ -125,15 +125,10 @@ def _give_up_head(draft: Draft, observed: Observed) -> None:
 
 
 def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
-    progress = own_progress(draft.run, observed.progress)
-    if isinstance(observed.job, Job):
-        draft.set(job=job.model_copy(update={"status": observed.job.status}))
-    if progress:
-        apply_snapshot(draft, progress)
-        if progress.final and progress.final.outcome is Outcome.SUCCEEDED:
-            ending.succeed(draft, progress.final.message)
-            return
-    final = progress.final if progress else _stored_report(draft, observed)
+    progress, final = _record(draft, observed, job)
+    if final and final.outcome is Outcome.SUCCEEDED:
+        ending.succeed(draft, final.message)
+        return
     if final and not final.retryable:
         _fail(draft, observed, final, final.reason, final.message, retryable=False)
         return
@@ -168,25 +163,24 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
         _conclude(draft, observed, observed.job, final)
 
 
-def _stored_report(draft: Draft, observed: Observed) -> FinalReport | None:
-    """Return the report of a failure that can be retried, as `_follow_live` stored it.
+def _record(
+    draft: Draft, observed: Observed, job: JobStatus
+) -> tuple[Progress | None, FinalReport | None]:
+    """Copy what is known about the attempt into the status.
 
-    The reporter may be lost between the report and the exit of the driver. Every other report
-    ends the run as soon as it is seen.
+    Returns:
+        The attempt's snapshot, and its final report, of which the status keeps a copy: the reporter
+        may be lost between the report and the exit of the driver.
     """
-    job, told = draft.status.job, draft.find(ConditionType.TRAINING)
-    end_time = (job.end_time if job else None) or observed.end_time
-    if end_time is None or told is None or told.status != "False":
-        return None
-    if told.reason in (Reason.SUBMITTING, Reason.CLUSTER_LOST):
-        return None  # these are the operator's own words
-    return FinalReport(
-        outcome=Outcome.STOPPED if told.reason == Reason.STOPPED else Outcome.FAILED,
-        reason=told.reason,
-        message=told.message,
-        retryable=True,
-        time=end_time,
-    )
+    if isinstance(observed.job, Job):
+        draft.update_job(status=observed.job.status)
+    progress, final = own_progress(draft.run, observed.progress), job.report
+    if progress:
+        apply_snapshot(draft, progress)
+        final = progress.final or final
+    if final:
+        draft.update_job(report=final)
+    return progress, final
 
 
 def _is_lost(head: Pod | None, job: JobStatus) -> bool:
@@ -220,11 +214,10 @@ def _seconds_since_end(draft: Draft, observed: Observed) -> float:
     job = draft.status.job
     assert job is not None
     if job.end_time is None:
-        end_time = observed.end_time or format_time(draft.now)
-        job = job.model_copy(update={"end_time": end_time})
-        draft.set(job=job)
-    assert job.end_time is not None
-    return (draft.now - parse_time(job.end_time)).total_seconds()
+        draft.update_job(end_time=observed.end_time or format_time(draft.now))
+    end_time = draft.status.job.end_time if draft.status.job else None
+    assert end_time is not None
+    return (draft.now - parse_time(end_time)).total_seconds()
 
 
 def _follow_live(

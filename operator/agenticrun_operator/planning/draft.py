@@ -79,6 +79,11 @@ class Draft:
         """Replace fields of the status."""
         self.status = self.status.model_copy(update=fields)
 
+    def update_job(self, **fields: Any) -> None:
+        """Replace fields of the job's status."""
+        assert self.status.job is not None
+        self.set(job=self.status.job.model_copy(update=fields))
+
     def condition(
         self,
         kind: ConditionType,

@@ -77,7 +77,7 @@ def _follow_exit(draft: Draft, observed: Observed, ended: datetime) -> None:
     job, seen = draft.status.job, observed.job
     if job is None or not isinstance(seen, Job):
         return
-    draft.set(job=job.model_copy(update={"status": seen.status}))
+    draft.update_job(status=seen.status)
     if seen.live and (draft.now - ended).total_seconds() < EXIT_SECONDS:
         draft.look_again(2.0)
     if draft.status.phase is Phase.FAILED and seen.log_tail and not draft.status.log_tail:

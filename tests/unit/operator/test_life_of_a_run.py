@@ -1170,6 +1170,26 @@ async def test_a_retryable_report_that_was_seen_names_the_cause_although_the_rep
     assert phase(world) is Phase.RESTARTING
     training_now = condition(world, ConditionType.TRAINING)
     assert (training_now.reason, training_now.message) == ("Told", "the driver's words")
+    assert world.status.job is not None
+    assert world.status.job.report is not None
+    assert world.status.job.report.outcome is Outcome.FAILED
+
+
+async def test_a_report_that_version_0_1_0_saw_and_did_not_store_leaves_the_exit_code(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    (job,) = world.jobs
+    world.end_driver(Outcome.FAILED)
+    job.status = "RUNNING"
+    await operator.settle(1)
+    del world.run["status"]["job"]["report"]
+    world.reporter_down = True
+    job.status = "FAILED"
+    world.now += timedelta(minutes=2)
+    await Operator(world).settle(2)
+    assert phase(world) is Phase.RESTARTING
+    assert condition(world, ConditionType.TRAINING).reason == "DriverFailed"
 
 
 async def test_a_run_that_failed_by_its_report_keeps_the_log_of_the_driver(
