@@ -91,18 +91,29 @@ class VolumeClaim(Model):
     RULES = (
         Rule(
             "has(self.claimName) != has(self.size)",
-            "set exactly one of claimName (an existing claim, kept) and "
-            "size (a claim created and deleted with the run)",
+            "set exactly one of claimName (an existing claim) and "
+            "size (a claim that the operator creates)",
             ".claimName",
             lambda v: (v.claim_name is None) != (v.size is None),
+        ),
+        Rule(
+            "!has(self.claimName) || self.retain",
+            "retain is about a claim that the operator creates; one by claimName is always kept: "
+            "leave retain out",
+            ".retain",
+            lambda v: v.claim_name is None or v.retain,
         ),
     )
 
     claim_name: Name | None = None
     """An existing claim in the run's namespace. It is kept when the run is deleted."""
     size: Quantity | None = None
-    """Size of a claim that the operator creates. It is deleted with the run, and the checkpoints
-    with it."""
+    """Size of a claim `<run>-checkpoints` that the operator creates, unless an earlier run of this
+    name left it."""
+    retain: bool = True
+    """Keep the created claim and its checkpoints when the run is deleted, by people or by
+    ttlSecondsAfterFinished. The next run of this name uses it, in a folder of its own. false:
+    delete the claim with the run."""
     storage_class_name: Name | None = None
     """StorageClass of the claim that the operator creates. Default: the default class."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = "ReadWriteOnce"
@@ -112,6 +123,16 @@ class VolumeClaim(Model):
 class Checkpoint(Model):
     """Storage of checkpoints, and the checkpoint to resume from."""
 
+    RULES = (
+        Rule(
+            "self.resume in ['Auto', 'Never', 'FromPreviousRun'] || self.resume.contains('/')",
+            "resume must be Auto, Never, FromPreviousRun or the folder of a checkpoint, with a '/'",
+            ".resume",
+            lambda c: c.resume in ("Auto", "Never", "FromPreviousRun") or "/" in c.resume,
+            added=True,
+        ),
+    )
+
     uri: Annotated[str, Field(min_length=1, max_length=1024)] = "/checkpoints"
     """A folder that head and trainer pods share, or object storage (s3://bucket/prefix). Each run
     writes below <uri>/<name>-<uid>."""
@@ -119,8 +140,9 @@ class Checkpoint(Model):
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
     """Number of checkpoints to keep; older ones are deleted."""
     resume: Annotated[str, Field(min_length=1, max_length=1024)] = "Auto"
-    """Auto: resume from the newest complete checkpoint of this run. Never: start at step 0. Or the
-    folder of a checkpoint of any run."""
+    """Auto: resume from the newest complete checkpoint of this run. Never: start at step 0.
+    FromPreviousRun: resume from the checkpoint that earlier runs of this name saved last below
+    `uri`. Or the folder of a checkpoint of any run."""
 
 
 class Wandb(Model):
@@ -198,7 +220,8 @@ def _immutable(field: str, required: bool) -> Rule:
     present = f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || {same})"
     return Rule(
         same if required else present,
-        f"{field} cannot change once the run exists: delete the run and apply it again",
+        f"{field} cannot change once the run exists: delete the run and apply it again, "
+        "with checkpoint.resume: FromPreviousRun to go on from its newest checkpoint",
         f".{field}",
         None,
     )

@@ -66,6 +66,8 @@ class Reason(StrEnum):
 
     WAITING_FOR_PREVIOUS_RUN = "WaitingForPreviousRun"
     NAME_CONFLICT = "NameConflict"
+    CLAIM_REUSED = "ClaimReused"
+    CLAIM_UNSUITABLE = "ClaimUnsuitable"
     NO_ENGINE_IMAGE = "NoEngineImage"
     KUBERAY_MISSING = "KubeRayMissing"
     KUBERAY_TOO_OLD = "KubeRayTooOld"

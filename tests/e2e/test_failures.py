@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from agenticrun_api.names import LABEL_RUN
 from installation import Images
 from lake import Pods, behind_gate, small_lake
 from testcluster import Cluster
@@ -106,9 +107,11 @@ def test_a_killed_driver_resumes_and_the_name_can_be_used_again_at_once(runs: Cl
 
     runs.kubectl("delete", "agenticrun", name)
     runs.kubectl("delete", "configmap", gate["metadata"]["name"])
+    claim = ("PersistentVolumeClaim", f"{name}-checkpoints")
     eventually(
-        lambda: not _objects(runs) - empty, 300, "deletion leaves nothing behind", interval=0.5
+        lambda: _objects(runs) - empty == {claim}, 300, "only the claim is left", interval=0.5
     )
+    runs.kubectl("delete", "persistentvolumeclaims", "--selector", f"{LABEL_RUN}={name}")
     eventually(lambda: not _volumes(runs), 300, "its volume is gone", interval=0.5)
 
 

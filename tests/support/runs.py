@@ -17,7 +17,7 @@ from agenticrun_api.base import Model
 from agenticrun_api.environments import EnvGroups
 from agenticrun_api.pipeline import Pipeline, Record, Staleness
 from agenticrun_api.run import AgenticRun
-from agenticrun_api.spec import AgenticRunSpec, InitializeModel, ModelSpec, VolumeClaim
+from agenticrun_api.spec import AgenticRunSpec, Checkpoint, InitializeModel, ModelSpec, VolumeClaim
 from agenticrun_api.training import ActorTrain, Critic, Eval, Generating, Warmup, WeightSync
 
 Change = tuple[str, Any]
@@ -675,6 +675,20 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "spec.checkpoint.volumeClaim.claimName",
         (("spec.checkpoint.volumeClaim", {"claimName": "data", "size": "1Gi"}),),
         (("spec.checkpoint.volumeClaim", {"claimName": "data"}),),
+    ),
+    RuleCase(
+        VolumeClaim,
+        "retain is about a claim that the operator creates",
+        "spec.checkpoint.volumeClaim.retain",
+        (("spec.checkpoint.volumeClaim", {"claimName": "data", "retain": False}),),
+        (("spec.checkpoint.volumeClaim", {"size": "1Gi", "retain": False}),),
+    ),
+    RuleCase(
+        Checkpoint,
+        "resume must be Auto, Never, FromPreviousRun",
+        "spec.checkpoint.resume",
+        (("spec.checkpoint.resume", "FromPreviousrun"),),
+        (("spec.checkpoint.resume", "FromPreviousRun"),),
     ),
     RuleCase(
         AgenticRunSpec,

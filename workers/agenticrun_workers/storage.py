@@ -101,6 +101,16 @@ class Folder:
     def __truediv__(self, name: str) -> Folder:
         return Folder(f"{self.uri.rstrip('/')}/{name}")
 
+    @property
+    def name(self) -> str:
+        """Last part of the URI."""
+        return self.uri.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Folder:
+        """The folder that this one lies in."""
+        return Folder(self.uri.rpartition("/")[0])
+
     def require_writable(self) -> None:
         """Check that the folder is writable: write and delete a file with a unique name.
 

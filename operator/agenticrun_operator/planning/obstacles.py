@@ -10,7 +10,15 @@ from agenticrun_api.names import KIND
 from agenticrun_operator.errors import ClusterError, NamespaceGone, NotServed, Refused
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning.draft import Draft
-from agenticrun_operator.resources import Manifest, WorkerImages, controller_uid, is_deleting
+from agenticrun_operator.resources import (
+    Manifest,
+    WorkerImages,
+    controller_uid,
+    is_deleting,
+    is_retained,
+    made_by,
+    unsuitable,
+)
 
 WAIT_SECONDS = 1.5
 """Seconds between checks of an earlier run's objects: their deletion may send no event that belongs
@@ -55,8 +63,8 @@ def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> 
     """Return the first obstacle that can be seen before anything is created, or None.
 
     An obstacle is a worker image that is not configured, KubeRay that is missing, or an object that
-    has the name of a child but belongs to another owner or an earlier run. The operator never takes
-    over such an object.
+    has the name of a child but belongs to another owner or an earlier run. The operator takes over
+    only the claim that an earlier run left for the next one.
     """
     engine = images.missing_engine(run)
     if engine:
@@ -71,7 +79,7 @@ def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> 
         if manifest is None:
             continue
         shown = f"{child.kind} {child.name}"
-        if is_deleting(manifest) and controller_uid(manifest) == run.metadata.uid:
+        if is_deleting(manifest) and made_by(run, manifest):
             return Obstacle(
                 Reason.WAITING_FOR_PREVIOUS_RUN, f"waiting until {shown} is deleted, to create it"
             )
@@ -80,7 +88,10 @@ def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> 
                 Reason.WAITING_FOR_PREVIOUS_RUN,
                 f"waiting until {shown} of an earlier run is deleted",
             )
-        if controller_uid(manifest) != run.metadata.uid:
+        if is_retained(run, manifest):
+            if why := unsuitable(run, manifest):
+                return Obstacle(Reason.CLAIM_UNSUITABLE, why)
+        elif controller_uid(manifest) != run.metadata.uid:
             return Obstacle(
                 Reason.NAME_CONFLICT,
                 f"{shown} exists and does not belong to this run: "

@@ -7,7 +7,14 @@ from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.plan import TokenToMake
 from agenticrun_operator.planning.times import format_time
-from agenticrun_operator.resources import Child, WorkerImages, desired_children, token_secrets
+from agenticrun_operator.resources import (
+    Child,
+    WorkerImages,
+    desired_children,
+    is_retained,
+    made_by,
+    token_secrets,
+)
 
 
 def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
@@ -26,6 +33,7 @@ def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
         if _is_missing(observed, child):
             draft.create.append(manifest)
     if run.status.start_time is None:
+        _report_reused_claim(draft, observed)
         draft.set(
             start_time=format_time(draft.now),
             max_steps=run.spec.pipeline.max_steps,
@@ -36,6 +44,26 @@ def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
     if draft.status.phase is Phase.PENDING:
         draft.phase(Phase.STARTING)
     _report_cluster(draft, observed)
+
+
+def _report_reused_claim(draft: Draft, observed: Observed) -> None:
+    checkpoint = draft.run.spec.checkpoint
+    for child, manifest in observed.children.items():
+        if checkpoint is None or manifest is None or not is_retained(draft.run, manifest):
+            continue
+        if made_by(draft.run, manifest):
+            continue
+        fresh = checkpoint.resume in ("Auto", "Never")
+        start = (
+            "starts at step 0 (checkpoint.resume: FromPreviousRun goes on from their newest one)"
+            if fresh
+            else f"resumes: {checkpoint.resume}"
+        )
+        draft.event(
+            Reason.CLAIM_REUSED,
+            f"{child.kind} {child.name} holds checkpoints of earlier runs of this name; this run "
+            f"has a folder of its own there and {start}",
+        )
 
 
 def _report_cluster(draft: Draft, observed: Observed) -> None:

@@ -9,12 +9,26 @@ from agenticrun_operator.resources.children import (
     token_secret,
     token_secrets,
 )
+from agenticrun_operator.resources.claims import (
+    CLAIM_KIND,
+    created_claim,
+    is_retained,
+    made_by,
+    unsuitable,
+)
 from agenticrun_operator.resources.images import WorkerImages
-from agenticrun_operator.resources.metadata import Manifest, controller, controller_uid, is_deleting
+from agenticrun_operator.resources.metadata import (
+    Manifest,
+    controller,
+    controller_uid,
+    is_deleting,
+    whole_number,
+)
 from agenticrun_operator.resources.pods import RAY_CONTAINER
 from agenticrun_operator.resources.raycluster import images_in, ray_cluster
 
 __all__ = [
+    "CLAIM_KIND",
     "RAY_CONTAINER",
     "Child",
     "Event",
@@ -23,11 +37,16 @@ __all__ = [
     "code_config_map",
     "controller",
     "controller_uid",
+    "created_claim",
     "desired_children",
     "images_in",
     "is_deleting",
+    "is_retained",
+    "made_by",
     "mounted_children",
     "ray_cluster",
     "token_secret",
     "token_secrets",
+    "unsuitable",
+    "whole_number",
 ]

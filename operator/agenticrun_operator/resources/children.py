@@ -1,4 +1,4 @@
-"""The objects that a run owns: configuration, tokens, checkpoint storage, RayCluster."""
+"""The objects of a run: configuration, tokens, checkpoint storage, RayCluster."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import yaml
 
 from agenticrun_api import AgenticRun, Reason
 from agenticrun_api.names import RUN_FILE
-from agenticrun_api.spec import VolumeClaim
+from agenticrun_operator.resources.claims import checkpoint_claim, created_claim
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, child_metadata
 from agenticrun_operator.resources.raycluster import ray_cluster
 from agenticrun_operator.resources.volumes import (
     RAY_TOKEN_KEY,
     REPORTER_TOKEN_KEY,
-    claim_name,
     ray_token_name,
     reporter_token_name,
     run_config_name,
@@ -56,8 +55,8 @@ def desired_children(run: AgenticRun, images: WorkerImages) -> tuple[Manifest, .
 
 def mounted_children(run: AgenticRun) -> tuple[Manifest, ...]:
     """Return the children that the pods mount, without the Secrets."""
-    claim = run.spec.checkpoint.volume_claim if run.spec.checkpoint else None
-    storage = (checkpoint_claim(run, claim),) if claim and claim.size else ()
+    claim = created_claim(run)
+    storage = (checkpoint_claim(run, claim),) if claim else ()
     return (run_config(run), *storage)
 
 
@@ -69,22 +68,6 @@ def run_config(run: AgenticRun) -> Manifest:
         "kind": "ConfigMap",
         "metadata": child_metadata(run, run_config_name(run)),
         "data": {RUN_FILE.rsplit("/", 1)[1]: text},
-    }
-
-
-def checkpoint_claim(run: AgenticRun, claim: VolumeClaim) -> Manifest:
-    """Return the volume claim for spec.checkpoint.volumeClaim.size. It is deleted with the run."""
-    spec: Manifest = {
-        "accessModes": [claim.access_mode],
-        "resources": {"requests": {"storage": claim.size}},
-    }
-    if claim.storage_class_name:
-        spec["storageClassName"] = claim.storage_class_name
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": child_metadata(run, claim_name(run)),
-        "spec": spec,
     }
 
 

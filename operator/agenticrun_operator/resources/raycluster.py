@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from decimal import ROUND_CEILING, Decimal
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import DASHBOARD_PORT, REPORTER_PORT
 from agenticrun_operator.resources.images import WorkerImages
-from agenticrun_operator.resources.metadata import Manifest, child_metadata, run_labels
+from agenticrun_operator.resources.metadata import (
+    Manifest,
+    child_metadata,
+    run_labels,
+    whole_number,
+)
 from agenticrun_operator.resources.pods import head_pod, worker_pod
 from agenticrun_operator.resources.volumes import ray_token_name
 
@@ -94,28 +98,3 @@ def _ray_start_params(run: AgenticRun, role: Role) -> dict[str, str]:
         ),  # quoted once more: KubeRay pastes it into a shell command
         "object-store-memory": str(store),
     }
-
-
-_UNITS = {
-    "m": Decimal("0.001"),
-    "": Decimal(1),
-    "k": Decimal(10**3),
-    "M": Decimal(10**6),
-    "G": Decimal(10**9),
-    "T": Decimal(10**12),
-    "Ki": Decimal(2**10),
-    "Mi": Decimal(2**20),
-    "Gi": Decimal(2**30),
-    "Ti": Decimal(2**40),
-}
-
-
-def whole_number(quantity: str) -> int:
-    """Return a quantity in its base unit (CPUs, bytes), rounded up.
-
-    Args:
-        quantity: any value that `agenticrun_api.base.Quantity` accepts.
-    """
-    number = quantity.rstrip("".join(_UNITS))
-    unit = quantity.removeprefix(number)
-    return int((Decimal(number) * _UNITS[unit]).to_integral_value(ROUND_CEILING))

@@ -19,8 +19,11 @@ from agenticrun_operator.resources import (
     WorkerImages,
     controller_uid,
     desired_children,
+    is_retained,
+    mounted_children,
     ray_cluster,
     token_secret,
+    unsuitable,
 )
 from testcluster import Cluster
 from waiting import eventually
@@ -165,6 +168,38 @@ async def test_children_go_with_their_run_and_nothing_else_does(
     )
     assert place.get("secret", f"{name}-theirs")
     await kube.delete(KIND, *run.key, run.metadata.uid)
+
+
+@pytest.mark.parametrize("retain", [True, False])
+async def test_a_claim_outlives_its_run_unless_the_run_says_otherwise(
+    kube: KubeClient, run_document: dict[str, Any], place: Cluster, retain: bool
+) -> None:
+    name = run_document["metadata"]["name"]
+    claim = {"size": "1Mi", "storageClassName": "none", "retain": retain}
+    run = parse_run(
+        run_document | {"spec": run_document["spec"] | {"checkpoint": {"volumeClaim": claim}}}
+    )
+    children = mounted_children(run)
+    (manifest,) = [child for child in children if child["kind"] == "PersistentVolumeClaim"]
+    await kube.create(manifest)
+    await kube.create(token_secret(run, f"{name}-mine", "token", "a"))
+    await kube.delete(KIND, *run.key, run.metadata.uid)
+    eventually(
+        lambda: place.get("secret", f"{name}-mine") is None, 120, "garbage collection", interval=0.5
+    )
+    if retain:
+        found = place.get("persistentvolumeclaim", f"{name}-checkpoints")
+        assert found is not None
+        assert is_retained(run, found)
+        assert unsuitable(run, found) is None
+        place.kubectl("delete", "persistentvolumeclaim", f"{name}-checkpoints")
+    else:
+        eventually(
+            lambda: place.get("persistentvolumeclaim", f"{name}-checkpoints") is None,
+            120,
+            "garbage collection of the claim",
+            interval=0.5,
+        )
 
 
 async def test_kuberays_schema_takes_our_cluster_strictly_and_names_what_it_does_not(

@@ -12,6 +12,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from agenticrun_workers.driver import checkpoints
 from agenticrun_workers.driver.checkpoints import (
     Checkpoint,
     CheckpointStore,
@@ -368,3 +369,73 @@ async def test_a_place_that_cannot_be_written_is_known_before_training_begins(
         await CheckpointStore(tmp_path / "file" / "checkpoints", "uid-1", keep=2).restore(
             "Never", LOAD
         )
+
+
+async def saved_by(
+    root: Folder, run: str, step: int, at: str, monkeypatch: pytest.MonkeyPatch
+) -> Checkpoint:
+    """A checkpoint that the run `<name>-<uid>` saved at this time."""
+    monkeypatch.setattr(checkpoints, "rfc3339", lambda now: at)
+    return await a_store(root / run, run).save(state(step), SAVE)
+
+
+async def test_a_run_goes_on_from_the_last_checkpoint_of_earlier_runs_of_its_name(
+    base: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await saved_by(base, "lake-00000001", 90, "2026-01-01T00:00:00Z", monkeypatch)
+    await saved_by(base, "lake-00000002", 10, "2026-01-02T00:00:00Z", monkeypatch)
+    last = await saved_by(base, "lake-00000002", 20, "2026-01-03T00:00:00Z", monkeypatch)
+    for other in ("lake-b-00000003", "pond-00000004", "lake-00000005x", "lake-local"):
+        await saved_by(base, other, 50, "2026-01-04T00:00:00Z", monkeypatch)
+    (base / "lake-00000006" / "step-70").write("actor_train/rank-0.pt", b"half")
+    mine = base / "lake-00000009"
+    assert await a_store(mine, "new").restore("FromPreviousRun", LOAD) == (last, state(20))
+    assert await restored_step(a_store(mine, "new")) is None
+    damage(last, "short shard")
+    assert await restored_step(a_store(mine, "new"), "FromPreviousRun") == 10
+
+
+async def test_what_earlier_runs_saved_is_never_deleted(
+    base: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = await saved_by(base, "lake-00000001", 10, "2026-01-01T00:00:00Z", monkeypatch)
+    mine = a_store(base / "lake-00000002", "new", keep=1)
+    await mine.restore("FromPreviousRun", LOAD)
+    for step in (11, 12):
+        await mine.save(state(step), SAVE)
+    assert await a_store(base / "lake-00000003", "third").restore(earlier.folder, LOAD) is not None
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+async def test_a_run_without_a_previous_one_does_not_silently_begin_anew(
+    base: Folder, damaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = r"no earlier run of this name has a complete checkpoint in .*: set Auto"
+    if damaged:
+        saved = await saved_by(base, "lake-00000001", 10, "2026-01-01T00:00:00Z", monkeypatch)
+        damage(saved, "broken manifest")
+        words = r"no checkpoint is undamaged: .*lake-00000001/step-10/manifest.json"
+    with pytest.raises(InvalidConfig, match=rf"spec\.checkpoint\.resume: {words}"):
+        await restored_step(a_store(base / "lake-00000002"), "FromPreviousRun")
+
+
+@pytest.mark.parametrize("by", ["FromPreviousRun", "path"])
+async def test_a_restart_resumes_from_the_runs_own_newest_else_as_the_first_attempt(
+    base: Folder, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = await saved_by(base, "lake-00000001", 10, "2026-01-01T00:00:00Z", monkeypatch)
+    resume = earlier.folder if by == "path" else by
+    mine = base / "lake-00000002"
+    found = await a_store(mine, "new").restore(resume, LOAD, restarted=True)
+    assert found == (earlier, state(10))
+    own = await a_store(mine, "new").save(state(11), SAVE)
+    assert await a_store(mine, "new").restore(resume, LOAD, restarted=True) == (own, state(11))
+    damage(own, "short shard")
+    with pytest.raises(InvalidConfig, match="no checkpoint is undamaged"):
+        await a_store(mine, "new").restore(resume, LOAD, restarted=True)
+
+
+async def test_a_restart_of_a_run_that_never_resumes_goes_on_from_its_own(base: Folder) -> None:
+    assert await a_store(base).restore("Never", LOAD, restarted=True) is None
+    own = await a_store(base).save(state(10), SAVE)
+    assert await a_store(base).restore("Never", LOAD, restarted=True) == (own, state(10))

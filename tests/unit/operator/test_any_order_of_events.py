@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from agenticrun_api import Outcome, Phase, Role
-from operator_world import Operator, World
+from operator_world import NAME, Operator, World
 
 MAX_RESTARTS = 3
 
@@ -30,8 +30,10 @@ class AnyOrder(RuleBasedStateMachine):
                     "backoffSeconds": 5,
                     "stall": {"action": "Restart"},
                 },
-            )
+            ),
+            ("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),
         )
+        self.claim: str | None = None
         self.operators = [Operator(self.world), Operator(self.world)]
         self.ended: Phase | None = None
         if settled:
@@ -153,6 +155,13 @@ class AnyOrder(RuleBasedStateMachine):
         if phase.finished:
             self.ended = phase
 
+    @invariant()
+    def checkpoints_are_never_lost(self) -> None:
+        claim = self.world.objects.get(("PersistentVolumeClaim", f"{NAME}-checkpoints"))
+        uid = claim["metadata"]["uid"] if claim else None
+        assert self.claim in (None, uid)
+        self.claim = uid
+
     def teardown(self) -> None:
         """Without further faults the run ends, and a success is never lost."""
         if not hasattr(self, "world"):
@@ -173,6 +182,9 @@ class AnyOrder(RuleBasedStateMachine):
         if world.status.phase is Phase.FAILED:
             assert world.status.failures_without_progress == MAX_RESTARTS + 1
         self.the_end_is_final()
+        world.delete_run()
+        world.collect_garbage()
+        self.checkpoints_are_never_lost()
 
 
 TestAnyOrder = AnyOrder.TestCase

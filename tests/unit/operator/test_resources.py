@@ -19,7 +19,7 @@ from agenticrun_operator.resources import (
     ray_cluster,
     token_secret,
 )
-from agenticrun_operator.resources.raycluster import whole_number
+from agenticrun_operator.resources.metadata import whole_number
 from runs import run_with
 
 WORKER = WorkerImages("worker:1", {"sglang": "worker-sglang:1"})
@@ -65,8 +65,13 @@ def mounts(container: Manifest) -> dict[str, str]:
     return {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
 
 
-def test_every_child_is_owned_by_the_run_and_carries_its_label() -> None:
+def test_every_child_carries_the_runs_label_and_all_but_a_retained_claim_are_owned() -> None:
+    unowned = []
     for child in desired_children(a_run(*GPU_RUN), WORKER):
+        assert child["metadata"]["labels"]["agenticrun.dev/run-uid"] == "1234-uid"
+        if "ownerReferences" not in child["metadata"]:
+            unowned.append(child["kind"])
+            continue
         (owner,) = child["metadata"]["ownerReferences"]
         assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == (
             "1234-uid",
@@ -75,6 +80,7 @@ def test_every_child_is_owned_by_the_run_and_carries_its_label() -> None:
         )
         assert child["metadata"]["labels"]["agenticrun.dev/run"] == "lake"
         assert child["metadata"]["namespace"] == "team"
+    assert unowned == ["PersistentVolumeClaim"]
 
 
 def test_the_run_config_is_the_run_without_its_status() -> None:

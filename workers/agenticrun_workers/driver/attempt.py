@@ -96,9 +96,13 @@ class AttemptRunner:
         actors = RunActors(self.run, self.launcher)
         try:
             await self.requests.unless_stopped(actors.start())
-            # Later attempts resume from the run's own checkpoints, unlike perhaps the first.
-            resume = self.resume if self.attempt.number == 1 else "Auto"
-            restored = await store.restore(resume, actors.trainers.loaders) if store else None
+            restored = (
+                await store.restore(
+                    self.resume, actors.trainers.loaders, restarted=self.attempt.number > 1
+                )
+                if store
+                else None
+            )
             state = restored[1] if restored else None
             if restored:
                 progress.resumed(restored[1].step, checkpoint_status(restored[0]))

@@ -14,8 +14,9 @@ import json
 import logging
 import os
 import platform
+import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -154,34 +155,66 @@ class CheckpointStore:
         return self._current
 
     async def restore(
-        self, resume: str, modules: Mapping[str, LoadModule]
+        self, resume: str, modules: Mapping[str, LoadModule], *, restarted: bool = False
     ) -> tuple[Checkpoint, DriverState] | None:
         """Load the checkpoint to resume from.
 
         Args:
-            resume: the value of `spec.checkpoint.resume`: `Auto`, `Never`, or the folder of a
-                checkpoint. `Auto` skips damaged checkpoints and logs them.
+            resume: the value of `spec.checkpoint.resume`: `Auto`, `Never`, `FromPreviousRun`, or
+                the folder of a checkpoint. Damaged checkpoints are skipped and logged, except a
+                named one.
             modules: loads each module.
+            restarted: True for a later attempt of the run. It resumes from the run's own newest
+                checkpoint, however the first attempt started; if there is none yet, like the first.
 
         Returns:
             the checkpoint and the driver's state; None for a fresh start.
 
         Raises:
-            InvalidConfig: the base is not writable, or the named checkpoint, or every checkpoint
-                of this run, is damaged or of another model.
+            InvalidConfig: the base is not writable; what `resume` names does not exist; or the
+                named checkpoint, or every one in question, is damaged or of another model.
         """
         await asyncio.to_thread(self._require_writable)
-        if resume == "Never":
-            return None
-        folders = (
-            await asyncio.to_thread(self._steps)
-            if resume == "Auto"
-            else [_folder(resume, "spec.checkpoint.resume")]
-        )
+        for source in dict.fromkeys(("Auto", resume) if restarted else (resume,)):
+            folders = await asyncio.to_thread(self._candidates, source)
+            found = await self._load_first(folders, modules, any_run=source != "Auto")
+            if found is not None:
+                return found
+            if source not in ("Auto", "Never"):
+                raise InvalidConfig("spec.checkpoint.resume", self._nothing_at(source))
+        return None
+
+    def _candidates(self, source: str) -> list[Folder]:
+        """Return the folders that may hold the checkpoint to resume from, the best one first."""
+        match source:
+            case "Auto":
+                return self._steps()
+            case "Never":
+                return []
+            case "FromPreviousRun":
+                return self._steps_of_previous_runs()
+        return [_folder(source, "spec.checkpoint.resume")]
+
+    def _nothing_at(self, source: str) -> str:
+        if source == "FromPreviousRun":
+            return (
+                f"no earlier run of this name has a complete checkpoint in {self._base.parent}: "
+                "set Auto to start at step 0"
+            )
+        return f"{source} holds no complete checkpoint (no {MANIFEST})"
+
+    async def _load_first(
+        self, folders: Sequence[Folder], modules: Mapping[str, LoadModule], *, any_run: bool
+    ) -> tuple[Checkpoint, DriverState] | None:
+        """Load the first folder that holds an undamaged checkpoint; None if none holds one.
+
+        Raises:
+            InvalidConfig: there are only damaged ones.
+        """
         damage: list[DamagedFile] = []
         for folder in folders:
             try:
-                found = await asyncio.to_thread(self._look, folder, any_run=resume != "Auto")
+                found = await asyncio.to_thread(self._look, folder, any_run=any_run)
                 if found is None:
                     continue
                 checkpoint, state = found
@@ -207,10 +240,6 @@ class CheckpointStore:
             advice = "restore that file, name another checkpoint, or set Never to start over"
             raise InvalidConfig(
                 "spec.checkpoint.resume", f"no checkpoint is undamaged: {damage[0]}; {advice}"
-            )
-        if resume != "Auto":
-            raise InvalidConfig(
-                "spec.checkpoint.resume", f"{resume} holds no complete checkpoint (no {MANIFEST})"
             )
         return None
 
@@ -250,13 +279,29 @@ class CheckpointStore:
 
     def _steps(self) -> list[Folder]:
         """Return the folders of steps, newest first; some may be half-written."""
-        names = [
-            name for name in self._base.folders() if name.startswith("step-") and name[5:].isdigit()
-        ]
-        return [
-            self._base / name
-            for name in sorted(names, key=lambda name: int(name[5:]), reverse=True)
-        ]
+        return _steps_in(self._base)
+
+    def _steps_of_previous_runs(self) -> list[Folder]:
+        """Return the published checkpoints of earlier runs of this name, the last saved first.
+
+        Time decides and not the step, because a run that started over has lower steps.
+        """
+        own = _RUN_FOLDER.fullmatch(self._base.name)
+        if own is None:
+            return []
+        found = []
+        for name in self._base.parent.folders():
+            other = _RUN_FOLDER.fullmatch(name)
+            if other is None or other["run"] != own["run"] or name == self._base.name:
+                continue
+            for folder in _steps_in(self._base.parent / name):
+                try:
+                    manifest = read_manifest(folder)
+                except DamagedFile:
+                    found.append(("", 0, folder))  # whoever loads it says what is wrong
+                else:
+                    found += [(manifest.time, manifest.step, folder)] if manifest else []
+        return [folder for *_, folder in sorted(found, key=lambda item: item[:2], reverse=True)]
 
     def _complete(self, folder: Folder) -> Manifest | None:
         """Return the manifest of a complete checkpoint of this run, else None."""
@@ -296,6 +341,15 @@ def folder_of(uri: str, name: str, uid: str) -> str:
         InvalidConfig: there is no fsspec driver for this URI.
     """
     return str(_folder(uri, "spec.checkpoint.uri") / f"{name}-{uid[:8] or 'local'}")
+
+
+_RUN_FOLDER = re.compile(r"(?P<run>.+)-[0-9a-f]{8}")
+"""The name of a run's folder on a cluster, see `folder_of`."""
+
+
+def _steps_in(base: Folder) -> list[Folder]:
+    names = [name for name in base.folders() if name.startswith("step-") and name[5:].isdigit()]
+    return [base / name for name in sorted(names, key=lambda name: int(name[5:]), reverse=True)]
 
 
 def _folder(uri: str | os.PathLike[str], path: str) -> Folder:

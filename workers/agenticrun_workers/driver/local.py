@@ -142,7 +142,10 @@ async def _train(
         attempt=AttemptId(run.metadata.uid or "local", f"{run.metadata.name}-local", 1),
         output=output,
         checkpoints=str(output / "checkpoints"),
-        resume=checkpoint.resume if checkpoint else "Auto",
+        # All runs with this output folder are one run.
+        resume=checkpoint.resume
+        if checkpoint and checkpoint.resume != "FromPreviousRun"
+        else "Auto",
         sink=sink,
         requests=requests,
         launcher=launcher,

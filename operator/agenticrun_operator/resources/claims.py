@@ -1,0 +1,81 @@
+"""The volume claim of a run's checkpoints. It outlives the run, unless the run says otherwise."""
+
+from __future__ import annotations
+
+from agenticrun_api import AgenticRun
+from agenticrun_api.names import LABEL_RUN, LABEL_RUN_UID
+from agenticrun_api.spec import VolumeClaim
+from agenticrun_operator.resources.metadata import (
+    Manifest,
+    child_metadata,
+    controller_uid,
+    whole_number,
+)
+from agenticrun_operator.resources.volumes import claim_name
+
+CLAIM_KIND = "PersistentVolumeClaim"
+
+
+def created_claim(run: AgenticRun) -> VolumeClaim | None:
+    """Return the settings of the claim that is created for the run; None if there is none."""
+    claim = run.spec.checkpoint.volume_claim if run.spec.checkpoint else None
+    return claim if claim and claim.size else None
+
+
+def checkpoint_claim(run: AgenticRun, claim: VolumeClaim) -> Manifest:
+    """Return the claim to create.
+
+    A retained claim has labels that name its run, but no owner, so that garbage collection leaves
+    it alone.
+    """
+    metadata = child_metadata(run, claim_name(run))
+    if claim.retain:
+        del metadata["ownerReferences"]
+    spec: Manifest = {
+        "accessModes": [claim.access_mode],
+        "resources": {"requests": {"storage": claim.size}},
+    }
+    if claim.storage_class_name:
+        spec["storageClassName"] = claim.storage_class_name
+    return {"apiVersion": "v1", "kind": CLAIM_KIND, "metadata": metadata, "spec": spec}
+
+
+def is_retained(run: AgenticRun, manifest: Manifest) -> bool:
+    """Return True for a retained claim of this run or of an earlier run of the same name."""
+    labels = manifest["metadata"].get("labels") or {}
+    return (
+        manifest["kind"] == CLAIM_KIND
+        and controller_uid(manifest) is None
+        and labels.get(LABEL_RUN) == run.metadata.name
+    )
+
+
+def made_by(run: AgenticRun, manifest: Manifest) -> bool:
+    """Return True if the object was created for this run and not for an earlier one."""
+    labels = manifest["metadata"].get("labels") or {}
+    return bool(labels.get(LABEL_RUN_UID) == run.metadata.uid)
+
+
+def unsuitable(run: AgenticRun, manifest: Manifest) -> str | None:
+    """Return why the run cannot use the claim that an earlier run of its name left; else None."""
+    claim = created_claim(run)
+    if claim is None or claim.size is None or made_by(run, manifest):
+        return None
+    name, spec = manifest["metadata"]["name"], manifest["spec"]
+    has = spec.get("resources", {}).get("requests", {}).get("storage", "0")
+    modes, storage_class = spec.get("accessModes") or [], spec.get("storageClassName")
+    if whole_number(has) < whole_number(claim.size):
+        problem = f"has {has}, and this run asks for size {claim.size}"
+    elif claim.access_mode not in modes:
+        problem = f"has {' and '.join(modes)}, and this run asks for {claim.access_mode}"
+    elif claim.storage_class_name not in (None, storage_class):
+        problem = (
+            f"has StorageClass {storage_class}, and this run asks for {claim.storage_class_name}"
+        )
+    else:
+        return None
+    return (
+        f"{CLAIM_KIND} {name} of an earlier run {problem}: apply the run with what the claim has, "
+        f"expand the claim, use another name, or delete the claim with the checkpoints in it "
+        f"(kubectl delete pvc {name})"
+    )

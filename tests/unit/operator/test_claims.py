@@ -1,0 +1,154 @@
+"""The claim of a run's checkpoints: it outlives the run, and the next run of the name uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agenticrun_api import ConditionType, Outcome, Phase
+from agenticrun_api.names import KIND
+from agenticrun_operator.resources import Manifest
+from operator_world import NAME, Operator, World, happened
+
+CLAIM = ("PersistentVolumeClaim", f"{NAME}-checkpoints")
+SMALL = {"size": "1Gi"}
+
+
+async def a_run(world: World, claim: dict[str, Any], *changes: tuple[str, Any]) -> Operator:
+    """Apply a run and bring it to a driver."""
+    world.apply_run(("spec.checkpoint", {"volumeClaim": claim}), *changes)
+    operator = Operator(world)
+    await operator.settle()
+    return operator
+
+
+async def deleted(world: World) -> None:
+    world.delete_run()
+    for _ in range(3):  # owners of owners
+        world.collect_garbage()
+
+
+def provisioned(world: World) -> tuple[str, str]:
+    kind = ConditionType.CLUSTER_PROVISIONED.value
+    found = next(item for item in world.status.conditions if item.type == kind)
+    return found.reason, found.message
+
+
+def claim_of(world: World) -> Manifest:
+    return world.objects[CLAIM]
+
+
+async def test_a_claim_outlives_its_run_and_the_next_run_of_the_name_uses_it() -> None:
+    world = World()
+    await a_run(world, SMALL)
+    before = claim_of(world)["metadata"]
+    assert "ClaimReused" not in happened(world)
+    await deleted(world)
+    assert set(world.objects) == {CLAIM}
+    await a_run(world, SMALL)
+    assert world.status.phase is Phase.STARTING
+    assert len(world.jobs) == 2
+    assert claim_of(world)["metadata"] == before
+    assert happened(world).count("ClaimReused") == 1
+    (said,) = [event.message for event in world.events if event.reason == "ClaimReused"]
+    assert "starts at step 0 (checkpoint.resume: FromPreviousRun" in said
+
+
+async def test_a_run_that_is_not_to_retain_its_claim_takes_it_along() -> None:
+    world = World()
+    await a_run(world, SMALL | {"retain": False})
+    await deleted(world)
+    assert world.objects == {}
+
+
+async def test_a_retained_claim_is_not_lost_to_a_later_run_that_retains_none() -> None:
+    world = World()
+    await a_run(world, SMALL)
+    await deleted(world)
+    await a_run(world, SMALL | {"retain": False})
+    await deleted(world)
+    assert set(world.objects) == {CLAIM}
+
+
+async def test_the_ttl_deletes_no_checkpoint() -> None:
+    world = World()
+    operator = await a_run(world, SMALL, ("spec.ttlSecondsAfterFinished", 1))
+    world.drive(1)
+    await operator.settle(2)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(6)
+    assert (KIND, NAME) not in world.objects
+    assert CLAIM in world.objects
+
+
+async def test_the_claim_of_an_earlier_version_is_left_as_it_is() -> None:
+    """In 0.1 every claim had an owner. It dies with that run, and the next run waits for that."""
+    world = World()
+    await a_run(world, SMALL | {"retain": False})
+    world.run["spec"]["checkpoint"]["volumeClaim"]["retain"] = True  # the new CRD's default
+    before = claim_of(world)
+    operator = Operator(world)
+    await operator.settle()
+    assert len(world.jobs) == 1
+    assert claim_of(world) == before
+    world.delete_run()
+    await a_run(world, SMALL)
+    assert provisioned(world)[0] == "WaitingForPreviousRun"
+
+
+async def test_a_claim_without_our_label_is_never_used(world: World, operator: Operator) -> None:
+    world.delete_run()
+    theirs = {"kind": CLAIM[0], "metadata": {"name": CLAIM[1], "namespace": "team"}, "spec": {}}
+    await world.create(theirs)
+    await a_run(world, SMALL)
+    assert (world.status.phase, provisioned(world)[0]) == (Phase.PENDING, "NameConflict")
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"size": "2Gi"}, "has 1Gi, and this run asks for size 2Gi"),
+        ({"accessMode": "ReadWriteMany"}, "has ReadWriteOnce, and this run asks for ReadWriteMany"),
+        ({"storageClassName": "fast"}, "has StorageClass standard, and this run asks for fast"),
+        ({"size": "0.5Gi"}, None),
+        ({"storageClassName": "standard"}, None),
+    ],
+)
+async def test_a_claim_of_an_earlier_run_must_have_what_this_run_asks_for(
+    asked: dict[str, Any], problem: str | None
+) -> None:
+    world = World()
+    await a_run(world, SMALL)
+    claim_of(world)["spec"]["storageClassName"] = "standard"  # the default class, by admission
+    await deleted(world)
+    await a_run(world, SMALL | asked)
+    if problem is None:
+        assert len(world.jobs) == 2
+        return
+    reason, message = provisioned(world)
+    assert (world.status.phase, reason) == (Phase.PENDING, "ClaimUnsuitable")
+    assert problem in message
+    assert "kubectl delete pvc lake-checkpoints" in message
+    assert len(world.jobs) == 1
+
+
+async def test_a_claim_that_an_admin_changed_stays_the_runs_own() -> None:
+    world = World()
+    operator = await a_run(world, SMALL)
+    claim_of(world)["spec"]["resources"]["requests"]["storage"] = "500Mi"
+    world.run["metadata"]["generation"] += 1
+    await operator.settle()
+    assert provisioned(world)[0] == "ClusterCreated"
+
+
+async def test_a_claim_that_is_being_deleted_is_waited_for() -> None:
+    world = World()
+    await a_run(world, SMALL)
+    await deleted(world)
+    claim_of(world)["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    operator = await a_run(world, SMALL)
+    assert provisioned(world)[0] == "WaitingForPreviousRun"
+    del world.objects[CLAIM]
+    await operator.settle()
+    assert len(world.jobs) == 2
