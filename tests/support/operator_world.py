@@ -33,6 +33,7 @@ from agenticrun_operator.cluster import (
     AlreadyExists,
     ClusterError,
     Conflict,
+    Head,
     HeadAddress,
     HeadUnreachable,
     NotFound,
@@ -430,12 +431,21 @@ class Operator:
         self.world = world
         self.crashes = 0
         self.images = IMAGES
+        self.head: Head = world
         self._start()
 
     def _start(self) -> None:
         self.reconciler = Reconciler(
-            self.world, self.world, self.images, 20.0, clock=lambda: self.world.now
+            self.world, self.head, self.images, 20.0, clock=lambda: self.world.now
         )
+
+    def use_head(self, head: Head) -> None:
+        """Ask this client for jobs and progress, from a new process on."""
+        self.head = head
+        self._start()
+
+    def pod_event(self) -> None:
+        """A pod of the run changes, without a meaning."""
 
     def upgrade(self, images: WorkerImages) -> None:
         """Replace the operator by one of another version, with other worker images."""

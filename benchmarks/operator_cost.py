@@ -1,0 +1,442 @@
+"""Cost of the operator: CPU of a look at a run, and requests and writes per minute.
+
+    python benchmarks/operator_cost.py [--quick] [--json FILE]
+
+Against the fake cluster of the operator's tests (tests/support/operator_world.py), with the run
+document of examples/gpu/eight-plus-eight.yaml as the apiserver serves it, and heads that answer
+with the bytes of Ray's job API and of a reporter with 40 metrics. CPU is that of one process
+without the fake apiserver's own, on a fake clock:
+
+- `cpu_ms_per_idle_look`: a Running run without a new step, the reads every 20 s included; the
+  best of several rounds, because other processes disturb the slower ones.
+- `idle_looks_per_second`: its inverse, for one core. A run is looked at every 2 s.
+- `cpu_ms_per_look_with_a_step`: each look finds a new step; the status writes included.
+- `cpu_ms_per_idle_look_with_http`: in real time, with the two HTTP requests to the head, from
+  a head in another process.
+
+Requests go to the apiserver, without watches: per idle look, per pod event, and per minute for a
+Running run without a new step and for one that waits for a worker image (NoEngineImage).
+`status_writes_per_minute` is of a run with a new step each second, `refused_submissions_per_hour`
+of a run whose driver Ray does not take, `conflicts_per_minute` of one whose children the apiserver
+answers with 409, as under contention for a quota.
+
+`healthy_seconds_between_looks` is measured in real time on the real reconcile workers: five healthy
+runs beside twenty whose heads take requests and never answer. The slowest healthy run counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import logging
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from record import write_record
+
+from agenticrun_api import Progress, Role, load_run
+from agenticrun_api.names import DASHBOARD_PORT
+from agenticrun_operator.cluster import (
+    Conflict,
+    DirectTransport,
+    HeadAddress,
+    HeadTransport,
+    HeadUnreachable,
+    RunHead,
+)
+from agenticrun_operator.cluster.kube import Response
+from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests/support"))
+from agenticrun_operator.reconcile_workers import ReconcileWorkers
+from agenticrun_operator.workqueue import Key, WorkQueue
+from operator_world import NAMESPACE, Operator, World
+
+EXAMPLE = ROOT / "examples/gpu/eight-plus-eight.yaml"
+APISERVER = ("get ", "list ", "create ", "delete ", "write status", "post event")
+METRICS = {f"some/metric/of/a/step/number_{number}": number / 7 for number in range(40)}
+HEALTHY, UNREACHABLE = 5, 20
+
+
+class CountingWorld(World):
+    """Counts requests to the apiserver, and the CPU time of the fake itself."""
+
+    fake_seconds = 0.0
+    steps = 1000
+    max_requests = 0
+
+    def start(self) -> Operator:
+        """Apply the example and let its driver report a step."""
+        document = json.loads(json.dumps(load_run(EXAMPLE).to_dict()))
+        document.pop("status", None)
+        self.apply_run(*((f"spec.{name}", value) for name, value in document["spec"].items()))
+        return Operator(self)
+
+    def apiserver_requests(self) -> int:
+        return sum(
+            request.startswith(APISERVER) and request not in ("get job", "get progress")
+            for request in self.requests
+        )
+
+
+def _timed(name: str) -> Callable[..., Awaitable[Any]]:
+    inner = getattr(World, name)
+
+    @functools.wraps(inner)
+    async def outer(self: CountingWorld, *arguments: Any) -> Any:
+        began = time.process_time()
+        try:
+            return await inner(self, *arguments)
+        finally:
+            self.fake_seconds += time.process_time() - began
+
+    return outer
+
+
+for _name in ("get", "list_pods", "create", "delete", "write_status", "post_event"):
+    setattr(CountingWorld, _name, _timed(_name))
+
+
+class WorldTransport:
+    """Answers like the head of the world's run, in bytes."""
+
+    def __init__(self, world: CountingWorld):
+        self.world = world
+
+    async def request(
+        self,
+        method: str,
+        pod: PodAddress,
+        port: int,
+        path: str,
+        *,
+        headers: Mapping[str, str],
+        body: Any = None,
+        limit: int,
+    ) -> Response:
+        began = time.process_time()
+        content = _answer(self.world, port)
+        self.world.fake_seconds += time.process_time() - began
+        return content
+
+
+def _answer(world: World, port: int) -> Response:
+    jobs = world.live_jobs()
+    if port != DASHBOARD_PORT:
+        reports = list(world.reports.values())
+        return (
+            Response(200, reports[-1].model_dump_json(by_alias=True).encode())
+            if reports
+            else Response(204, b"")
+        )
+    if not jobs:
+        return Response(404, b"{}")
+    details = {
+        "type": "SUBMISSION",
+        "submission_id": jobs[-1].submission_id,
+        "status": jobs[-1].status,
+        "entrypoint": "agenticrun driver",
+        "message": "Job is currently running.",
+        "start_time": 1767225600000,
+        "metadata": {"agenticrun.dev/run-uid": "u"},
+        "runtime_env": {"env_vars": {"A": "b"}},
+        "driver_agent_http_address": "http://10.0.0.1:52365",
+        "driver_node_id": "f" * 56,
+    }
+    return Response(200, json.dumps(details).encode())
+
+
+class BytesHead(RunHead):
+    """The real client of heads; submissions go to the world."""
+
+    def __init__(self, world: CountingWorld, transport: HeadTransport):
+        super().__init__(transport)
+        self.world = world
+
+    async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
+        await self.world.submit(head, submission_id, attempt)
+
+
+def bytes_operator(world: CountingWorld, transport: HeadTransport | None = None) -> Operator:
+    """Return an operator that reads the head's answers from bytes, like the real one."""
+    operator = world.start()
+    head = BytesHead(world, transport or WorldTransport(world))
+    operator.use_head(head)
+    return operator
+
+
+def report(world: CountingWorld, step: int, seconds: float = 4.0) -> None:
+    """The driver reports a step."""
+    world.drive(step, max_steps=100_000, seconds_per_step=seconds, metrics=METRICS)
+
+
+async def running(world: CountingWorld, operator: Operator) -> None:
+    """Bring the run to phase Running."""
+    await operator.settle()
+    report(world, 1)
+    await operator.settle(2)
+    assert world.status.phase.value == "Running", world.status
+    world.now += timedelta(seconds=60)
+    await operator.reconcile(changed=False)
+    await operator.reconcile(changed=False)
+    world.requests.clear()
+
+
+async def follow(
+    world: CountingWorld, operator: Operator, seconds: float, step_seconds: float | None = None
+) -> tuple[int, float]:
+    """Look at the run whenever the operator asks for it.
+
+    Returns:
+        Number of looks, and CPU seconds without those of the fake.
+    """
+    end, looks, step = world.now + timedelta(seconds=seconds), 0, 1
+    next_step = world.now
+    spent = 0.0
+    while world.now < end:
+        while step_seconds and next_step <= world.now:
+            step, next_step = step + 1, next_step + timedelta(seconds=step_seconds)
+            report(world, step, step_seconds)
+        began, fake = time.process_time(), world.fake_seconds
+        delay = await operator.reconcile(changed=False)
+        spent += time.process_time() - began - (world.fake_seconds - fake)
+        looks += 1
+        assert delay is not None
+        world.now += timedelta(seconds=delay)
+    return looks, spent
+
+
+async def measure_looks(figures: dict[str, float], seconds: float, rounds: int) -> None:
+    """Measure looks at a Running run: idle, with steps, after a pod event."""
+    world = CountingWorld()
+    operator = bytes_operator(world)
+    await running(world, operator)
+    costs = []
+    looks = 0
+    for _ in range(rounds):
+        count, spent = await follow(world, operator, seconds)
+        costs.append(1000 * spent / count)
+        looks += count
+    figures["cpu_ms_per_idle_look"] = min(costs)
+    figures["idle_looks_per_second"] = 1000 / min(costs)
+    figures["requests_per_idle_look"] = world.apiserver_requests() / looks
+    figures["requests_per_minute_running"] = world.apiserver_requests() / (rounds * seconds / 60)
+    world.requests.clear()
+    for _ in range(10):
+        operator.pod_event()
+        await operator.reconcile(changed=True)
+        world.now += timedelta(seconds=1)
+    figures["requests_per_pod_event"] = world.apiserver_requests() / 10
+    costs = []
+    writes = world.status_writes
+    for _ in range(rounds):
+        count, spent = await follow(world, operator, seconds, step_seconds=1.0)
+        costs.append(1000 * spent / count)
+    figures["cpu_ms_per_look_with_a_step"] = min(costs)
+    figures["status_writes_per_minute"] = (world.status_writes - writes) / (rounds * seconds / 60)
+
+
+async def measure_waits(figures: dict[str, float]) -> None:
+    """Measure runs that cannot go on."""
+    minute = 60.0
+    world = CountingWorld()
+    operator = world.start()
+    world.run["spec"]["pipeline"]["actorInfer"]["strategy"]["name"] = "vllm"  # has no image
+    await operator.settle(2)
+    world.requests.clear()
+    looks, _ = await follow(world, operator, 10 * minute)
+    figures["requests_per_minute_no_engine_image"] = world.apiserver_requests() / 10
+    figures["looks_per_minute_no_engine_image"] = looks / 10
+
+    world = CountingWorld()
+    operator = world.start()
+    world.submit_down = True
+    await operator.settle()
+    world.requests.clear()
+    await follow(world, operator, 20 * minute)
+    figures["refused_submissions_per_hour"] = 3.0 * world.requests.count("submit")
+
+    world = CountingWorld()
+    operator = world.start()
+    world.create_errors["RayCluster"] = Conflict("resourcequotas: please apply your changes again")
+    looks, _ = await follow(world, operator, 10 * minute)
+    figures["conflicts_per_minute"] = looks / 10
+
+
+# -- with HTTP -------------------------------------------------------------------------------------
+
+
+def serve_head(answers: tuple[bytes, bytes], ports: Connection) -> None:
+    """Serve a head's job API and reporter until killed."""
+
+    async def serve() -> None:
+        numbers = []
+        for content in answers:
+
+            async def handle(_: web.Request, content: bytes = content) -> web.Response:
+                return web.Response(body=content, content_type="application/json")
+
+            app = web.Application()
+            app.router.add_route("*", "/{path:.*}", handle)
+            runner = web.AppRunner(app, access_log=None)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            assert site._server is not None
+            numbers.append(site._server.sockets[0].getsockname()[1])  # type: ignore[attr-defined]
+        ports.send(numbers)
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+class LocalTransport(DirectTransport):
+    """Connects to the head in the other process, whatever the pod's address."""
+
+    def __init__(self, session: aiohttp.ClientSession, ports: list[int]):
+        super().__init__(session)
+        self.ports = ports
+
+    async def request(
+        self, method: str, pod: PodAddress, port: int, path: str, **arguments: Any
+    ) -> Response:
+        here = PodAddress(pod.namespace, pod.name, "127.0.0.1")
+        there = self.ports[0 if port == DASHBOARD_PORT else 1]
+        return await super().request(method, here, there, path, **arguments)
+
+
+async def measure_http(figures: dict[str, float], seconds: float, rounds: int) -> None:
+    """Measure idle looks with a head in another process."""
+    world = CountingWorld()
+    operator = bytes_operator(world)
+    await running(world, operator)
+    answers = (_answer(world, DASHBOARD_PORT).body, _answer(world, 0).body)
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    spawn = multiprocessing.get_context("spawn")
+    head = spawn.Process(target=serve_head, args=(answers, sending), daemon=True)
+    head.start()
+    try:
+        ports = receiving.recv()
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
+            operator.use_head(RunHead(LocalTransport(session, ports)))
+            await follow(world, operator, 60)
+            costs = []
+            for _ in range(rounds):
+                looks, spent = await follow(world, operator, seconds)
+                costs.append(1000 * spent / looks)
+    finally:
+        head.terminate()
+        head.join()
+    figures["cpu_ms_per_idle_look_with_http"] = min(costs)
+
+
+# -- unreachable heads -----------------------------------------------------------------------------
+
+
+class SilentHead:
+    """Takes requests and never answers, until they time out."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    async def job(self, head: HeadAddress, submission_id: str) -> Job | NoJob | Unreachable:
+        await asyncio.sleep(self.seconds)
+        return Unreachable("no answer")
+
+    async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
+        await asyncio.sleep(self.seconds)
+        return Unreachable("no answer")
+
+    async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
+        raise HeadUnreachable("no answer")
+
+    async def stop(self, head: HeadAddress, submission_id: str) -> None:
+        raise HeadUnreachable("no answer")
+
+
+@asynccontextmanager
+async def workers_of(operators: dict[Key, Operator]) -> AsyncIterator[dict[Key, list[float]]]:
+    """Run the real reconcile workers. Yields the times of all finished looks, by run."""
+    queue, leading = WorkQueue(), asyncio.Event()
+    leading.set()
+    looks: dict[Key, list[float]] = {key: [] for key in operators}
+
+    async def reconcile(item: Any) -> float | None:
+        operator = operators[item.key]
+        delay = await operator.reconcile(changed=item.changed)
+        looks[item.key].append(time.monotonic())
+        operator.world.now += timedelta(seconds=delay or 0)
+        return delay
+
+    workers = ReconcileWorkers(queue, reconcile, leading, count=4)
+    workers.start()
+    for key in operators:
+        queue.add(key)
+    yield looks
+    await workers.stop()
+
+
+async def measure_unreachable(figures: dict[str, float], seconds: float) -> None:
+    """Measure how often healthy runs are looked at beside unreachable ones."""
+    operators: dict[Key, Operator] = {}
+    for number in range(HEALTHY + UNREACHABLE):
+        world = CountingWorld()
+        operator = bytes_operator(world)
+        await running(world, operator)
+        if number >= HEALTHY:
+            operator.use_head(SilentHead(10.0))
+        operators[NAMESPACE, f"run-{number}"] = operator
+    async with workers_of(operators) as looks:
+        began = time.monotonic()
+        await asyncio.sleep(seconds)
+        ended = time.monotonic()
+    healthy = [looks[NAMESPACE, f"run-{number}"] for number in range(HEALTHY)]
+    gaps = [
+        max(
+            later - earlier for earlier, later in zip([began, *times], [*times, ended], strict=True)
+        )
+        for times in healthy
+    ]
+    figures["healthy_seconds_between_looks"] = max(
+        seconds / max(len(times), 1) for times in healthy
+    )
+    figures["healthy_longest_gap_seconds"] = max(gaps)
+    sick = [len(looks[NAMESPACE, f"run-{HEALTHY + number}"]) for number in range(UNREACHABLE)]
+    figures["looks_per_minute_at_an_unreachable_head"] = statistics.mean(sick) * 60 / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="shorter rounds")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)  # of the refused submissions
+    figures: dict[str, float] = {}
+    seconds, rounds = (60.0, 3) if options.quick else (200.0, 7)
+    asyncio.run(measure_looks(figures, seconds, rounds))
+    asyncio.run(measure_waits(figures))
+    asyncio.run(measure_http(figures, seconds, rounds))
+    asyncio.run(measure_unreachable(figures, 25.0 if options.quick else 90.0))
+    figures = {name: round(value, 3) for name, value in figures.items()}
+    for name, value in figures.items():
+        print(f"{name:45} {value:10.3f}")
+    if options.json:
+        write_record(options.json, figures, f"a role with pods: {', '.join(map(str, Role))}")
+
+
+if __name__ == "__main__":
+    main()
