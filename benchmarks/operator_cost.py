@@ -35,7 +35,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -46,7 +46,7 @@ import aiohttp
 from aiohttp import web
 from record import write_record
 
-from agenticrun_api import Progress, Role, load_run
+from agenticrun_api import load_run
 from agenticrun_api.names import DASHBOARD_PORT
 from agenticrun_operator.cluster import (
     Conflict,
@@ -58,15 +58,14 @@ from agenticrun_operator.cluster import (
 )
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import PodAddress
-from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests/support"))
+from agenticrun_operator.observed import Unreachable
 from agenticrun_operator.reconcile_workers import ReconcileWorkers
 from agenticrun_operator.workqueue import Key, WorkQueue
+
+sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
 from operator_world import NAMESPACE, Operator, World
 
-EXAMPLE = ROOT / "examples/gpu/eight-plus-eight.yaml"
+EXAMPLE = Path(__file__).parents[1] / "examples/gpu/eight-plus-eight.yaml"
 APISERVER = ("get ", "list ", "create ", "delete ", "write status", "post event")
 METRICS = {f"some/metric/of/a/step/number_{number}": number / 7 for number in range(40)}
 HEALTHY, UNREACHABLE = 5, 20
@@ -117,19 +116,9 @@ class WorldTransport:
     def __init__(self, world: CountingWorld):
         self.world = world
 
-    async def request(
-        self,
-        method: str,
-        pod: PodAddress,
-        port: int,
-        path: str,
-        *,
-        headers: Mapping[str, str],
-        body: Any = None,
-        limit: int,
-    ) -> Response:
+    async def request(self, *arguments: Any, **_: Any) -> Response:
         began = time.process_time()
-        content = _answer(self.world, port)
+        content = _answer(self.world, port=arguments[2])
         self.world.fake_seconds += time.process_time() - began
         return content
 
@@ -353,18 +342,18 @@ class SilentHead:
     def __init__(self, seconds: float):
         self.seconds = seconds
 
-    async def job(self, head: HeadAddress, submission_id: str) -> Job | NoJob | Unreachable:
+    async def job(self, *_: Any) -> Unreachable:
         await asyncio.sleep(self.seconds)
         return Unreachable("no answer")
 
-    async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
+    async def progress(self, *_: Any) -> Unreachable:
         await asyncio.sleep(self.seconds)
         return Unreachable("no answer")
 
-    async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
+    async def submit(self, *_: Any) -> None:
         raise HeadUnreachable("no answer")
 
-    async def stop(self, head: HeadAddress, submission_id: str) -> None:
+    async def stop(self, *_: Any) -> None:
         raise HeadUnreachable("no answer")
 
 
@@ -435,7 +424,7 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name:45} {value:10.3f}")
     if options.json:
-        write_record(options.json, figures, f"a role with pods: {', '.join(map(str, Role))}")
+        write_record(options.json, figures)
 
 
 if __name__ == "__main__":
