@@ -18,7 +18,7 @@ from agenticrun_operator.resources import (
     Child,
     Manifest,
     code_config_map,
-    mounted_children,
+    mounted_names,
     token_secrets,
 )
 
@@ -74,7 +74,7 @@ class Observer:
             return error
 
     async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
-        wanted = [Child.of(item) for item in mounted_children(run)]
+        wanted = [*mounted_names(run)]
         wanted += [secret for secret, _ in token_secrets(run)]
         found = await asyncio.gather(
             *(self._kube.get(child.kind, run.metadata.namespace, child.name) for child in wanted)

@@ -43,6 +43,8 @@ class RunCache:
     """
 
     document: Manifest
+    run: AgenticRun
+    """The document, parsed once."""
     objects: ObservedObjects
     looked_at: datetime
     wrote_at: datetime | None = None
@@ -127,24 +129,23 @@ class Reconciler:
         objects = await self._observer.read_objects(run)
         now = self._clock()
         cached = (
-            replace(before, document=document, objects=objects, looked_at=now)
+            replace(before, document=document, run=run, objects=objects, looked_at=now)
             if before
-            else RunCache(document, objects, now)
+            else RunCache(document, run, objects, now)
         )
         self._cache[key] = cached
         return cached
 
     async def _step(self, key: Key, cached: RunCache, fully: bool) -> float | None:
-        run = parse_served(cached.document)
-        observed = await self._observe(run, cached)
+        run, observed = cached.run, await self._observe(cached)
         plan_ = plan(run, observed, self._clock(), self._images)
         if plan_.status and plan_.status.phase is not run.status.phase and not fully:
             # A phase change is decided only on freshly read objects.
             fresh = await self._look_fully(key)
             if fresh is None:
                 return None
-            cached, run = fresh, parse_served(fresh.document)
-            observed = await self._observe(run, cached)
+            cached, run = fresh, fresh.run
+            observed = await self._observe(cached)
             plan_ = plan(run, observed, self._clock(), self._images)
         if isinstance(plan_.job, Submit) and not await self._may_submit(run, plan_.job):
             self._cache.pop(key, None)
@@ -158,7 +159,9 @@ class Reconciler:
             cached = replace(cached, ended=(job.submission_id, job.end_time))
         document = await self._applier.write_status(cached.document, plan_)
         wrote_at = self._clock() if plan_.status else cached.wrote_at
-        self._cache[key] = cached = replace(cached, document=document, wrote_at=wrote_at)
+        if document is not cached.document:
+            cached = replace(cached, document=document, run=parse_served(document))
+        self._cache[key] = cached = replace(cached, wrote_at=wrote_at)
         head = await self._observer.head_address(run, cached.objects) if plan_.job else None
         trouble = await self._applier.act(plan_, document, head)
         self._cache[key] = replace(cached, job_trouble=trouble)
@@ -177,8 +180,9 @@ class Reconciler:
         head = Observed(pods=objects.pods).head(run.metadata.uid)
         return head is not None and head.incarnation == job.incarnation
 
-    async def _observe(self, run: AgenticRun, cached: RunCache) -> Observed:
-        job, ended = run.status.job, cached.ended
+    async def _observe(self, cached: RunCache) -> Observed:
+        run, ended = cached.run, cached.ended
+        job = run.status.job
         end_time = ended[1] if job and ended and ended[0] == job.submission_id else None
         return await self._observer.look(
             run, cached.objects, cached.job_trouble, cached.wrote_at, end_time

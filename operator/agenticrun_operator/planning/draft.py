@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, Literal
 
 from agenticrun_api import AgenticRun, AgenticRunStatus, Condition, ConditionType, Phase, Reason
@@ -12,6 +12,9 @@ from agenticrun_operator.resources import Event, Manifest
 
 SOFT_WRITE_SECONDS = 10.0
 """Minimum interval between status writes that change only the fields in `_SOFT`."""
+STEP_WRITE_SECONDS = 2.0
+"""Minimum interval between status writes that change nothing but `_SOFT` and `_OF_A_STEP`."""
+_OF_A_STEP = frozenset({"step", "progress", "policy_version"})
 _SOFT = frozenset(
     {
         "reward",
@@ -93,9 +96,8 @@ class Draft:
     ) -> None:
         """Set a condition; see `new_condition`."""
         before = self.find(kind)
-        after = new_condition(
-            kind, status, reason, message, self.now, self.run.metadata.generation, before
-        )
+        generation = self.run.metadata.generation
+        after = new_condition(kind, status, reason, message, self.now, generation, before)
         conditions = [after if item.type == kind.value else item for item in self.status.conditions]
         self.set(conditions=conditions if before else [*conditions, after])
 
@@ -130,14 +132,14 @@ class Draft:
         """
         self.set(observed_generation=self.run.metadata.generation)
         status: AgenticRunStatus | None = self.status
-        before = self.run.status
-        if self.status == before:
+        interval = _write_interval(self.run.status, self.status)
+        if interval is None:
             status = None
-        elif last_write is not None and _hard(self.status) == _hard(before):
-            wait = timedelta(seconds=SOFT_WRITE_SECONDS) - (self.now - last_write)
-            if wait > timedelta(0):
+        elif last_write is not None:
+            wait = interval - (self.now - last_write).total_seconds()
+            if wait > 0:
                 status = None
-                self.look_again(wait.total_seconds())
+                self.look_again(wait)
         return Plan(
             tokens=tuple(self.tokens),
             create=tuple(self.create),
@@ -149,5 +151,17 @@ class Draft:
         )
 
 
-def _hard(status: AgenticRunStatus) -> dict[str, Any]:
-    return {name: value for name, value in status if name not in _SOFT}
+def _write_interval(before: AgenticRunStatus, after: AgenticRunStatus) -> float | None:
+    """Return the minimum seconds since the last write to write these changes.
+
+    None: nothing has changed. 0: what has changed cannot wait.
+    """
+    old = dict(before)
+    changed = {name for name, value in after if value != old[name]}
+    if not changed:
+        return None
+    if changed <= _SOFT:
+        return SOFT_WRITE_SECONDS
+    # The last step may be all that tells success if the final report is lost.
+    is_last = after.step is not None and after.step == after.max_steps
+    return STEP_WRITE_SECONDS if changed <= _SOFT | _OF_A_STEP and not is_last else 0.0

@@ -28,10 +28,12 @@ def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
     for secret, key in token_secrets(run):
         if _is_missing(observed, secret):
             draft.tokens.append(TokenToMake(secret.name, key))
-    for manifest in desired_children(run, images):
-        child = Child.of(manifest)
-        if _is_missing(observed, child):
-            draft.create.append(manifest)
+    if any(found is None for found in observed.children.values()):
+        draft.create += [
+            manifest
+            for manifest in desired_children(run, images)
+            if _is_missing(observed, Child.of(manifest))
+        ]
     if run.status.start_time is None:
         _report_reused_claim(draft, observed)
         draft.set(

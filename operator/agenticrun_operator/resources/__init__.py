@@ -6,6 +6,7 @@ from agenticrun_operator.resources.children import (
     code_config_map,
     desired_children,
     mounted_children,
+    mounted_names,
     token_secret,
     token_secrets,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "is_retained",
     "made_by",
     "mounted_children",
+    "mounted_names",
     "ray_cluster",
     "token_secret",
     "token_secrets",

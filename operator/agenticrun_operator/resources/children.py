@@ -10,13 +10,14 @@ import yaml
 
 from agenticrun_api import AgenticRun, Reason
 from agenticrun_api.names import RUN_FILE
-from agenticrun_operator.resources.claims import checkpoint_claim, created_claim
+from agenticrun_operator.resources.claims import CLAIM_KIND, checkpoint_claim, created_claim
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, child_metadata
 from agenticrun_operator.resources.raycluster import ray_cluster
 from agenticrun_operator.resources.volumes import (
     RAY_TOKEN_KEY,
     REPORTER_TOKEN_KEY,
+    claim_name,
     ray_token_name,
     reporter_token_name,
     run_config_name,
@@ -58,6 +59,12 @@ def mounted_children(run: AgenticRun) -> tuple[Manifest, ...]:
     claim = created_claim(run)
     storage = (checkpoint_claim(run, claim),) if claim else ()
     return (run_config(run), *storage)
+
+
+def mounted_names(run: AgenticRun) -> tuple[Child, ...]:
+    """Return the names of `mounted_children`, which are needed more often than the manifests."""
+    claim = (Child(CLAIM_KIND, claim_name(run)),) if created_claim(run) else ()
+    return (Child("ConfigMap", run_config_name(run)), *claim)
 
 
 def run_config(run: AgenticRun) -> Manifest:

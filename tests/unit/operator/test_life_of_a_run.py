@@ -171,6 +171,25 @@ async def test_a_step_is_written_at_once(world: World, operator: Operator) -> No
     assert world.status.step == 2
 
 
+async def test_fast_steps_are_written_every_two_seconds_and_the_newest_is_not_lost(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, max_steps=100)
+    before = world.status_writes
+    for half_second in range(60):
+        world.now += timedelta(seconds=0.5)
+        world.drive(2 + half_second, max_steps=100)
+        await operator.reconcile(changed=False)
+    assert 13 <= world.status_writes - before <= 16
+    world.drive(99, max_steps=100)
+    delay = await operator.reconcile(changed=False)
+    assert delay is not None
+    assert delay <= 2, "a write that waits is planned"
+    world.now += timedelta(seconds=delay)
+    await operator.reconcile(changed=False)
+    assert world.status.step == 99
+
+
 async def test_a_report_of_success_completes_the_run_and_deletes_the_cluster(
     world: World, operator: Operator
 ) -> None:
@@ -619,7 +638,7 @@ async def test_a_driver_that_starts_does_not_take_back_the_last_attempts_numbers
         "starting",
     )
     world.drive(1, reward=0.5)
-    await operator.settle(1)
+    await operator.settle(3)
     assert world.status.progress == "1/2", "the checkpoint it went on from"
 
 
