@@ -4,6 +4,7 @@ It asks, questions the answer, and asks again. `run: asker:play` calls it as a f
 `command: [python, -m, asker]` starts it as a program for each episode.
 """
 
+import atexit
 import json
 import os
 from types import SimpleNamespace
@@ -12,7 +13,12 @@ from typing import Any
 from openai import DefaultHttpxClient, OpenAI
 
 CONNECTIONS = DefaultHttpxClient()
-"""Shared by all episodes of an env worker: a new client reads TLS certificates for 50 ms."""
+"""Shared by all episodes of an env worker: a new client reads TLS certificates for 50 ms.
+
+So an episode does not close its client: that would close the connections of all episodes.
+"""
+
+atexit.register(CONNECTIONS.close)
 
 
 def play(base_url: str, task: Any) -> None:
