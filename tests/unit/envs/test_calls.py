@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -334,6 +336,29 @@ def test_what_takes_too_long_is_a_timeout_at_once(make: Callable[[threading.Even
         release.set()
     assert reason is StopReason.TIMEOUT
     assert seconds < SLOW_SECONDS
+
+
+TRACED = """
+import asyncio, sys, threading
+from agenticrun_workers.envs import EnvCalls, EnvFault
+
+class Hangs:
+    def step(self, action):
+        threading.Event().wait()
+
+sys.settrace(lambda *_: None)
+try:
+    asyncio.run(EnvCalls(0.05).step(Hangs(), "go"))
+except EnvFault as fault:
+    print(fault)
+"""
+
+
+def test_a_call_that_hangs_does_not_stop_a_process_with_a_debugger() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "step took more than 0.05 s" in done.stdout, done
 
 
 def test_64_hanging_threads_starve_no_other_call_and_do_not_block_the_exit() -> None:

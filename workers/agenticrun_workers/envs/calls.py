@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import inspect
+import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -151,9 +152,7 @@ class _CallThread(threading.Thread):
 
     def abandon(self) -> None:
         _abandoned.append(self)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(self.ident or 0), ctypes.py_object(Abandoned)
-        )
+        _raise_abandoned_in(self)
         self._calls.put(None)
 
     def run(self) -> None:
@@ -161,6 +160,26 @@ class _CallThread(threading.Thread):
             while (waiting := self._calls.get()) is not None:
                 call, done = waiting
                 _set_outcome(done, call())
+
+
+def _raise_abandoned_in(thread: threading.Thread) -> None:
+    """Raise `Abandoned` in a thread, at its next line of Python.
+
+    Until the thread gets there, Python 3.12 and older keep one flag up for all threads. While it is
+    up, a function that a debugger or coverage traces never gets past its first instruction in
+    Python 3.11, and that thread no longer handles Ctrl-C. So this thread receives an exception too,
+    which takes the flag down. The other thread raises the flag again when it leaves C code.
+    """
+    raise_in, abandoned = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.py_object(Abandoned)
+    there, here = ctypes.c_ulong(thread.ident or 0), ctypes.c_ulong(threading.get_ident())
+    try:  # calls of C functions only: a Python function might be traced
+        raise_in(there, abandoned)
+        if sys.version_info < (3, 13):
+            raise_in(here, abandoned)
+            while True:
+                pass
+    except Abandoned:
+        return
 
 
 def _set_outcome(done: asyncio.Future[Outcome], outcome: Outcome) -> None:
