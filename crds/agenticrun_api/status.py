@@ -88,6 +88,8 @@ class Reason(StrEnum):
     SUBMITTING = "Submitting"
     DRIVER_RUNNING = "DriverRunning"
     PROGRESS_UNAVAILABLE = "ProgressUnavailable"
+    TOKENS_UNKNOWN = "TokensUnknown"
+    TOKENS_REFUSED = "TokensRefused"
     DRIVER_SILENT = "DriverSilent"
     NO_PROGRESS = "NoProgress"
     PROGRESSING = "Progressing"

@@ -6,13 +6,11 @@ If the operator crashes at any point in between, the next reconciliation complet
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Callable
 
-from agenticrun_api import AgenticRun
 from agenticrun_operator.cluster import (
     AlreadyExists,
     ClusterError,
+    Denied,
     Head,
     HeadAddress,
     HeadUnreachable,
@@ -22,25 +20,34 @@ from agenticrun_operator.cluster import (
 )
 from agenticrun_operator.metrics import STATUS_WRITES, SUBMISSIONS
 from agenticrun_operator.planning import Plan, Stop, Submit
-from agenticrun_operator.resources import Manifest, token_secret
+from agenticrun_operator.resources import Manifest
 
 log = logging.getLogger(__name__)
-
-
-def new_token() -> str:
-    """Return a random URL-safe token of 256 bits."""
-    return secrets.token_urlsafe(32)
 
 
 class Applier:
     """Carries out plans."""
 
-    def __init__(self, kube: Kube, head: Head, make_token: Callable[[], str] = new_token):
+    def __init__(self, kube: Kube, head: Head):
         self._kube = kube
         self._head = head
-        self._make_token = make_token
 
-    async def make_children(self, run: AgenticRun, plan: Plan) -> None:
+    async def make_tokens(self, plan: Plan) -> None:
+        """Create the Secret with the run's tokens, if the plan has it.
+
+        Raises:
+            ClusterError: as `make_children`.
+        """
+        if plan.tokens is None:
+            return
+        try:
+            await self._create(plan.tokens)
+        except Denied as error:
+            if any(manifest["kind"] == "RayCluster" for manifest in plan.create):
+                raise
+            log.warning("cannot create Secret %s: %s", plan.tokens["metadata"]["name"], error)
+
+    async def make_children(self, plan: Plan) -> None:
         """Create the missing children. The next reconciliation handles those that exist by now.
 
         Raises:
@@ -49,8 +56,6 @@ class Applier:
             NotServed: KubeRay's CRD is not installed.
             NamespaceGone: the namespace is missing or being deleted.
         """
-        for token in plan.tokens:
-            await self._create(token_secret(run, token.name, token.key, self._make_token()))
         for manifest in plan.create:
             await self._create(manifest)
 

@@ -45,3 +45,7 @@ class KubeUnavailable(ClusterError):
 
 class HeadUnreachable(ClusterError):
     """The head pod did not answer, or its answer is unusable. A retry may help."""
+
+
+class TokenRefused(HeadUnreachable):
+    """The head pod answered that the operator's token is wrong."""

@@ -92,6 +92,12 @@ class Unreachable:
     """The head did not answer, or its answer is unusable."""
 
     why: str
+    reason: Reason = Reason.PROGRESS_UNAVAILABLE
+
+    @property
+    def tokens(self) -> bool:
+        """True if the head may be well, and only its tokens are not those of the operator."""
+        return self.reason is not Reason.PROGRESS_UNAVAILABLE
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,8 @@ class Observed:
     """The error of the last submission or stop, if it failed."""
     last_status_write: datetime | None = None
     """Time of this operator's last write of the run's status."""
+    tokens_sent_at: datetime | None = None
+    """Time at which this operator last asked the apiserver to create the Secret with the tokens."""
     end_time: str | None = None
     """`status.job.endTime` as this operator set it, for a CRD that does not have the field yet."""
 

@@ -14,6 +14,7 @@ from agenticrun_operator.cluster import (
     Conflict,
     Denied,
     Head,
+    HeadAddress,
     Kube,
     NamespaceGone,
     NotFound,
@@ -27,7 +28,7 @@ from agenticrun_operator.planning import (
     plan,
     plan_unreadable,
 )
-from agenticrun_operator.resources import Manifest, WorkerImages
+from agenticrun_operator.resources import Manifest, OperatorKey, WorkerImages
 from agenticrun_operator.workqueue import Item, Key
 
 RETRY_SECONDS = 0.2
@@ -49,6 +50,8 @@ class RunCache:
     looked_at: datetime
     wrote_at: datetime | None = None
     job_trouble: str | None = None
+    tokens_sent_at: datetime | None = None
+    """Time at which this operator last created the Secret with the tokens, or found it there."""
     ended: tuple[str, str] | None = None
     """Submission id and end time of the newest attempt that this operator saw end."""
 
@@ -66,13 +69,15 @@ class Reconciler:
         kube: Kube,
         head: Head,
         images: WorkerImages,
+        key: OperatorKey,
         full_look_seconds: float,
         clock: Callable[[], datetime] = utc_now,
     ):
         self._kube = kube
-        self._observer = Observer(kube, head)
+        self._observer = Observer(kube, head, key)
         self._applier = Applier(kube, head)
         self._images = images
+        self._key = key
         self._full_look_seconds = full_look_seconds
         self._clock = clock
         self._cache: dict[Key, RunCache] = {}
@@ -103,7 +108,7 @@ class Reconciler:
             self._cache.pop(item.key, None)
             return RETRY_SECONDS
         except NotFound:
-            self._forget(item.key)
+            self._cache.pop(item.key, None)
             return None
 
     def _is_stale(self, cached: RunCache) -> bool:
@@ -117,8 +122,14 @@ class Reconciler:
         """Read the run and its objects. Return None if there is nothing to reconcile."""
         document = await self._kube.get(KIND, *key)
         before = self._cache.get(key)
+        if (
+            before
+            and document
+            and before.document["metadata"]["uid"] != document["metadata"]["uid"]
+        ):
+            before = None
         if document is None:
-            self._forget(key)
+            self._cache.pop(key, None)
             return None
         try:
             run = parse_served(document)
@@ -138,7 +149,7 @@ class Reconciler:
 
     async def _step(self, key: Key, cached: RunCache, fully: bool) -> float | None:
         run, observed = cached.run, await self._observe(cached)
-        plan_ = plan(run, observed, self._clock(), self._images)
+        plan_ = plan(run, observed, self._clock(), self._images, self._key)
         if plan_.status and plan_.status.phase is not run.status.phase and not fully:
             # A phase change is decided only on freshly read objects.
             fresh = await self._look_fully(key)
@@ -146,14 +157,17 @@ class Reconciler:
                 return None
             cached, run = fresh, fresh.run
             observed = await self._observe(cached)
-            plan_ = plan(run, observed, self._clock(), self._images)
+            plan_ = plan(run, observed, self._clock(), self._images, self._key)
         if isinstance(plan_.job, Submit) and not await self._may_submit(run, plan_.job):
             self._cache.pop(key, None)
             return RETRY_SECONDS
         try:
-            await self._applier.make_children(run, plan_)
+            await self._applier.make_tokens(plan_)
+            if plan_.tokens:
+                cached = replace(cached, tokens_sent_at=self._clock())
+            await self._applier.make_children(plan_)
         except (Refused, Denied, NotServed, NamespaceGone) as error:
-            plan_ = plan(run, observed, self._clock(), self._images, error)
+            plan_ = plan(run, observed, self._clock(), self._images, self._key, error)
         job = plan_.status.job if plan_.status else None
         if job and job.end_time:
             cached = replace(cached, ended=(job.submission_id, job.end_time))
@@ -163,7 +177,8 @@ class Reconciler:
             cached = replace(cached, document=document, run=parse_served(document))
         self._cache[key] = cached = replace(cached, wrote_at=wrote_at)
         head = await self._observer.head_address(run, cached.objects) if plan_.job else None
-        trouble = await self._applier.act(plan_, document, head)
+        address = head if isinstance(head, HeadAddress) else None
+        trouble = await self._applier.act(plan_, document, address)
         self._cache[key] = replace(cached, job_trouble=trouble)
         return plan_.requeue_after
 
@@ -185,15 +200,15 @@ class Reconciler:
         job = run.status.job
         end_time = ended[1] if job and ended and ended[0] == job.submission_id else None
         return await self._observer.look(
-            run, cached.objects, cached.job_trouble, cached.wrote_at, end_time
+            run,
+            cached.objects,
+            cached.job_trouble,
+            cached.wrote_at,
+            cached.tokens_sent_at,
+            end_time,
         )
 
     async def _handle_unreadable(self, document: Manifest, error: InvalidRun) -> None:
         plan_ = plan_unreadable(document, error.errors, self._clock())
         stored = await self._applier.write_status(document, plan_)
         await self._applier.act(plan_, stored, None)
-
-    def _forget(self, key: Key) -> None:
-        cached = self._cache.pop(key, None)
-        if cached:
-            self._observer.forget(cached.document["metadata"]["uid"])

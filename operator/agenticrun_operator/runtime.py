@@ -49,7 +49,11 @@ class OperatorRuntime:
             DirectTransport(self._session) if direct else ProxyTransport(self._kube)
         )
         self._reconciler = Reconciler(
-            self._kube, RunHead(transport), settings.images, settings.full_look_seconds
+            self._kube,
+            RunHead(transport),
+            settings.images,
+            settings.key,
+            settings.full_look_seconds,
         )
         self._leadership = Leadership(
             self._kube, settings.lease_namespace, settings.lease_name, settings.identity

@@ -6,10 +6,10 @@ import socket
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from agenticrun_operator.resources import WorkerImages
+from agenticrun_operator.resources import OperatorKey, WorkerImages
 
 
 class HeadAccess(StrEnum):
@@ -23,11 +23,17 @@ class Settings(BaseSettings):
     """Settings of one installation of the operator."""
 
     model_config = SettingsConfigDict(
-        env_prefix="AGENTICRUN_", frozen=True, use_attribute_docstrings=True
+        env_prefix="AGENTICRUN_",
+        frozen=True,
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,
     )
 
     namespaces: Annotated[tuple[str, ...], NoDecode] = ()
     """Namespaces to watch, separated by commas. Empty: the whole Kubernetes cluster."""
+    operator_key: Annotated[SecretStr, Field(min_length=32)]
+    """The key from which the tokens of all runs are derived: at least 32 random characters. With
+    another key the operator cannot talk to the runs that go on."""
     worker_image: str
     """Worker image of runs without spec.image."""
     worker_image_sglang: str = ""
@@ -60,6 +66,11 @@ class Settings(BaseSettings):
         return WorkerImages(
             self.worker_image, {"sglang": self.worker_image_sglang, "vllm": self.worker_image_vllm}
         )
+
+    @property
+    def key(self) -> OperatorKey:
+        """The operator's key."""
+        return OperatorKey(self.operator_key.get_secret_value())
 
     @field_validator("namespaces", mode="before")
     @classmethod

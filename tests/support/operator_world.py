@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -24,6 +24,7 @@ from agenticrun_api import (
     FinalReport,
     Outcome,
     Progress,
+    Reason,
     Role,
     parse_run,
 )
@@ -33,6 +34,7 @@ from agenticrun_operator.cluster import (
     AlreadyExists,
     ClusterError,
     Conflict,
+    Denied,
     Head,
     HeadAddress,
     HeadUnreachable,
@@ -42,13 +44,21 @@ from agenticrun_operator.cluster import (
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.reconciler import Reconciler
-from agenticrun_operator.resources import Event, Manifest, WorkerImages
+from agenticrun_operator.resources import (
+    Event,
+    Manifest,
+    OperatorKey,
+    WorkerImages,
+    secret_of,
+    tokens_name,
+)
 from agenticrun_operator.workqueue import Item
 from runs import run_with
 
 IMAGE = "worker:1"
 IMAGES = WorkerImages(IMAGE, {"sglang": "worker-sglang:1", "vllm": ""})
 """An installation without an image for vLLM."""
+KEY = OperatorKey("the operator's key, of 32 characters")
 NAMESPACE = "team"
 NAME = "lake"
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -94,6 +104,8 @@ class World:
     """The apiserver does not serve RayClusters."""
     pods_denied: str = ""
     """The words with which a quota refuses KubeRay's pods."""
+    secrets_readable: bool = False
+    """The operator may read Secrets, as release 0.1 might."""
     reporter_down: bool = False
     ray_down: bool = False
     submit_down: bool = False
@@ -102,6 +114,8 @@ class World:
 
     Every request has a point before it, a change one after it.
     """
+    _tokens: dict[str, dict[str, str]] = field(default_factory=dict)
+    """What the containers of a pod started with, by incarnation."""
     _ids: Any = field(default_factory=lambda: itertools.count(1))
 
     # -- the user ----------------------------------------------------------------------------------
@@ -135,6 +149,29 @@ class World:
     def status(self) -> AgenticRunStatus:
         return parse_served(self.run).status
 
+    @property
+    def secret(self) -> tuple[str, str]:
+        """Kind and name of the Secret that the run's pods need."""
+        cluster = self.objects.get(("RayCluster", NAME))
+        name = tokens_name(parse_served(self.run), KEY.id)
+        return "Secret", secret_of(cluster) if cluster else name
+
+    def delete_secret(self) -> None:
+        """Delete the Secret with the tokens. Containers that run keep them."""
+        self.objects.pop(self.secret, None)
+
+    def turn_into_release_0_1(self) -> None:
+        """Give the run's objects the shape and the random tokens of release 0.1."""
+        self.delete_secret()
+        for name, key in (("ray-token", "auth_token"), ("reporter", "token")):
+            data = {key: b64encode(f"random {key}".encode()).decode()}
+            owners = self.objects["RayCluster", NAME]["metadata"]["ownerReferences"]
+            metadata = {"name": f"{NAME}-{name}", "ownerReferences": owners}
+            self._store({"kind": "Secret", "metadata": metadata, "data": data})
+        self.objects["RayCluster", NAME]["spec"]["authOptions"]["secretName"] = f"{NAME}-ray-token"
+        random = {"auth_token": "random auth_token", "token": "random token"}
+        self._tokens = dict.fromkeys(self._tokens, random)
+
     def crash(self) -> None:
         """The operator's process dies, wherever it is."""
         raise Crash
@@ -167,11 +204,39 @@ class World:
         for role, wanted in {Role.DRIVER.value: 1, **groups}.items():
             for _ in range(wanted - have.count(role)):
                 self._make_pod(cluster, role)
-        for pod in self.pods():
-            if self._belongs_to(pod, cluster):
-                pod["status"]["conditions"] = [
-                    {"type": "Ready", "status": "True" if ready else "False"}
-                ]
+        own = [pod for pod in self.pods() if self._belongs_to(pod, cluster)]
+        for pod in own:
+            self._start_container(pod)
+        heads = [pod for pod in own if pod["metadata"]["labels"][LABEL_ROLE] == Role.DRIVER.value]
+        for pod in own:
+            joined = self._tokens_of(pod) and self._tokens_of(pod) == self._tokens_of(heads[0])
+            pod["status"]["conditions"] = [
+                {"type": "Ready", "status": "True" if ready and joined else "False"}
+            ]
+
+    def _start_container(self, pod: Manifest) -> None:
+        """The kubelet: start Ray with the tokens in the Secret, if it has not started."""
+        (container,) = pod["status"]["containerStatuses"]
+        if self._tokens_of(pod):
+            return
+        secret = self.objects.get(self.secret)
+        if secret is None:
+            message = f'secret "{self.secret[1]}" not found'
+            waiting = {"reason": "CreateContainerConfigError", "message": message}
+            container |= {"containerID": "", "state": {"waiting": waiting}}
+            return
+        container |= {"containerID": "c", "state": {"running": {}}}
+        self._tokens[self._incarnation(pod)] = {
+            key: b64decode(value).decode() for key, value in secret["data"].items()
+        }
+
+    def _tokens_of(self, pod: Manifest) -> dict[str, str]:
+        return self._tokens.get(self._incarnation(pod), {})
+
+    @staticmethod
+    def _incarnation(pod: Manifest) -> str:
+        restarts = pod["status"]["containerStatuses"][0]["restartCount"]
+        return f"{pod['metadata']['uid']}/{restarts}"
 
     @staticmethod
     def _belongs_to(pod: Manifest, cluster: Manifest) -> bool:
@@ -195,14 +260,14 @@ class World:
             "labels": labels,
             "ownerReferences": owners,
         }
-        self._store(
-            {
-                "kind": "Pod",
-                "metadata": metadata,
-                "spec": {"containers": [{"name": "ray", "image": IMAGE}]},
-                "status": status,
-            }
-        )
+        pod = {
+            "kind": "Pod",
+            "metadata": metadata,
+            "spec": {"containers": [{"name": "ray", "image": IMAGE}]},
+            "status": status,
+        }
+        self._store(pod)
+        self._start_container(pod)
 
     def pods(self, role: Role | None = None) -> list[Manifest]:
         """The pods of RayClusters, also of deleted ones; the newest first."""
@@ -222,6 +287,7 @@ class World:
         """Restart Ray's head in the same pod: Ray forgets its jobs, the reporter survives."""
         for pod in self.pods(Role.DRIVER):
             pod["status"]["containerStatuses"][0]["restartCount"] += 1
+            self._start_container(pod)
 
     def delete_cluster(self) -> None:
         """Delete the RayCluster; its pods go on as orphans until `collect_garbage`."""
@@ -233,11 +299,7 @@ class World:
 
     def _incarnations(self) -> dict[str, str]:
         """Incarnation of each head pod, by the pod's IP."""
-        return {
-            pod["status"]["podIP"]: f"{pod['metadata']['uid']}/"
-            f"{pod['status']['containerStatuses'][0]['restartCount']}"
-            for pod in self.pods(Role.DRIVER)
-        }
+        return {pod["status"]["podIP"]: self._incarnation(pod) for pod in self.pods(Role.DRIVER)}
 
     # -- the driver --------------------------------------------------------------------------------
 
@@ -298,6 +360,8 @@ class World:
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
         self._point(f"get {kind}")
         self._check_served(kind)
+        if kind == "Secret" and not self.secrets_readable:
+            raise Denied("secrets is forbidden")
         assert namespace == NAMESPACE
         return copy.deepcopy(self.objects.get((kind, name)))
 
@@ -355,8 +419,10 @@ class World:
 
     async def job(self, head: HeadAddress, submission_id: str) -> Job | NoJob | Unreachable:
         self._point("get job")
-        if not self._reachable(head) or self.ray_down:
+        if self.ray_down:
             return Unreachable("no answer")
+        if trouble := self._trouble(head, head.ray_token, "auth_token"):
+            return trouble
         job = self._known(head, submission_id)
         tail = "the last line" if job and job.status in ("FAILED", "STOPPED") else ""
         return Job(job.status, job.message, job.exit_code, tail) if job else NoJob()
@@ -366,15 +432,16 @@ class World:
         incarnation = self._incarnations().get(head.pod.ip)
         if self.submit_down:
             raise HeadUnreachable("Ray did not take the job")
-        if not self._reachable(head) or self.ray_down or incarnation is None:
+        if self.ray_down or self._trouble(head, head.ray_token, "auth_token"):
             raise HeadUnreachable("no answer")
+        assert incarnation is not None
         if self._known(head, submission_id) is None:
             self.jobs.append(FakeJob(submission_id, attempt, incarnation))
         self._point("submitted")
 
     async def stop(self, head: HeadAddress, submission_id: str) -> None:
         self._point("stop")
-        if not self._reachable(head) or self.ray_down:
+        if self.ray_down or self._trouble(head, head.ray_token, "auth_token"):
             raise HeadUnreachable("no answer")
         job = self._known(head, submission_id)
         if job and job.live:
@@ -382,8 +449,10 @@ class World:
 
     async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
         self._point("get progress")
-        if not self._reachable(head) or self.reporter_down:
+        if self.reporter_down:
             return Unreachable("no answer")
+        if trouble := self._trouble(head, head.reporter_token, "token"):
+            return trouble
         return self.reports.get(self._incarnations()[head.pod.ip].split("/")[0], NoReport())
 
     def _check_served(self, kind: str) -> None:
@@ -398,15 +467,15 @@ class World:
             (job for job in self.jobs if (job.submission_id, job.incarnation) == wanted), None
         )
 
-    def _reachable(self, head: HeadAddress) -> bool:
-        secret = self.objects.get(("Secret", f"{NAME}-ray-token"))
-        known = (
-            secret is not None
-            and b64decode(secret["data"]["auth_token"]).decode() == head.ray_token
-        )
-        return known and any(
-            pod["status"]["podIP"] == head.pod.ip for pod in self.pods(Role.DRIVER)
-        )
+    def _trouble(self, head: HeadAddress, given: str, key: str) -> Unreachable | None:
+        """Return the reason why the head does not answer a request with this token."""
+        heads = self.pods(Role.DRIVER)
+        pod = next((pod for pod in heads if pod["status"]["podIP"] == head.pod.ip), None)
+        if pod is None or not self._tokens_of(pod):
+            return Unreachable("no answer")
+        if self._tokens_of(pod)[key] != given:
+            return Unreachable("the head refuses the token", Reason.TOKENS_REFUSED)
+        return None
 
     def _store(self, manifest: Manifest) -> None:
         number = next(self._ids)
@@ -432,11 +501,12 @@ class Operator:
         self.crashes = 0
         self.images = IMAGES
         self.head: Head = world
+        self.key = KEY
         self._start()
 
     def _start(self) -> None:
         self.reconciler = Reconciler(
-            self.world, self.head, self.images, 20.0, clock=lambda: self.world.now
+            self.world, self.head, self.images, self.key, 20.0, clock=lambda: self.world.now
         )
 
     def use_head(self, head: Head) -> None:

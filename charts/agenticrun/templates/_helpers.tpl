@@ -34,6 +34,11 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{/* The Secret with the operator's key. */}}
+{{- define "agenticrun.operatorKey" -}}
+{{- .Values.operatorKey.existingSecret | default (printf "%s-operator-key" (include "agenticrun.name" .)) -}}
+{{- end -}}
+
 {{- define "agenticrun.image" -}}
 {{- if .Values.image.digest -}}
 {{ .Values.image.repository }}@{{ .Values.image.digest }}
@@ -65,7 +70,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
   verbs: [get, create]
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [get, create]
+  # Release 0.1 stored random tokens, which a newer operator must read to follow a run of that release.
+  verbs: [create{{ if .Values.migration.readRunSecrets }}, get{{ end }}]
 - apiGroups: [""]
   resources: [events]
   verbs: [create]

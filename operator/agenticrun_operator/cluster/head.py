@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agenticrun_api import Progress
+from agenticrun_api import Progress, Reason
 from agenticrun_api.names import (
     DASHBOARD_PORT,
     DRIVER_COMMAND,
@@ -19,7 +19,7 @@ from agenticrun_api.names import (
 from agenticrun_api.progress import MAX_PROGRESS_BYTES
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import HeadTransport, PodAddress
-from agenticrun_operator.errors import HeadUnreachable
+from agenticrun_operator.errors import HeadUnreachable, TokenRefused
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 
 MAX_JOB_BYTES = 1024 * 1024
@@ -62,6 +62,8 @@ class RunHead:
             if answer.status == 404:
                 return NoJob()
             found = _RayJob.model_validate_json(_ok(answer, "the job API"))
+        except TokenRefused as error:
+            return Unreachable(str(error), Reason.TOKENS_REFUSED)
         except (HeadUnreachable, ValidationError) as error:
             return Unreachable(f"Ray's job API: {_brief(error)}")
         ended_badly = found.status in ("FAILED", "STOPPED")
@@ -109,11 +111,14 @@ class RunHead:
                 headers=headers,
                 limit=MAX_PROGRESS_BYTES,
             )
+            _check_token(answer, "the reporter", head)
             if answer.status == 204:
                 return NoReport()
             snapshot = _ok(answer, "the reporter")
             # A newer driver may report more than this operator knows.
             return Progress.model_validate_json(snapshot, strict=True, extra="ignore")
+        except TokenRefused as error:
+            return Unreachable(str(error), Reason.TOKENS_REFUSED)
         except (HeadUnreachable, ValidationError) as error:
             return Unreachable(_brief(error))
 
@@ -139,8 +144,17 @@ class RunHead:
         limit: int = MAX_JOB_BYTES,
     ) -> Response:
         headers = {TOKEN_HEADER: f"Bearer {head.ray_token}"}
-        return await self._transport.request(
+        answer = await self._transport.request(
             method, head.pod, DASHBOARD_PORT, path, headers=headers, body=body, limit=limit
+        )
+        _check_token(answer, "Ray", head)
+        return answer
+
+
+def _check_token(answer: Response, who: str, head: HeadAddress) -> None:
+    if answer.status in (401, 403):
+        raise TokenRefused(
+            f"{who} in pod {head.pod.name} refuses the operator's token (status {answer.status})"
         )
 
 

@@ -106,6 +106,11 @@ class ProxyTransport:
             )
         except KubeUnavailable as error:
             raise HeadUnreachable(f"pod {pod.name}, port {port}: {error}") from error
+        if answer.status in (401, 403) and b'"kind":"Status"' in answer.body:
+            raise HeadUnreachable(
+                f"pod {pod.name}, port {port}: the apiserver refuses the operator's request: "
+                "give it the right to pods/proxy"
+            )
         if answer.status == 503:
             raise HeadUnreachable(f"pod {pod.name}, port {port}: the apiserver cannot reach it")
         if len(answer.body) > limit:

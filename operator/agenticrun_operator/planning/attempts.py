@@ -28,7 +28,7 @@ from agenticrun_operator.planning.draft import MAX_TEXT, Draft
 from agenticrun_operator.planning.plan import Delete, Stop, Submit
 from agenticrun_operator.planning.snapshot import apply_snapshot, own_progress
 from agenticrun_operator.planning.times import format_span, format_time, parse_time
-from agenticrun_operator.resources import Child, is_deleting
+from agenticrun_operator.resources import Child, is_deleting, secret_of
 
 MAX_BACKOFF_SECONDS = 600.0
 POLL_SECONDS = 2.0
@@ -63,6 +63,8 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
             return
     head = observed.head(draft.run.metadata.uid)
     if not roles_ready or head is None or head.incarnation is None:
+        return
+    if _report_tokens(draft, observed):
         return
     if previous and not _is_over(draft, observed, previous):
         draft.look_again(POLL_SECONDS)
@@ -242,7 +244,34 @@ def _follow_live(
     _report_training(draft, observed, progress)
 
 
+def _report_tokens(draft: Draft, observed: Observed) -> bool:
+    """Set the condition if the head and the operator have different tokens. Return True then.
+
+    Nothing else is concluded from it: the driver may be training.
+    """
+    seen = (observed.job, observed.progress)
+    trouble = next((item for item in seen if isinstance(item, Unreachable) and item.tokens), None)
+    if trouble is None:
+        return False
+    name = draft.run.metadata.name
+    cluster = observed.child("RayCluster", name)
+    remedy = f", or delete RayCluster {name}"
+    if cluster and trouble.reason is Reason.TOKENS_REFUSED:
+        remedy = f": delete Secret {secret_of(cluster)} and RayCluster {name}"
+    message = (
+        f"{trouble.why}{remedy}; it is built again, and the run resumes from its newest checkpoint"
+    )
+    before = draft.find(ConditionType.TRAINING)
+    if before is None or before.reason != trouble.reason:
+        draft.event(trouble.reason, message, warning=True)
+    draft.condition(ConditionType.TRAINING, "Unknown", trouble.reason, message)
+    draft.set(message=message)
+    return True
+
+
 def _report_training(draft: Draft, observed: Observed, progress: Progress | None) -> None:
+    if _report_tokens(draft, observed):
+        return
     if progress and (progress.silent_seconds or 0.0) > SILENT_SECONDS:
         draft.condition(
             ConditionType.TRAINING,

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from agenticrun_api import AgenticRun, AgenticRunStatus, Condition, ConditionType, Phase, Reason
-from agenticrun_operator.planning.plan import Delete, Plan, Stop, Submit, TokenToMake
+from agenticrun_operator.planning.plan import Delete, Plan, Stop, Submit
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Event, Manifest
 
@@ -71,7 +71,7 @@ class Draft:
         self.run = run
         self.now = now
         self.status = run.status
-        self.tokens: list[TokenToMake] = []
+        self.tokens: Manifest | None = None
         self.create: list[Manifest] = []
         self.delete: list[Delete] = []
         self.job: Submit | Stop | None = None
@@ -141,7 +141,7 @@ class Draft:
                 status = None
                 self.look_again(wait)
         return Plan(
-            tokens=tuple(self.tokens),
+            tokens=self.tokens,
             create=tuple(self.create),
             status=status,
             job=self.job,

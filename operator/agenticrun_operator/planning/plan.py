@@ -9,17 +9,6 @@ from agenticrun_operator.resources import Child, Event, Manifest
 
 
 @dataclass(frozen=True)
-class TokenToMake:
-    """A Secret to create with a new random token under `key`, unless it exists.
-
-    Planning is pure, so the token is generated when the plan is applied.
-    """
-
-    name: str
-    key: str
-
-
-@dataclass(frozen=True)
 class Delete:
     """An object to delete if it is still the one that was read (same uid)."""
 
@@ -49,7 +38,9 @@ class Plan:
     The fields after `status` are applied only once the status is stored (write-ahead).
     """
 
-    tokens: tuple[TokenToMake, ...] = ()
+    tokens: Manifest | None = None
+    """The Secret with the run's tokens, to create unless it exists. If that is denied while the
+    RayCluster exists, the rest of the plan goes on: a quota also denies what exists already."""
     create: tuple[Manifest, ...] = ()
     status: AgenticRunStatus | None = None
     """The status to write; None: no write."""

@@ -15,7 +15,7 @@ from agenticrun_operator.planning.draft import MAX_TEXT, ConditionStatus, Draft,
 from agenticrun_operator.planning.plan import Plan
 from agenticrun_operator.planning.snapshot import own_progress
 from agenticrun_operator.planning.times import format_time
-from agenticrun_operator.resources import Event, Manifest, WorkerImages
+from agenticrun_operator.resources import Event, Manifest, OperatorKey, WorkerImages
 
 SAFETY_NET_SECONDS = 30.0
 """Seconds between looks at a run that only waits for watch events, in case one is lost."""
@@ -26,6 +26,7 @@ def plan(
     observed: Observed,
     now: datetime,
     images: WorkerImages,
+    key: OperatorKey,
     creation_error: ClusterError | None = None,
 ) -> Plan:
     """Return the plan for one run.
@@ -35,6 +36,7 @@ def plan(
         observed: the observed state.
         now: the current time.
         images: the worker images of this installation.
+        key: the key of this installation.
         creation_error: the error that the plan for the same state met when its children were
             created. The new plan creates nothing.
     """
@@ -55,7 +57,7 @@ def plan(
         ending.fail(draft, obstacle.reason, obstacle.message)
         return draft.finish(observed.last_status_write)
     if obstacle is None:
-        provisioning.provision(draft, observed, images)
+        provisioning.provision(draft, observed, images, key)
     if obstacle is None or run.status.job:
         ready = roles.report(draft, observed, images)
         attempts.advance(draft, observed, ready)

@@ -5,19 +5,24 @@ from __future__ import annotations
 from agenticrun_api import ConditionType, Phase, Reason
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning.draft import Draft
-from agenticrun_operator.planning.plan import TokenToMake
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import (
     Child,
+    OperatorKey,
     WorkerImages,
     desired_children,
     is_retained,
+    key_id_of,
     made_by,
-    token_secrets,
+    tokens_name,
+    tokens_secret,
 )
 
+TOKENS_SECONDS = 30.0
+"""Minimum interval between two creations of the Secret with a run's tokens."""
 
-def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
+
+def provision(draft: Draft, observed: Observed, images: WorkerImages, key: OperatorKey) -> None:
     """Create missing children.
 
     Existing ones stay as they are: no field that may change in a run reaches them, and what others
@@ -25,13 +30,12 @@ def provision(draft: Draft, observed: Observed, images: WorkerImages) -> None:
     pods that are training.
     """
     run = draft.run
-    for secret, key in token_secrets(run):
-        if _is_missing(observed, secret):
-            draft.tokens.append(TokenToMake(secret.name, key))
+    if _needs_tokens(draft, observed, key):
+        draft.tokens = tokens_secret(run, key)
     if any(found is None for found in observed.children.values()):
         draft.create += [
             manifest
-            for manifest in desired_children(run, images)
+            for manifest in desired_children(run, images, tokens_name(run, key.id))
             if _is_missing(observed, Child.of(manifest))
         ]
     if run.status.start_time is None:
@@ -66,6 +70,26 @@ def _report_reused_claim(draft: Draft, observed: Observed) -> None:
             f"{child.kind} {child.name} holds checkpoints of earlier runs of this name; this run "
             f"has a folder of its own there and {start}",
         )
+
+
+def _needs_tokens(draft: Draft, observed: Observed, key: OperatorKey) -> bool:
+    """Return True if the Secret with the tokens may be missing.
+
+    The operator cannot read it. Pods that need a Secret that was deleted wait for it.
+    """
+    run = draft.run
+    cluster = observed.child("RayCluster", run.metadata.name)
+    if cluster is None:
+        return observed.tokens_sent_at is None
+    waits = any(
+        not pod.ready
+        and not pod.deleting
+        and (pod.problem is None or pod.problem.reason is Reason.CONTAINER_CRASHED)
+        for pod in observed.own_pods(run.metadata.uid)
+    )
+    sent = observed.tokens_sent_at
+    due = sent is None or (draft.now - sent).total_seconds() >= TOKENS_SECONDS
+    return waits and due and key_id_of(run, cluster) == key.id
 
 
 def _report_cluster(draft: Draft, observed: Observed) -> None:

@@ -7,8 +7,6 @@ from agenticrun_operator.resources.children import (
     desired_children,
     mounted_children,
     mounted_names,
-    token_secret,
-    token_secrets,
 )
 from agenticrun_operator.resources.claims import (
     CLAIM_KIND,
@@ -27,6 +25,13 @@ from agenticrun_operator.resources.metadata import (
 )
 from agenticrun_operator.resources.pods import RAY_CONTAINER
 from agenticrun_operator.resources.raycluster import images_in, ray_cluster
+from agenticrun_operator.resources.tokens import (
+    OperatorKey,
+    key_id_of,
+    secret_of,
+    tokens_name,
+    tokens_secret,
+)
 
 __all__ = [
     "CLAIM_KIND",
@@ -34,6 +39,7 @@ __all__ = [
     "Child",
     "Event",
     "Manifest",
+    "OperatorKey",
     "WorkerImages",
     "code_config_map",
     "controller",
@@ -43,12 +49,14 @@ __all__ = [
     "images_in",
     "is_deleting",
     "is_retained",
+    "key_id_of",
     "made_by",
     "mounted_children",
     "mounted_names",
     "ray_cluster",
-    "token_secret",
-    "token_secrets",
+    "secret_of",
+    "tokens_name",
+    "tokens_secret",
     "unsuitable",
     "whole_number",
 ]

@@ -1,8 +1,7 @@
-"""The objects of a run: configuration, tokens, checkpoint storage, RayCluster."""
+"""The objects of a run, except the Secret with its tokens."""
 
 from __future__ import annotations
 
-from base64 import b64encode
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,11 +14,7 @@ from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, child_metadata
 from agenticrun_operator.resources.raycluster import ray_cluster
 from agenticrun_operator.resources.volumes import (
-    RAY_TOKEN_KEY,
-    REPORTER_TOKEN_KEY,
     claim_name,
-    ray_token_name,
-    reporter_token_name,
     run_config_name,
 )
 
@@ -46,16 +41,21 @@ class Event:
     type: Literal["Normal", "Warning"] = "Normal"
 
 
-def desired_children(run: AgenticRun, images: WorkerImages) -> tuple[Manifest, ...]:
-    """Return all children except the Secrets, which hold random tokens and are created once.
+def desired_children(run: AgenticRun, images: WorkerImages, tokens: str) -> tuple[Manifest, ...]:
+    """Return all children except the Secret.
 
     The RayCluster comes last, because its pods mount the others.
+
+    Args:
+        run: the run.
+        images: the worker images of this installation.
+        tokens: the name of the Secret with the run's tokens.
     """
-    return (*mounted_children(run), ray_cluster(run, images))
+    return (*mounted_children(run), ray_cluster(run, images, tokens))
 
 
 def mounted_children(run: AgenticRun) -> tuple[Manifest, ...]:
-    """Return the children that the pods mount, without the Secrets."""
+    """Return the children that the pods mount, without the Secret."""
     claim = created_claim(run)
     storage = (checkpoint_claim(run, claim),) if claim else ()
     return (run_config(run), *storage)
@@ -75,28 +75,6 @@ def run_config(run: AgenticRun) -> Manifest:
         "kind": "ConfigMap",
         "metadata": child_metadata(run, run_config_name(run)),
         "data": {RUN_FILE.rsplit("/", 1)[1]: text},
-    }
-
-
-def token_secrets(run: AgenticRun) -> tuple[tuple[Child, str], ...]:
-    """Return the Secrets of a run, each with the key of its token."""
-    return (
-        (Child("Secret", reporter_token_name(run)), REPORTER_TOKEN_KEY),
-        (Child("Secret", ray_token_name(run)), RAY_TOKEN_KEY),
-    )
-
-
-def token_secret(run: AgenticRun, name: str, key: str, token: str) -> Manifest:
-    """Return a Secret with one token.
-
-    It is immutable: a changed token would lock out the pods that started with the old one.
-    """
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": child_metadata(run, name),
-        "immutable": True,
-        "data": {key: b64encode(token.encode()).decode()},
     }
 
 

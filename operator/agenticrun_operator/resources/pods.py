@@ -34,12 +34,12 @@ _REPORTER_RESOURCES: Manifest = {
 _REPORTER_VOLUMES = ("work", "run", "reporter-token")
 
 
-def head_pod(run: AgenticRun, image: str, ports: dict[str, int]) -> Manifest:
+def head_pod(run: AgenticRun, image: str, tokens: str, ports: dict[str, int]) -> Manifest:
     """Return the head pod: Ray's head with the driver, and the reporter.
 
     The reporter is a native sidecar, so it keeps running when an attempt of the driver ends.
     """
-    pod = _pod(run, Role.DRIVER, image, ports)
+    pod = _pod(run, Role.DRIVER, image, tokens, ports)
     settings = run.spec.roles.driver
     pod["initContainers"] = [
         {
@@ -58,7 +58,7 @@ def head_pod(run: AgenticRun, image: str, ports: dict[str, int]) -> Manifest:
             "securityContext": _RESTRICTED,
             "volumeMounts": [
                 item.mount
-                for item in pod_volumes(run, Role.DRIVER)
+                for item in pod_volumes(run, Role.DRIVER, tokens)
                 if item.volume["name"] in _REPORTER_VOLUMES
             ],
         }
@@ -66,14 +66,14 @@ def head_pod(run: AgenticRun, image: str, ports: dict[str, int]) -> Manifest:
     return pod
 
 
-def worker_pod(run: AgenticRun, role: Role, image: str) -> Manifest:
+def worker_pod(run: AgenticRun, role: Role, image: str, tokens: str) -> Manifest:
     """Return the pod spec of a worker role."""
-    return _pod(run, role, image, {})
+    return _pod(run, role, image, tokens, {})
 
 
-def _pod(run: AgenticRun, role: Role, image: str, ports: dict[str, int]) -> Manifest:
+def _pod(run: AgenticRun, role: Role, image: str, tokens: str, ports: dict[str, int]) -> Manifest:
     settings = run.spec.roles.of(role)
-    volumes = pod_volumes(run, role)
+    volumes = pod_volumes(run, role, tokens)
     optional: Manifest = {
         "imagePullSecrets": [{"name": name} for name in run.spec.image_pull_secrets],
         "nodeSelector": settings.node_selector,

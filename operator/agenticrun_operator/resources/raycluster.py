@@ -14,7 +14,6 @@ from agenticrun_operator.resources.metadata import (
     whole_number,
 )
 from agenticrun_operator.resources.pods import head_pod, worker_pod
-from agenticrun_operator.resources.volumes import ray_token_name
 
 HEAD_PORTS = {
     "gcs-server": 6379,
@@ -32,23 +31,30 @@ MIN_OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray requires at least 75 MiB."""
 
 
-def ray_cluster(run: AgenticRun, images: WorkerImages) -> Manifest:
-    """Return the RayCluster. It has the name of the run."""
-    head = head_pod(run, images.of(run, Role.DRIVER), HEAD_PORTS)
+def ray_cluster(run: AgenticRun, images: WorkerImages, tokens: str) -> Manifest:
+    """Return the RayCluster. It has the name of the run.
+
+    Args:
+        run: the run.
+        images: the worker images of this installation.
+        tokens: the name of the Secret with the run's tokens.
+    """
+    head = head_pod(run, images.of(run, Role.DRIVER), tokens, HEAD_PORTS)
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
         "metadata": child_metadata(run, run.metadata.name),
         "spec": {
             "rayVersion": run.spec.ray_version,
-            "authOptions": {"mode": "token", "secretName": ray_token_name(run)},
+            "authOptions": {"mode": "token", "secretName": tokens},
             "headGroupSpec": {
                 "rayStartParams": _ray_start_params(run, Role.DRIVER)
                 | {"dashboard-host": "0.0.0.0"},
                 "template": {"metadata": {"labels": run_labels(run, Role.DRIVER)}, "spec": head},
             },
             "workerGroupSpecs": [
-                _worker_group(run, role, images.of(run, role)) for role in run.spec.roles.workers
+                _worker_group(run, role, images.of(run, role), tokens)
+                for role in run.spec.roles.workers
             ],
         },
     }
@@ -65,7 +71,7 @@ def images_in(cluster: Manifest) -> dict[str, str]:
     }
 
 
-def _worker_group(run: AgenticRun, role: Role, image: str) -> Manifest:
+def _worker_group(run: AgenticRun, role: Role, image: str, tokens: str) -> Manifest:
     replicas = run.spec.roles.replicas(role)
     return {
         "groupName": role.value,
@@ -75,7 +81,7 @@ def _worker_group(run: AgenticRun, role: Role, image: str) -> Manifest:
         "rayStartParams": _ray_start_params(run, role),
         "template": {
             "metadata": {"labels": run_labels(run, role)},
-            "spec": worker_pod(run, role, image),
+            "spec": worker_pod(run, role, image, tokens),
         },
     }
 

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import CHECKPOINT_DIR, CODE_DIR, REPORTER_TOKEN_FILE, RUN_FILE, WORK_DIR
 from agenticrun_operator.resources.metadata import Manifest
-
-REPORTER_TOKEN_KEY = REPORTER_TOKEN_FILE.rsplit("/", 1)[1]
-RAY_TOKEN_KEY = "auth_token"
-"""The key in the Secret that KubeRay reads."""
+from agenticrun_operator.resources.tokens import REPORTER_TOKEN_KEY
 
 _OWNER_AND_GROUP_READ = 0o440
 """File mode of Secrets. With fsGroup, Kubernetes always adds read permission for the group, so a
@@ -30,26 +27,26 @@ def run_config_name(run: AgenticRun) -> str:
     return f"{run.metadata.name}-run"
 
 
-def reporter_token_name(run: AgenticRun) -> str:
-    """Return the name of the Secret with the reporter's token."""
-    return f"{run.metadata.name}-reporter"
-
-
-def ray_token_name(run: AgenticRun) -> str:
-    """Return the name of the Secret with Ray's token."""
-    return f"{run.metadata.name}-ray-token"
-
-
 def claim_name(run: AgenticRun) -> str:
     """Return the name of the claim that is created for spec.checkpoint.volumeClaim.size."""
     return f"{run.metadata.name}-checkpoints"
 
 
-def pod_volumes(run: AgenticRun, role: Role) -> tuple[Mounted, ...]:
-    """Return the volumes of a role's pods, without the user's own (spec.roles.*.volumes)."""
+def pod_volumes(run: AgenticRun, role: Role, tokens: str) -> tuple[Mounted, ...]:
+    """Return the volumes of a role's pods, without the user's own (spec.roles.*.volumes).
+
+    Args:
+        run: the run.
+        role: the role.
+        tokens: the name of the Secret with the run's tokens.
+    """
     volumes = [_shared_memory(run, role), _mounted("work", WORK_DIR, {"emptyDir": {}})]
     if role is Role.DRIVER:
-        token = {"secretName": reporter_token_name(run), "defaultMode": _OWNER_AND_GROUP_READ}
+        token = {
+            "secretName": tokens,
+            "defaultMode": _OWNER_AND_GROUP_READ,
+            "items": [{"key": REPORTER_TOKEN_KEY, "path": REPORTER_TOKEN_KEY}],
+        }
         volumes += [
             _mounted(
                 "run",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from base64 import b64decode
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import SecretStr
 
 from agenticrun_api.version import __version__
 from agenticrun_operator.lease import Leadership
@@ -30,7 +32,12 @@ Objects = dict[tuple[str, str, str], dict[str, Any]]
 
 
 def render(
-    cluster: Cluster, *, release: str = RELEASE, namespace: str = NAMESPACE, **values: Any
+    cluster: Cluster,
+    *,
+    release: str = RELEASE,
+    namespace: str = NAMESPACE,
+    options: tuple[str, ...] = (),
+    **values: Any,
 ) -> Objects:
     """`helm template` with values."""
     out = cluster.command(
@@ -40,6 +47,7 @@ def render(
         str(CHART),
         "-n",
         namespace,
+        *options,
         "-f",
         "-",
         stdin=json.dumps(values),
@@ -97,6 +105,7 @@ def test_by_default_it_serves_all_namespaces_with_a_cluster_role(cluster: Cluste
         ("Role", "default"),
         ("RoleBinding", "default"),
         ("Deployment", NAMESPACE),
+        ("Secret", NAMESPACE),
         ("Service", NAMESPACE),
     }
     assert environment(objects)["AGENTICRUN_NAMESPACES"] == ""
@@ -182,10 +191,55 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
     assert metadata["labels"]["c"] == "d"
 
 
+def key_reference(objects: Objects) -> dict[str, str]:
+    (entry,) = (
+        entry for entry in container(objects)["env"] if entry["name"] == "AGENTICRUN_OPERATOR_KEY"
+    )
+    reference: dict[str, str] = entry["valueFrom"]["secretKeyRef"]
+    return reference
+
+
+def test_the_operators_key_is_random_and_outlives_the_release(cluster: Cluster) -> None:
+    objects, others = render(cluster), render(cluster)
+    name = f"{RELEASE}-operator-key"
+    secret = objects["Secret", NAMESPACE, name]
+    assert key_reference(objects) == {"name": name, "key": "key"}
+    assert secret["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    key = b64decode(secret["data"]["key"]).decode()
+    assert Settings(operator_key=SecretStr(key), worker_image="x").key.id
+    assert len(set(key)) > 20
+    assert others["Secret", NAMESPACE, name]["data"]["key"] != secret["data"]["key"]
+
+
+def test_a_key_that_exists_is_not_replaced_by_an_upgrade(namespace: Cluster) -> None:
+    name = f"{RELEASE}-operator-key"
+    namespace.kubectl("create", "secret", "generic", name, "--from-literal=key=of-before")
+    manifests = render(namespace, options=("--dry-run=server",))
+    assert b64decode(manifests["Secret", NAMESPACE, name]["data"]["key"]) == b"of-before"
+    namespace.kubectl("delete", "secret", name)
+
+
+def test_a_secret_of_the_users_holds_the_key(cluster: Cluster) -> None:
+    objects = render(cluster, operatorKey={"existingSecret": "mine"})
+    assert key_reference(objects) == {"name": "mine", "key": "key"}
+    assert "Secret" not in {kind for kind, _, _ in objects}
+
+
+def test_the_operator_reads_secrets_only_where_the_migration_needs_it(cluster: Cluster) -> None:
+    def verbs(**values: Any) -> set[str]:
+        rules = render(cluster, **values)["ClusterRole", "", OPERATOR]["rules"]
+        return {verb for rule in rules if "secrets" in rule["resources"] for verb in rule["verbs"]}
+
+    assert verbs() == {"create"}
+    assert verbs(migration={"readRunSecrets": True}) == {"create", "get"}
+
+
 @pytest.mark.parametrize(
     ("values", "path"),
     [
         ({"replicas": 2}, "replicas"),
+        ({"operatorKey": {"existingSecret": "A b"}}, "/operatorKey/existingSecret"),
+        ({"migration": {"readRunSecrets": "yes"}}, "/migration/readRunSecrets"),
         ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
         ({"image": {"digest": "sha256:1"}}, "/image/digest"),
         ({"watchNamespaces": "default"}, "/watchNamespaces"),
@@ -314,7 +368,7 @@ async def test_of_two_releases_that_watch_the_same_namespaces_one_leads(
 
 def test_without_namespaces_the_lease_is_the_operators_default(cluster: Cluster) -> None:
     env = environment(render(cluster))
-    settings = Settings(worker_image="worker:1")
+    settings = Settings(operator_key=SecretStr("k" * 32), worker_image="worker:1")
     assert env["AGENTICRUN_LEASE_NAME"] == settings.lease_name == OPERATOR
     assert env["AGENTICRUN_LEASE_NAMESPACE"] == settings.lease_namespace
 
@@ -397,5 +451,6 @@ def test_the_service_account_may_do_its_work_and_no_more(namespace: Cluster) -> 
     assert not allowed("create", "pods")
     assert not allowed("create", "pods", "--subresource=exec")
     assert not allowed("update", "leases.coordination.k8s.io/of-another")
-    assert not allowed("list", "secrets")
+    for verb in ("get", "list", "watch", "patch", "update", "delete"):
+        assert not allowed(verb, "secrets"), verb
     assert not allowed("list", "agenticruns.agenticrun.dev", "--namespace=default")

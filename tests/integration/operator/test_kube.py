@@ -16,18 +16,20 @@ from agenticrun_operator.cluster import AlreadyExists, Conflict, KubeClient, Not
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.resources import (
     Event,
+    OperatorKey,
     WorkerImages,
     controller_uid,
     desired_children,
     is_retained,
     mounted_children,
     ray_cluster,
-    token_secret,
+    tokens_secret,
     unsuitable,
 )
 from testcluster import Cluster
 from waiting import eventually
 
+KEY = OperatorKey("k" * 32)
 EMPTY = AgenticRunStatus(conditions=[], metrics=[], roles=[])
 
 
@@ -139,9 +141,7 @@ async def test_a_status_field_that_the_crd_does_not_have_costs_only_that_field(
 
 
 async def test_a_child_is_created_once(kube: KubeClient, run_document: dict[str, Any]) -> None:
-    secret = token_secret(
-        parse_run(run_document), f"{run_document['metadata']['name']}-once", "token", "a"
-    )
+    secret = tokens_secret(parse_run(run_document), KEY)
     await kube.create(secret)
     with pytest.raises(AlreadyExists):
         await kube.create(secret)
@@ -155,13 +155,14 @@ async def test_children_go_with_their_run_and_nothing_else_does(
 ) -> None:
     run = parse_run(run_document)
     name = run.metadata.name
-    await kube.create(token_secret(run, f"{name}-mine", "token", "a"))
+    mine = tokens_secret(run, KEY)
+    await kube.create(mine)
     place.kubectl("create", "secret", "generic", f"{name}-theirs")
     await kube.delete(KIND, *run.key, "00000000-0000-0000-0000-000000000000")
     assert place.get("agenticrun", name), "another uid is another run"
     await kube.delete(KIND, *run.key, run.metadata.uid)
     eventually(
-        lambda: place.get("secret", f"{name}-mine") is None,
+        lambda: place.get("secret", mine["metadata"]["name"]) is None,
         120,
         "garbage collection of the run's secret",
         interval=0.5,
@@ -182,10 +183,14 @@ async def test_a_claim_outlives_its_run_unless_the_run_says_otherwise(
     children = mounted_children(run)
     (manifest,) = [child for child in children if child["kind"] == "PersistentVolumeClaim"]
     await kube.create(manifest)
-    await kube.create(token_secret(run, f"{name}-mine", "token", "a"))
+    secret = tokens_secret(run, KEY)
+    await kube.create(secret)
     await kube.delete(KIND, *run.key, run.metadata.uid)
     eventually(
-        lambda: place.get("secret", f"{name}-mine") is None, 120, "garbage collection", interval=0.5
+        lambda: place.get("secret", secret["metadata"]["name"]) is None,
+        120,
+        "garbage collection",
+        interval=0.5,
     )
     if retain:
         found = place.get("persistentvolumeclaim", f"{name}-checkpoints")
@@ -206,9 +211,9 @@ async def test_kuberays_schema_takes_our_cluster_strictly_and_names_what_it_does
     kube: KubeClient, run_document: dict[str, Any], place: Cluster
 ) -> None:
     run = parse_run(run_document)
-    for child in desired_children(run, WorkerImages("worker:1")):
+    for child in desired_children(run, WorkerImages("worker:1"), "tokens"):
         place.apply(child, options=("--dry-run=server", "--validate=strict"))
-    broken = ray_cluster(run, WorkerImages("worker:1"))
+    broken = ray_cluster(run, WorkerImages("worker:1"), "tokens")
     broken["metadata"]["name"] += "-broken"
     broken["spec"]["headGroupSpec"]["template"]["spec"]["tolerations"] = [{"kee": "x"}]
     with pytest.raises(Refused, match=r"tolerations\[0\]\.kee"):

@@ -111,6 +111,7 @@ def operator(green: Cluster, lease: dict[str, str], tmp_path: Path) -> Iterator[
     settings = {
         "KUBECONFIG": str(kubeconfig),
         "AGENTICRUN_NAMESPACES": f"{BLUE},{GREEN}",
+        "AGENTICRUN_OPERATOR_KEY": "k" * 32,
         "AGENTICRUN_WORKER_IMAGE": "worker:1",
         "AGENTICRUN_HEAD_ACCESS": "ApiserverProxy",
         **lease,

@@ -46,7 +46,7 @@ def test_pods_request_what_the_example_says(file: Path) -> None:
     document = read(file) | {"status": {}}
     document["metadata"]["uid"] = "uid"
     run = parse_run(document)
-    groups: list[dict[str, Any]] = ray_cluster(run, IMAGES)["spec"]["workerGroupSpecs"]
+    groups: list[dict[str, Any]] = ray_cluster(run, IMAGES, "tokens")["spec"]["workerGroupSpecs"]
     requested = {
         group["groupName"]: group["template"]["spec"]["containers"][0]["resources"]["limits"].get(
             "nvidia.com/gpu", 0

@@ -130,6 +130,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.world.delete_cluster()
 
     @rule()
+    def secret_is_deleted(self) -> None:
+        self.world.delete_secret()
+
+    @rule()
     def garbage_is_collected(self) -> None:
         self.world.collect_garbage()
 

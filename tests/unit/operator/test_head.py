@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from agenticrun_api import Progress
+from agenticrun_api import Progress, Reason
 from agenticrun_operator.cluster import (
     DirectTransport,
     HeadAddress,
@@ -67,6 +67,18 @@ class Scripted:
 
 def says(document: Any, status: int = 200) -> Response:
     return Response(status, json.dumps(document).encode())
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_refused_token_is_told_from_a_head_that_does_not_answer(status: int) -> None:
+    head = RunHead(Scripted(api_jobs=Response(status, b""), progress=Response(status, b"")))
+    for seen in (await head.job(HEAD, "lake-1"), await head.progress(HEAD)):
+        assert isinstance(seen, Unreachable)
+        assert seen.reason is Reason.TOKENS_REFUSED
+        assert f"pod lake-head refuses the operator's token (status {status})" in seen.why
+    for action in (head.submit(HEAD, "lake-1", 1), head.stop(HEAD, "lake-1")):
+        with pytest.raises(HeadUnreachable, match="refuses the operator's token"):
+            await action
 
 
 async def test_progress_is_read_with_the_reporters_token() -> None:

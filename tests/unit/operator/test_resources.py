@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import json
+from base64 import b64decode, urlsafe_b64encode
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -13,16 +16,21 @@ from agenticrun_api.load import parse_mounted
 from agenticrun_api.version import __version__
 from agenticrun_operator.resources import (
     Manifest,
+    OperatorKey,
     WorkerImages,
     desired_children,
     images_in,
+    key_id_of,
     ray_cluster,
-    token_secret,
+    tokens_name,
+    tokens_secret,
 )
 from agenticrun_operator.resources.metadata import whole_number
 from runs import run_with
 
 WORKER = WorkerImages("worker:1", {"sglang": "worker-sglang:1"})
+TOKENS = "lake-tokens"
+KEY = OperatorKey("k" * 32)
 GPU_RUN: tuple[tuple[str, object], ...] = (
     (
         "spec.roles.trainer",
@@ -49,7 +57,7 @@ def a_run(*changes: tuple[str, Any]) -> AgenticRun:
 
 @pytest.fixture
 def cluster() -> Manifest:
-    return ray_cluster(a_run(*GPU_RUN), WORKER)
+    return ray_cluster(a_run(*GPU_RUN), WORKER, TOKENS)
 
 
 def pod_of(cluster: Manifest, role: Role) -> Manifest:
@@ -67,7 +75,7 @@ def mounts(container: Manifest) -> dict[str, str]:
 
 def test_every_child_carries_the_runs_label_and_all_but_a_retained_claim_are_owned() -> None:
     unowned = []
-    for child in desired_children(a_run(*GPU_RUN), WORKER):
+    for child in desired_children(a_run(*GPU_RUN), WORKER, TOKENS):
         assert child["metadata"]["labels"]["agenticrun.dev/run-uid"] == "1234-uid"
         if "ownerReferences" not in child["metadata"]:
             unowned.append(child["kind"])
@@ -84,7 +92,7 @@ def test_every_child_carries_the_runs_label_and_all_but_a_retained_claim_are_own
 
 
 def test_the_run_config_is_the_run_without_its_status() -> None:
-    (config, *_) = desired_children(a_run(), WORKER)
+    (config, *_) = desired_children(a_run(), WORKER, TOKENS)
     document = yaml.safe_load(config["data"]["run.yaml"])
     assert document["metadata"] == {
         "name": "lake",
@@ -98,15 +106,16 @@ def test_the_run_config_is_the_run_without_its_status() -> None:
 
 
 def test_a_claim_is_made_for_a_size_and_not_for_a_claim_of_the_users() -> None:
-    kinds = [child["kind"] for child in desired_children(a_run(*GPU_RUN), WORKER)]
+    kinds = [child["kind"] for child in desired_children(a_run(*GPU_RUN), WORKER, TOKENS)]
     assert kinds == ["ConfigMap", "PersistentVolumeClaim", "RayCluster"]
     theirs = a_run(("spec.checkpoint", {"volumeClaim": {"claimName": "data"}}))
-    assert [child["kind"] for child in desired_children(theirs, WORKER)] == [
+    assert [child["kind"] for child in desired_children(theirs, WORKER, TOKENS)] == [
         "ConfigMap",
         "RayCluster",
     ]
     volumes = {
-        item["name"]: item for item in pod_of(ray_cluster(theirs, WORKER), Role.TRAINER)["volumes"]
+        item["name"]: item
+        for item in pod_of(ray_cluster(theirs, WORKER, TOKENS), Role.TRAINER)["volumes"]
     }
     assert volumes["checkpoints"]["persistentVolumeClaim"] == {"claimName": "data"}
 
@@ -152,7 +161,7 @@ def test_reference_and_critic_have_pods_only_where_the_run_gives_them_a_role(
 ) -> None:
     named = [group["groupName"] for group in cluster["spec"]["workerGroupSpecs"]]
     assert named == ["trainer", "reference", "critic", "inference", "env"]
-    plain = ray_cluster(a_run(("spec.pipeline.algorithm", {"lossKl": {}})), WORKER)
+    plain = ray_cluster(a_run(("spec.pipeline.algorithm", {"lossKl": {}})), WORKER, TOKENS)
     assert [group["groupName"] for group in plain["spec"]["workerGroupSpecs"]] == [
         "trainer",
         "inference",
@@ -213,7 +222,9 @@ def test_every_pod_meets_the_restricted_standard_and_holds_no_credentials(
 def test_the_users_code_is_on_the_path_and_the_users_environment_wins() -> None:
     env = [{"name": "RAY_USAGE_STATS_ENABLED", "value": "1"}, {"name": "MINE", "value": "x"}]
     cluster = ray_cluster(
-        a_run(("spec.code", {"configMap": "my-envs"}), ("spec.roles.env", {"env": env})), WORKER
+        a_run(("spec.code", {"configMap": "my-envs"}), ("spec.roles.env", {"env": env})),
+        WORKER,
+        TOKENS,
     )
     (container,) = pod_of(cluster, Role.ENV)["containers"]
     values = [(item["name"], item["value"]) for item in container["env"]]
@@ -223,7 +234,7 @@ def test_the_users_code_is_on_the_path_and_the_users_environment_wins() -> None:
 
 
 def test_an_image_of_the_runs_own_goes_before_the_operators() -> None:
-    (container,) = pod_of(ray_cluster(a_run(("spec.image", "mine:2")), WORKER), Role.ENV)[
+    (container,) = pod_of(ray_cluster(a_run(("spec.image", "mine:2")), WORKER, TOKENS), Role.ENV)[
         "containers"
     ]
     assert container["image"] == "mine:2"
@@ -233,25 +244,25 @@ SGLANG = ("spec.pipeline.actorInfer.strategy", {"name": "sglang", "config": {"tp
 
 
 def test_only_the_pods_that_carry_engines_get_the_engines_image() -> None:
-    assert images_in(ray_cluster(a_run(SGLANG), WORKER)) == {
+    assert images_in(ray_cluster(a_run(SGLANG), WORKER, TOKENS)) == {
         "driver": "worker:1",
         "trainer": "worker:1",
         "inference": "worker-sglang:1",
         "env": "worker:1",
     }
-    colocated = ray_cluster(a_run(SGLANG, ("spec.placement", "Colocated")), WORKER)
+    colocated = ray_cluster(a_run(SGLANG, ("spec.placement", "Colocated")), WORKER, TOKENS)
     assert images_in(colocated) == {
         "driver": "worker:1",
         "trainer": "worker-sglang:1",
         "env": "worker:1",
     }
     assert set(
-        images_in(ray_cluster(a_run(SGLANG, ("spec.image", "mine:2")), WORKER)).values()
+        images_in(ray_cluster(a_run(SGLANG, ("spec.image", "mine:2")), WORKER, TOKENS)).values()
     ) == {"mine:2"}
 
 
 def test_an_inference_pod_offers_as_many_engines_as_its_gpus_are_enough_for() -> None:
-    cluster = ray_cluster(a_run(SGLANG, ("spec.roles.inference", {"gpus": 8})), WORKER)
+    cluster = ray_cluster(a_run(SGLANG, ("spec.roles.inference", {"gpus": 8})), WORKER, TOKENS)
     (inference,) = [
         group for group in cluster["spec"]["workerGroupSpecs"] if group["groupName"] == "inference"
     ]
@@ -264,7 +275,8 @@ def test_colocated_trainer_pods_offer_both_roles() -> None:
         SGLANG, ("spec.placement", "Colocated"), ("spec.roles.trainer", {"gpus": 8, "replicas": 2})
     )
     groups = {
-        group["groupName"]: group for group in ray_cluster(run, WORKER)["spec"]["workerGroupSpecs"]
+        group["groupName"]: group
+        for group in ray_cluster(run, WORKER, TOKENS)["spec"]["workerGroupSpecs"]
     }
     assert set(groups) == {"trainer", "env"}
     assert json.loads(json.loads(groups["trainer"]["rayStartParams"]["resources"])) == {
@@ -273,10 +285,58 @@ def test_colocated_trainer_pods_offer_both_roles() -> None:
     }
 
 
-def test_tokens_cannot_be_changed_in_place() -> None:
-    secret = token_secret(a_run(), "lake-reporter", "token", "secret")
-    assert secret["immutable"] is True
-    assert secret["data"] == {"token": "c2VjcmV0"}
+def decoded(secret: Manifest) -> dict[str, str]:
+    return {key: b64decode(value).decode() for key, value in secret["data"].items()}
+
+
+def test_tokens_follow_from_key_purpose_and_run_and_from_nothing_else() -> None:
+    secret = tokens_secret(a_run(), KEY)
+    expected = {
+        key: urlsafe_b64encode(
+            hmac.new(b"k" * 32, f"{purpose}/1234-uid".encode(), "sha256").digest()
+        )
+        .decode()
+        .rstrip("=")
+        for key, purpose in (("auth_token", "ray"), ("token", "reporter"))
+    }
+    assert decoded(secret) == expected
+    assert tokens_secret(a_run(), OperatorKey("k" * 32)) == secret
+    other_run = a_run()
+    other_run = other_run.model_copy(
+        update={"metadata": other_run.metadata.model_copy(update={"uid": "5678-uid"})}
+    )
+    others = [tokens_secret(other_run, KEY), tokens_secret(a_run(), OperatorKey("j" * 32))]
+    for other in others:
+        assert not set(decoded(other).values()) & set(expected.values())
+        assert other["metadata"]["name"] != secret["metadata"]["name"]
+
+
+def test_the_secret_is_immutable_and_named_after_the_run_its_uid_and_the_key() -> None:
+    secret = tokens_secret(a_run(), KEY)
+    assert (secret["immutable"], secret["type"]) == (True, "Opaque")
+    digest = sha256(b"k" * 32).hexdigest()
+    assert secret["metadata"]["name"] == f"lake-tokens-1234-uid-{digest[:8]}"
+
+
+def test_the_raycluster_tells_which_key_its_tokens_are_from() -> None:
+    run = a_run()
+    assert key_id_of(run, ray_cluster(run, WORKER, tokens_name(run, KEY.id))) == KEY.id
+    assert key_id_of(run, ray_cluster(run, WORKER, "lake-ray-token")) is None
+
+
+def test_the_key_does_not_show_when_it_is_printed() -> None:
+    assert "kkk" not in repr(KEY)
+
+
+def test_only_the_head_mounts_the_reporters_token_and_no_file_holds_rays() -> None:
+    cluster = ray_cluster(a_run(*GPU_RUN), WORKER, TOKENS)
+    assert cluster["spec"]["authOptions"]["secretName"] == TOKENS
+    pods = {role: json.dumps(pod_of(cluster, role)) for role in Role}
+    assert {role for role, pod in pods.items() if TOKENS in pod} == {Role.DRIVER}
+    (volume,) = [
+        item for item in pod_of(cluster, Role.DRIVER)["volumes"] if item["name"] == "reporter-token"
+    ]
+    assert volume["secret"]["items"] == [{"key": "token", "path": "token"}]
 
 
 @pytest.mark.parametrize(
