@@ -294,7 +294,7 @@ MUTANTS = (
     Mutant(
         "operator/someone-elses-object",
         f"{OPERATOR}/planning/obstacles.py",
-        "if controller_uid(manifest) != run.metadata.uid:",
+        "if not is_retained(run, manifest) and controller_uid(manifest) != run.metadata.uid:",
         "if False:",
         ("tests/unit/operator/test_life_of_a_run.py",),
     ),

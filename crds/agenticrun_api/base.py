@@ -28,6 +28,9 @@ from pydantic_core import PydanticCustomError
 SERVED: dict[str, Any] = {"served": True}
 """Validation context of a run that the apiserver serves or that a pod mounts."""
 
+LOCAL: dict[str, Any] = {"local": True}
+"""Validation context of a run for this machine."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -46,6 +49,8 @@ class Rule:
     """CEL expression of the text that completes the message: the value at fault."""
     value: Callable[[Any], str] | None = None
     """The same text in Python."""
+    on_cluster: bool = False
+    """True: about pods, so that it is not checked in a run for this machine."""
     added: bool = False
     """True: earlier versions accepted what the rule refuses. It is not checked in a run that is
     served, so that a run of an earlier version goes on after an upgrade."""
@@ -105,7 +110,9 @@ class Model(BaseModel):
     @model_validator(mode="after")
     def _rules_hold(self, info: ValidationInfo) -> Self:
         for rule in self.RULES:
-            if rule.added and info.context is SERVED:
+            if (rule.added and info.context is SERVED) or (
+                rule.on_cluster and info.context is LOCAL
+            ):
                 continue
             if rule.check is not None and not rule.check(self):
                 value = f": {rule.value(self)}" if rule.value else ""

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from agenticrun_api.base import SERVED
+from agenticrun_api.base import LOCAL, SERVED
 from agenticrun_api.names import ANNOTATION_VERSION, KIND
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.status import AgenticRunStatus
@@ -46,9 +46,17 @@ def read_run(path: Path) -> dict[str, Any]:
     return document
 
 
-def parse_run(document: dict[str, Any]) -> AgenticRun:
-    """Validate an object like the apiserver, without transition rules. Raises `InvalidRun`."""
-    return parse(AgenticRun, document)
+def parse_run(document: dict[str, Any], *, local: bool = False) -> AgenticRun:
+    """Validate an object like the apiserver, without transition rules.
+
+    Args:
+        document: the object.
+        local: True for a run on this machine: rules about pods do not hold.
+
+    Raises:
+        InvalidRun: the object is invalid.
+    """
+    return parse(AgenticRun, document, context=LOCAL if local else None)
 
 
 def parse_mounted(document: dict[str, Any]) -> AgenticRun:
@@ -144,10 +152,10 @@ def _sortable(path: tuple[int | str, ...]) -> list[str]:
     return [f"{part:09}" if isinstance(part, int) else part for part in path]
 
 
-def parse(model: type[M], document: Any) -> M:
+def parse(model: type[M], document: Any, context: dict[str, Any] | None = None) -> M:
     """Validate `document` as `model`. Raises `InvalidRun`."""
     try:
-        return model.model_validate(document)
+        return model.model_validate(document, context=context)
     except ValidationError as error:
         raise InvalidRun(_line(detail) for detail in error.errors(include_url=False)) from error
 

@@ -26,13 +26,18 @@ _SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 Key = str | int
 
 
-def load_run_with(path: Path, changes: Iterable[str]) -> AgenticRun:
+def load_run_with(path: Path, changes: Iterable[str], *, local: bool = False) -> AgenticRun:
     """Load the AgenticRun in a YAML file, apply the `path=value` changes and validate the result.
+
+    Args:
+        path: the file.
+        changes: the changes.
+        local: True for a run on this machine; see `parse_run`.
 
     Raises:
         InvalidRun: a change cannot be applied, or the result is invalid.
     """
-    return parse_run(with_overrides(read_run(path), changes))
+    return parse_run(with_overrides(read_run(path), changes), local=local)
 
 
 def with_overrides(document: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:

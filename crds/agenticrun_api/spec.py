@@ -125,6 +125,19 @@ class Checkpoint(Model):
 
     RULES = (
         Rule(
+            "!self.none || (!has(self.volumeClaim) && self.uri == '/checkpoints' && "
+            "self.keep == 2 && self.resume == 'Auto')",
+            "none: true saves nothing: leave the other fields of checkpoint out",
+            ".none",
+            lambda c: (
+                not c.none
+                or (
+                    c.volume_claim is None
+                    and (c.uri, c.keep, c.resume) == ("/checkpoints", 2, "Auto")
+                )
+            ),
+        ),
+        Rule(
             "self.resume in ['Auto', 'Never', 'FromPreviousRun'] || self.resume.contains('/')",
             "resume must be Auto, Never, FromPreviousRun or the folder of a checkpoint, with a '/'",
             ".resume",
@@ -133,6 +146,8 @@ class Checkpoint(Model):
         ),
     )
 
+    none: bool = False
+    """true: save nothing, so that whatever stops the run loses what it has learnt."""
     uri: Annotated[str, Field(min_length=1, max_length=1024)] = "/checkpoints"
     """A folder that head and trainer pods share, or object storage (s3://bucket/prefix). Each run
     writes below <uri>/<name>-<uid>."""
@@ -261,6 +276,16 @@ class AgenticRunSpec(Model):
             lambda s: s.roles.reference is None or s.pipeline.uses_reference,
         ),
         Rule(
+            "has(self.checkpoint) || has(self.model.initialize)",
+            "the size of a checkpoint of model.path is not known here: set checkpoint.uri (s3://"
+            "bucket/prefix), or checkpoint.volumeClaim.size (about 12 bytes x parameters x "
+            "(keep + 1)), or checkpoint: {none: true} to save nothing",
+            ".checkpoint",
+            lambda s: s.checkpoint is not None or s.model.initialize is not None,
+            on_cluster=True,
+            added=True,
+        ),
+        Rule(
             "!has(self.checkpoint) || !has(self.checkpoint.volumeClaim) || "
             "self.checkpoint.uri.startsWith('/checkpoints')",
             "checkpoint.uri must lie below /checkpoints, where checkpoint.volumeClaim is mounted",
@@ -322,6 +347,8 @@ class AgenticRunSpec(Model):
     GPUs and take turns with them."""
     pipeline: Pipeline
     checkpoint: Checkpoint | None = None
+    """Storage of checkpoints. Default on Kubernetes for model.initialize: a retained claim of the
+    default StorageClass, sized for the model."""
     tracking: Tracking = Tracking()
     failure_policy: FailurePolicy = FailurePolicy()
     cleanup: Cleanup = Cleanup()
@@ -332,6 +359,11 @@ class AgenticRunSpec(Model):
     def colocated(self) -> bool:
         """True if engines and trainers share GPUs."""
         return self.placement == "Colocated"
+
+    @property
+    def storage(self) -> Checkpoint | None:
+        """Where the run saves checkpoints; None if it saves none."""
+        return None if self.checkpoint is None or self.checkpoint.none else self.checkpoint
 
     @property
     def engine_role(self) -> Role:

@@ -68,6 +68,7 @@ class Reason(StrEnum):
     NAME_CONFLICT = "NameConflict"
     CLAIM_REUSED = "ClaimReused"
     CLAIM_UNSUITABLE = "ClaimUnsuitable"
+    CLAIM_PENDING = "ClaimPending"
     NO_ENGINE_IMAGE = "NoEngineImage"
     KUBERAY_MISSING = "KubeRayMissing"
     KUBERAY_TOO_OLD = "KubeRayTooOld"
@@ -258,6 +259,8 @@ class AgenticRunStatus(Model):
     """The furthest step that the run had reached at a restart."""
     next_retry_time: Time | None = None
     """Time of the next restart, while the run waits for it."""
+    volume_claim: Annotated[str, Field(max_length=253)] | None = None
+    """PersistentVolumeClaim with the run's checkpoints."""
     checkpoint: CheckpointStatus | None = None
     start_time: Time | None = None
     """Time at which the operator created the objects of the run."""

@@ -102,6 +102,8 @@ class World:
     """The apiserver's answer to the creation of a kind."""
     kuberay_missing: bool = False
     """The apiserver does not serve RayClusters."""
+    storage_down: bool = False
+    """There is no default StorageClass."""
     pods_denied: str = ""
     """The words with which a quota refuses KubeRay's pods."""
     secrets_readable: bool = False
@@ -185,6 +187,16 @@ class World:
         }
         self._store({"kind": "Pod", "metadata": metadata, "spec": {"containers": []}, "status": {}})
 
+    def bind_claims(self) -> None:
+        """Give each claim a volume, of the default StorageClass if it names none."""
+        for (kind, _), item in self.objects.items():
+            if kind != "PersistentVolumeClaim":
+                continue
+            if not self.storage_down:
+                item["spec"].setdefault("storageClassName", "standard")
+            bound = item.get("status", {}).get("phase") == "Bound" or not self.storage_down
+            item["status"] = {"phase": "Bound" if bound else "Pending"}
+
     # -- KubeRay and the kubelet -------------------------------------------------------------------
 
     def make_pods(self, ready: bool = True) -> None:
@@ -208,6 +220,8 @@ class World:
         for pod in own:
             self._start_container(pod)
         heads = [pod for pod in own if pod["metadata"]["labels"][LABEL_ROLE] == Role.DRIVER.value]
+        claims = [item for (kind, _), item in self.objects.items() if "Claim" in kind]
+        ready = ready and all(claim["status"]["phase"] == "Bound" for claim in claims)
         for pod in own:
             joined = self._tokens_of(pod) and self._tokens_of(pod) == self._tokens_of(heads[0])
             pod["status"]["conditions"] = [
@@ -479,8 +493,13 @@ class World:
 
     def _store(self, manifest: Manifest) -> None:
         number = next(self._ids)
-        manifest["metadata"] |= {"uid": f"{number:08d}-uid", "resourceVersion": str(number)}
+        manifest["metadata"] |= {
+            "uid": f"{number:08d}-uid",
+            "resourceVersion": str(number),
+            "creationTimestamp": format_time(self.now),
+        }
         self.objects[manifest["kind"], manifest["metadata"]["name"]] = manifest
+        self.bind_claims()
 
     def _point(self, what: str) -> None:
         self.requests.append(what)

@@ -76,6 +76,7 @@ class RuleCase:
 
 
 _P = "spec.pipeline"
+_SAVED = ("spec.checkpoint.uri", "s3://bucket/prefix")
 _AGG = f"{_P}.algorithm.lossAggMode"
 _NORM = f"{_P}.rewardNormalization"
 _CRITIC: tuple[Change, ...] = ((f"{_P}.critic", {}),)
@@ -667,7 +668,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "set exactly one of path",
         "spec.model.path",
         (("spec.model.path", "org/model"),),
-        (("spec.model", {"path": "org/model"}),),
+        (("spec.model", {"path": "org/model"}), _SAVED),
     ),
     RuleCase(
         VolumeClaim,
@@ -682,6 +683,20 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "spec.checkpoint.volumeClaim.retain",
         (("spec.checkpoint.volumeClaim", {"claimName": "data", "retain": False}),),
         (("spec.checkpoint.volumeClaim", {"size": "1Gi", "retain": False}),),
+    ),
+    RuleCase(
+        Checkpoint,
+        "none: true saves nothing",
+        "spec.checkpoint.none",
+        (("spec.checkpoint", {"none": True, "keep": 3}),),
+        (("spec.checkpoint", {"none": True}),),
+    ),
+    RuleCase(
+        AgenticRunSpec,
+        "the size of a checkpoint of model.path is not known",
+        "spec.checkpoint",
+        (("spec.model", {"path": "org/model"}),),
+        (("spec.model", {"path": "org/model"}), ("spec.checkpoint.none", True)),
     ),
     RuleCase(
         Checkpoint,
@@ -715,8 +730,12 @@ RULE_CASES: tuple[RuleCase, ...] = (
         ModelSpec,
         "flash_attention_2 computes in bfloat16",
         "spec.model.attnImplementation",
-        (("spec.model", {"path": "Qwen/Qwen3-0.6B", "attnImplementation": "flash_attention_2"}),),
         (
+            ("spec.model", {"path": "Qwen/Qwen3-0.6B", "attnImplementation": "flash_attention_2"}),
+            _SAVED,
+        ),
+        (
+            _SAVED,
             (
                 "spec.model",
                 {

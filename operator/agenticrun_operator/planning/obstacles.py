@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import datetime
 
 from agenticrun_api import AgenticRun, ConditionType, Phase, Reason
 from agenticrun_api.names import KIND
@@ -11,12 +12,14 @@ from agenticrun_operator.errors import ClusterError, NamespaceGone, NotServed, R
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.resources import (
+    CLAIM_KIND,
     Manifest,
     WorkerImages,
     controller_uid,
     is_deleting,
     is_retained,
     made_by,
+    unbound,
     unsuitable,
 )
 
@@ -59,12 +62,14 @@ _OF_THE_USER = re.compile(
 )
 
 
-def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> Obstacle | None:
+def find_obstacle(
+    run: AgenticRun, observed: Observed, images: WorkerImages, now: datetime
+) -> Obstacle | None:
     """Return the first obstacle that can be seen before anything is created, or None.
 
-    An obstacle is a worker image that is not configured, KubeRay that is missing, or an object that
-    has the name of a child but belongs to another owner or an earlier run. The operator takes over
-    only the claim that an earlier run left for the next one.
+    An obstacle is a worker image that is not configured, KubeRay that is missing, a claim that gets
+    no volume, or an object that has the name of a child but belongs to another owner or an earlier
+    run. The operator takes over only the claim that an earlier run left for the next one.
     """
     engine = images.missing_engine(run)
     if engine:
@@ -88,15 +93,14 @@ def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> 
                 Reason.WAITING_FOR_PREVIOUS_RUN,
                 f"waiting until {shown} of an earlier run is deleted",
             )
-        if is_retained(run, manifest):
-            if why := unsuitable(run, manifest):
-                return Obstacle(Reason.CLAIM_UNSUITABLE, why)
-        elif controller_uid(manifest) != run.metadata.uid:
+        if not is_retained(run, manifest) and controller_uid(manifest) != run.metadata.uid:
             return Obstacle(
                 Reason.NAME_CONFLICT,
                 f"{shown} exists and does not belong to this run: "
                 "delete it, or create the run under another name",
             )
+        if child.kind == CLAIM_KIND and (found := _in_claim(run, manifest, observed, now)):
+            return found
     for pod in observed.pods:
         # A started run waited for such pods before; what appears later must not hold it.
         if pod.run_uid != run.metadata.uid and run.status.job is None:
@@ -104,6 +108,17 @@ def find_obstacle(run: AgenticRun, observed: Observed, images: WorkerImages) -> 
                 Reason.WAITING_FOR_PREVIOUS_RUN,
                 f"waiting until pod {pod.name} of an earlier run is deleted",
             )
+    return None
+
+
+def _in_claim(
+    run: AgenticRun, manifest: Manifest, observed: Observed, now: datetime
+) -> Obstacle | None:
+    if why := unsuitable(run, manifest):
+        return Obstacle(Reason.CLAIM_UNSUITABLE, why)
+    problems = [pod.problem.message for pod in observed.pods if pod.problem]
+    if why := unbound(manifest, problems, now):
+        return Obstacle(Reason.CLAIM_PENDING, why)
     return None
 
 

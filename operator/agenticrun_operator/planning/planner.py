@@ -51,7 +51,7 @@ def plan(
     obstacle = (
         obstacles.obstacle_met(run, observed, creation_error)
         if creation_error
-        else obstacles.find_obstacle(run, observed, images)
+        else obstacles.find_obstacle(run, observed, images, now)
     )
     if obstacle and obstacle.final:
         ending.fail(draft, obstacle.reason, obstacle.message)

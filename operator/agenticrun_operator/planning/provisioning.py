@@ -10,10 +10,12 @@ from agenticrun_operator.resources import (
     Child,
     OperatorKey,
     WorkerImages,
+    checkpoint_claim_name,
     desired_children,
     is_retained,
     key_id_of,
     made_by,
+    storage_of,
     tokens_name,
     tokens_secret,
 )
@@ -44,6 +46,7 @@ def provision(draft: Draft, observed: Observed, images: WorkerImages, key: Opera
             start_time=format_time(draft.now),
             max_steps=run.spec.pipeline.max_steps,
             progress=f"0/{run.spec.pipeline.max_steps}",
+            volume_claim=checkpoint_claim_name(run),
         )
         draft.condition(ConditionType.COMPLETE, "False", Reason.NOT_FINISHED)
         draft.condition(ConditionType.FAILED, "False", Reason.NOT_FINISHED)
@@ -53,7 +56,7 @@ def provision(draft: Draft, observed: Observed, images: WorkerImages, key: Opera
 
 
 def _report_reused_claim(draft: Draft, observed: Observed) -> None:
-    checkpoint = draft.run.spec.checkpoint
+    checkpoint = storage_of(draft.run)
     for child, manifest in observed.children.items():
         if checkpoint is None or manifest is None or not is_retained(draft.run, manifest):
             continue

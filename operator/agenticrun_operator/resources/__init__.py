@@ -10,9 +10,11 @@ from agenticrun_operator.resources.children import (
 )
 from agenticrun_operator.resources.claims import (
     CLAIM_KIND,
+    checkpoint_claim_name,
     created_claim,
     is_retained,
     made_by,
+    unbound,
     unsuitable,
 )
 from agenticrun_operator.resources.images import WorkerImages
@@ -32,6 +34,7 @@ from agenticrun_operator.resources.tokens import (
     tokens_name,
     tokens_secret,
 )
+from agenticrun_operator.resources.volumes import storage_of
 
 __all__ = [
     "CLAIM_KIND",
@@ -41,6 +44,7 @@ __all__ = [
     "Manifest",
     "OperatorKey",
     "WorkerImages",
+    "checkpoint_claim_name",
     "code_config_map",
     "controller",
     "controller_uid",
@@ -55,8 +59,10 @@ __all__ = [
     "mounted_names",
     "ray_cluster",
     "secret_of",
+    "storage_of",
     "tokens_name",
     "tokens_secret",
+    "unbound",
     "unsuitable",
     "whole_number",
 ]

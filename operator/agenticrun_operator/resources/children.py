@@ -16,6 +16,7 @@ from agenticrun_operator.resources.raycluster import ray_cluster
 from agenticrun_operator.resources.volumes import (
     claim_name,
     run_config_name,
+    storage_of,
 )
 
 
@@ -68,7 +69,13 @@ def mounted_names(run: AgenticRun) -> tuple[Child, ...]:
 
 
 def run_config(run: AgenticRun) -> Manifest:
-    """Return the ConfigMap for the head pod: the run as the user wrote it, with its uid."""
+    """Return the ConfigMap for the head pod: the run as the user wrote it, with its uid.
+
+    It names the storage of its checkpoints, so that the driver need not know the default.
+    """
+    storage = storage_of(run)
+    if storage:
+        run = run.model_copy(update={"spec": run.spec.model_copy(update={"checkpoint": storage})})
     text = yaml.safe_dump(run.document(), sort_keys=False)
     return {
         "apiVersion": "v1",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from datetime import datetime
+
 from agenticrun_api import AgenticRun
 from agenticrun_api.names import LABEL_RUN, LABEL_RUN_UID
 from agenticrun_api.spec import VolumeClaim
@@ -11,15 +14,24 @@ from agenticrun_operator.resources.metadata import (
     controller_uid,
     whole_number,
 )
-from agenticrun_operator.resources.volumes import claim_name
+from agenticrun_operator.resources.volumes import claim_name, storage_of
 
 CLAIM_KIND = "PersistentVolumeClaim"
 
 
 def created_claim(run: AgenticRun) -> VolumeClaim | None:
     """Return the settings of the claim that is created for the run; None if there is none."""
-    claim = run.spec.checkpoint.volume_claim if run.spec.checkpoint else None
+    storage = storage_of(run)
+    claim = storage.volume_claim if storage else None
     return claim if claim and claim.size else None
+
+
+def checkpoint_claim_name(run: AgenticRun) -> str | None:
+    """Return the name of the claim that the run mounts; None if there is none."""
+    storage = storage_of(run)
+    if storage is None or storage.volume_claim is None:
+        return None
+    return storage.volume_claim.claim_name or claim_name(run)
 
 
 def checkpoint_claim(run: AgenticRun, claim: VolumeClaim) -> Manifest:
@@ -78,4 +90,37 @@ def unsuitable(run: AgenticRun, manifest: Manifest) -> str | None:
         f"{CLAIM_KIND} {name} of an earlier run {problem}: apply the run with what the claim has, "
         f"expand the claim, use another name, or delete the claim with the checkpoints in it "
         f"(kubectl delete pvc {name})"
+    )
+
+
+PROVISIONING_SECONDS = 15.0
+"""Time in which a volume may be found for a claim without a StorageClass."""
+
+
+def unbound(manifest: Manifest, problems: Iterable[str], now: datetime) -> str | None:
+    """Return why pods wait for the claim's volume, with what to do; None if they do not.
+
+    Args:
+        manifest: the claim.
+        problems: why pods of the run are not ready.
+        now: the current time.
+    """
+    if manifest.get("status", {}).get("phase") != "Pending":
+        return None
+    name, storage_class = manifest["metadata"]["name"], manifest["spec"].get("storageClassName")
+    created = datetime.fromisoformat(manifest["metadata"]["creationTimestamp"])
+    if storage_class:
+        # With WaitForFirstConsumer a claim is Pending until its pod is scheduled.
+        if not any("persistentvolumeclaim" in problem.lower() for problem in problems):
+            return None
+        return (
+            f"{CLAIM_KIND} {name} has no volume yet: StorageClass {storage_class} provides none. "
+            f"kubectl describe pvc {name} says why"
+        )
+    if (now - created).total_seconds() < PROVISIONING_SECONDS:
+        return None
+    return (
+        f"{CLAIM_KIND} {name} has no volume: the Kubernetes cluster has no default StorageClass. "
+        "Mark one as the default, or apply the run with checkpoint.volumeClaim.storageClassName, "
+        "with checkpoint.uri: s3://bucket/prefix, or with checkpoint: {none: true} to save nothing"
     )

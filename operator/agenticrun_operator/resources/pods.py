@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import CODE_DIR, REPORTER_COMMAND, REPORTER_PORT
-from agenticrun_operator.resources.metadata import Manifest
-from agenticrun_operator.resources.volumes import pod_volumes
+from agenticrun_operator.resources.claims import created_claim
+from agenticrun_operator.resources.metadata import Manifest, run_labels
+from agenticrun_operator.resources.volumes import SAVES, pod_volumes
 
 RAY_CONTAINER = "ray"
 REPORTER_CONTAINER = "reporter"
@@ -78,7 +79,7 @@ def _pod(run: AgenticRun, role: Role, image: str, tokens: str, ports: dict[str, 
         "imagePullSecrets": [{"name": name} for name in run.spec.image_pull_secrets],
         "nodeSelector": settings.node_selector,
         "tolerations": settings.tolerations,
-        "affinity": settings.affinity,
+        "affinity": settings.affinity or _beside_the_head(run, role),
         "priorityClassName": settings.priority_class_name,
         "runtimeClassName": settings.runtime_class_name,
     }
@@ -116,6 +117,19 @@ def _pod(run: AgenticRun, role: Role, image: str, tokens: str, ports: dict[str, 
         ],
         "volumes": [*(item.volume for item in volumes), *settings.volumes],
     }
+
+
+def _beside_the_head(run: AgenticRun, role: Role) -> Manifest:
+    """Return the wish to share the head's node, if both mount a claim that one node can mount."""
+    claim = created_claim(run)
+    if claim is None or claim.access_mode != "ReadWriteOnce" or role not in SAVES - {Role.DRIVER}:
+        return {}
+    head = {
+        "topologyKey": "kubernetes.io/hostname",
+        "labelSelector": {"matchLabels": run_labels(run, Role.DRIVER)},
+    }
+    wish = {"weight": 100, "podAffinityTerm": head}
+    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
 
 
 def _environment(run: AgenticRun, role: Role) -> list[Manifest]:

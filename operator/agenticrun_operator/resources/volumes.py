@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import CHECKPOINT_DIR, CODE_DIR, REPORTER_TOKEN_FILE, RUN_FILE, WORK_DIR
+from agenticrun_api.spec import Checkpoint, InitializeModel, VolumeClaim
 from agenticrun_operator.resources.metadata import Manifest
 from agenticrun_operator.resources.tokens import REPORTER_TOKEN_KEY
 
@@ -28,8 +30,59 @@ def run_config_name(run: AgenticRun) -> str:
 
 
 def claim_name(run: AgenticRun) -> str:
-    """Return the name of the claim that is created for spec.checkpoint.volumeClaim.size."""
+    """Return the name of the claim that is created for the run's checkpoints."""
     return f"{run.metadata.name}-checkpoints"
+
+
+SAVES = frozenset({Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC})
+"""The roles whose pods write checkpoints, and mount their claim."""
+
+
+def storage_of(run: AgenticRun) -> Checkpoint | None:
+    """Return the storage of the run's checkpoints; None if it saves none.
+
+    A run that names none gets a claim of the default StorageClass, if the size of its model is
+    known. One that version 0.1 started without gets none: its pods and its driver know of none.
+    """
+    spec, storage = run.spec, run.spec.storage
+    started_without = run.status.start_time is not None and run.status.volume_claim is None
+    if (
+        spec.model.initialize is None
+        or started_without
+        or (spec.checkpoint is not None and (storage is None or not _needs_volume(run, storage)))
+    ):
+        return storage
+    storage = storage or Checkpoint()
+    claim = VolumeClaim(size=_default_size(run, spec.model.initialize, storage.keep))
+    return storage.model_copy(update={"volume_claim": claim})
+
+
+def _needs_volume(run: AgenticRun, storage: Checkpoint) -> bool:
+    """Return True if nothing provides the folder `uri` below /checkpoints."""
+    if storage.volume_claim is not None or not _is_below(storage.uri, CHECKPOINT_DIR):
+        return False
+    mounts = run.spec.roles.driver.volume_mounts
+    return not any(_is_below(storage.uri, str(mount.get("mountPath"))) for mount in mounts)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
+
+
+MAX_WORDS = 16_384
+"""More words than the tokenizer of an initialized model has. The environments declare them."""
+TRAINED_BYTES = 12
+"""Bytes of a trained parameter: AdamW's two moments, and the weight."""
+
+
+def _default_size(run: AgenticRun, model: InitializeModel, keep: int) -> str:
+    """Return the size of a claim: the checkpoints to keep, the one being written, and metrics."""
+    layer = model.hidden_size * (4 * model.hidden_size + 3 * model.intermediate_size + 4)
+    parameters = MAX_WORDS * model.hidden_size + model.layers * layer
+    trained = 2 if run.spec.pipeline.critic else 1
+    frozen = 4 if run.spec.pipeline.uses_reference else 0
+    checkpoint = parameters * (TRAINED_BYTES * trained + frozen)
+    return f"{1 + math.ceil((keep + 1) * checkpoint / 2**30)}Gi"
 
 
 def pod_volumes(run: AgenticRun, role: Role, tokens: str) -> tuple[Mounted, ...]:
@@ -64,8 +117,9 @@ def pod_volumes(run: AgenticRun, role: Role, tokens: str) -> tuple[Mounted, ...]
                 "code", CODE_DIR, {"configMap": {"name": run.spec.code.config_map}}, read_only=True
             )
         )
-    claim = run.spec.checkpoint.volume_claim if run.spec.checkpoint else None
-    if claim and role in (Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC):
+    storage = storage_of(run)
+    claim = storage.volume_claim if storage else None
+    if claim and role in SAVES:
         source = {"persistentVolumeClaim": {"claimName": claim.claim_name or claim_name(run)}}
         volumes.append(_mounted("checkpoints", CHECKPOINT_DIR, source))
     return tuple(volumes)

@@ -42,7 +42,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def quiet_moment(self) -> None:
         """Enough for the next attempt to begin."""
-        self.world.reporter_down = self.world.ray_down = False
+        self.world.reporter_down = self.world.ray_down = self.world.storage_down = False
+        self.world.bind_claims()
         asyncio.run(self.operators[0].settle(3))
         self.world.now += timedelta(seconds=30)
         asyncio.run(self.operators[0].settle(2))
@@ -117,6 +118,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.world.reporter_down = down
 
     @rule(down=st.booleans())
+    def storage_provides_or_not(self, down: bool) -> None:
+        self.world.storage_down = down
+        self.world.bind_claims()
+
+    @rule(down=st.booleans())
     def ray_answers_or_not(self, down: bool) -> None:
         self.world.ray_down = down
 
@@ -171,7 +177,8 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
-        world.reporter_down = world.ray_down = False
+        world.reporter_down = world.ray_down = world.storage_down = False
+        world.bind_claims()
         world.collect_garbage()
         for _ in range(60):
             if world.status.phase.finished:

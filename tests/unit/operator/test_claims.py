@@ -119,8 +119,7 @@ async def test_a_claim_of_an_earlier_run_must_have_what_this_run_asks_for(
     asked: dict[str, Any], problem: str | None
 ) -> None:
     world = World()
-    await a_run(world, SMALL)
-    claim_of(world)["spec"]["storageClassName"] = "standard"  # the default class, by admission
+    await a_run(world, SMALL)  # in the fake's default class, standard
     await deleted(world)
     await a_run(world, SMALL | asked)
     if problem is None:
@@ -152,3 +151,64 @@ async def test_a_claim_that_is_being_deleted_is_waited_for() -> None:
     del world.objects[CLAIM]
     await operator.settle()
     assert len(world.jobs) == 2
+
+
+async def test_a_run_without_a_default_storage_class_waits_and_says_what_to_write() -> None:
+    world = World(storage_down=True)
+    world.apply_run()
+    operator = Operator(world)
+    await operator.settle(20)
+    reason, message = provisioned(world)
+    assert (world.status.phase, reason) == (Phase.PENDING, "ClaimPending")
+    for words in ("no default StorageClass", "storageClassName", "s3://", "{none: true}"):
+        assert words in message
+    assert (world.jobs, happened(world).count("ClaimPending")) == ([], 1)
+    world.storage_down = False
+    world.bind_claims()
+    await operator.settle()
+    assert len(world.jobs) == 1
+    assert world.status.volume_claim == CLAIM[1]
+
+
+@pytest.mark.parametrize(
+    ("problem", "waits"),
+    [
+        ("0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims.", True),
+        ("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", False),
+    ],
+)
+async def test_a_storage_class_that_provides_nothing_is_named_if_pods_wait_for_it(
+    problem: str, waits: bool
+) -> None:
+    """A class that waits for the first consumer has claims that are Pending with no fault."""
+    world = World(storage_down=True)
+    world.apply_run(
+        ("spec.checkpoint", {"volumeClaim": {"size": "1Gi", "storageClassName": "slow"}})
+    )
+    operator = Operator(world)
+    await operator.reconcile()
+    world.make_pods(ready=False)
+    for pod in world.pods():
+        pod["status"]["containerStatuses"] = []
+        pod["status"]["conditions"] = [
+            {
+                "type": "PodScheduled",
+                "status": "False",
+                "reason": "Unschedulable",
+                "message": problem,
+            }
+        ]
+    for _ in range(2):
+        await operator.reconcile()
+    reason, message = provisioned(world)
+    assert (reason == "ClaimPending") is waits
+    assert not waits or "StorageClass slow provides none. kubectl describe pvc" in message
+
+
+async def test_a_run_that_opts_out_saves_nothing() -> None:
+    world = World(storage_down=True)
+    world.apply_run(("spec.checkpoint.none", True))
+    await Operator(world).settle(20)
+    assert len(world.jobs) == 1
+    assert CLAIM not in world.objects
+    assert world.status.volume_claim is None

@@ -41,7 +41,12 @@ async def test_children_are_made_before_the_cluster_that_mounts_them(
 ) -> None:
     await operator.reconcile()
     created = [request for request in world.requests if request.startswith("create ")]
-    assert created == ["create Secret", "create ConfigMap", "create RayCluster"]
+    assert created == [
+        "create Secret",
+        "create ConfigMap",
+        "create PersistentVolumeClaim",
+        "create RayCluster",
+    ]
     assert phase(world) is Phase.STARTING
     assert world.status.progress == "0/2"
 

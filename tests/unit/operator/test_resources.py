@@ -102,7 +102,10 @@ def test_the_run_config_is_the_run_without_its_status() -> None:
         "annotations": {"agenticrun.dev/version": __version__},
     }
     assert "status" not in document
-    assert parse_mounted(document).spec == a_run().spec
+    mounted = parse_mounted(document).spec
+    assert mounted.model_copy(update={"checkpoint": None}) == a_run().spec
+    assert mounted.checkpoint is not None, "the driver need not know the default"
+    assert mounted.checkpoint.volume_claim is not None
 
 
 def test_a_claim_is_made_for_a_size_and_not_for_a_claim_of_the_users() -> None:
@@ -118,6 +121,89 @@ def test_a_claim_is_made_for_a_size_and_not_for_a_claim_of_the_users() -> None:
         for item in pod_of(ray_cluster(theirs, WORKER, TOKENS), Role.TRAINER)["volumes"]
     }
     assert volumes["checkpoints"]["persistentVolumeClaim"] == {"claimName": "data"}
+
+
+def size_of_claim(*changes: tuple[str, Any]) -> int:
+    (claim,) = [
+        child
+        for child in desired_children(a_run(*changes), WORKER, TOKENS)
+        if child["kind"] == "PersistentVolumeClaim"
+    ]
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert "storageClassName" not in claim["spec"]
+    return whole_number(claim["spec"]["resources"]["requests"]["storage"])
+
+
+def test_a_run_that_says_nothing_about_checkpoints_gets_a_claim_for_its_model() -> None:
+    large: dict[str, Any] = {
+        "hiddenSize": 2048,
+        "layers": 24,
+        "intermediateSize": 5632,
+        "heads": 16,
+    }
+    parameters = 24 * (4 * 2048**2 + 3 * 2048 * 5632)
+    assert size_of_claim() == 2 * 2**30
+    small = size_of_claim(("spec.model.initialize", large))
+    assert 3 * 12 * parameters < small < 3 * 12 * parameters * 1.1
+    larger: tuple[tuple[str, Any], ...] = (
+        ("spec.checkpoint.keep", 5),
+        ("spec.pipeline.algorithm.lossKl", {}),
+        GPU_RUN[-2],
+    )
+    for change in larger:
+        changes = (("spec.model.initialize", large), change, GPU_RUN[-1])
+        assert size_of_claim(*(changes[:2] if change is not GPU_RUN[-2] else changes)) > small
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [("spec.checkpoint.none", True)],
+        [("spec.checkpoint.uri", "s3://bucket/prefix")],
+        [("spec.checkpoint.uri", "/data")],
+        [("spec.model", {"path": "org/model"}), ("spec.checkpoint.keep", 3)],
+        [
+            ("spec.checkpoint.keep", 3),
+            ("spec.roles.driver.volumeMounts", [{"name": "nfs", "mountPath": "/checkpoints"}]),
+        ],
+    ],
+)
+def test_a_run_that_says_where_its_checkpoints_go_gets_no_claim(
+    changes: list[tuple[str, Any]],
+) -> None:
+    kinds = {child["kind"] for child in desired_children(a_run(*changes), WORKER, TOKENS)}
+    assert "PersistentVolumeClaim" not in kinds
+
+
+def test_a_run_that_started_without_a_claim_goes_on_without_one() -> None:
+    run = a_run()
+    for claim, expected in ((None, False), ("lake-checkpoints", True)):
+        status = run.status.model_copy(
+            update={"start_time": "2026-01-01T00:00:00Z", "volume_claim": claim}
+        )
+        started = run.model_copy(update={"status": status})
+        kinds = {child["kind"] for child in desired_children(started, WORKER, TOKENS)}
+        assert ("PersistentVolumeClaim" in kinds) is expected
+
+
+def test_pods_that_share_a_claim_of_one_node_prefer_the_heads_node() -> None:
+    cluster = ray_cluster(a_run(), WORKER, TOKENS)
+    for role in (Role.TRAINER, Role.ENV):
+        assert ("affinity" in pod_of(cluster, role)) is (role is Role.TRAINER)
+    (wish,) = pod_of(cluster, Role.TRAINER)["affinity"]["podAffinity"][
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    ]
+    head = cluster["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert wish["podAffinityTerm"]["labelSelector"]["matchLabels"] == head
+    theirs: dict[str, Any] = {"nodeAffinity": {}}
+    shared = {"size": "1Gi", "accessMode": "ReadWriteMany"}
+    for change, expected in (
+        (("spec.roles.trainer.affinity", theirs), theirs),
+        (("spec.checkpoint.volumeClaim", shared), None),
+        (("spec.checkpoint.none", True), None),
+    ):
+        pod = pod_of(ray_cluster(a_run(change), WORKER, TOKENS), Role.TRAINER)
+        assert pod.get("affinity") == expected
 
 
 def test_ray_start_parameters_pin_each_role_to_its_pods(cluster: Manifest) -> None:

@@ -33,13 +33,15 @@ Changes = Annotated[
 ]
 
 
-def load(file: Path, changes: Iterable[str] | None) -> AgenticRun:
+def load(file: Path, changes: Iterable[str] | None, *, local: bool = True) -> AgenticRun:
     """Return the run in `file` with `changes` applied.
+
+    `local` is False for a run that is meant for a cluster.
 
     If the run is invalid, print all errors and end the command with exit code 64.
     """
     try:
-        return load_run_with(file, changes or [])
+        return load_run_with(file, changes or [], local=local)
     except InvalidRun as error:
         refuse(file, error.errors)
 

@@ -83,7 +83,7 @@ def validate(file: RunFile, changes: Changes = None) -> None:
 
     Exit codes: 0 valid, 64 invalid.
     """
-    loaded = load(file, changes)
+    loaded = load(file, changes, local=False)
     look_in(file.parent)
     from agenticrun_workers.errors import InvalidConfig
     from agenticrun_workers.rollout.env_worker import describe_envs

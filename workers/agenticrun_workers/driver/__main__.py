@@ -76,7 +76,7 @@ async def _attempt(document: dict[str, Any]) -> FinalReport:
 def _runner(
     run: AgenticRun, attempt: AttemptId, sink: ProgressSink, requests: Requests
 ) -> AttemptRunner:
-    checkpoint = run.spec.checkpoint
+    checkpoint = run.spec.storage
     base = folder_of(
         checkpoint.uri if checkpoint else WORK_DIR, run.metadata.name, run.metadata.uid
     )

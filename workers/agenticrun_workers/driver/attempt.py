@@ -87,7 +87,7 @@ class AttemptRunner:
 
     async def _train(self, progress: ProgressReporter) -> str:
         spec = self.run.spec
-        keep = spec.checkpoint.keep if spec.checkpoint else 1
+        keep = spec.storage.keep if spec.storage else 1
         store = (
             CheckpointStore(self.checkpoints, self.run.metadata.uid or "local", keep)
             if self.checkpoints

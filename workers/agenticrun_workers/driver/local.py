@@ -136,7 +136,7 @@ async def _train(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, interrupt)
-    checkpoint = run.spec.checkpoint
+    checkpoint = run.spec.storage
     runner = AttemptRunner(
         run=run,
         attempt=AttemptId(run.metadata.uid or "local", f"{run.metadata.name}-local", 1),
