@@ -6,7 +6,7 @@ The CRD is generated from these models; the operator and the workers import them
 from agenticrun_api.load import InvalidRun, load_run, parse_run
 from agenticrun_api.names import Role
 from agenticrun_api.pipeline import Pipeline
-from agenticrun_api.progress import Activity, Commands, Progress
+from agenticrun_api.progress import Activity, Commands, LiveConfig, Progress
 from agenticrun_api.run import AgenticRun, Metadata
 from agenticrun_api.spec import AgenticRunSpec
 from agenticrun_api.status import (
@@ -29,6 +29,7 @@ __all__ = [
     "ConditionType",
     "FinalReport",
     "InvalidRun",
+    "LiveConfig",
     "Metadata",
     "Outcome",
     "Phase",

@@ -69,6 +69,11 @@ class Record(Model):
     """Folder or fsspec URL of recorded batches to train on, in order. No episodes are run."""
 
 
+LIVE_FIELDS = ("max_steps", "eval_steps", "save_steps", "guards")
+"""Fields of the pipeline that may change while the run trains, but not
+guards.maxSkippedSteps."""
+
+
 class Pipeline(Model):
     """The RL run. `rolloutBatchSize` trajectories make one step."""
 
@@ -80,15 +85,18 @@ class Pipeline(Model):
     """Make the run reproducible bit for bit, also across restarts: each response is computed alone,
     and batches are sorted. Slower."""
     max_steps: Positive
-    """Number of training steps of the run."""
+    """Number of training steps of the run. May change while the run trains; the schedule of the
+    learning rate keeps its length."""
     rollout_batch_size: Annotated[int, Field(ge=1, le=1_048_576)]
     """Trajectories of one training step."""
     val_batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = 128
     """Trajectories of one validation."""
     eval_steps: Count = 10
-    """Validate every N steps, at step 0 and at the end; 0 = never."""
+    """Validate every N steps, at step 0 and at the end; 0 = never. May change while the run
+    trains."""
     save_steps: Count = 50
-    """Save a checkpoint every N steps and at the end; 0 = only at the end and when stopped."""
+    """Save a checkpoint every N steps and at the end; 0 = only at the end and when stopped. May
+    change while the run trains."""
     logging_steps: Count = 1
     """Write sample episodes (tracking.sampleLogs, tracking.renderDir) every N steps; 0 = never.
     Metrics are logged at every step."""

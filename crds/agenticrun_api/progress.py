@@ -12,7 +12,10 @@ from typing import Annotated
 
 from pydantic import Field, FiniteFloat
 
-from agenticrun_api.base import Model
+from agenticrun_api.algorithm import Guards
+from agenticrun_api.base import Count, Model, Positive
+from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
+from agenticrun_api.run import AgenticRun
 from agenticrun_api.status import (
     MAX_METRIC_NAME,
     MAX_METRICS,
@@ -78,7 +81,37 @@ class Progress(Model):
     metrics.jsonl."""
     checkpoint: CheckpointStatus | None = None
     message: Annotated[str, Field(max_length=1024)] = ""
+    observed_generation: Number | None = None
+    """Generation of the run that the driver's settings are from. None: the driver cannot change
+    them."""
     final: FinalReport | None = None
+
+
+class LiveConfig(Model):
+    """The settings that may change while the run trains. They take effect after the current step.
+
+    The schedule of the learning rate keeps the length that it had at the start.
+    """
+
+    generation: Number
+    """Generation of the run that they are from."""
+    max_steps: Positive
+    eval_steps: Count
+    save_steps: Count
+    guards: Guards
+
+    @classmethod
+    def of(cls, run: AgenticRun) -> LiveConfig:
+        """Return the settings of a run."""
+        pipeline = run.spec.pipeline
+        return cls(
+            generation=run.metadata.generation,
+            **{name: getattr(pipeline, name) for name in LIVE_FIELDS},
+        )
+
+    def applied_to(self, pipeline: Pipeline) -> Pipeline:
+        """Return the pipeline with these settings."""
+        return pipeline.model_copy(update={name: getattr(self, name) for name in LIVE_FIELDS})
 
 
 class Commands(Model):
@@ -88,3 +121,5 @@ class Commands(Model):
     """Save a checkpoint, send the final report and exit with ExitCode.STOPPED."""
     checkpoint: int = 0
     """Number of checkpoints requested so far; an increase requests one now."""
+    config: LiveConfig | None = None
+    """The newest settings, if they were sent since the RayCluster was created."""

@@ -8,7 +8,7 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from agenticrun_api.base import Count, Model, Name, Quantity, Rule, refused
 from agenticrun_api.names import Role
-from agenticrun_api.pipeline import Pipeline
+from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
 from agenticrun_api.roles import Roles
 
 RAY_VERSION = "2.60.0"
@@ -242,6 +242,16 @@ def _immutable(field: str, required: bool) -> Rule:
     )
 
 
+FIXED_IN_PIPELINE = (
+    *(
+        field.alias or name
+        for name, field in Pipeline.model_fields.items()
+        if name not in LIVE_FIELDS
+    ),
+    "guards.maxSkippedSteps",
+)
+
+
 class AgenticRunSpec(Model):
     """One RL run."""
 
@@ -251,7 +261,6 @@ class AgenticRunSpec(Model):
             for field in (
                 "model",
                 "roles",
-                "pipeline",
                 "rayVersion",
                 "imagePullPolicy",
                 "imagePullSecrets",
@@ -260,6 +269,7 @@ class AgenticRunSpec(Model):
             )
         ),
         *(_immutable(field, required=False) for field in ("image", "code", "checkpoint")),
+        *(_immutable(f"pipeline.{field}", required=False) for field in FIXED_IN_PIPELINE),
         Rule(
             "!has(self.roles) || !has(self.roles.critic) || has(self.pipeline.critic)",
             "roles.critic is for pipeline.critic: leave it out",

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agenticrun_api import Activity, Commands, Pipeline, Progress
+from agenticrun_api import Activity, Commands, LiveConfig, Pipeline, Progress
+from agenticrun_api.algorithm import Guards
+from agenticrun_api.pipeline import LIVE_FIELDS
 from agenticrun_api.spec import Tracking
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.driver.evaluation import Validator
@@ -110,7 +112,7 @@ class Run:
             trackers=[self],
             samples=SampleWriter(folder, Tracking(), self.pipeline),
             progress=ProgressReporter(
-                self.sink, AttemptId("uid", "run-1", 1), self.pipeline.max_steps
+                self.sink, AttemptId("uid", "run-1", 1), self.pipeline.max_steps, generation=1
             ),
             requests=self.requests,
             failures=[self.failure],
@@ -232,6 +234,85 @@ async def test_a_resumed_run_warms_up_no_more_and_continues_its_numbers(tmp_path
     assert [task.group for task in run.backend.tasks if task.stream is Stream.TRAIN] == [4, 5]
     assert run.sink.snapshots[-1].metrics["val/A/random_success"] == 0.02
     assert run.logged[-1][1]["val/success/best"] == 0.9
+
+
+def changed(run: Run, generation: int = 2, **fields: Any) -> Commands:
+    """Return the commands that hold changed settings of a run."""
+    pipeline = run.pipeline
+    config = LiveConfig(
+        generation=generation,
+        **{name: getattr(pipeline, name) for name in LIVE_FIELDS} | fields,
+    )
+    return Commands(config=config)
+
+
+async def test_settings_that_change_take_effect_after_the_current_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, maxSteps=3, saveSteps=0, evalSteps=0)
+    train_actor = run.train_actor
+
+    async def change_then_train(version: int, *, update: bool) -> Metrics:
+        if version == 2:
+            run.requests.apply(changed(run, max_steps=6, save_steps=2, eval_steps=5))
+        return await train_actor(version, update=update)
+
+    run.train_actor = change_then_train  # type: ignore[method-assign]
+    await run.loop.run()
+    assert [event for event in run.events if event.startswith("save")] == [
+        "save step-4",
+        "save step-6",
+    ]
+    told = [
+        (shown.step, shown.max_steps, shown.observed_generation) for shown in run.sink.snapshots
+    ]
+    assert (1, 3, 1) in told
+    assert told[-1] == (6, 6, 2)
+    assert run.sink.snapshots[-1].metrics["val/A/success"] >= 0
+
+
+async def test_a_run_may_be_shortened_below_the_step_that_it_has_reached(tmp_path: Path) -> None:
+    run = Run(tmp_path, maxSteps=9, evalSteps=0)
+    train_actor = run.train_actor
+
+    async def shorten_then_train(version: int, *, update: bool) -> Metrics:
+        if version == 3:
+            run.requests.apply(changed(run, max_steps=2))
+        return await train_actor(version, update=update)
+
+    run.train_actor = shorten_then_train  # type: ignore[method-assign]
+    await run.loop.run()
+    saved = run.store.newest()
+    assert saved is not None
+    assert saved.step == 3
+
+
+async def test_steps_that_are_added_during_the_last_validation_are_trained(tmp_path: Path) -> None:
+    run = Run(tmp_path, maxSteps=1, evalSteps=0)
+    save = run.store.save
+
+    async def extend_then_save(*arguments: Any) -> Any:
+        if run.loop._step == 1:
+            run.requests.apply(changed(run, max_steps=2))
+        return await save(*arguments)
+
+    run.store.save = extend_then_save  # type: ignore[method-assign]
+    await run.loop.run()
+    assert run.sink.snapshots[-1].step == 2
+
+
+async def test_guards_that_change_keep_their_count(tmp_path: Path) -> None:
+    run = Run(tmp_path, maxSteps=4, evalSteps=0, guards={"minEntropy": 1.0, "patience": 9})
+    run.measured = {"actor/pg_loss": 0.0, "actor/entropy": 0.5}
+    train_actor = run.train_actor
+
+    async def change_then_train(version: int, *, update: bool) -> Metrics:
+        if version == 3:
+            guards = Guards(min_entropy=1.0, patience=4, action="Fail")
+            run.requests.apply(changed(run, guards=guards))
+        return await train_actor(version, update=update)
+
+    run.train_actor = change_then_train  # type: ignore[method-assign]
+    with pytest.raises(GuardTripped, match="for 4 steps"):
+        await run.loop.run()
 
 
 async def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from agenticrun_api import Activity, FinalReport, Outcome, Progress
+from agenticrun_api import Activity, FinalReport, LiveConfig, Outcome, Progress
+from agenticrun_api.algorithm import Guards
 from agenticrun_api.names import TOKEN_HEADER
 from agenticrun_workers.reporting.sidecar import Reporter, StateFile
 from waiting import eventually
@@ -159,6 +160,33 @@ async def test_a_new_attempt_is_not_stopped_by_the_command_to_the_last_one(
     await sidecar.http.post("/stop", headers=TOKEN)
     assert (await sidecar.post(progress(2)))["stop"] is True
     assert (await sidecar.post(progress(1, attempt=2)))["stop"] is False
+
+
+def live_config(generation: int, max_steps: int) -> str:
+    config = LiveConfig(
+        generation=generation, max_steps=max_steps, eval_steps=1, save_steps=1, guards=Guards()
+    )
+    return config.model_dump_json(by_alias=True)
+
+
+async def test_changed_settings_reach_every_later_attempt_and_the_newest_win(
+    sidecar: Sidecar,
+) -> None:
+    for generation, max_steps in ((2, 20), (4, 40), (3, 30)):
+        body = live_config(generation, max_steps)
+        assert (await sidecar.http.put("/config", data=body, headers=TOKEN)).status == 200
+    await sidecar.restart()
+    for attempt in (1, 2):
+        config = (await sidecar.post(progress(1, attempt=attempt)))["config"]
+        assert (config["generation"], config["maxSteps"]) == (4, 40)
+
+
+async def test_settings_are_checked_and_need_the_token(sidecar: Sidecar) -> None:
+    invalid = live_config(2, 5).replace('"maxSteps":5', '"maxSteps":-5')
+    assert (await sidecar.http.put("/config", data=invalid, headers=TOKEN)).status == 422
+    assert (await sidecar.http.put("/config", data=live_config(2, 5))).status == 401
+    newer = live_config(2, 5).replace("{", '{"later": 1, ', 1)
+    assert (await sidecar.http.put("/config", data=newer, headers=TOKEN)).status == 200
 
 
 async def test_a_stop_asked_for_before_the_first_snapshot_is_not_lost(sidecar: Sidecar) -> None:

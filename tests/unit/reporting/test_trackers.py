@@ -33,7 +33,7 @@ def test_every_tracker_that_the_run_asks_for_gets_every_step(
     make_run: Callable[..., AgenticRun], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    trackers = build_trackers(make_run(), tmp_path, resume_step=0)
+    trackers = build_trackers(make_run(), tmp_path, resume_step=0, max_steps=lambda: 10)
     for tracker in trackers:
         tracker.log(3, STEP)
         tracker.log(
@@ -59,7 +59,9 @@ def test_a_validation_without_success_shows_scores(
     make_run: Callable[..., AgenticRun], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    for tracker in build_trackers(make_run(tensorboard=False), tmp_path, resume_step=0):
+    for tracker in build_trackers(
+        make_run(tensorboard=False), tmp_path, resume_step=0, max_steps=lambda: 10
+    ):
         tracker.log(0, {"val/Talk/score": 0.7, "val/Talk/turns": 3.0})
         tracker.close()
     assert lines(caplog) == ["[validation] step 0: Talk score 0.700"]
@@ -70,7 +72,10 @@ def test_what_a_run_does_not_ask_for_is_not_written(
 ) -> None:
     caplog.set_level(logging.INFO)
     for tracker in build_trackers(
-        make_run(console=False, tensorboard=False), tmp_path, resume_step=0
+        make_run(console=False, tensorboard=False),
+        tmp_path,
+        resume_step=0,
+        max_steps=lambda: 10,
     ):
         tracker.log(1, STEP)
         tracker.close()
@@ -82,7 +87,9 @@ def test_a_tracker_that_cannot_start_is_told_and_the_others_work(
     make_run: Callable[..., AgenticRun], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "tensorboard").write_text("a file where the folder belongs")
-    trackers = build_trackers(make_run(console=False), tmp_path, resume_step=0)
+    trackers = build_trackers(
+        make_run(console=False), tmp_path, resume_step=0, max_steps=lambda: 10
+    )
     for tracker in trackers:
         tracker.log(1, STEP)
         tracker.close()

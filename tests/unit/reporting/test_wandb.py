@@ -66,7 +66,7 @@ logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s
 agenticrun_workers.reporting.trackers.INIT_SECONDS = 3.0
 document, output, resume_step, steps = json.loads(sys.argv[1])
 try:
-    trackers = build_trackers(parse_run(document), Path(output), resume_step)
+    trackers = build_trackers(parse_run(document), Path(output), resume_step, lambda: 2)
 except InvalidRun as error:
     sys.exit(str(error))
 for step in steps:

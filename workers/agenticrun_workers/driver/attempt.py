@@ -62,7 +62,12 @@ class AttemptRunner:
         Returns:
             the report, also after a failure: this raises nothing.
         """
-        progress = ProgressReporter(self.sink, self.attempt, self.run.spec.pipeline.max_steps)
+        progress = ProgressReporter(
+            self.sink,
+            self.attempt,
+            self.run.spec.pipeline.max_steps,
+            self.run.metadata.generation,
+        )
         progress.activity(Activity.STARTING, "starting actors")
         try:
             message = await self._train(progress)
@@ -115,7 +120,11 @@ class AttemptRunner:
                 spec.pipeline, controller, actors.stores, state.step if state else 0
             )
             trackers = await asyncio.to_thread(
-                build_trackers, self.run, self.output, state.step if state else 0
+                build_trackers,
+                self.run,
+                self.output,
+                state.step if state else 0,
+                lambda: progress.max_steps,
             )
             parts = LoopParts(
                 pipeline=spec.pipeline,
@@ -147,7 +156,7 @@ class AttemptRunner:
                     await asyncio.to_thread(tracker.close)
         finally:
             await actors.stop()
-        return summary(spec.pipeline.max_steps, loop)
+        return summary(progress.max_steps, loop)
 
 
 async def fail_early(sink: ProgressSink, attempt: AttemptId, error: Exception) -> FinalReport:

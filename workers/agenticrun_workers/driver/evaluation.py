@@ -45,6 +45,10 @@ class Validator:
         self._transcripts = transcripts
         self._frames = frames
 
+    def configure(self, pipeline: Pipeline) -> None:
+        """Use other values of `evalSteps` and `maxSteps`."""
+        self._pipeline = pipeline
+
     @property
     def enabled(self) -> bool:
         return self._pipeline.val_envs is not None and self._pipeline.eval_steps > 0

@@ -161,24 +161,48 @@ class Loop:
             if self._fresh:
                 await self._begin()
             self._parts.progress.started()
-            while self._step < self._pipeline.max_steps:
-                with self._stopwatch.phase("step"):
-                    await self._sync_weights_if_due()
-                    await self._validate_if_due()
-                    batch = await self._roll_out()
-                    metrics = await self._train(batch)
-                self._step += 1
-                await self._log(batch, metrics)
-                await self._save_if_due()
-                self._guards.enforce()
-            await self._sync_weights_if_due()
-            await self._validate_if_due()
-            await self._save()
+            while True:
+                while self._has_steps():
+                    await self._run_step()
+                await self._sync_weights_if_due()
+                await self._validate_if_due()
+                await self._save()
+                if not self._has_steps():  # maxSteps may have been raised meanwhile
+                    return
         except StopRequested:
             self._parts.progress.activity(Activity.STOPPING)
             if not self._fresh:
                 await self._save()
             raise
+
+    async def _run_step(self) -> None:
+        with self._stopwatch.phase("step"):
+            await self._sync_weights_if_due()
+            await self._validate_if_due()
+            batch = await self._roll_out()
+            metrics = await self._train(batch)
+        self._step += 1
+        await self._log(batch, metrics)
+        await self._save_if_due()
+        self._guards.enforce()
+
+    def _has_steps(self) -> bool:
+        """Take changed settings over, and return True if there are steps left."""
+        config = self._parts.requests.config
+        if config is not None and config.generation > self._parts.progress.generation:
+            self._pipeline = config.applied_to(self._pipeline)
+            self._parts.validator.configure(self._pipeline)
+            self._guards = GuardWatch(self._pipeline.guards, self._guards.state)
+            self._parts.progress.configured(config)
+            log.info(
+                "settings of generation %d: maxSteps %d, evalSteps %d, saveSteps %d, guards %s",
+                config.generation,
+                config.max_steps,
+                config.eval_steps,
+                config.save_steps,
+                config.guards.to_dict(),
+            )
+        return self._step < self._pipeline.max_steps
 
     async def _begin(self) -> None:
         """Prepare a fresh run: supervised warm-up, frozen reference, success of random play."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from agenticrun_api import Activity, Commands, FinalReport, Progress
+from agenticrun_api import Activity, Commands, FinalReport, LiveConfig, Progress
 from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS, CheckpointStatus
 from agenticrun_api.version import __version__
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
@@ -34,7 +34,9 @@ class AttemptId:
 class ProgressReporter:
     """Keeps the progress snapshot of an attempt, and sends each change to the sink."""
 
-    def __init__(self, sink: ProgressSink, attempt: AttemptId, max_steps: int) -> None:
+    def __init__(
+        self, sink: ProgressSink, attempt: AttemptId, max_steps: int, generation: int = 0
+    ) -> None:
         self._sink = sink
         self._step_times: deque[float] = deque(maxlen=NEWEST_STEPS + 1)
         self._progress = Progress(
@@ -48,11 +50,25 @@ class ProgressReporter:
             max_steps=max_steps,
             policy_version=0,
             time=rfc3339(time.time()),
+            observed_generation=generation,
         )
 
     @property
     def step(self) -> int:
         return self._progress.step
+
+    @property
+    def max_steps(self) -> int:
+        return self._progress.max_steps
+
+    @property
+    def generation(self) -> int:
+        """Generation of the run that the settings in use are from."""
+        return self._progress.observed_generation or 0
+
+    def configured(self, config: LiveConfig) -> None:
+        """Report the settings that are used from now on."""
+        self._change(max_steps=config.max_steps, observed_generation=config.generation)
 
     def activity(self, activity: Activity, message: str = "") -> None:
         """Report what the run is doing."""
@@ -168,6 +184,8 @@ class Requests:
         self.stop = asyncio.Event()
         self._checkpoints_seen: int | None = None
         self._checkpoint_wanted = False
+        self.config: LiveConfig | None = None
+        """The newest settings, if the operator sent any."""
 
     def apply(self, commands: Commands) -> None:
         """Take the commands in an answer of the reporter.
@@ -180,6 +198,7 @@ class Requests:
         if self._checkpoints_seen is not None and commands.checkpoint > self._checkpoints_seen:
             self._checkpoint_wanted = True
         self._checkpoints_seen = commands.checkpoint
+        self.config = commands.config
 
     def take_checkpoint(self) -> bool:
         """Return True if a checkpoint was requested since the last call."""

@@ -194,13 +194,13 @@ updates, vloss the critic's loss.
 class ConsoleTracker:
     """A `Tracker` that logs one line per step and per validation."""
 
-    def __init__(self, max_steps: int) -> None:
+    def __init__(self, max_steps: Callable[[], int]) -> None:
         self._max_steps = max_steps
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         log.info(
             "%s",
-            step_line(step, self._max_steps, metrics)
+            step_line(step, self._max_steps(), metrics)
             if "time/step" in metrics
             else validation_line(step, metrics),
         )

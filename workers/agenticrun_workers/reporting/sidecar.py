@@ -1,8 +1,8 @@
 """The reporter: a small HTTP server in the head pod that outlives the driver and its attempts.
 
 The driver posts snapshots to it on localhost; each answer holds the pending commands. The operator
-reads the snapshots and requests a stop or a checkpoint. Every path but the probe needs the
-reporter's token.
+reads the snapshots, requests a stop or a checkpoint, and sends changed settings. Every path but the
+probe needs the reporter's token.
 
 Run it with `python -m agenticrun_workers.reporting.sidecar`.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from aiohttp import web
 from pydantic import ValidationError
 
-from agenticrun_api import Commands, Progress
+from agenticrun_api import Commands, LiveConfig, Progress
 from agenticrun_api.base import Model
 from agenticrun_api.names import REPORTER_PORT, REPORTER_TOKEN_FILE, TOKEN_HEADER, WORK_DIR
 from agenticrun_api.progress import MAX_PROGRESS_BYTES
@@ -54,6 +54,7 @@ class Reporter:
                 web.get("/metrics", self._metrics),
                 web.post("/stop", self._stop),
                 web.post("/checkpoint", self._checkpoint),
+                web.put("/config", self._put_config),
             ]
         )
         return app
@@ -76,9 +77,7 @@ class Reporter:
             return web.Response(status=204)
         now = self._clock()
         ages = {"silent_seconds": now - self._heard_at, "idle_seconds": now - self._news_at}
-        return _json(
-            progress.model_copy(update=ages).model_dump_json(by_alias=True, exclude_none=True)
-        )
+        return _json(progress.model_copy(update=ages))
 
     async def _post_progress(self, request: web.Request) -> web.Response:
         try:
@@ -92,7 +91,7 @@ class Reporter:
             self._heard_at = self._clock()
         if self._state is not before:
             self._news_at = self._clock()
-        return _json(self._state.commands.model_dump_json(by_alias=True))
+        return _json(self._state.commands)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(
@@ -102,11 +101,19 @@ class Reporter:
 
     async def _stop(self, _: web.Request) -> web.Response:
         self._become(self._state.asked_to_stop())
-        return _json(self._state.commands.model_dump_json(by_alias=True))
+        return _json(self._state.commands)
 
     async def _checkpoint(self, _: web.Request) -> web.Response:
         self._become(self._state.asked_for_checkpoint())
-        return _json(self._state.commands.model_dump_json(by_alias=True))
+        return _json(self._state.commands)
+
+    async def _put_config(self, request: web.Request) -> web.Response:
+        try:
+            config = LiveConfig.model_validate_json(await request.read(), extra="ignore")
+        except ValidationError as error:
+            raise web.HTTPUnprocessableEntity(text=str(error)) from error
+        self._become(self._state.configured(config))
+        return _json(self._state.commands)
 
     def _become(self, state: ReporterState) -> None:
         if state is not self._state:
@@ -114,7 +121,8 @@ class Reporter:
             self._state = state
 
 
-def _json(text: str) -> web.Response:
+def _json(model: Model) -> web.Response:
+    text = model.model_dump_json(by_alias=True, exclude_none=True)
     return web.Response(text=text, content_type="application/json")
 
 
@@ -160,6 +168,15 @@ class ReporterState(Model):
     def asked_to_stop(self) -> ReporterState:
         """Return the state with the stop command set."""
         return self.model_copy(update={"commands": self.commands.model_copy(update={"stop": True})})
+
+    def configured(self, config: LiveConfig) -> ReporterState:
+        """Return the state with these settings, unless newer ones are known."""
+        held = self.commands.config
+        if held is not None and held.generation >= config.generation:
+            return self
+        return self.model_copy(
+            update={"commands": self.commands.model_copy(update={"config": config})}
+        )
 
     def asked_for_checkpoint(self) -> ReporterState:
         """Return the state with one more checkpoint requested."""

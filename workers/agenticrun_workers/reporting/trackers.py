@@ -18,12 +18,15 @@ from agenticrun_workers.reporting.display import ConsoleTracker
 log = logging.getLogger(__name__)
 
 
-def build_trackers(run: AgenticRun, output: Path, resume_step: int) -> list[Tracker]:
+def build_trackers(
+    run: AgenticRun, output: Path, resume_step: int, max_steps: Callable[[], int]
+) -> list[Tracker]:
     """Start the trackers of an attempt. May wait for a server: call it off the event loop.
 
     Args:
         output: folder of metrics.jsonl, tensorboard/ and wandb/.
         resume_step: step of the checkpoint that the attempt resumes from; 0 at the start.
+        max_steps: returns the number of steps of the run, which may change.
 
     Raises:
         InvalidRun: `spec.tracking` can never work. Other failures are logged, and the run
@@ -34,7 +37,7 @@ def build_trackers(run: AgenticRun, output: Path, resume_step: int) -> list[Trac
         "metrics.jsonl": lambda: JsonlTracker(output / "metrics.jsonl", resume_step)
     }
     if tracking.console:
-        makers["console"] = lambda: ConsoleTracker(run.spec.pipeline.max_steps)
+        makers["console"] = lambda: ConsoleTracker(max_steps)
     if tracking.tensorboard:
         makers["TensorBoard"] = lambda: TensorBoardTracker(output / "tensorboard", resume_step)
     if (wandb := tracking.wandb) is not None:
