@@ -94,6 +94,7 @@ class Reason(StrEnum):
     DRIVER_SILENT = "DriverSilent"
     NO_PROGRESS = "NoProgress"
     PROGRESSING = "Progressing"
+    CONFIGURED = "Configured"
     DRIVER_FAILED = "DriverFailed"
     DRIVER_LOST = "DriverLost"
     CLUSTER_LOST = "ClusterLost"
@@ -196,6 +197,8 @@ class JobStatus(Model):
     submission."""
     end_time: Time | None = None
     """When the operator first saw that the attempt had ended or had made its final report."""
+    observed_generation: Annotated[int, Field(ge=0)] | None = None
+    """Generation of the run that the driver's settings are from."""
     report: FinalReport | None = None
     """The driver's final report, once the operator has read it. The reporter may be lost before the
     driver has exited."""

@@ -19,7 +19,7 @@ from agenticrun_operator.cluster import (
     NotFound,
 )
 from agenticrun_operator.metrics import STATUS_WRITES, SUBMISSIONS
-from agenticrun_operator.planning import Plan, Stop, Submit
+from agenticrun_operator.planning import Configure, Plan, Stop, Submit
 from agenticrun_operator.resources import Manifest
 
 log = logging.getLogger(__name__)
@@ -92,15 +92,20 @@ class Applier:
                 log.warning("cannot post the event %s: %s", event.reason, error)
         return trouble
 
-    async def _act_on_job(self, action: Submit | Stop, head: HeadAddress) -> str | None:
+    async def _act_on_job(self, action: Submit | Configure | Stop, head: HeadAddress) -> str | None:
         try:
-            if isinstance(action, Submit):
-                await self._head.submit(head, action.submission_id, action.attempt)
-                SUBMISSIONS.inc()
-            else:
-                await self._head.stop(head, action.submission_id)
+            match action:
+                case Submit():
+                    if action.config:
+                        await self._head.configure(head, action.config)
+                    await self._head.submit(head, action.submission_id, action.attempt)
+                    SUBMISSIONS.inc()
+                case Configure():
+                    await self._head.configure(head, action.config)
+                case Stop():
+                    await self._head.stop(head, action.submission_id)
         except HeadUnreachable as error:
-            log.warning("%s: %s", action.submission_id, error)
+            log.warning("pod %s: %s", head.pod.name, error)
             return str(error)
         return None
 

@@ -22,6 +22,7 @@ from agenticrun_api import (
     Activity,
     AgenticRunStatus,
     FinalReport,
+    LiveConfig,
     Outcome,
     Progress,
     Reason,
@@ -95,6 +96,8 @@ class World:
     """Of all incarnations, in the order of their submission."""
     reports: dict[str, Progress] = field(default_factory=dict)
     """What the reporter of a head pod (by uid) was told last."""
+    configs: dict[str, LiveConfig] = field(default_factory=dict)
+    """The settings that the reporter of a head pod (by uid) was sent last."""
     events: list[Event] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     status_writes: int = 0
@@ -128,6 +131,17 @@ class World:
         document.pop("status")
         document["metadata"] |= {"namespace": NAMESPACE, "generation": 1}
         self._store(document)
+
+    def change_run(self, *changes: tuple[str, Any]) -> None:
+        """Change fields of the spec."""
+        for path, value in changes:
+            *parents, last = path.split(".")
+            node = self.run["spec"]
+            for part in parents:
+                node = node[part]
+            node[last] = value
+        self.run["metadata"]["generation"] += 1
+        self.run["metadata"]["resourceVersion"] = str(next(self._ids))
 
     def delete_run(self) -> None:
         """Delete the run; its children linger until `collect_garbage`."""
@@ -326,7 +340,14 @@ class World:
         """The running driver reports a step."""
         for job in self.live_jobs():
             job.status = "RUNNING"
-            self.reports[job.incarnation.split("/")[0]] = self.progress_of(job, step, **fields)
+            head = job.incarnation.split("/")[0]
+            if config := self.configs.get(head):
+                fields = {
+                    "max_steps": config.max_steps,
+                    "observed_generation": config.generation,
+                    **fields,
+                }
+            self.reports[head] = self.progress_of(job, step, **fields)
 
     def end_driver(
         self, outcome: Outcome | None, retryable: bool = True, exit_code: int = 1
@@ -343,8 +364,9 @@ class World:
                 )
                 before = self.reports.get(job.incarnation.split("/")[0])
                 step, steps = (before.step, before.max_steps) if before else (0, 2)
+                used = before.observed_generation if before else None
                 self.reports[job.incarnation.split("/")[0]] = self.progress_of(
-                    job, step, final=final, max_steps=steps
+                    job, step, final=final, max_steps=steps, observed_generation=used
                 )
             job.status = "SUCCEEDED" if outcome is Outcome.SUCCEEDED else "FAILED"
             job.exit_code = 0 if outcome is Outcome.SUCCEEDED else exit_code
@@ -460,6 +482,13 @@ class World:
         job = self._known(head, submission_id)
         if job and job.live:
             job.status = "STOPPED"
+
+    async def configure(self, head: HeadAddress, config: LiveConfig) -> None:
+        self._point("configure")
+        if not self._reachable(head) or self.reporter_down:
+            raise HeadUnreachable("no answer")
+        self.configs[self._incarnations()[head.pod.ip].split("/")[0]] = config
+        self._point("configured")
 
     async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
         self._point("get progress")

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agenticrun_api import Progress, Reason
+from agenticrun_api import LiveConfig, Progress, Reason
 from agenticrun_api.names import (
     DASHBOARD_PORT,
     DRIVER_COMMAND,
@@ -98,6 +98,22 @@ class RunHead:
         if answer.status not in (200, 404):
             raise HeadUnreachable(
                 f"Ray did not stop the job: status {answer.status}: {_last_line(answer.body)}"
+            )
+
+    async def configure(self, head: HeadAddress, config: LiveConfig) -> None:
+        answer = await self._transport.request(
+            "PUT",
+            head.pod,
+            REPORTER_PORT,
+            "/config",
+            headers={TOKEN_HEADER: f"Bearer {head.reporter_token}"},
+            body=config.to_dict(),
+            limit=MAX_PROGRESS_BYTES,
+        )
+        if answer.status not in (200, 404, 405):  # an older reporter does not know the path
+            raise HeadUnreachable(
+                f"the reporter does not accept settings: status {answer.status}: "
+                f"{_last_line(answer.body)}"
             )
 
     async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from agenticrun_api import AgenticRunStatus, Progress
+from agenticrun_api import AgenticRunStatus, LiveConfig, Progress
 from agenticrun_operator.cluster.head import HeadAddress
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 from agenticrun_operator.resources import Event, Manifest
@@ -71,6 +71,10 @@ class Head(Protocol):
 
     async def stop(self, head: HeadAddress, submission_id: str) -> None:
         """Ask Ray to stop the job. It is not an error if the job has ended."""
+        ...
+
+    async def configure(self, head: HeadAddress, config: LiveConfig) -> None:
+        """Send settings to the reporter. An older worker image ignores them."""
         ...
 
     async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:

@@ -1,6 +1,6 @@
 """All decisions of the operator, as pure functions: no I/O, no clock, no client."""
 
-from agenticrun_operator.planning.plan import Delete, Plan, Stop, Submit
+from agenticrun_operator.planning.plan import Configure, Delete, Plan, Stop, Submit
 from agenticrun_operator.planning.planner import plan, plan_unreadable
 
-__all__ = ["Delete", "Plan", "Stop", "Submit", "plan", "plan_unreadable"]
+__all__ = ["Configure", "Delete", "Plan", "Stop", "Submit", "plan", "plan_unreadable"]

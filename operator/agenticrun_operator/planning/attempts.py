@@ -14,6 +14,7 @@ from agenticrun_api import (
     AgenticRun,
     ConditionType,
     FinalReport,
+    LiveConfig,
     Outcome,
     Phase,
     Progress,
@@ -25,7 +26,7 @@ from agenticrun_api.status import JobStatus, RayClusterStatus
 from agenticrun_operator.observed import Job, NoJob, Observed, Pod, Unreachable
 from agenticrun_operator.planning import ending
 from agenticrun_operator.planning.draft import MAX_TEXT, Draft
-from agenticrun_operator.planning.plan import Delete, Stop, Submit
+from agenticrun_operator.planning.plan import Configure, Delete, Stop, Submit
 from agenticrun_operator.planning.snapshot import apply_snapshot, own_progress
 from agenticrun_operator.planning.times import format_span, format_time, parse_time
 from agenticrun_operator.resources import Child, is_deleting, secret_of
@@ -94,7 +95,7 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
     draft.condition(
         ConditionType.TRAINING, "False", Reason.SUBMITTING, f"submitting attempt {attempt}"
     )
-    draft.job = Submit(job.submission_id, attempt)
+    draft.job = Submit(job.submission_id, attempt, _changed_config(draft.run))
     draft.look_again(POLL_SECONDS)
 
 
@@ -129,7 +130,10 @@ def _give_up_head(draft: Draft, observed: Observed) -> None:
 def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
     progress, final = _record(draft, observed, job)
     if final and final.outcome is Outcome.SUCCEEDED:
-        ending.succeed(draft, final.message)
+        if progress and _was_extended(draft.run, progress):
+            _fail(draft, observed, _extended(final), final.reason, final.message)
+        else:
+            ending.succeed(draft, final.message)
         return
     if final and not final.retryable:
         _fail(draft, observed, final, final.reason, final.message, retryable=False)
@@ -151,7 +155,7 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
         if job.status:
             _fail(draft, observed, final, Reason.DRIVER_LOST, "Ray no longer knows the job")
         else:
-            draft.job = Submit(job.submission_id, job.attempt)
+            draft.job = Submit(job.submission_id, job.attempt, _changed_config(draft.run))
             if observed.job_trouble:
                 draft.condition(
                     ConditionType.TRAINING, "False", Reason.SUBMITTING, observed.job_trouble
@@ -163,6 +167,20 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
         _follow_live(draft, observed, observed.job, progress, final)
     elif final or not _waits_for_report(draft, observed):
         _conclude(draft, observed, observed.job, final)
+
+
+def _was_extended(run: AgenticRun, progress: Progress) -> bool:
+    """Return True if maxSteps was raised too late for the driver to see it."""
+    used = progress.observed_generation
+    return used is not None and progress.max_steps < run.spec.pipeline.max_steps
+
+
+def _extended(final: FinalReport) -> FinalReport:
+    """Return the report of a driver that stopped where the run is to go on."""
+    changes = {"outcome": Outcome.STOPPED, "reason": Reason.CONFIGURED.value, "retryable": True}
+    return final.model_copy(
+        update=changes | {"message": f"maxSteps was raised at the end: {final.message}"}
+    )
 
 
 def _record(
@@ -269,6 +287,26 @@ def _report_tokens(draft: Draft, observed: Observed) -> bool:
     return True
 
 
+def _changed_config(run: AgenticRun) -> LiveConfig | None:
+    """Return the settings of a run that was changed after its pods' configuration was written."""
+    return LiveConfig.of(run) if run.metadata.generation > 1 else None
+
+
+def _configure(draft: Draft, progress: Progress) -> None:
+    """Send the run's settings to the driver if it uses older ones."""
+    job, used = draft.status.job, progress.observed_generation
+    if used is None or job is None:
+        return
+    if used < draft.run.metadata.generation:
+        draft.job = Configure(LiveConfig.of(draft.run))
+    elif job.observed_generation not in (None, used):
+        draft.event(
+            Reason.CONFIGURED,
+            f"the driver uses the settings of generation {used}: {progress.max_steps} steps",
+        )
+    draft.update_job(observed_generation=used)
+
+
 def _report_training(draft: Draft, observed: Observed, progress: Progress | None) -> None:
     if _report_tokens(draft, observed):
         return
@@ -282,6 +320,7 @@ def _report_training(draft: Draft, observed: Observed, progress: Progress | None
         )
         _report_stall(draft, observed, progress)
     elif progress:
+        _configure(draft, progress)
         draft.condition(
             ConditionType.TRAINING, "True", Reason.DRIVER_RUNNING, f"attempt {progress.attempt}"
         )

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from agenticrun_api import AgenticRun, AgenticRunStatus, Condition, ConditionType, Phase, Reason
-from agenticrun_operator.planning.plan import Delete, Plan, Stop, Submit
+from agenticrun_operator.planning.plan import Configure, Delete, Plan, Stop, Submit
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Event, Manifest
 
@@ -74,7 +74,7 @@ class Draft:
         self.tokens: Manifest | None = None
         self.create: list[Manifest] = []
         self.delete: list[Delete] = []
-        self.job: Submit | Stop | None = None
+        self.job: Submit | Configure | Stop | None = None
         self._events: list[Event] = []
         self._requeue: float | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agenticrun_api import AgenticRunStatus
+from agenticrun_api import AgenticRunStatus, LiveConfig
 from agenticrun_operator.resources import Child, Event, Manifest
 
 
@@ -22,6 +22,16 @@ class Submit:
 
     submission_id: str
     attempt: int
+    config: LiveConfig | None = None
+    """Settings that have changed since the pods' configuration was written. They reach the reporter
+    before the job is submitted."""
+
+
+@dataclass(frozen=True)
+class Configure:
+    """Send changed settings to the driver. Repeating is safe: the newest generation wins."""
+
+    config: LiveConfig
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Plan:
     create: tuple[Manifest, ...] = ()
     status: AgenticRunStatus | None = None
     """The status to write; None: no write."""
-    job: Submit | Stop | None = None
+    job: Submit | Configure | Stop | None = None
     delete: tuple[Delete, ...] = ()
     events: tuple[Event, ...] = ()
     requeue_after: float | None = None

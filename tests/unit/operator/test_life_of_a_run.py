@@ -70,6 +70,69 @@ async def test_a_worker_image_of_an_unsupported_version_is_reported_once_and_tra
     assert condition(world, ConditionType.ACCEPTED).status == "True"
 
 
+MAX_STEPS = "pipeline.maxSteps"
+
+
+async def test_changed_settings_reach_a_driver_that_trains(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, observed_generation=1)
+    assert "configure" not in world.requests
+    world.change_run((MAX_STEPS, 9))
+    await operator.settle(2)
+    assert world.status.max_steps == 2
+    world.drive(2)
+    await operator.settle(3)
+    assert world.status.max_steps == 9
+    assert world.status.job is not None
+    assert (world.status.job.attempt, world.status.job.observed_generation) == (1, 2)
+    assert happened(world).count("Configured") == 1
+    assert phase(world) is Phase.RUNNING
+
+
+async def test_changed_settings_reach_the_driver_of_a_new_cluster_before_it_starts(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, observed_generation=1)
+    world.change_run((MAX_STEPS, 9))
+    world.delete_pod(Role.DRIVER)
+    await operator.settle()
+    world.now += timedelta(seconds=30)
+    await operator.settle()
+    assert world.requests.index("configured") < len(world.requests) - 1
+    last_submit = max(i for i, what in enumerate(world.requests) if what == "submitted")
+    assert "configured" in world.requests[:last_submit]
+    world.drive(2)
+    await operator.settle(2)
+    assert (world.status.max_steps, phase(world)) == (9, Phase.RUNNING)
+
+
+async def test_a_driver_that_ends_before_it_sees_more_steps_goes_on_with_the_next_attempt(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, observed_generation=1)
+    world.drive(2, observed_generation=1)
+    await operator.settle(1)
+    world.end_driver(Outcome.SUCCEEDED)
+    world.change_run((MAX_STEPS, 9))
+    await operator.settle(2)
+    assert (phase(world), world.status.failures_without_progress) == (Phase.RESTARTING, 0)
+    world.now += timedelta(seconds=30)
+    await operator.settle()
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    assert world.configs
+
+
+async def test_an_older_driver_is_sent_no_settings(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.change_run((MAX_STEPS, 9))
+    await operator.settle(3)
+    assert "configure" not in world.requests
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(3)
+    assert phase(world) is Phase.SUCCEEDED
+
+
 async def test_a_driver_of_the_release_that_tells_no_version_is_accepted(
     world: World, operator: Operator
 ) -> None:
