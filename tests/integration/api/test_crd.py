@@ -131,7 +131,10 @@ def _change(stored: Cluster, *changes: Change) -> str:
     [
         (("spec.model", {"path": "org/model"}), "spec.model"),
         (("spec.roles.env.cpus", "2"), "spec.roles"),
-        ((f"{P}.maxSteps", 3), "spec.pipeline"),
+        ((f"{P}.sequenceLength", 512), f"{P}.sequenceLength"),
+        ((f"{P}.warmup", {"steps": 5}), f"{P}.warmup"),
+        ((f"{P}.guards.maxSkippedSteps", 3), f"{P}.guards.maxSkippedSteps"),
+        ((f"{P}.trainEnvs.groups", 1), f"{P}.trainEnvs"),
         (("spec.image", "other:1"), "spec.image"),
         (("spec.imagePullSecrets", ["mine"]), "spec.imagePullSecrets"),
         (("spec.code", {"configMap": "mine"}), "spec.code"),
@@ -149,9 +152,12 @@ def test_what_would_change_the_pods_or_the_training_cannot_change(
     assert "delete the run and apply it again" in caught.value.stderr
 
 
-def test_what_only_the_operator_reads_can_change(stored: Cluster) -> None:
+def test_what_the_operator_reads_and_what_a_driver_takes_over_can_change(stored: Cluster) -> None:
     said = _change(
         stored,
+        (f"{P}.maxSteps", 300),
+        (f"{P}.saveSteps", 0),
+        (f"{P}.guards", {"maxLogprobGap": 0.5, "action": "Fail"}),
         ("spec.ttlSecondsAfterFinished", 60),
         ("spec.failurePolicy.maxRestarts", 7),
         ("spec.cleanup.onFailure", "Keep"),
