@@ -485,7 +485,7 @@ class World:
 
     async def configure(self, head: HeadAddress, config: LiveConfig) -> None:
         self._point("configure")
-        if not self._reachable(head) or self.reporter_down:
+        if self.reporter_down or self._trouble(head, head.reporter_token, "token"):
             raise HeadUnreachable("no answer")
         self.configs[self._incarnations()[head.pod.ip].split("/")[0]] = config
         self._point("configured")

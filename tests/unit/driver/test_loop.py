@@ -294,7 +294,7 @@ async def test_steps_that_are_added_during_the_last_validation_are_trained(tmp_p
             run.requests.apply(changed(run, max_steps=2))
         return await save(*arguments)
 
-    run.store.save = extend_then_save  # type: ignore[method-assign]
+    run.store.save = extend_then_save  # type: ignore[method-assign,assignment]
     await run.loop.run()
     assert run.sink.snapshots[-1].step == 2
 

@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -66,12 +67,12 @@ class Sidecar:
         await self.http.close()
         await self.start()
 
-    async def post(self, snapshot: Progress) -> dict[str, object]:
+    async def post(self, snapshot: Progress) -> dict[str, Any]:
         response = await self.http.post(
             "/progress", data=snapshot.model_dump_json(by_alias=True), headers=TOKEN
         )
         assert response.status == 200, await response.text()
-        answer: dict[str, object] = await response.json()
+        answer: dict[str, Any] = await response.json()
         return answer
 
     async def get(self) -> Progress:
