@@ -27,6 +27,8 @@ NAMESPACE = "agenticrun-test-chart"
 OPERATOR = "agenticrun-operator"
 """Name of the Roles, the ClusterRole and the Lease of all namespaces."""
 
+POLICY = {("ValidatingAdmissionPolicy", ""), ("ValidatingAdmissionPolicyBinding", "")}
+
 Objects = dict[tuple[str, str, str], dict[str, Any]]
 """(kind, namespace, name) -> object"""
 
@@ -107,15 +109,16 @@ def test_by_default_it_serves_all_namespaces_with_a_cluster_role(cluster: Cluste
         ("Deployment", NAMESPACE),
         ("Secret", NAMESPACE),
         ("Service", NAMESPACE),
+        *POLICY,
     }
     assert environment(objects)["AGENTICRUN_NAMESPACES"] == ""
 
 
-def test_with_namespaces_there_is_a_role_in_each_and_nothing_of_the_cluster(
+def test_with_namespaces_there_is_a_role_in_each_and_nothing_of_the_cluster_but_the_policy(
     cluster: Cluster,
 ) -> None:
     objects = render(cluster, watchNamespaces=["blue", "green"])
-    assert not {kind for kind, _, _ in objects} & {"ClusterRole", "ClusterRoleBinding"}
+    assert {(kind, namespace) for kind, namespace, _ in objects if not namespace} == POLICY
     assert {namespace for kind, namespace, _ in objects if kind == "RoleBinding"} == {
         "blue",
         "green",
@@ -234,10 +237,37 @@ def test_the_operator_reads_secrets_only_where_the_migration_needs_it(cluster: C
     assert verbs(migration={"readRunSecrets": True}) == {"create", "get"}
 
 
+def policy_text(objects: Objects) -> str:
+    return json.dumps(objects["ValidatingAdmissionPolicy", "", f"{NAMESPACE}.{RELEASE}"])
+
+
+def test_the_policy_can_be_left_out_and_loosened(cluster: Cluster) -> None:
+    values: dict[str, Any] = {"enabled": False}
+    assert not {(kind, "") for kind, _, _ in render(cluster, admissionPolicy=values)} & POLICY
+    assert "hostPath" in policy_text(render(cluster))
+    values = {"allowHostAccess": True, "serviceAccountNames": ["trainer"]}
+    loose = policy_text(render(cluster, admissionPolicy=values))
+    assert "hostPath" not in loose
+    assert "'default','trainer'" in loose
+
+
+def test_the_policy_protects_the_releases_namespace_unless_it_is_watched(cluster: Cluster) -> None:
+    def protected(**values: Any) -> bool:
+        return f"'kube-node-lease','{NAMESPACE}'" in policy_text(render(cluster, **values))
+
+    assert protected()
+    assert not protected(watchNamespaces=[NAMESPACE])
+
+
 @pytest.mark.parametrize(
     ("values", "path"),
     [
         ({"replicas": 2}, "replicas"),
+        ({"admissionPolicy": {"enable": True}}, "/admissionPolicy"),
+        (
+            {"admissionPolicy": {"serviceAccountNames": ["a'"]}},
+            "/admissionPolicy/serviceAccountNames/0",
+        ),
         ({"operatorKey": {"existingSecret": "A b"}}, "/operatorKey/existingSecret"),
         ({"migration": {"readRunSecrets": "yes"}}, "/migration/readRunSecrets"),
         ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),

@@ -1,0 +1,387 @@
+"""What the operator's identity may do with exactly the chart's rights: its work, and no attack.
+
+The attacker has the identity's credentials and may send any request. A second identity has the same
+rights without the admission policy: it shows that each attack is a valid request.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from agenticrun_api import AgenticRun, parse_run
+from agenticrun_operator.resources import (
+    Manifest,
+    OperatorKey,
+    WorkerImages,
+    desired_children,
+    tokens_name,
+    tokens_secret,
+)
+from runs import run_with
+from testcluster import ROOT, Cluster, CommandFailed
+from waiting import eventually
+
+SYSTEM, TEAM = "agenticrun-test-identity", "agenticrun-test-identity-team"
+OPERATOR, UNLIMITED = "limited", "unlimited"
+"""Releases: with the admission policy, and without."""
+KEY = OperatorKey("k" * 32)
+UID = "3f1c1f5e-0000-4000-8000-000000000000"
+
+Change = Callable[[Manifest], None]
+
+
+class Identity:
+    """The ServiceAccount of a release."""
+
+    def __init__(self, cluster: Cluster, release: str):
+        self._cluster = cluster.in_namespace(TEAM)
+        self._as = f"--as=system:serviceaccount:{SYSTEM}:{release}"
+
+    def kubectl(self, *words: str, stdin: str | None = None) -> str:
+        return self._cluster.kubectl(*words, self._as, stdin=stdin)
+
+    def create(self, manifest: Manifest) -> str:
+        return self.kubectl(
+            *("create", "--dry-run=server", "--validate=false", "-f", "-"),
+            *("--namespace", manifest["metadata"].get("namespace", TEAM)),
+            stdin=yaml.safe_dump(manifest),
+        )
+
+    def may(self, verb: str, resource: str, namespace: str) -> bool:
+        resource, _, subresource = resource.partition(":")
+        try:
+            words = ("auth", "can-i", verb, resource, f"--subresource={subresource}")
+            return self.kubectl(*words, "--namespace", namespace).strip() == "yes"
+        except CommandFailed:
+            return False
+
+
+def a_run(*changes: tuple[str, Any], namespace: str = TEAM) -> AgenticRun:
+    document = run_with(*changes, name="lake")
+    document["metadata"] |= {"uid": UID, "namespace": namespace}
+    return parse_run(document)
+
+
+def children(run: AgenticRun) -> dict[str, Manifest]:
+    """Return what the operator creates for a run, by kind."""
+    images = WorkerImages("worker:1")
+    found = (tokens_secret(run, KEY), *desired_children(run, images, tokens_name(run, KEY.id)))
+    return {child["kind"]: child for child in found}
+
+
+def install(cluster: Cluster, release: str, *, policy: bool) -> list[str]:
+    """Apply the rights of a release as the chart renders them, under names of their own."""
+    values = {
+        "lease": {"namespace": SYSTEM},
+        "admissionPolicy": {"enabled": policy},
+    }
+    out = cluster.command(
+        *("helm", "template", release, str(ROOT / "charts/agenticrun"), "-n", SYSTEM, "-f", "-"),
+        stdin=json.dumps(values),
+    )
+    cluster_wide = []
+    for document in yaml.safe_load_all(out):
+        if not document or document["kind"] in ("Deployment", "Service", "Secret"):
+            continue
+        if document["kind"] in ("ClusterRole", "ClusterRoleBinding"):
+            # The name is that of every release; another one may be installed.
+            document["metadata"]["name"] = f"{SYSTEM}-{release}"
+        if document["kind"] == "ClusterRoleBinding":
+            document["roleRef"]["name"] = f"{SYSTEM}-{release}"
+        if "namespace" not in document["metadata"]:
+            cluster_wide.append(f"{document['kind']}/{document['metadata']['name']}")
+        cluster.in_namespace(SYSTEM).apply(document)
+    return cluster_wide
+
+
+@pytest.fixture(scope="module")
+def team(cluster: Cluster) -> Iterator[Cluster]:
+    """A namespace with runs. Both releases have their rights there."""
+    crd = ROOT / "crds/agenticruns.yaml"
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(crd))
+    cluster.wait_for_crd("agenticruns.agenticrun.dev")
+    cluster_wide = []
+    with cluster.new_namespace(SYSTEM), cluster.new_namespace(TEAM) as inside:
+        try:
+            cluster_wide += install(cluster, OPERATOR, policy=True)
+            cluster_wide += install(cluster, UNLIMITED, policy=False)
+            operator, unlimited = Identity(cluster, OPERATOR), Identity(cluster, UNLIMITED)
+            secret = children(a_run())["Secret"]
+
+            def in_force() -> bool:
+                """Return True if the apiserver has learned of the rights and of the policy."""
+                try:
+                    unlimited.create(opaque_secret())
+                    operator.create(secret)
+                except CommandFailed:
+                    return False
+                try:
+                    operator.create(opaque_secret())
+                except CommandFailed:
+                    return True
+                return False
+
+            eventually(in_force, 120, "rights and policy are in force", interval=0.5)
+            yield inside
+        finally:
+            for name in cluster_wide:
+                cluster.kubectl("delete", name, "--ignore-not-found")
+
+
+@pytest.fixture
+def operator(team: Cluster) -> Identity:
+    return Identity(team, OPERATOR)
+
+
+@pytest.fixture
+def unlimited(team: Cluster) -> Identity:
+    return Identity(team, UNLIMITED)
+
+
+def opaque_secret() -> Manifest:
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "any"}}
+
+
+RUNS = {
+    "plain": (),
+    "with-a-claim": (("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),),
+    "with-a-claim-that-goes-with-the-run": (
+        ("spec.checkpoint", {"volumeClaim": {"size": "1Gi", "retain": False}}),
+    ),
+    "with-everything": (
+        ("spec.code", {"configMap": "my-envs"}),
+        ("spec.roles.reference", {"gpus": 1}),
+        ("spec.pipeline.algorithm", {"name": "grpo", "lossKl": {}}),
+        ("spec.roles.env", {"volumes": [{"name": "d", "secret": {"secretName": "mine"}}]}),
+    ),
+}
+
+
+@pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)
+def test_it_may_create_what_a_run_needs(
+    operator: Identity, changes: tuple[tuple[str, Any], ...]
+) -> None:
+    for child in children(a_run(*changes)).values():
+        assert "created (server dry run)" in operator.create(child)
+
+
+def test_it_may_post_events_on_runs_and_hold_its_lease(operator: Identity) -> None:
+    assert operator.create(event("AgenticRun", "agenticrun.dev/v1alpha1"))
+    assert operator.create(lease("agenticrun-operator"))
+
+
+def event(kind: str, version: str) -> Manifest:
+    subject = {"kind": kind, "apiVersion": version, "name": "lake", "namespace": TEAM}
+    metadata = {"name": "lake.1", "namespace": TEAM}
+    return {"apiVersion": "v1", "kind": "Event", "metadata": metadata, "involvedObject": subject}
+
+
+def lease(name: str) -> Manifest:
+    metadata = {"name": name, "namespace": SYSTEM}
+    return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
+
+
+def changed(kind: str, change: Change) -> Manifest:
+    """Return a child of a run with a change that the operator never makes."""
+    run = a_run(("spec.checkpoint", {"volumeClaim": {"size": "1Gi", "retain": False}}))
+    child = copy.deepcopy(children(run)[kind])
+    change(child)
+    return child
+
+
+def in_pods(change: Change) -> Change:
+    """Apply a change to the pods of the last worker group."""
+    return lambda cluster: change(cluster["spec"]["workerGroupSpecs"][-1]["template"]["spec"])
+
+
+def disown(child: Manifest) -> None:
+    del child["metadata"]["ownerReferences"]
+
+
+def token_of_a_service_account(secret: Manifest) -> None:
+    del secret["data"]
+    secret["type"] = "kubernetes.io/service-account-token"
+    secret["metadata"]["annotations"] = {"kubernetes.io/service-account.name": "default"}
+
+
+def volume(source: Manifest) -> Change:
+    return in_pods(lambda pod: pod["volumes"].append({"name": "x", **source}))
+
+
+def setting(path: str, value: object) -> Change:
+    def change(child: Manifest) -> None:
+        *parents, last = path.split(".")
+        node = child
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+
+    return change
+
+
+def privileged(pod: Manifest) -> None:
+    init = {"name": "x", "image": "x", "securityContext": {"privileged": True}}
+    pod["initContainers"] = [init]
+
+
+def capability(pod: Manifest) -> None:
+    pod["containers"][0]["securityContext"]["capabilities"] = {"add": ["SYS_ADMIN"]}
+
+
+ATTACKS: dict[str, tuple[str, Change]] = {
+    "a token of any ServiceAccount": ("Secret", token_of_a_service_account),
+    "a Secret without owner": ("Secret", disown),
+    "a Secret of another type": ("Secret", setting("type", "example.com/other")),
+    "a Secret under another name": ("Secret", setting("metadata.name", "cloud-credentials")),
+    "a Secret with other keys": ("Secret", setting("data.kubeconfig", "eA==")),
+    "a Secret that can change": ("Secret", setting("immutable", False)),
+    "a Secret of another owner": (
+        "Secret",
+        lambda secret: secret["metadata"]["ownerReferences"][0].update(kind="Deployment"),
+    ),
+    "a ConfigMap without owner": ("ConfigMap", disown),
+    "a ConfigMap under another name": ("ConfigMap", setting("metadata.name", "aws-auth")),
+    "a claim on a volume of others": (
+        "PersistentVolumeClaim",
+        setting("spec.volumeName", "their-data"),
+    ),
+    "a claim with the content of another": (
+        "PersistentVolumeClaim",
+        setting("spec.dataSource", {"kind": "PersistentVolumeClaim", "name": "their-data"}),
+    ),
+    "a RayCluster without owner": ("RayCluster", disown),
+    "pods with a token": ("RayCluster", in_pods(setting("automountServiceAccountToken", True))),
+    "pods that do not refuse a token": (
+        "RayCluster",
+        in_pods(lambda pod: pod.pop("automountServiceAccountToken")),
+    ),
+    "a head with a token": (
+        "RayCluster",
+        setting("spec.headGroupSpec.template.spec.automountServiceAccountToken", True),
+    ),
+    "pods of another ServiceAccount": (
+        "RayCluster",
+        in_pods(setting("serviceAccountName", "cluster-admin")),
+    ),
+    "pods of another ServiceAccount, by the old field": (
+        "RayCluster",
+        in_pods(setting("serviceAccount", "cluster-admin")),
+    ),
+    "pods with a projected token": (
+        "RayCluster",
+        volume({"projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}),
+    ),
+    "pods with the node's files": ("RayCluster", volume({"hostPath": {"path": "/"}})),
+    "pods in the node's network": ("RayCluster", in_pods(setting("hostNetwork", True))),
+    "pods with the node's processes": ("RayCluster", in_pods(setting("hostPID", True))),
+    "privileged containers": ("RayCluster", in_pods(privileged)),
+    "containers with capabilities": ("RayCluster", in_pods(capability)),
+    "an autoscaler with KubeRay's rights": (
+        "RayCluster",
+        setting("spec.enableInTreeAutoscaling", True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "change"), ATTACKS.values(), ids=ATTACKS)
+def test_it_may_not_create_what_an_attacker_wants(
+    operator: Identity, unlimited: Identity, kind: str, change: Change
+) -> None:
+    manifest = changed(kind, change)
+    unlimited.create(manifest)
+    with pytest.raises(CommandFailed, match="denied request"):
+        operator.create(manifest)
+
+
+@pytest.mark.parametrize("namespace", ["kube-system", SYSTEM])
+@pytest.mark.parametrize("kind", ["Secret", "ConfigMap", "RayCluster"])
+def test_it_may_create_nothing_where_clusters_and_operators_keep_their_secrets(
+    operator: Identity, unlimited: Identity, namespace: str, kind: str
+) -> None:
+    manifest = children(a_run(namespace=namespace))[kind]
+    unlimited.create(manifest)
+    with pytest.raises(CommandFailed, match="apply the run in another namespace"):
+        operator.create(manifest)
+
+
+@pytest.mark.parametrize(
+    "manifest", [event("Pod", "v1"), lease("of-another")], ids=["event", "lease"]
+)
+def test_it_may_not_pretend_to_be_another_component(
+    operator: Identity, unlimited: Identity, manifest: Manifest
+) -> None:
+    unlimited.create(manifest)
+    with pytest.raises(CommandFailed, match="denied request"):
+        operator.create(manifest)
+
+
+READS_AND_CHANGES = (
+    *((verb, "secrets") for verb in ("get", "list", "watch", "update", "patch", "delete")),
+    *((verb, "configmaps") for verb in ("list", "update", "patch", "delete")),
+    *((verb, "persistentvolumeclaims") for verb in ("update", "patch", "delete")),
+    *((verb, "rayclusters.ray.io") for verb in ("update", "patch")),
+    *((verb, "agenticruns.agenticrun.dev") for verb in ("create", "update", "patch")),
+    ("create", "pods"),
+    ("create", "pods:exec"),
+    ("create", "pods:ephemeralcontainers"),
+    ("get", "pods:log"),
+    ("create", "serviceaccounts:token"),
+    ("impersonate", "serviceaccounts"),
+    ("create", "rolebindings.rbac.authorization.k8s.io"),
+    ("create", "validatingadmissionpolicies.admissionregistration.k8s.io"),
+    ("delete", "validatingadmissionpolicybindings.admissionregistration.k8s.io"),
+    ("update", "leases.coordination.k8s.io/of-another"),
+)
+
+
+@pytest.mark.parametrize("request_", READS_AND_CHANGES, ids=" ".join)
+def test_it_has_no_right_to(operator: Identity, request_: tuple[str, str]) -> None:
+    verb, resource = request_
+    assert operator.may("list", "pods", TEAM)
+    assert not operator.may(verb, resource, TEAM)
+    assert not operator.may(verb, resource, SYSTEM)
+
+
+def test_it_reads_no_secret_not_even_its_own(operator: Identity, team: Cluster) -> None:
+    team.apply(children(a_run())["Secret"])
+    name = tokens_name(a_run(), KEY.id)
+    for words in (("get", "secret", name), ("get", "secrets"), ("get", "secrets", "-A")):
+        with pytest.raises(CommandFailed, match="forbidden"):
+            operator.kubectl(*words)
+
+
+def test_it_may_delete_runs_with_a_ttl_and_clusters_of_runs_and_nothing_else(
+    operator: Identity, unlimited: Identity, team: Cluster
+) -> None:
+    run = run_with(("spec.ttlSecondsAfterFinished", 100), name="with-ttl")
+    waits = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "with-ttl-run"}}
+    other = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "without-ttl-run"}}
+    team.apply(waits, other, run, run_with(name="without-ttl"))
+    theirs = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": "theirs"},
+        "spec": children(a_run())["RayCluster"]["spec"] | {"suspend": True},
+    }
+    ours = copy.deepcopy(theirs)
+    found = team.get("agenticrun", "with-ttl")
+    assert found is not None
+    document = run | {"metadata": found["metadata"] | {"namespace": TEAM}}
+    ours["metadata"] = children(parse_run(document))["RayCluster"]["metadata"]
+    team.apply(ours, theirs)
+
+    def delete(who: Identity, kind: str, name: str) -> None:
+        who.kubectl("delete", kind, name, "--dry-run=server", "--wait=false")
+
+    delete(operator, "agenticrun", "with-ttl")
+    delete(operator, "raycluster", "with-ttl")
+    for kind, name in (("agenticrun", "without-ttl"), ("raycluster", "theirs")):
+        delete(unlimited, kind, name)
+        with pytest.raises(CommandFailed, match="denied request"):
+            delete(operator, kind, name)
