@@ -139,15 +139,7 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
         out["x-kubernetes-list-type"] = "atomic"
         out["items"] = _structural(node["items"], defs, _item_type(model))
     if "properties" in node:
-        fields = _field_types(model)
-        out["properties"] = {
-            name: _structural(child, defs, fields.get(name))
-            for name, child in node["properties"].items()
-        }
-        if required := node.get("required"):
-            out["required"] = required
-        if model is not None:
-            out |= _validations(model)
+        out |= _declared(node, defs, model)
     elif node.get("type") == "object":
         extra = node.get("additionalProperties")
         if isinstance(extra, dict) and extra:
@@ -155,6 +147,22 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
         else:
             out["x-kubernetes-preserve-unknown-fields"] = True
     return out
+
+
+def _declared(node: dict[str, Any], defs: dict[str, Any], model: type | None) -> dict[str, Any]:
+    """Return the part of a structural schema that declares the fields of an object."""
+    fields = _field_types(model)
+    out: dict[str, Any] = {
+        "properties": {
+            name: _structural(child, defs, fields.get(name))
+            for name, child in node["properties"].items()
+        }
+    }
+    if required := node.get("required"):
+        out["required"] = required
+    if node.get("additionalProperties") is True:
+        out["x-kubernetes-preserve-unknown-fields"] = True
+    return out | (_validations(model) if model is not None else {})
 
 
 def _validations(model: type) -> dict[str, Any]:

@@ -34,6 +34,10 @@ class Role(StrEnum):
     ENV = "env"
 
 
+RAY_CONTAINER = "ray"
+REPORTER_CONTAINER = "reporter"
+"""Containers of a run's pods; the reporter is on the head only."""
+
 DASHBOARD_PORT = 8265
 REPORTER_PORT = 8787
 TOKEN_HEADER = "X-Ray-Authorization"

@@ -2,19 +2,233 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
-from agenticrun_api.base import Model, Name, Quantity
-from agenticrun_api.names import Role
+from agenticrun_api.base import Model, Name, Open, Quantity, Rule
+from agenticrun_api.names import RAY_CONTAINER, REPORTER_CONTAINER, Role
 
 OpenList = Annotated[list[dict[str, Any]], Field(max_length=32)]
+Labels = Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)]
+Annotations = Annotated[dict[str, Annotated[str, Field(max_length=16_384)]], Field(max_length=32)]
+
+_RESERVED = ("agenticrun.dev/", "ray.io/", "kueue.x-k8s.io/")
+
+
+def reserved_labels(field: str, labels: Callable[[Any], Iterable[str]]) -> Rule:
+    """Return a rule that a mapping of labels has none that decides about the run's objects."""
+    refused = " && ".join(f"!k.startsWith('{prefix}')" for prefix in _RESERVED)
+    return Rule(
+        f"!has(self.{field}) || self.{field}.all(k, {refused})",
+        "labels of agenticrun.dev, ray.io and kueue.x-k8s.io are set by the operator and KubeRay "
+        "only: leave them out",
+        f".{field}",
+        lambda model: not any(key.startswith(_RESERVED) for key in labels(model)),
+    )
+
+
+def _open_object(**properties: Any) -> dict[str, Any]:
+    """Return the schema of an object that may have other fields than those that rules read."""
+    return {"type": "object", "properties": properties, "additionalProperties": True}
+
+
+_AS_THERE = "As in a pod spec."
+_TEXT = {"type": "string", "maxLength": 1024, "description": _AS_THERE}
+_WORDS = {
+    "type": "array",
+    "maxItems": 64,
+    "items": {"type": "string", "maxLength": 4096},
+    "description": _AS_THERE,
+}
+
+
+def _list_of(items: dict[str, Any], most: int) -> dict[str, Any]:
+    return {"type": "array", "maxItems": most, "items": items, "description": _AS_THERE}
+
+
+_CONTAINER = _open_object(
+    name=_TEXT,
+    image=_TEXT,
+    command=_WORDS,
+    args=_WORDS,
+    volumeMounts=_list_of(_open_object(mountPath=_TEXT), 32),
+)
+_CONTAINERS = _list_of(_CONTAINER, 16)
+_POD_SPEC = _open_object(
+    automountServiceAccountToken={"type": "boolean", "description": _AS_THERE},
+    serviceAccountName=_TEXT,
+    restartPolicy=_TEXT,
+    containers=_CONTAINERS,
+    initContainers=_CONTAINERS,
+    volumes=_list_of(_open_object(name=_TEXT), 32),
+)
+PodSpecOverlay = Annotated[Open, WithJsonSchema(_POD_SPEC)]
+OWN_FOLDER = "/etc/agenticrun"
+OWN_VOLUMES = ("run", "reporter-token")
+
+
+def _containers(template: PodTemplate) -> list[dict[str, Any]]:
+    return [*template.spec.get("containers", ()), *template.spec.get("initContainers", ())]
+
+
+_EVERY_CONTAINER = " && ".join(
+    f"(!has(self.spec.{kind}) || self.spec.{kind}.all(c, {{0}}))"
+    for kind in ("containers", "initContainers")
+)
+
+
+class PodTemplateMetadata(Model):
+    """Labels and annotations of a role's pods."""
+
+    RULES = (reserved_labels("labels", lambda m: m.labels),)
+
+    labels: Labels = {}
+    """Labels, in addition to the operator's own."""
+    annotations: Annotations = {}
+    """Annotations, in addition to KubeRay's own."""
+
+
+class PodTemplate(Model):
+    """Fields to merge into the role's pods, as Kubernetes' strategic merge does
+    (docs/pod-template.md). KubeRay's schema checks them when the pods are created.
+    """
+
+    RULES = (
+        Rule(
+            _EVERY_CONTAINER.format("has(c.name)"),
+            "every container needs its name, by which it is merged: "
+            f"{RAY_CONTAINER} is the one that runs Ray",
+            ".spec.containers",
+            lambda t: all("name" in container for container in _containers(t)),
+        ),
+        Rule(
+            f"!has(self.spec.containers) || self.spec.containers.all(c, "
+            f"!has(c.name) || c.name != '{RAY_CONTAINER}' || "
+            "!(has(c.command) || has(c.args) || has(c.image)))",
+            f"command and args of container {RAY_CONTAINER} are KubeRay's, and its image is "
+            "roles.<role>.image: leave them out",
+            ".spec.containers",
+            lambda t: (
+                not any(
+                    {"command", "args", "image"} & container.keys()
+                    for container in t.spec.get("containers", ())
+                    if container.get("name") == RAY_CONTAINER
+                )
+            ),
+        ),
+        Rule(
+            _EVERY_CONTAINER.format(f"!has(c.name) || c.name != '{REPORTER_CONTAINER}'"),
+            f"container {REPORTER_CONTAINER} is the operator's own: choose another name",
+            ".spec.initContainers",
+            lambda t: all(c.get("name") != REPORTER_CONTAINER for c in _containers(t)),
+        ),
+        Rule(
+            _EVERY_CONTAINER.format(
+                "!has(c.volumeMounts) || c.volumeMounts.all(m, !has(m.mountPath) || "
+                f"!m.mountPath.startsWith('{OWN_FOLDER}'))"
+            ),
+            f"{OWN_FOLDER} has the run's own files and tokens: mount elsewhere",
+            ".spec.containers",
+            lambda t: (
+                not any(
+                    str(mount.get("mountPath")).startswith(OWN_FOLDER)
+                    for container in _containers(t)
+                    for mount in container.get("volumeMounts", ())
+                )
+            ),
+        ),
+        Rule(
+            "!has(self.spec.volumes) || self.spec.volumes.all(v, has(v.name) && "
+            + " && ".join(f"v.name != '{name}'" for name in OWN_VOLUMES)
+            + ")",
+            f"every volume needs a name; {' and '.join(OWN_VOLUMES)} are the operator's own",
+            ".spec.volumes",
+            lambda t: all(
+                volume.get("name", OWN_VOLUMES[0]) not in OWN_VOLUMES
+                for volume in t.spec.get("volumes", ())
+            ),
+        ),
+        Rule(
+            "!has(self.spec.automountServiceAccountToken) || "
+            "!self.spec.automountServiceAccountToken || has(self.spec.serviceAccountName)",
+            "no pod of a run gets the token of the namespace's default service account: "
+            "set serviceAccountName too, or leave automountServiceAccountToken out",
+            ".spec.automountServiceAccountToken",
+            lambda t: (
+                not t.spec.get("automountServiceAccountToken") or "serviceAccountName" in t.spec
+            ),
+        ),
+        Rule(
+            "!has(self.spec.restartPolicy)",
+            "restartPolicy is set by the operator and KubeRay: leave it out",
+            ".spec.restartPolicy",
+            lambda t: "restartPolicy" not in t.spec,
+        ),
+    )
+
+    metadata: PodTemplateMetadata = PodTemplateMetadata()
+    spec: PodSpecOverlay = {}
+    """Fields of a pod spec. Mappings are merged, and so are lists with a merge key: containers,
+    volumes and env by name, volumeMounts by mountPath, topologySpreadConstraints by topologyKey.
+    Everything else replaces."""
+
+
+Quantities = Annotated[dict[str, Quantity], Field(max_length=16)]
+
+
+class Resources(Model):
+    """Resources of the Ray container in Kubernetes' own form."""
+
+    requests: Quantities = {}
+    """As in a container spec."""
+    limits: Quantities = {}
+    """As in a container spec."""
+
+
+def _one_form(cpus: str, memory: str) -> tuple[Rule, ...]:
+    """Return the rules that a quantity is not given twice, in the short and in the long form.
+
+    A short form that has its default counts as not given.
+    """
+    here = (
+        "has(self.resources) && ((has(self.resources.requests) && {0} in self.resources.requests)"
+    )
+    here += " || (has(self.resources.limits) && {0} in self.resources.limits))"
+
+    def conflict(resource: str, field: str, default: str) -> Rule:
+        return Rule(
+            f"!({here.format(repr(resource))}) || string(self.{field}) == '{default}'",
+            f"{resource} is in resources: leave {field} out",
+            f".{field}",
+            lambda role: not role.gives(resource) or getattr(role, field) == default,
+        )
+
+    return (
+        conflict("cpu", "cpus", cpus),
+        conflict("memory", "memory", memory),
+        Rule(
+            f"!({here.format('self.gpuResourceName')})",
+            "write GPUs as gpus and gpuResourceName, not in resources: the number of ranks and "
+            "engines follows from gpus",
+            ".resources",
+            lambda role: not role.gives(role.gpu_resource_name),
+        ),
+    )
 
 
 class PodRole(Model):
     """Resources and scheduling of one role's pods."""
 
+    RULES: ClassVar[tuple[Rule, ...]] = _one_form("1", "2Gi")
+
+    image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Image of the role's pods. Default: spec.image."""
+    resources: Resources | None = None
+    """Resources in Kubernetes' own form, for what the short fields cannot say: ephemeral-storage,
+    RDMA devices, a memory request below its limit. Each quantity in one of the two forms."""
+    pod_template: PodTemplate | None = None
     cpus: Quantity = "1"
     """CPU request of a pod. There is no CPU limit, because throttling slows RL down."""
     memory: Quantity = "2Gi"
@@ -51,6 +265,16 @@ class PodRole(Model):
     On trainer and inference pods, set more than twice the size of the model. Counts against
     `memory`."""
 
+    def gives(self, resource: str) -> bool:
+        """Return True if `resources` requests or limits the resource."""
+        given = self.resources or Resources()
+        return resource in given.requests or resource in given.limits
+
+    @property
+    def overlay(self) -> PodTemplate:
+        """Return podTemplate; an empty one if it is not set."""
+        return self.pod_template or PodTemplate()
+
 
 class WorkerRole(PodRole):
     """Settings of a role with a number of pods."""
@@ -61,6 +285,8 @@ class WorkerRole(PodRole):
 
 class DriverRole(PodRole):
     """The head pod: Ray's control plane, the driver and the reporter."""
+
+    RULES = _one_form("500m", "3Gi")
 
     cpus: Quantity = "500m"
     """CPU request of the pod. There is no CPU limit."""

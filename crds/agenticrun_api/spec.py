@@ -9,7 +9,7 @@ from pydantic import Field, FiniteFloat, model_validator
 from agenticrun_api.base import Count, Model, Name, Quantity, Rule, refused
 from agenticrun_api.names import Role
 from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
-from agenticrun_api.roles import Roles
+from agenticrun_api.roles import Annotations, Labels, Roles, reserved_labels
 
 RAY_VERSION = "2.60.0"
 """The Ray version in this release's worker image."""
@@ -266,6 +266,8 @@ class AgenticRunSpec(Model):
                 "imagePullSecrets",
                 "placement",
                 "tracking",
+                "labels",
+                "annotations",
             )
         ),
         *(_immutable(field, required=False) for field in ("image", "code", "checkpoint")),
@@ -285,6 +287,7 @@ class AgenticRunSpec(Model):
             ".roles.reference",
             lambda s: s.roles.reference is None or s.pipeline.uses_reference,
         ),
+        reserved_labels("labels", lambda s: s.labels),
         Rule(
             "has(self.checkpoint) || has(self.model.initialize)",
             "the size of a checkpoint of model.path is not known here: set checkpoint.uri (s3://"
@@ -349,6 +352,10 @@ class AgenticRunSpec(Model):
         RAY_VERSION
     )
     """The Ray version in the image; at least 2.52, for token authentication."""
+    labels: Labels = {}
+    """Labels of the RayCluster and of all pods, in addition to the operator's own."""
+    annotations: Annotations = {}
+    """Annotations of the RayCluster and of all pods."""
     model: ModelSpec
     code: CodeSpec | None = None
     roles: Roles = Roles()

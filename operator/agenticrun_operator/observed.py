@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from agenticrun_api import AgenticRun, Progress, Reason, Role
-from agenticrun_api.names import LABEL_ROLE, LABEL_RUN_UID
+from agenticrun_api.names import LABEL_ROLE, LABEL_RUN_UID, RAY_CONTAINER
 from agenticrun_operator.resources import (
-    RAY_CONTAINER,
     Child,
     Manifest,
     controller,

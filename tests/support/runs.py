@@ -16,6 +16,7 @@ from agenticrun_api.algorithm import (
 from agenticrun_api.base import Model
 from agenticrun_api.environments import EnvGroups
 from agenticrun_api.pipeline import Pipeline, Record, Staleness
+from agenticrun_api.roles import PodTemplate, WorkerRole
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.spec import AgenticRunSpec, Checkpoint, InitializeModel, ModelSpec, VolumeClaim
 from agenticrun_api.training import ActorTrain, Critic, Eval, Generating, Warmup, WeightSync
@@ -76,6 +77,8 @@ class RuleCase:
 
 
 _P = "spec.pipeline"
+_TRAINER = "spec.roles.trainer"
+_TEMPLATE = f"{_TRAINER}.podTemplate"
 _SAVED = ("spec.checkpoint.uri", "s3://bucket/prefix")
 _AGG = f"{_P}.algorithm.lossAggMode"
 _NORM = f"{_P}.rewardNormalization"
@@ -697,6 +700,98 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "spec.checkpoint",
         (("spec.model", {"path": "org/model"}),),
         (("spec.model", {"path": "org/model"}), ("spec.checkpoint.none", True)),
+    ),
+    *(
+        RuleCase(
+            PodTemplate,
+            message,
+            f"{_TEMPLATE}.{path}",
+            ((f"{_TEMPLATE}.spec", wrong),),
+            ((f"{_TEMPLATE}.spec", right),),
+        )
+        for message, path, wrong, right in (
+            (
+                "every container needs its name",
+                "spec.containers",
+                {"initContainers": [{"image": "busybox"}]},
+                {"initContainers": [{"name": "warm", "image": "busybox"}]},
+            ),
+            (
+                "command and args of container ray",
+                "spec.containers",
+                {"containers": [{"name": "ray", "command": ["bash"]}]},
+                {"containers": [{"name": "side", "command": ["bash"], "image": "busybox"}]},
+            ),
+            (
+                "container reporter is the operator's own",
+                "spec.initContainers",
+                {"containers": [{"name": "reporter"}]},
+                {"containers": [{"name": "reporter-2"}]},
+            ),
+            (
+                "/etc/agenticrun has the run's own files",
+                "spec.containers",
+                {
+                    "containers": [
+                        {
+                            "name": "ray",
+                            "volumeMounts": [{"name": "x", "mountPath": "/etc/agenticrun/run"}],
+                        }
+                    ]
+                },
+                {
+                    "containers": [
+                        {"name": "ray", "volumeMounts": [{"name": "x", "mountPath": "/data"}]}
+                    ]
+                },
+            ),
+            (
+                "every volume needs a name",
+                "spec.volumes",
+                {"volumes": [{"name": "run", "emptyDir": {}}]},
+                {"volumes": [{"name": "work", "emptyDir": {"medium": "Memory"}}]},
+            ),
+            (
+                "no pod of a run gets the token",
+                "spec.automountServiceAccountToken",
+                {"automountServiceAccountToken": True},
+                {"automountServiceAccountToken": True, "serviceAccountName": "training"},
+            ),
+            (
+                "restartPolicy is set by the operator",
+                "spec.restartPolicy",
+                {"restartPolicy": "Never"},
+                {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"},
+            ),
+        )
+    ),
+    RuleCase(
+        AgenticRunSpec,
+        "labels of agenticrun.dev, ray.io",
+        "spec.labels",
+        (("spec.labels", {"kueue.x-k8s.io/queue-name": "gpus"}),),
+        (("spec.labels", {"team": "lake"}),),
+    ),
+    *(
+        RuleCase(
+            WorkerRole,
+            message,
+            f"spec.roles.trainer.{field}",
+            ((_TRAINER, {"resources": {part: {name: "4"}}, **wrong}),),
+            ((_TRAINER, {"resources": {part: {name: "4"}}, **right}),),
+        )
+        for message, field, part, name, wrong, right in (
+            ("cpu is in resources", "cpus", "requests", "cpu", {"cpus": 2}, {}),
+            ("memory is in resources", "memory", "limits", "memory", {"memory": "8Gi"}, {}),
+            (
+                "write GPUs as gpus",
+                "resources",
+                "limits",
+                "nvidia.com/gpu",
+                {},
+                {"gpuResourceName": "example.com/gpu"},
+            ),
+        )
     ),
     RuleCase(
         Checkpoint,

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 
-from agenticrun_api import AgenticRun, ConditionType, Phase, Reason
+from agenticrun_api import AgenticRun, ConditionType, Phase, Reason, Role
 from agenticrun_api.names import KIND
 from agenticrun_operator.errors import ClusterError, NamespaceGone, NotServed, Refused
 from agenticrun_operator.observed import Observed
@@ -139,7 +139,7 @@ def obstacle_met(run: AgenticRun, observed: Observed, error: ClusterError) -> Ob
         )
     if not isinstance(error, Refused):
         return Obstacle(Reason.DENIED, message)
-    if unknown := _fields_unknown_to_kuberay(message):
+    if unknown := _fields_unknown_to_kuberay(run, message):
         return Obstacle(
             Reason.KUBERAY_TOO_OLD,
             f"this version of KubeRay does not know {', '.join(unknown[:3])}: upgrade KubeRay and "
@@ -163,13 +163,20 @@ def report(draft: Draft, obstacle: Obstacle) -> None:
     draft.look_again(RETRY_SECONDS if obstacle.needs_people else WAIT_SECONDS)
 
 
-def _fields_unknown_to_kuberay(refusal: str) -> list[str]:
+def _fields_unknown_to_kuberay(run: AgenticRun, refusal: str) -> list[str]:
     """Return the fields of ours that a refusal of the RayCluster calls unknown.
 
     A field that the user wrote in spec.roles is the user's error, and not meant here.
     """
     fields = [next(filter(None, found)) for found in _UNKNOWN_FIELDS.findall(refusal)]
-    return [field for field in fields if not _OF_THE_USER.search(field)]
+    overlays = str(
+        [run.spec.roles.of(role).overlay.spec for role in Role if run.spec.roles.has(role)]
+    )
+    return [
+        field
+        for field in fields
+        if not _OF_THE_USER.search(field) and f"'{field.rsplit('.', 1)[1]}'" not in overlays
+    ]
 
 
 def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:

@@ -25,7 +25,6 @@ from agenticrun_operator.resources.metadata import (
     is_deleting,
     whole_number,
 )
-from agenticrun_operator.resources.pods import RAY_CONTAINER
 from agenticrun_operator.resources.raycluster import images_in, ray_cluster
 from agenticrun_operator.resources.tokens import (
     OperatorKey,
@@ -38,7 +37,6 @@ from agenticrun_operator.resources.volumes import storage_of
 
 __all__ = [
     "CLAIM_KIND",
-    "RAY_CONTAINER",
     "Child",
     "Event",
     "Manifest",

@@ -27,7 +27,7 @@ class WorkerImages:
         engine, because it is some GB larger.
         """
         engine = run.spec.pipeline.actor_infer.strategy.name
-        if chosen := run.spec.image or chosen_image(run, role):
+        if chosen := run.spec.roles.of(role).image or run.spec.image or chosen_image(run, role):
             return chosen
         return (
             self.with_engine[engine]
@@ -41,6 +41,7 @@ class WorkerImages:
         return (
             None
             if run.spec.image
+            or run.spec.roles.of(run.spec.engine_role).image
             or engine == EMBEDDED_ENGINE
             or self.with_engine.get(engine)
             or chosen_image(run, run.spec.engine_role)

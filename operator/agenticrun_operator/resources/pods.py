@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from agenticrun_api import AgenticRun, Role
-from agenticrun_api.names import CODE_DIR, REPORTER_COMMAND, REPORTER_PORT
+from agenticrun_api.names import (
+    CODE_DIR,
+    RAY_CONTAINER,
+    REPORTER_COMMAND,
+    REPORTER_CONTAINER,
+    REPORTER_PORT,
+)
+from agenticrun_api.roles import Resources
 from agenticrun_operator.resources.claims import created_claim
 from agenticrun_operator.resources.metadata import Manifest, run_labels
+from agenticrun_operator.resources.overlay import merged
 from agenticrun_operator.resources.volumes import SAVES, pod_volumes
-
-RAY_CONTAINER = "ray"
-REPORTER_CONTAINER = "reporter"
 
 UID = 1000
 """User and group of every process of a run; the worker image has this user."""
@@ -36,7 +41,7 @@ _REPORTER_VOLUMES = ("work", "run", "reporter-token")
 
 
 def head_pod(run: AgenticRun, image: str, tokens: str, ports: dict[str, int]) -> Manifest:
-    """Return the head pod: Ray's head with the driver, and the reporter.
+    """Return the pod template of the head: Ray's head with the driver, and the reporter.
 
     The reporter is a native sidecar, so it keeps running when an attempt of the driver ends.
     """
@@ -64,12 +69,25 @@ def head_pod(run: AgenticRun, image: str, tokens: str, ports: dict[str, int]) ->
             ],
         }
     ]
-    return pod
+    return _template(run, Role.DRIVER, pod)
 
 
 def worker_pod(run: AgenticRun, role: Role, image: str, tokens: str) -> Manifest:
-    """Return the pod spec of a worker role."""
-    return _pod(run, role, image, tokens, {})
+    """Return the pod template of a worker role."""
+    return _template(run, role, _pod(run, role, image, tokens, {}))
+
+
+def _template(run: AgenticRun, role: Role, pod: Manifest) -> Manifest:
+    """Return the pod template with the user's overlay (spec.roles.<role>.podTemplate).
+
+    The rules of the API refuse an overlay of what must stay ours. No pod gets Kubernetes
+    credentials unless the user names a service account and asks for its token.
+    """
+    overlay = run.spec.roles.of(role).overlay
+    labels = run.spec.labels | overlay.metadata.labels | run_labels(run, role)
+    annotations = run.spec.annotations | overlay.metadata.annotations
+    metadata: Manifest = {"labels": labels} | ({"annotations": annotations} if annotations else {})
+    return {"metadata": metadata, "spec": merged(pod, overlay.spec)}
 
 
 def _pod(run: AgenticRun, role: Role, image: str, tokens: str, ports: dict[str, int]) -> Manifest:
@@ -144,7 +162,16 @@ def _environment(run: AgenticRun, role: Role) -> list[Manifest]:
 
 def _resources(run: AgenticRun, role: Role) -> Manifest:
     settings = run.spec.roles.of(role)
-    limits: Manifest = {"memory": settings.memory}
+    given = settings.resources or Resources()
+    requests: Manifest = {} if settings.gives("cpu") else {"cpu": settings.cpus}
+    limits: Manifest = {} if settings.gives("memory") else {"memory": settings.memory}
     if settings.gpus:
         limits[settings.gpu_resource_name] = settings.gpus
-    return {"requests": {"cpu": settings.cpus, **limits}, "limits": limits}
+    return {"requests": requests | limits | given.requests, "limits": limits | given.limits}
+
+
+def cpus_of(run: AgenticRun, role: Role) -> str:
+    """Return the CPUs of a role's pod, in whichever form they are given."""
+    settings = run.spec.roles.of(role)
+    given = settings.resources or Resources()
+    return given.requests.get("cpu") or given.limits.get("cpu") or settings.cpus

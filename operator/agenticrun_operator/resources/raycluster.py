@@ -10,10 +10,9 @@ from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import (
     Manifest,
     child_metadata,
-    run_labels,
     whole_number,
 )
-from agenticrun_operator.resources.pods import head_pod, worker_pod
+from agenticrun_operator.resources.pods import cpus_of, head_pod, worker_pod
 
 HEAD_PORTS = {
     "gcs-server": 6379,
@@ -39,18 +38,22 @@ def ray_cluster(run: AgenticRun, images: WorkerImages, tokens: str) -> Manifest:
         images: the worker images of this installation.
         tokens: the name of the Secret with the run's tokens.
     """
+    metadata = child_metadata(run, run.metadata.name)
+    metadata["labels"] = run.spec.labels | metadata["labels"]
+    if run.spec.annotations:
+        metadata["annotations"] = dict(run.spec.annotations)
     head = head_pod(run, images.of(run, Role.DRIVER), tokens, HEAD_PORTS)
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
-        "metadata": child_metadata(run, run.metadata.name),
+        "metadata": metadata,
         "spec": {
             "rayVersion": run.spec.ray_version,
             "authOptions": {"mode": "token", "secretName": tokens},
             "headGroupSpec": {
                 "rayStartParams": _ray_start_params(run, Role.DRIVER)
                 | {"dashboard-host": "0.0.0.0"},
-                "template": {"metadata": {"labels": run_labels(run, Role.DRIVER)}, "spec": head},
+                "template": head,
             },
             "workerGroupSpecs": [
                 _worker_group(run, role, images.of(run, role), tokens)
@@ -79,10 +82,7 @@ def _worker_group(run: AgenticRun, role: Role, image: str, tokens: str) -> Manif
         "minReplicas": replicas,
         "maxReplicas": replicas,
         "rayStartParams": _ray_start_params(run, role),
-        "template": {
-            "metadata": {"labels": run_labels(run, role)},
-            "spec": worker_pod(run, role, image, tokens),
-        },
+        "template": worker_pod(run, role, image, tokens),
     }
 
 
@@ -97,7 +97,7 @@ def _ray_start_params(run: AgenticRun, role: Role) -> dict[str, str]:
     units = {carried.value: actors for carried, actors in run.spec.actors_per_pod(role).items()}
     resources = json.dumps(units, separators=(",", ":"))
     return {
-        "num-cpus": "0" if role is Role.DRIVER else str(max(1, whole_number(settings.cpus))),
+        "num-cpus": "0" if role is Role.DRIVER else str(max(1, whole_number(cpus_of(run, role)))),
         "num-gpus": str(settings.gpus),
         "resources": json.dumps(
             resources

@@ -136,6 +136,7 @@ def _change(stored: Cluster, *changes: Change) -> str:
         ((f"{P}.guards.maxSkippedSteps", 3), f"{P}.guards.maxSkippedSteps"),
         ((f"{P}.trainEnvs.groups", 1), f"{P}.trainEnvs"),
         (("spec.image", "other:1"), "spec.image"),
+        (("spec.labels", {"team": "lake"}), "spec.labels"),
         (("spec.imagePullSecrets", ["mine"]), "spec.imagePullSecrets"),
         (("spec.code", {"configMap": "mine"}), "spec.code"),
         (("spec.checkpoint", {"uri": "/data"}), "spec.checkpoint"),

@@ -100,6 +100,7 @@ def test_only_fields_that_hold_foreign_objects_are_open() -> None:
     }
     assert {path.rsplit(".", 1)[1] for path in open_fields} == {
         "config", "affinity", "tolerations[]", "env[]", "envFrom[]", "volumes[]", "volumeMounts[]",
+        "spec", "containers[]", "initContainers[]",
     }  # fmt: skip
 
 
