@@ -78,12 +78,12 @@ class CountingWorld(World):
     steps = 1000
     max_requests = 0
 
-    def start(self) -> Operator:
+    def start(self, slots: asyncio.Semaphore | None = None) -> Operator:
         """Apply the example and let its driver report a step."""
         document = json.loads(json.dumps(load_run(EXAMPLE).to_dict()))
         document.pop("status", None)
         self.apply_run(*((f"spec.{name}", value) for name, value in document["spec"].items()))
-        return Operator(self)
+        return Operator(self, slots)
 
     def apiserver_requests(self) -> int:
         return sum(
@@ -160,10 +160,10 @@ class BytesHead(RunHead):
         await self.world.submit(head, submission_id, attempt)
 
 
-def bytes_operator(world: CountingWorld, transport: HeadTransport | None = None) -> Operator:
+def bytes_operator(world: CountingWorld, slots: asyncio.Semaphore | None = None) -> Operator:
     """Return an operator that reads the head's answers from bytes, like the real one."""
-    operator = world.start()
-    head = BytesHead(world, transport or WorldTransport(world))
+    operator = world.start(slots)
+    head = BytesHead(world, WorldTransport(world))
     operator.use_head(head)
     return operator
 
@@ -226,7 +226,6 @@ async def measure_looks(figures: dict[str, float], seconds: float, rounds: int) 
     figures["requests_per_minute_running"] = world.apiserver_requests() / (rounds * seconds / 60)
     world.requests.clear()
     for _ in range(10):
-        operator.pod_event()
         await operator.reconcile(changed=True)
         world.now += timedelta(seconds=1)
     figures["requests_per_pod_event"] = world.apiserver_requests() / 10
@@ -374,7 +373,7 @@ async def workers_of(operators: dict[Key, Operator]) -> AsyncIterator[dict[Key, 
         operator.world.now += timedelta(seconds=delay or 0)
         return delay
 
-    workers = ReconcileWorkers(queue, reconcile, leading, count=4)
+    workers = ReconcileWorkers(queue, reconcile, leading)
     workers.start()
     for key in operators:
         queue.add(key)
@@ -385,9 +384,10 @@ async def workers_of(operators: dict[Key, Operator]) -> AsyncIterator[dict[Key, 
 async def measure_unreachable(figures: dict[str, float], seconds: float) -> None:
     """Measure how often healthy runs are looked at beside unreachable ones."""
     operators: dict[Key, Operator] = {}
+    slots = asyncio.Semaphore(4)
     for number in range(HEALTHY + UNREACHABLE):
         world = CountingWorld()
-        operator = bytes_operator(world)
+        operator = bytes_operator(world, slots)
         await running(world, operator)
         if number >= HEALTHY:
             operator.use_head(SilentHead(10.0))

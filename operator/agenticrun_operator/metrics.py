@@ -21,6 +21,9 @@ API_REQUESTS = Counter(
 STATUS_WRITES = Counter("agenticrun_operator_status_writes_total", "Writes of a run's status.")
 SUBMISSIONS = Counter("agenticrun_operator_submissions_total", "Drivers submitted to Ray.")
 QUEUE_LENGTH = Gauge("agenticrun_operator_queue_length", "Runs that wait for a reconcile worker.")
+HEADS_UNREACHABLE = Gauge(
+    "agenticrun_operator_unreachable_heads", "Runs whose head did not answer the last request."
+)
 LEADER = Gauge("agenticrun_operator_leader", "1 while this process holds the lease, else 0.")
 WATCHES_DOWN = Gauge(
     "agenticrun_operator_watch_down",

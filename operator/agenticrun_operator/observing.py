@@ -1,17 +1,22 @@
 """Reads the objects of a run from the apiserver, and the state of its newest attempt from the head.
 
-Keeps requests to the apiserver few: three for a full look at a training run, none for a light one.
+Keeps requests to the apiserver few: RayCluster and pods come from the watches, and a look at a
+training run makes no request. A head that does not answer is asked less and less often.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
+from typing import TypeVar
 
 from agenticrun_api import AgenticRun, Phase, Reason
 from agenticrun_operator.cluster import Head, HeadAddress, Kube, NotServed
 from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.metrics import HEADS_UNREACHABLE
 from agenticrun_operator.observed import Observed, Pod, Unreachable, read_pods
 from agenticrun_operator.release_0_1 import RandomTokens
 from agenticrun_operator.resources import (
@@ -22,6 +27,16 @@ from agenticrun_operator.resources import (
     key_id_of,
     mounted_names,
 )
+from agenticrun_operator.watch_cache import WatchedObjects
+from agenticrun_operator.workqueue import backoff_seconds
+
+PATIENCE = 3
+"""Times in a row that a head may fail to answer before it is asked less often."""
+FIRST_SILENCE_SECONDS = 4.0
+MAX_SILENCE_SECONDS = 30.0
+JITTER = 0.3
+"""Share of the silence that is random, so that the heads of a lost node are not asked together."""
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -32,42 +47,94 @@ class ObservedObjects:
     pods: tuple[Pod, ...]
     missing_code: str | None
     kuberay_missing: bool = False
+    fresh: bool = True
+    """True if everything was read from the apiserver, nothing taken from the watches or before."""
+
+
+@dataclass(frozen=True)
+class _Silence:
+    """A part of a head that did not answer."""
+
+    failures: int
+    answer: Unreachable
+    until: datetime
+    """It is not asked before this time."""
 
 
 class Observer:
     """Reads runs."""
 
-    def __init__(self, kube: Kube, head: Head, key: OperatorKey):
+    def __init__(
+        self,
+        kube: Kube,
+        head: Head,
+        watched: WatchedObjects,
+        key: OperatorKey,
+        clock: Callable[[], datetime],
+    ):
         self._kube = kube
         self._head = head
+        self._watched = watched
         self._key = key
+        self._clock = clock
         self._random_tokens = RandomTokens(kube)
+        self._silent: dict[tuple[str, str], _Silence] = {}
+        """By the run's uid and the part of its head."""
 
-    async def read_objects(self, run: AgenticRun) -> ObservedObjects:
-        """Read the RayCluster and the pods, and the other children unless the run is training."""
+    def ask_again(self, run_uid: str) -> None:
+        """Ask a head that did not answer at the next look: something has changed."""
+        for part in ("job", "progress"):
+            self._silent.pop((run_uid, part), None)
+        self._count_unreachable()
+
+    async def read_objects(
+        self, run: AgenticRun, known: ObservedObjects | None = None, *, fresh: bool
+    ) -> ObservedObjects:
+        """Read the RayCluster and the pods, and the other children unless the run is training.
+
+        Args:
+            run: the run.
+            known: an earlier observation; its other children are used instead of reading them.
+            fresh: True to read everything from the apiserver, False to ask the watches first.
+        """
         namespace, name = run.key
+        watched_pods = None if fresh else self._watched.pods.of_run(run.key)
+        clusters = None if fresh else self._watched.clusters.of_run(run.key)
+        # One that the watch does not know may exist: someone else's has no label of ours.
+        seen = next((one for one in clusters or () if one["metadata"]["name"] == name), None)
+        fresh = watched_pods is None and seen is None
+        found: Manifest | NotServed | None
         pods, found = await asyncio.gather(
-            self._kube.list_pods(namespace, name), self._read_cluster(run)
+            self._list_pods(run, watched_pods), self._read_cluster(run, seen)
         )
         kuberay_missing = isinstance(found, NotServed)
         cluster = None if isinstance(found, NotServed) else found
-        children: dict[Child, Manifest | None] = {Child("RayCluster", name): cluster}
+        children: dict[Child, Manifest | None] = {}
         missing_code = None
         settled = (
             run.status.phase is Phase.RUNNING
             and run.status.observed_generation == run.metadata.generation
         )
         if not run.status.phase.finished and (cluster is None or not settled):
-            children |= await self._all_children(run)
-            code = code_config_map(run)
-            if code and await self._kube.get(code.kind, namespace, code.name) is None:
-                missing_code = code.name
+            if known:
+                children, missing_code, fresh = dict(known.children), known.missing_code, False
+            else:
+                children = await self._all_children(run)
+                code = code_config_map(run)
+                if code and await self._kube.get(code.kind, namespace, code.name) is None:
+                    missing_code = code.name
+        children[Child("RayCluster", name)] = cluster
         own = tuple(read_pods(pods, run, cluster, cluster_known=not kuberay_missing))
-        return ObservedObjects(children, own, missing_code, kuberay_missing)
+        return ObservedObjects(children, own, missing_code, kuberay_missing, fresh)
 
-    async def _read_cluster(self, run: AgenticRun) -> Manifest | NotServed | None:
+    async def _list_pods(self, run: AgenticRun, known: list[Manifest] | None) -> list[Manifest]:
+        return await self._kube.list_pods(*run.key) if known is None else known
+
+    async def _read_cluster(
+        self, run: AgenticRun, known: Manifest | None
+    ) -> Manifest | NotServed | None:
         try:
-            return await self._kube.get("RayCluster", *run.key)
+            return known or await self._kube.get("RayCluster", *run.key)
         except NotServed as error:
             return error
 
@@ -115,10 +182,34 @@ class Observer:
             return replace(observed, job=head, progress=head)
         if job is None:
             return observed
+        uid = run.metadata.uid
         seen, progress = await asyncio.gather(
-            self._head.job(head, job.submission_id), self._head.progress(head)
+            self._ask((uid, "job"), lambda: self._head.job(head, job.submission_id)),
+            self._ask((uid, "progress"), lambda: self._head.progress(head)),
         )
         return replace(observed, job=seen, progress=progress)
+
+    async def _ask(
+        self, part: tuple[str, str], ask: Callable[[], Awaitable[Answer]]
+    ) -> Answer | Unreachable:
+        """Ask a part of a head, unless it has not answered several times and it is not yet time."""
+        before = self._silent.get(part)
+        if before and self._clock() < before.until:
+            return before.answer
+        answer = await ask()
+        if isinstance(answer, Unreachable):
+            failures = before.failures + 1 if before else 1
+            wait = backoff_seconds(failures - PATIENCE, FIRST_SILENCE_SECONDS, MAX_SILENCE_SECONDS)
+            wait *= random.uniform(1 - JITTER, 1) if failures >= PATIENCE else 0.0
+            until = self._clock() + timedelta(seconds=wait)
+            self._silent[part] = _Silence(failures, answer, until)
+        else:
+            self._silent.pop(part, None)
+        self._count_unreachable()
+        return answer
+
+    def _count_unreachable(self) -> None:
+        HEADS_UNREACHABLE.set(len({uid for uid, _ in self._silent}))
 
     async def head_address(
         self, run: AgenticRun, objects: ObservedObjects

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from agenticrun_api import AgenticRun, InvalidRun, Phase
+from agenticrun_api import AgenticRun, ConditionType, InvalidRun, Phase
 from agenticrun_api.load import parse_served
 from agenticrun_api.names import KIND
 from agenticrun_operator.applying import Applier
@@ -24,15 +26,20 @@ from agenticrun_operator.cluster import (
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
 from agenticrun_operator.planning import (
+    Plan,
     Submit,
     plan,
     plan_unreadable,
 )
-from agenticrun_operator.resources import Manifest, OperatorKey, WorkerImages
-from agenticrun_operator.workqueue import Item, Key
+from agenticrun_operator.resources import CLAIM_KIND, Manifest, OperatorKey, WorkerImages
+from agenticrun_operator.watch_cache import WatchedObjects
+from agenticrun_operator.workqueue import Item, Key, backoff_seconds
 
 RETRY_SECONDS = 0.2
-"""Delay after a conflict: the run has changed since it was read, so it is read again."""
+"""Delay after a first conflict: the run has changed since it was read, so it is read again."""
+MAX_RETRY_SECONDS = 30.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class RunCache:
     """The document, parsed once."""
     objects: ObservedObjects
     looked_at: datetime
+    children_read_at: datetime
+    """Time at which the children beside the RayCluster were read."""
     wrote_at: datetime | None = None
     job_trouble: str | None = None
     tokens_sent_at: datetime | None = None
@@ -68,13 +77,32 @@ class Reconciler:
         self,
         kube: Kube,
         head: Head,
+        watched: WatchedObjects,
         images: WorkerImages,
         key: OperatorKey,
         full_look_seconds: float,
+        slots: asyncio.Semaphore,
         clock: Callable[[], datetime] = utc_now,
     ):
+        """Create a reconciler.
+
+        Args:
+            kube: the apiserver.
+            head: the head pods.
+            watched: what the watches saw last.
+            images: the worker images of this installation.
+            key: the operator's key, from which the tokens of runs are derived.
+            full_look_seconds: the age at which remembered objects are looked at again.
+            slots: limits the runs that are read and written at the same time. Head pods are asked
+                outside the slots, so that those that do not answer delay no other run.
+            clock: returns the current time.
+        """
         self._kube = kube
-        self._observer = Observer(kube, head, key)
+        self._watched = watched
+        self._observer = Observer(kube, head, watched, key, clock)
+        self._slots = slots
+        self._conflicts: dict[Key, int] = {}
+        """Conflicts in a row."""
         self._applier = Applier(kube, head)
         self._images = images
         self._key = key
@@ -82,13 +110,18 @@ class Reconciler:
         self._clock = clock
         self._cache: dict[Key, RunCache] = {}
 
-    def is_own_write(self, key: Key, resource_version: str) -> bool:
-        """Return True if this version was read or written here, so that its event is no change."""
+    def is_current(self, key: Key) -> bool:
+        """Return True if the newest version of the run that the watch saw was read or written here.
+
+        Then the watch event is no change.
+        """
         cached = self._cache.get(key)
-        return (
-            cached is not None
-            and cached.document["metadata"]["resourceVersion"] == resource_version
-        )
+        version = self._watched.version(key)
+        return cached is not None and cached.document["metadata"]["resourceVersion"] == version
+
+    def known_keys(self) -> list[Key]:
+        """Return the runs that are remembered here."""
+        return list(self._cache)
 
     async def reconcile(self, item: Item) -> float | None:
         """Observe the run, plan and apply.
@@ -96,68 +129,117 @@ class Reconciler:
         Returns:
             Seconds until the next look if no watch event comes earlier, or None for no next look.
         """
-        cached = self._cache.get(item.key)
-        fully = cached is None or item.changed or self._is_stale(cached)
-        if fully:
-            cached = await self._look_fully(item.key)
-        if cached is None:
-            return None
+        key = item.key
+        conflicts = self._conflicts.get(key, 0)
+        cached = self._cache.get(key)
+        if cached and item.changed:
+            self._observer.ask_again(cached.run.metadata.uid)
         try:
-            return await self._step(item.key, cached, fully)
-        except Conflict:
-            self._cache.pop(item.key, None)
-            return RETRY_SECONDS
+            delay = await self._look_and_act(key, again=item.changed, fresh=conflicts > 0)
+        except Conflict as error:
+            self._conflicts[key] = conflicts + 1
+            if conflicts:
+                log.info("%s: conflict %d: %s", "/".join(key), conflicts + 1, error)
+            return backoff_seconds(conflicts, RETRY_SECONDS, MAX_RETRY_SECONDS)
         except NotFound:
-            self._cache.pop(item.key, None)
+            self._forget(key)
             return None
+        self._conflicts.pop(key, None)
+        return delay
 
-    def _is_stale(self, cached: RunCache) -> bool:
-        running = cached.document.get("status", {}).get("phase") == Phase.RUNNING.value
-        return (
-            not running
-            or (self._clock() - cached.looked_at).total_seconds() > self._full_look_seconds
-        )
+    async def _look_and_act(self, key: Key, again: bool, fresh: bool) -> float | None:
+        """Look at the run and carry out a plan.
 
-    async def _look_fully(self, key: Key) -> RunCache | None:
-        """Read the run and its objects. Return None if there is nothing to reconcile."""
-        document = await self._kube.get(KIND, *key)
+        The watches may be behind, so a plan that acts is made again from objects that were read
+        after it was made, and only then carried out. Any other plan only writes what was seen.
+
+        Args:
+            key: the run.
+            again: True if what is remembered of its objects may be old.
+            fresh: True to read everything from the apiserver at once.
+        """
+        while True:
+            async with self._slots:
+                cached, fresh = await self._look(key, again, fresh)
+            if cached is None:
+                return None
+            observed = await self._observe(cached)  # other runs go on meanwhile
+            async with self._slots:
+                plan_ = plan(cached.run, observed, self._clock(), self._images, self._key)
+                if fresh or not _acts(plan_, cached.run):
+                    return await self._act(key, cached, observed, plan_)
+            fresh = True
+
+    async def _look(self, key: Key, again: bool, fresh: bool) -> tuple[RunCache | None, bool]:
+        """Return the run with its objects, and True if all was read from the apiserver just now.
+
+        None if there is nothing to reconcile.
+        """
         before = self._cache.get(key)
-        if (
-            before
-            and document
-            and before.document["metadata"]["uid"] != document["metadata"]["uid"]
-        ):
-            before = None
+        if before and not (again or fresh or self._is_stale(before)):
+            return before, False
+        current = before is not None and not fresh and self.is_current(key)
+        document = before.document if before and current else await self._kube.get(KIND, *key)
         if document is None:
-            self._cache.pop(key, None)
-            return None
+            self._forget(key)
+            return None, True
+        if before and before.run.metadata.uid != document["metadata"]["uid"]:
+            before = None
+        same = before and before.document["metadata"] == document["metadata"]
         try:
-            run = parse_served(document)
+            run = before.run if before and same else parse_served(document)
         except InvalidRun as error:
             self._cache.pop(key, None)
             await self._handle_unreadable(document, error)
-            return None
-        objects = await self._observer.read_objects(run)
+            return None, True
+        known = before if before and not fresh and self._knows_children(before, run) else None
+        if run.status.phase is Phase.PENDING and self._images.missing_engine(run):
+            objects = ObservedObjects({}, (), None)  # nothing can be done for it
+        else:
+            objects = await self._observer.read_objects(
+                run, known.objects if known else None, fresh=fresh
+            )
         now = self._clock()
-        cached = (
-            replace(before, document=document, run=run, objects=objects, looked_at=now)
-            if before
-            else RunCache(document, run, objects, now)
+        cached = replace(
+            before or RunCache(document, run, objects, now, now),
+            document=document,
+            run=run,
+            objects=objects,
+            looked_at=now,
+            children_read_at=known.children_read_at if known else now,
         )
         self._cache[key] = cached
-        return cached
+        return cached, objects.fresh and not current
 
-    async def _step(self, key: Key, cached: RunCache, fully: bool) -> float | None:
-        run, observed = cached.run, await self._observe(cached)
-        plan_ = plan(run, observed, self._clock(), self._images, self._key)
-        if plan_.status and plan_.status.phase is not run.status.phase and not fully:
-            # A phase change is decided only on freshly read objects.
-            fresh = await self._look_fully(key)
-            if fresh is None:
-                return None
-            cached, run = fresh, fresh.run
-            observed = await self._observe(cached)
-            plan_ = plan(run, observed, self._clock(), self._images, self._key)
+    def _is_stale(self, cached: RunCache) -> bool:
+        return cached.run.status.phase is not Phase.RUNNING or self._age(cached.looked_at) > 0
+
+    def _knows_children(self, cached: RunCache, run: AgenticRun) -> bool:
+        """Return True if the children beside the RayCluster were there a moment ago, and in order.
+
+        No watch reports them.
+        """
+        in_order = cached.run.metadata.generation == run.metadata.generation and any(
+            item.type == ConditionType.CLUSTER_PROVISIONED.value and item.status == "True"
+            for item in run.status.conditions
+        )
+        children = cached.objects.children
+        found = len(children) > 1 and cached.objects.missing_code is None
+        settled = all(
+            manifest
+            and (child.kind != CLAIM_KIND or manifest.get("status", {}).get("phase") == "Bound")
+            for child, manifest in children.items()
+        )
+        return in_order and found and settled and self._age(cached.children_read_at) <= 0
+
+    def _age(self, moment: datetime) -> float:
+        """Return the seconds by which something is too old to be used."""
+        return (self._clock() - moment).total_seconds() - self._full_look_seconds
+
+    async def _act(
+        self, key: Key, cached: RunCache, observed: Observed, plan_: Plan
+    ) -> float | None:
+        run = cached.run
         if isinstance(plan_.job, Submit) and not await self._may_submit(run, plan_.job):
             self._cache.pop(key, None)
             return RETRY_SECONDS
@@ -191,7 +273,7 @@ class Reconciler:
         job = run.status.job
         if job is None or job.submission_id != submit.submission_id:
             return True
-        objects = await self._observer.read_objects(run)
+        objects = await self._observer.read_objects(run, fresh=True)
         head = Observed(pods=objects.pods).head(run.metadata.uid)
         return head is not None and head.incarnation == job.incarnation
 
@@ -212,3 +294,15 @@ class Reconciler:
         plan_ = plan_unreadable(document, error.errors, self._clock())
         stored = await self._applier.write_status(document, plan_)
         await self._applier.act(plan_, stored, None)
+
+    def _forget(self, key: Key) -> None:
+        self._conflicts.pop(key, None)
+        cached = self._cache.pop(key, None)
+        if cached:
+            self._observer.ask_again(cached.run.metadata.uid)
+
+
+def _acts(plan_: Plan, run: AgenticRun) -> bool:
+    """Return True if the plan does more than write what was seen: it needs fresh objects."""
+    moves = plan_.status is not None and plan_.status.phase is not run.status.phase
+    return bool(moves or plan_.job or plan_.delete or plan_.create or plan_.tokens)

@@ -21,12 +21,12 @@ from agenticrun_operator.cluster import (
 )
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.metrics import LAST_EVENT, serve_metrics
-from agenticrun_operator.reconcile_workers import ReconcileWorkers, resync
+from agenticrun_operator.reconcile_workers import WORKERS, ReconcileWorkers, resync
 from agenticrun_operator.reconciler import Reconciler
-from agenticrun_operator.resources import Manifest
 from agenticrun_operator.settings import HeadAccess, Settings
+from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.watches import Watch
-from agenticrun_operator.workqueue import WorkQueue
+from agenticrun_operator.workqueue import Key, WorkQueue
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class OperatorRuntime:
     def __init__(self, settings: Settings):
         self._settings = settings
         self.queue = WorkQueue()
+        self._watched = WatchedObjects(self._run_changed, self._child_changed)
         self._last_event = time.monotonic()
 
     async def start(self) -> None:
@@ -51,22 +52,30 @@ class OperatorRuntime:
         self._reconciler = Reconciler(
             self._kube,
             RunHead(transport),
+            self._watched,
             settings.images,
             settings.key,
             settings.full_look_seconds,
+            asyncio.Semaphore(settings.workers),
         )
         self._leadership = Leadership(
             self._kube, settings.lease_namespace, settings.lease_name, settings.identity
         )
         self.reconcile_workers = ReconcileWorkers(
-            self.queue, self._reconciler.reconcile, self._leadership.held, settings.workers
+            self.queue, self._reconciler.reconcile, self._leadership.held
         )
         self.reconcile_workers.start()
         self._metrics: web.AppRunner = await serve_metrics(settings.metrics_port)
         self._background = [
             asyncio.create_task(self._leadership.run(), name="lease"),
             asyncio.create_task(
-                resync(self.queue, self._kube.list_run_keys, settings.resync_seconds), name="resync"
+                resync(
+                    self.queue,
+                    self._kube.list_run_keys,
+                    self._reconciler.known_keys,
+                    settings.resync_seconds,
+                ),
+                name="resync",
             ),
             *(
                 asyncio.create_task(watch.run(), name=f"watch {watch.name}")
@@ -77,9 +86,9 @@ class OperatorRuntime:
 
     def _watches(self, namespace: str | None) -> tuple[Watch, ...]:
         return (
-            Watch(self._kube, KIND, namespace, None, self._run_changed),
-            Watch(self._kube, "RayCluster", namespace, LABEL_RUN, self._child_changed),
-            Watch(self._kube, "Pod", namespace, LABEL_RUN, self._child_changed),
+            Watch(self._kube, KIND, namespace, None, self._watched.runs),
+            Watch(self._kube, "RayCluster", namespace, LABEL_RUN, self._watched.clusters),
+            Watch(self._kube, "Pod", namespace, LABEL_RUN, self._watched.pods),
         )
 
     async def stop(self) -> None:
@@ -96,19 +105,16 @@ class OperatorRuntime:
         await self._session.close()
         await self._kube.close()
 
-    def _run_changed(self, run: Manifest) -> None:
+    def _run_changed(self, run: Key) -> None:
         """Handle a watch event of a run. Events of our own writes are ignored."""
         self._note_event()
-        metadata = run["metadata"]
-        key = (metadata["namespace"], metadata["name"])
-        if not self._reconciler.is_own_write(key, metadata["resourceVersion"]):
-            self.queue.add(key)
+        if not self._reconciler.is_current(run):
+            self.queue.add(run)
 
-    def _child_changed(self, child: Manifest) -> None:
+    def _child_changed(self, run: Key) -> None:
         """Handle a watch event of a RayCluster or pod of a run."""
         self._note_event()
-        metadata = child["metadata"]
-        self.queue.add((metadata["namespace"], metadata["labels"][LABEL_RUN]))
+        self.queue.add(run)
 
     @property
     def seconds_since_event(self) -> float:
@@ -123,10 +129,10 @@ class OperatorRuntime:
                 liveness probe makes the kubelet restart the operator.
         """
         dead = [task.get_name() for task in self._background if task.done()]
-        if dead or self.reconcile_workers.alive < self._settings.workers:
+        alive = self.reconcile_workers.alive
+        if dead or alive < WORKERS:
             raise RuntimeError(
-                f"{self.reconcile_workers.alive} of {self._settings.workers} reconcile workers "
-                f"run; ended background tasks: {dead}"
+                f"{alive} of {WORKERS} reconcile workers run; ended background tasks: {dead}"
             )
 
     def _note_event(self) -> None:

@@ -42,12 +42,13 @@ class Settings(BaseSettings):
     worker_image_vllm: str = ""
     """Worker image with vLLM, likewise."""
     workers: Annotated[int, Field(ge=1, le=64)] = 4
-    """Number of reconcile workers: runs that are reconciled at the same time."""
+    """Number of runs whose objects are read and written at the same time. Any number of head pods
+    is asked meanwhile."""
     resync_seconds: Annotated[float, Field(gt=0)] = 300.0
     """Seconds between two resyncs of all runs."""
     full_look_seconds: Annotated[float, Field(gt=0)] = 20.0
-    """Maximum age, in seconds, of the cached RayCluster and pods of a run in phase Running. A watch
-    event makes the operator read them at once."""
+    """Maximum age, in seconds, of what the operator remembers of a run's objects. A watch event
+    makes it look at once."""
     head_access: HeadAccess = HeadAccess.DIRECT
     """Direct: at the pod's IP. ApiserverProxy: through the apiserver, from outside the Kubernetes
     cluster (needs the right to pods/proxy)."""

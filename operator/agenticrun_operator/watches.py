@@ -1,5 +1,7 @@
 """Watches of runs, RayClusters and pods, each of which survives whatever happens to its resource.
 
+What they see goes into a `WatchCache`, which reports the run that it belongs to.
+
 A watch whose namespace or CRD is missing, or that may not list, retries until it can, and delays no
 other watch. kopf's own watches end the whole operator in that case.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -22,6 +24,7 @@ from agenticrun_operator.cluster import (
 )
 from agenticrun_operator.metrics import WATCHES_DOWN
 from agenticrun_operator.resources import Manifest
+from agenticrun_operator.watch_cache import WatchCache
 from agenticrun_operator.workqueue import backoff_seconds
 
 FIRST_RETRY_SECONDS = 0.5
@@ -33,15 +36,15 @@ log = logging.getLogger(__name__)
 
 
 class WatchClient(Protocol):
-    """The methods of the kube client that a watch needs. Objects have only their metadata."""
+    """The methods of the kube client that a watch needs."""
 
-    async def list_metadata(
+    async def list_objects(
         self, kind: str, namespace: str | None, label: str | None
     ) -> tuple[list[Manifest], str]: ...
 
-    def watch_metadata(
+    def watch_objects(
         self, kind: str, namespace: str | None, label: str | None, since: str
-    ) -> AbstractAsyncContextManager[AsyncIterator[tuple[Manifest, bool]]]: ...
+    ) -> AbstractAsyncContextManager[AsyncIterator[tuple[str, Manifest]]]: ...
 
 
 class Watch:
@@ -53,7 +56,7 @@ class Watch:
         kind: str,
         namespace: str | None,
         label: str | None,
-        changed: Callable[[Manifest], None],
+        cache: WatchCache,
     ):
         """Create a watch.
 
@@ -62,13 +65,13 @@ class Watch:
             kind: the kind of the objects.
             namespace: their namespace; None: all namespaces.
             label: the label that the objects must have; None: any object.
-            changed: called with the metadata of each object at each list and each event.
+            cache: is told what each list and each event says.
         """
         self._client = client
         self._kind = kind
         self._namespace = namespace
         self._label = label
-        self._changed = changed
+        self._cache = cache
         self._failures = 0
         self._trouble = ""
 
@@ -83,6 +86,7 @@ class Watch:
             try:
                 await self._list_and_watch()
             except Exception as error:  # whatever it is, it must not end the watch
+                self._cache.lost(self._namespace)
                 if not isinstance(error, WatchExpired):
                     self._note_down(error)
             delay = backoff_seconds(self._failures, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)
@@ -91,18 +95,19 @@ class Watch:
 
     async def _list_and_watch(self) -> None:
         where = (self._kind, self._namespace, self._label)
-        objects, version = await self._client.list_metadata(*where)
-        for item in objects:
-            self._changed(item)
+        objects, version = await self._client.list_objects(*where)
+        self._cache.listed(self._namespace, objects)
         del objects  # a watch may go on for days
         while True:
-            async with self._client.watch_metadata(*where, version) as events:
+            async with self._client.watch_objects(*where, version) as events:
                 self._note_up()
-                async for item, is_bookmark in events:
+                async for kind, item in events:
                     self._failures = 0
                     version = item["metadata"]["resourceVersion"]
-                    if not is_bookmark:
-                        self._changed(item)
+                    if kind == "DELETED":
+                        self._cache.deleted(item)
+                    elif kind != "BOOKMARK":
+                        self._cache.put(item)
             self._failures = 0  # it ended at its time
             await asyncio.sleep(FIRST_RETRY_SECONDS)  # not in a tight loop
 

@@ -9,6 +9,7 @@ operator can be made to crash before and after each request.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import json
@@ -53,6 +54,7 @@ from agenticrun_operator.resources import (
     secret_of,
     tokens_name,
 )
+from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import Item
 from runs import run_with
 
@@ -114,6 +116,11 @@ class World:
     reporter_down: bool = False
     ray_down: bool = False
     submit_down: bool = False
+    watches_hang: bool = False
+    """The watches show what was there before, without an error."""
+    watched: WatchedObjects = field(
+        default_factory=lambda: WatchedObjects(lambda _: None, lambda _: None)
+    )
     interruption: tuple[int | str, Callable[[], None]] | None = None
     """The function to call at this many points from now, or at the named one.
 
@@ -121,6 +128,8 @@ class World:
     """
     _tokens: dict[str, dict[str, str]] = field(default_factory=dict)
     """What the containers of a pod started with, by incarnation."""
+    _texts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """resourceVersion and content of each object when the watches last saw it, by uid."""
     _ids: Any = field(default_factory=lambda: itertools.count(1))
 
     # -- the user ----------------------------------------------------------------------------------
@@ -156,6 +165,33 @@ class World:
                 continue
             if owners and not any(owner["uid"] in uids for owner in owners):
                 del self.objects[key]
+
+    def let_watches_catch_up(self) -> None:
+        """Deliver all events to the watches, unless they hang."""
+        if self.watches_hang:
+            return
+        for item in self.objects.values():
+            self._version_what_a_test_changed(item)
+        items = copy.deepcopy(list(self.objects.values()))
+        of_runs = [item for item in items if LABEL_RUN in item["metadata"].get("labels", {})]
+        for kind, cache, found in (
+            (KIND, self.watched.runs, items),
+            ("RayCluster", self.watched.clusters, of_runs),
+            ("Pod", self.watched.pods, of_runs),
+        ):
+            cache.listed(None, [item for item in found if item["kind"] == kind])
+        if self.kuberay_missing:
+            self.watched.clusters.lost(None)
+
+    def _version_what_a_test_changed(self, item: Manifest) -> None:
+        """Give an object that was changed in place another resourceVersion."""
+        metadata = item["metadata"]
+        before = self._texts.get(metadata["uid"])
+        if before == (metadata["resourceVersion"], _content(item)):
+            return
+        if before and before[0] == metadata["resourceVersion"]:
+            metadata["resourceVersion"] = str(next(self._ids))
+        self._texts[metadata["uid"]] = (metadata["resourceVersion"], _content(item))
 
     @property
     def run(self) -> Manifest:
@@ -541,11 +577,16 @@ class World:
                 self.interruption = (when - 1, happen)
 
 
+def _content(item: Manifest) -> str:
+    return json.dumps({key: item.get(key) for key in ("spec", "status")})
+
+
 class Operator:
     """A reconciler on a world. Its memory is lost when it crashes."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, slots: asyncio.Semaphore | None = None):
         self.world = world
+        self.slots = slots or asyncio.Semaphore(4)
         self.crashes = 0
         self.images = IMAGES
         self.head: Head = world
@@ -554,16 +595,20 @@ class Operator:
 
     def _start(self) -> None:
         self.reconciler = Reconciler(
-            self.world, self.head, self.images, self.key, 20.0, clock=lambda: self.world.now
+            self.world,
+            self.head,
+            self.world.watched,
+            self.images,
+            self.key,
+            full_look_seconds=20.0,
+            slots=self.slots,
+            clock=lambda: self.world.now,
         )
 
     def use_head(self, head: Head) -> None:
         """Ask this client for jobs and progress, from a new process on."""
         self.head = head
         self._start()
-
-    def pod_event(self) -> None:
-        """A pod of the run changes, without a meaning."""
 
     def upgrade(self, images: WorkerImages) -> None:
         """Replace the operator by one of another version, with other worker images."""
@@ -576,6 +621,7 @@ class Operator:
         A crash ends the process and another one starts. Trouble with the cluster is left for the
         next reconciliation.
         """
+        self.world.let_watches_catch_up()
         try:
             return await self.reconciler.reconcile(Item((NAMESPACE, NAME), changed))
         except Crash:

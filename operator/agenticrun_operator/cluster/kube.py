@@ -39,13 +39,20 @@ from agenticrun_operator.resources import Event, Manifest
 
 FIELD_MANAGER = "agenticrun-operator"
 TIMEOUT_SECONDS = 15.0
-WATCH_SECONDS = 300
-"""Lifetime of a watch. A watch that hangs without an error is replaced after this time."""
+WATCH_SECONDS = 50
+"""Lifetime of a watch, which the apiserver ends. One that hangs without an error, because its
+connection is frozen or half open, is replaced `WATCH_GRACE_SECONDS` later. It goes on from the
+version of the last bookmark, so that nothing is missed or listed again."""
+WATCH_GRACE_SECONDS = 10
+PAGE = 500
+"""Objects in one answer to a list."""
 
 log = logging.getLogger(__name__)
 
 _APPLY = "application/apply-patch+yaml"
 _METADATA = "application/json;as=PartialObjectMetadata{};g=meta.k8s.io;v=v1"
+_WATCHED_WHOLE = frozenset({"Pod", "RayCluster"})
+"""Kinds that are watched with all their fields; of other kinds, only the metadata is watched."""
 _ROOTS = {
     KIND: (f"/apis/{GROUP}/{VERSION}", PLURAL),
     "RayCluster": ("/apis/ray.io/v1", "rayclusters"),
@@ -136,13 +143,13 @@ class KubeClient:
         lists = []
         for namespace in self._namespaces or (None,):
             try:
-                lists.append(await self._request("GET", object_path(KIND, namespace)))
+                lists.append(await self.list_objects(KIND, namespace, None))
             except ClusterError as error:  # one missing namespace must not hide the others
                 log.warning("cannot list the runs: %s", error)
         return [
             (item["metadata"]["namespace"], item["metadata"]["name"])
-            for found in lists
-            for item in found["items"]
+            for items, _ in lists
+            for item in items
         ]
 
     async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
@@ -152,49 +159,57 @@ class KubeClient:
         items: list[Manifest] = found["items"]
         return items
 
-    async def list_metadata(
+    async def list_objects(
         self, kind: str, namespace: str | None, label: str | None
     ) -> tuple[list[Manifest], str]:
-        """Return the metadata of all objects of a kind, and the version to watch from.
+        """Return all objects of a kind, and the version to watch from.
 
         Args:
-            kind: the kind.
+            kind: the kind; of runs, only the metadata is returned.
             namespace: their namespace; None: all namespaces.
             label: the label that they must have; None: any object.
+
+        Raises:
+            WatchExpired: the list took too long; begin again.
         """
-        query = {"labelSelector": label} if label else {}
-        found = await self._request(
-            "GET",
-            object_path(kind, namespace),
-            query=query,
-            headers={"Accept": _METADATA.format("List")},
-        )
-        return found["items"] or [], found["metadata"]["resourceVersion"]  # null, not []
+        query = {"limit": str(PAGE)} | ({"labelSelector": label} if label else {})
+        items: list[Manifest] = []
+        while True:
+            found = await self._request(
+                "GET", object_path(kind, namespace), query=query, headers=_accept(kind, "List")
+            )
+            items += found["items"] or []  # null, not []
+            if not found["metadata"].get("continue"):
+                return items, found["metadata"]["resourceVersion"]
+            query["continue"] = found["metadata"]["continue"]
 
     @asynccontextmanager
-    async def watch_metadata(
+    async def watch_objects(
         self, kind: str, namespace: str | None, label: str | None, since: str
-    ) -> AsyncIterator[AsyncIterator[tuple[Manifest, bool]]]:
-        """Watch the metadata of objects. Entering means that the apiserver serves the watch.
+    ) -> AsyncIterator[AsyncIterator[tuple[str, Manifest]]]:
+        """Watch objects. Entering means that the apiserver serves the watch.
 
         Yields:
-            An iterator over changed objects; True marks a bookmark, which carries only a version.
+            An iterator over events: the type (ADDED, MODIFIED, DELETED, or BOOKMARK, which carries
+            only a version) and the object.
 
         Raises:
             WatchExpired: list the objects again.
         """
         path = object_path(kind, namespace)
         query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": since}
-        seconds = int(WATCH_SECONDS * random.uniform(0.8, 1.2))  # watches do not end together
+        seconds = int(WATCH_SECONDS * random.uniform(0.8, 1.0))  # watches do not end together
         query |= {"timeoutSeconds": str(seconds)} | ({"labelSelector": label} if label else {})
         serialized = await self._api.param_serialize(
             "GET",
             path,
             query_params=list(query.items()),
-            header_params={"Accept": _METADATA.format("")},
+            header_params=_accept(kind, ""),
             auth_settings=["BearerToken"],
         )
-        timeout = aiohttp.ClientTimeout(total=WATCH_SECONDS + 10, connect=TIMEOUT_SECONDS)
+        timeout = aiohttp.ClientTimeout(
+            total=WATCH_SECONDS + WATCH_GRACE_SECONDS, connect=TIMEOUT_SECONDS
+        )
         try:
             answer = await self._api.call_api(*serialized, _request_timeout=timeout)
             async with answer.response as response:
@@ -317,7 +332,12 @@ def _drop_undeclared(status: dict[str, Any], message: str) -> bool:
     return dropped
 
 
-async def _watch_events(lines: aiohttp.StreamReader) -> AsyncIterator[tuple[Manifest, bool]]:
+def _accept(kind: str, suffix: str) -> dict[str, str]:
+    whole = kind in _WATCHED_WHOLE
+    return {"Accept": "application/json" if whole else _METADATA.format(suffix)}
+
+
+async def _watch_events(lines: aiohttp.StreamReader) -> AsyncIterator[tuple[str, Manifest]]:
     async for line in lines:
         try:
             event = json.loads(line)
@@ -328,7 +348,7 @@ async def _watch_events(lines: aiohttp.StreamReader) -> AsyncIterator[tuple[Mani
             if status.get("code") == 410:
                 raise WatchExpired(str(status.get("message")))
             raise KubeUnavailable(f"watch: {status.get('message')}")
-        yield event["object"], event["type"] == "BOOKMARK"
+        yield event["type"], event["object"]
 
 
 def _read_answer(response: Response, request: str) -> Manifest:

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from agenticrun_api.names import LABEL_RUN
+from agenticrun_operator.reconcile_workers import WORKERS
 from runs import run_with
 from testcluster import ROOT, Cluster
 from waiting import eventually
@@ -76,7 +77,7 @@ class OperatorProcess:
         assert self.process.poll() is None, self.log.read_text()[-4000:]
         url = f"http://127.0.0.1:{self.probe_port}/healthz"
         with urllib.request.urlopen(url, timeout=10) as answer:
-            assert json.load(answer)["workers"] == 4
+            assert json.load(answer)["workers"] == WORKERS
 
 
 @pytest.fixture

@@ -42,7 +42,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def quiet_moment(self) -> None:
         """Enough for the next attempt to begin."""
-        self.world.reporter_down = self.world.ray_down = self.world.storage_down = False
+        self.world.reporter_down = self.world.ray_down = False
+        self.world.storage_down = self.world.watches_hang = False
         self.world.bind_claims()
         asyncio.run(self.operators[0].settle(3))
         self.world.now += timedelta(seconds=30)
@@ -126,6 +127,10 @@ class AnyOrder(RuleBasedStateMachine):
     def ray_answers_or_not(self, down: bool) -> None:
         self.world.ray_down = down
 
+    @rule(hang=st.booleans())
+    def watches_hang_or_not(self, hang: bool) -> None:
+        self.world.watches_hang = hang
+
     @rule()
     def cluster_is_deleted(self) -> None:
         self.world.delete_cluster()
@@ -177,7 +182,8 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
-        world.reporter_down = world.ray_down = world.storage_down = False
+        world.reporter_down = world.ray_down = False
+        world.storage_down = world.watches_hang = False
         world.bind_claims()
         world.collect_garbage()
         for _ in range(60):

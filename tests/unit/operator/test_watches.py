@@ -14,7 +14,10 @@ from kubernetes.aio import client
 from agenticrun_api.names import KIND, LABEL_RUN
 from agenticrun_operator import watches
 from agenticrun_operator.cluster import KubeClient, NamespaceGone, NotServed
+from agenticrun_operator.cluster import kube as kube_client
+from agenticrun_operator.watch_cache import WatchCache
 from agenticrun_operator.watches import Watch
+from agenticrun_operator.workqueue import Key
 
 GONE_NAMESPACE = {
     "kind": "Status",
@@ -22,6 +25,7 @@ GONE_NAMESPACE = {
     "message": 'namespaces "blue" not found',
     "details": {"kind": "namespaces", "name": "blue"},
 }
+BLUE = "/apis/agenticrun.dev/v1alpha1/namespaces/blue/agenticruns"
 FORBIDDEN = {"kind": "Status", "reason": "Forbidden", "message": "agenticruns is forbidden"}
 TERMINATING = FORBIDDEN | {"details": {"causes": [{"reason": "NamespaceTerminating"}]}}
 
@@ -34,6 +38,9 @@ class StubApiserver:
         """By a part of the path: the status and body to answer instead."""
         self.names: list[tuple[str, str]] = []
         self.lists: list[str] = []
+        self.watches: list[str] = []
+        self.frozen = False
+        """Watches are accepted and send nothing, not even their end."""
         self._streams: set[tuple[str, web.StreamResponse]] = set()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -44,9 +51,14 @@ class StubApiserver:
         if "watch" in request.query:
             return await self._watch(request)
         self.lists.append(request.path)
-        items = [self._item(*name) for name in self.names if f"/{name[0]}/" in request.path]
+        names = [name for name in self.names if f"/{name[0]}/" in request.path]
+        start, limit = int(request.query.get("continue", 0)), int(request.query["limit"])
+        items = [self._item(*name) for name in names[start : start + limit]]
+        metadata = {"resourceVersion": "5"}
+        if start + limit < len(names):
+            metadata["continue"] = str(start + limit)
         # The apiserver writes an empty list of metadata as null.
-        return web.json_response({"items": items or None, "metadata": {"resourceVersion": "5"}})
+        return web.json_response({"items": items or None, "metadata": metadata})
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         assert request.query["resourceVersion"]
@@ -54,8 +66,11 @@ class StubApiserver:
         await response.prepare(request)
         key = (request.path, response)
         self._streams.add(key)
+        self.watches.append(request.path)
         try:
-            await asyncio.Event().wait()
+            if self.frozen:
+                await asyncio.Event().wait()
+            await asyncio.sleep(int(request.query["timeoutSeconds"]))
         finally:
             self._streams.discard(key)
         return response
@@ -106,9 +121,19 @@ class Seen:
 
     def __init__(self) -> None:
         self.names: asyncio.Queue[str] = asyncio.Queue()
+        self.cache = WatchCache(self.run_of, lambda item: item, self.changed)
 
-    def changed(self, item: dict[str, Any]) -> None:
-        self.names.put_nowait(f"{item['metadata']['namespace']}/{item['metadata']['name']}")
+    @staticmethod
+    def run_of(item: dict[str, Any]) -> Key:
+        return item["metadata"]["namespace"], item["metadata"]["name"]
+
+    def changed(self, run: Key) -> None:
+        self.names.put_nowait("/".join(run))
+
+    def known(self, run: str) -> bool | None:
+        namespace, name = run.split("/")
+        found = self.cache.of_run((namespace, name))
+        return None if found is None else bool(found)
 
     async def next(self) -> str:
         return await asyncio.wait_for(self.names.get(), 30)
@@ -120,7 +145,7 @@ async def seen(kube: KubeClient, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.setattr(watches, "MAX_RETRY_SECONDS", 0.05)
     seen = Seen()
     tasks = [
-        asyncio.create_task(Watch(kube, KIND, namespace, None, seen.changed).run())
+        asyncio.create_task(Watch(kube, KIND, namespace, None, seen.cache).run())
         for namespace in ("blue", "green")
     ]
     yield seen
@@ -193,6 +218,71 @@ async def test_trouble_is_logged_once_with_what_to_do(
     assert caplog.text.count("remove it from watchNamespaces") == 1
     stub.answers.clear()
     await until(lambda: f"watch {KIND}@blue works again" in caplog.text)
+
+
+async def test_what_was_deleted_in_a_gap_of_the_watch_vanishes(
+    stub: StubApiserver, seen: Seen
+) -> None:
+    stub.names += [("blue", "lake"), ("blue", "river")]
+    await until(lambda: stub.watched("/blue/"))
+    assert {await seen.next(), await seen.next()} == {"blue/lake", "blue/river"}
+    stub.names.remove(("blue", "river"))
+    await stub.say("ERROR", {"code": 410, "message": "too old"}, "/blue/")
+    assert "blue/river" in {await seen.next(), await seen.next()}, "its run is looked at"
+    assert (seen.known("blue/lake"), seen.known("blue/river")) == (True, False)
+
+
+async def test_a_deletion_is_a_change(stub: StubApiserver, seen: Seen) -> None:
+    stub.names.append(("blue", "lake"))
+    assert await seen.next() == "blue/lake"
+    await until(lambda: stub.watched("/blue/"))
+    await stub.say("DELETED", stub._item("blue", "lake"), "/blue/")
+    assert await seen.next() == "blue/lake"
+    assert seen.known("blue/lake") is False
+
+
+async def test_nothing_is_known_of_a_namespace_while_its_watch_is_down(
+    stub: StubApiserver, seen: Seen
+) -> None:
+    stub.names.append(("blue", "lake"))
+    await until(lambda: seen.known("blue/lake"))
+    stub.answers["/blue/"] = (500, "oops")
+    await stub.say("ERROR", {"code": 500, "message": "oops"}, "/blue/")
+    await until(lambda: seen.known("blue/lake") is None)
+    assert seen.known("green/lake") is False, "the other namespace is still known"
+    stub.answers.clear()
+    await until(lambda: seen.known("blue/lake"))
+
+
+async def test_a_frozen_watch_is_replaced_and_nothing_is_lost(
+    stub: StubApiserver, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until(lambda: stub.watched("/blue/"))
+    monkeypatch.setattr(kube_client, "WATCH_SECONDS", 1)
+    monkeypatch.setattr(kube_client, "WATCH_GRACE_SECONDS", 0.2)
+    stub.frozen = True
+    await stub.say("ERROR", {"code": 410, "message": "again"}, "/blue/")
+    await until(lambda: stub.watches.count(BLUE) == 2)
+    stub.names.append(("blue", "unseen"))
+    stub.frozen = False
+    assert await seen.next() == "blue/unseen"
+
+
+async def test_a_watch_that_ends_at_its_time_goes_on_without_a_list(
+    stub: StubApiserver, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kube_client, "WATCH_SECONDS", 1.3)
+    await until(lambda: stub.watches.count(BLUE) >= 3)
+    assert stub.lists.count(BLUE) == 1
+
+
+async def test_long_lists_are_read_in_pages(
+    stub: StubApiserver, kube: KubeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kube_client, "PAGE", 2)
+    stub.names += [("green", f"run-{number}") for number in range(5)]
+    assert await kube.list_run_keys() == stub.names
+    assert stub.lists.count("/apis/agenticrun.dev/v1alpha1/namespaces/green/agenticruns") == 3
 
 
 async def test_runs_of_the_other_namespaces_are_listed(

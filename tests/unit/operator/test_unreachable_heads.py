@@ -1,0 +1,132 @@
+"""Heads that do not answer are asked less and less often, and delay no other run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+from agenticrun_api import Phase
+from agenticrun_operator.observed import Unreachable
+from agenticrun_operator.reconcile_workers import ReconcileWorkers
+from agenticrun_operator.workqueue import Item, WorkQueue
+from operator_world import Operator, World
+
+HEALTHY, UNREACHABLE = 5, 20
+
+
+class FrozenHead:
+    """Takes requests and never answers."""
+
+    async def job(self, *_: Any) -> Unreachable:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def progress(self, *_: Any) -> Unreachable:
+        return await self.job()
+
+    async def submit(self, *_: Any) -> None:
+        raise AssertionError("nothing is submitted to it")
+
+    async def configure(self, *_: Any) -> None:
+        raise AssertionError("nothing is configured there")
+
+    async def stop(self, *_: Any) -> None:
+        raise AssertionError("nothing is stopped there")
+
+
+async def training(slots: asyncio.Semaphore | None = None) -> Operator:
+    """Return the operator of a run that trains."""
+    world = World()
+    world.apply_run()
+    operator = Operator(world, slots)
+    await operator.settle()
+    world.drive(1)
+    await operator.settle(2)
+    assert world.status.phase is Phase.RUNNING
+    world.requests.clear()
+    return operator
+
+
+async def test_twenty_heads_that_never_answer_do_not_delay_healthy_runs() -> None:
+    slots = asyncio.Semaphore(4)
+    runs = {("team", f"run-{n}"): await training(slots) for n in range(HEALTHY + UNREACHABLE)}
+    healthy = [f"run-{n}" for n in range(HEALTHY)]
+    for (_, name), operator in runs.items():
+        if name not in healthy:
+            operator.use_head(FrozenHead())
+    queue, looks = WorkQueue(), Counter[str]()
+    leading, done = asyncio.Event(), asyncio.Event()
+    leading.set()
+
+    async def reconcile(item: Item) -> float | None:
+        operator = runs[item.key]
+        delay = await operator.reconcile(item.changed)
+        assert delay is not None
+        operator.world.now += timedelta(seconds=delay)
+        looks[item.key[1]] += 1
+        if min(looks[name] for name in healthy) == 10:
+            done.set()
+        return delay / 100
+
+    workers = ReconcileWorkers(queue, reconcile, leading)
+    workers.start()
+    for key in runs:
+        queue.add(key)
+    await asyncio.wait_for(done.wait(), 60)
+    await workers.stop()
+    assert set(looks) == set(healthy), "the others still wait for their heads"
+
+
+async def follow(operator: Operator, seconds: float) -> None:
+    """Look whenever the operator asks for it, without events."""
+    end = operator.world.now + timedelta(seconds=seconds)
+    while operator.world.now < end:
+        delay = await operator.reconcile(changed=False)
+        assert delay is not None
+        operator.world.now += timedelta(seconds=delay)
+
+
+async def test_a_head_that_does_not_answer_is_asked_every_half_minute_at_last() -> None:
+    operator = await training()
+    world = operator.world
+    world.ray_down = world.reporter_down = True
+    await follow(operator, 120)
+    world.requests.clear()
+    await follow(operator, 600)
+    assert 18 <= world.requests.count("get job") <= 30
+    assert 18 <= world.requests.count("get progress") <= 30
+
+
+async def test_a_reporter_is_asked_although_ray_does_not_answer() -> None:
+    operator = await training()
+    world = operator.world
+    world.ray_down = True
+    await follow(operator, 120)
+    world.requests.clear()
+    await follow(operator, 60)
+    assert world.requests.count("get progress") >= 20
+    assert world.requests.count("get job") <= 3
+
+
+async def test_an_event_makes_the_operator_ask_again_at_once() -> None:
+    operator = await training()
+    world = operator.world
+    world.ray_down = world.reporter_down = True
+    await follow(operator, 120)
+    world.ray_down = world.reporter_down = False
+    world.requests.clear()
+    await operator.reconcile(changed=True)
+    assert world.requests.count("get progress") == 1
+
+
+async def test_a_head_that_answers_again_without_an_event_is_noticed_within_half_a_minute() -> None:
+    operator = await training()
+    world = operator.world
+    world.ray_down = world.reporter_down = True
+    await follow(operator, 120)
+    world.ray_down = world.reporter_down = False
+    world.drive(2)
+    await follow(operator, 33)
+    assert world.status.step == 2
