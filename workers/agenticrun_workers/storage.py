@@ -205,6 +205,14 @@ class Folder:
             if info["type"] == "directory"
         ]
 
+    def upload(self, name: str, path: Path) -> None:
+        """Copy a local file here, whole; nothing makes sure that it survives a crash."""
+        self._fs.put_file(str(path), self._at(name))
+
+    def download(self, name: str, path: Path) -> None:
+        """Copy a file to a local path. Raises FileNotFoundError."""
+        self._fs.get_file(self._at(name), str(path))
+
     def exists(self, name: str) -> bool:
         return bool(self._fs.exists(self._at(name)))
 

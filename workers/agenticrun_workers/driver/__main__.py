@@ -11,6 +11,9 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from agenticrun_api.names import (
 )
 from agenticrun_workers.driver.attempt import AttemptRunner, exit_code, fail_early
 from agenticrun_workers.driver.checkpoints import folder_of
+from agenticrun_workers.driver.output import copied_output
 from agenticrun_workers.driver.progress import AttemptId, Requests
 from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.reporting.client import ProgressSink, ReporterClient
@@ -36,13 +40,17 @@ from agenticrun_workers.storage import Folder
 
 log = logging.getLogger(__name__)
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+MAX_LOG_BYTES = 32 << 20
+"""Size of driver.log at which it becomes driver.log.1."""
+
 
 def main() -> None:
     """Run one attempt and exit."""
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stdout,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        format=LOG_FORMAT,
     )
     report = asyncio.run(_attempt(yaml.safe_load(Path(RUN_FILE).read_text())))
     log.info("%s (%s): %s", report.outcome, report.reason, report.message)
@@ -70,7 +78,30 @@ async def _attempt(document: dict[str, Any]) -> FinalReport:
     # After ray.init, which installs handlers of its own.
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, requests.stop.set)
-    return await runner.execute()
+    target = Folder(runner.checkpoints) if runner.checkpoints else None
+    remote = target is not None and target.local_path is None
+    async with copied_output(runner.output, target) if target and remote else nullcontext():
+        with log_file(runner.output / "driver.log"):
+            return await runner.execute()
+
+
+@contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """Keep the log beside the metrics, too: Ray's own copy goes with the head pod."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = RotatingFileHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1)
+    except OSError as error:  # whoever saves a checkpoint there says what to do
+        log.warning("no log file: %s", error)
+        yield
+        return
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
 
 def _runner(

@@ -1,0 +1,140 @@
+"""The copy of a run's output beside its checkpoints in object storage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agenticrun_workers.driver import output as module
+from agenticrun_workers.driver.__main__ import log_file
+from agenticrun_workers.driver.output import OutputCopy, copied_output
+from agenticrun_workers.storage import Folder
+
+
+@pytest.fixture
+def target() -> Iterator[Folder]:
+    folder = Folder(f"memory://{uuid.uuid4()}/lake-01234567")
+    yield folder
+    folder.delete()
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+
+
+def test_changed_files_are_copied_and_others_are_not(
+    tmp_path: Path, target: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    upload = Folder.upload
+
+    def noted(folder: Folder, name: str, path: Path) -> None:
+        sent.append(name)
+        upload(folder, name, path)
+
+    monkeypatch.setattr(Folder, "upload", noted)
+    copies = OutputCopy(tmp_path, target)
+    write(tmp_path, "metrics.jsonl", "1\n")
+    write(tmp_path, "samples/step-1.txt", "a")
+    (tmp_path / "latest").symlink_to(tmp_path / "samples")
+    copies.copy()
+    write(tmp_path, "metrics.jsonl", "1\n2\n")
+    copies.copy()
+    assert sent == ["metrics.jsonl", "samples/step-1.txt", "metrics.jsonl"]
+    assert target.read("metrics.jsonl") == b"1\n2\n"
+
+
+def test_a_new_head_pod_goes_on_with_the_files_but_not_the_checkpoints(
+    tmp_path: Path, target: Folder
+) -> None:
+    write(tmp_path / "old", "metrics.jsonl", "1\n")
+    write(tmp_path / "old", "tensorboard/events", "e")
+    OutputCopy(tmp_path / "old", target).copy()
+    target.write("step-10/manifest.json", b"{}")
+    OutputCopy(tmp_path / "new", target).fetch()
+    found = {path.name for path in (tmp_path / "new").rglob("*") if path.is_file()}
+    assert found == {"metrics.jsonl", "events"}
+
+
+def test_the_same_head_pod_keeps_its_newer_files(tmp_path: Path, target: Folder) -> None:
+    target.write("metrics.jsonl", b"1\n")
+    write(tmp_path, "metrics.jsonl", "1\n2\n")
+    OutputCopy(tmp_path, target).fetch()
+    assert (tmp_path / "metrics.jsonl").read_text() == "1\n2\n"
+
+
+async def test_files_are_copied_while_the_run_trains_and_at_its_end(
+    tmp_path: Path, target: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COPY_SECONDS", 0.01)
+
+    async def training() -> None:
+        async with copied_output(tmp_path, target):
+            write(tmp_path, "metrics.jsonl", "1\n")
+            async with asyncio.timeout(10):
+                while not target.exists("metrics.jsonl"):
+                    await asyncio.sleep(0.01)
+            write(tmp_path, "driver.log", "the last line")
+            raise RuntimeError("training failed")
+
+    with pytest.raises(RuntimeError, match="training failed"):
+        await training()
+    assert target.read("driver.log") == b"the last line"
+
+
+async def test_what_cannot_be_read_is_not_replaced_and_training_goes_on(
+    tmp_path: Path,
+    target: Folder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target.write("metrics.jsonl", b"1\n")
+
+    def fails(folder: Folder, *arguments: object) -> None:
+        raise OSError("connection reset")
+
+    monkeypatch.setattr(Folder, "download", fails)
+    async with copied_output(tmp_path, target):
+        write(tmp_path, "metrics.jsonl", "2\n")
+    assert target.read("metrics.jsonl") == b"1\n"
+    assert "the output stays in the head pod" in caplog.text
+
+
+def test_a_failing_storage_is_logged_once_until_it_works_again(
+    tmp_path: Path,
+    target: Folder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(folder: Folder, *arguments: object) -> None:
+        raise OSError("connection reset")
+
+    copies = OutputCopy(tmp_path, target)
+    write(tmp_path, "metrics.jsonl", "1\n")
+    with monkeypatch.context() as broken, caplog.at_level(logging.WARNING):
+        broken.setattr(Folder, "upload", fails)
+        copies.copy()
+        copies.copy()
+    assert caplog.text.count("cannot copy the output") == 1
+    copies.copy()
+    assert target.read("metrics.jsonl") == b"1\n"
+
+
+def test_the_drivers_log_is_kept_and_appended_to(tmp_path: Path) -> None:
+    file = tmp_path / "lake" / "driver.log"
+    for attempt in (1, 2):
+        with log_file(file):
+            logging.getLogger("any").warning("attempt %d", attempt)
+    assert [line.rsplit(": ")[1] for line in file.read_text().splitlines()] == [
+        "attempt 1",
+        "attempt 2",
+    ]
+    write(tmp_path, "taken", "")
+    with log_file(tmp_path / "taken" / "driver.log"):
+        pass  # the store says what is wrong with the folder
