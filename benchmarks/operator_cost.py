@@ -358,6 +358,9 @@ class SilentHead:
     async def configure(self, *_: Any) -> None:
         raise HeadUnreachable("no answer")
 
+    async def request_stop(self, *_: Any) -> None:
+        raise HeadUnreachable("no answer")
+
 
 @asynccontextmanager
 async def workers_of(operators: dict[Key, Operator]) -> AsyncIterator[dict[Key, list[float]]]:

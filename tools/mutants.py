@@ -287,8 +287,8 @@ MUTANTS = (
     Mutant(
         "operator/readiness",
         f"{OPERATOR}/observed.py",
-        'item["type"] == "Ready" and item["status"] == "True"',
-        'item["type"] == "Ready"',
+        'ready = readiness.get("status") == "True"',
+        "ready = bool(readiness)",
         ("tests/unit/operator/test_pods.py", "tests/unit/operator/test_life_of_a_run.py"),
     ),
     Mutant(

@@ -44,6 +44,7 @@ class Metadata(Model):
     uid: str = ""
     generation: int = 1
     deletion_timestamp: str | None = None
+    finalizers: list[str] = []
     resource_version: str | None = None
     labels: dict[str, str] = {}
 

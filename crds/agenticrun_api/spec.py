@@ -218,6 +218,11 @@ class FailurePolicy(Model):
     the head pod, for example) does not count."""
     backoff_seconds: Annotated[int, Field(ge=0, le=3600)] = 10
     """Wait before a restart. It doubles with each failure that counts, up to 10 minutes."""
+    startup_deadline_seconds: Annotated[int, Field(ge=10, le=604_800)] = 3600
+    """Time that all pods have to become ready, at the start and after each loss. Pods that cannot
+    be placed in time are given back, and the run queues: it is Pending and tries again later. A run
+    that has never trained fails if an image cannot be pulled or a container crashes until then. One
+    hour is enough for new nodes and large images."""
     stall: Stall = Stall()
 
 
@@ -369,6 +374,10 @@ class AgenticRunSpec(Model):
     tracking: Tracking = Tracking()
     failure_policy: FailurePolicy = FailurePolicy()
     cleanup: Cleanup = Cleanup()
+    active_deadline_seconds: Annotated[int, Field(ge=1, le=315_360_000)] | None = None
+    """As in a Job: the run fails (reason DeadlineExceeded) this many seconds after
+    status.startTime. Its driver gets the time to end its step, and then
+    roles.driver.terminationGracePeriodSeconds, to save a checkpoint."""
     ttl_seconds_after_finished: Count | None = None
     """Delete the run this many seconds after it has finished."""
 

@@ -86,6 +86,8 @@ class Reason(StrEnum):
     IMAGE_PULL_FAILED = "ImagePullFailed"
     UNSCHEDULABLE = "Unschedulable"
     CONTAINER_CRASHED = "ContainerCrashed"
+    NODE_LOST = "NodeLost"
+    STARTUP_DEADLINE_EXCEEDED = "StartupDeadlineExceeded"
     SUBMITTING = "Submitting"
     DRIVER_RUNNING = "DriverRunning"
     PROGRESS_UNAVAILABLE = "ProgressUnavailable"
@@ -100,6 +102,9 @@ class Reason(StrEnum):
     CLUSTER_LOST = "ClusterLost"
     STOPPED = "Stopped"
     RETRIES_EXHAUSTED = "RetriesExhausted"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    CHECKPOINTS_LOST = "CheckpointsLost"
+    RUN_DELETED = "RunDeleted"
     RUN_SUCCEEDED = "RunSucceeded"
     NOT_FINISHED = "NotFinished"
 
@@ -260,13 +265,17 @@ class AgenticRunStatus(Model):
     failurePolicy.maxRestarts, the run fails."""
     restarted_at_step: Annotated[int, Field(ge=0)] | None = None
     """The furthest step that the run had reached at a restart."""
+    startup_timeouts: Annotated[int, Field(ge=0)] = 0
+    """Number of times in a row that the pods were not ready within
+    failurePolicy.startupDeadlineSeconds and were given back."""
     next_retry_time: Time | None = None
-    """Time of the next restart, while the run waits for it."""
+    """Time of the next restart, or of the next try to get pods, while the run waits for it."""
     volume_claim: Annotated[str, Field(max_length=253)] | None = None
     """PersistentVolumeClaim with the run's checkpoints."""
     checkpoint: CheckpointStatus | None = None
     start_time: Time | None = None
-    """Time at which the operator created the objects of the run."""
+    """Time at which the operator created the objects of the run. A run that gives its pods back
+    before its first attempt starts again later."""
     completion_time: Time | None = None
     """Time at which the run ended."""
     message: LongText | None = None

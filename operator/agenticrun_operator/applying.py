@@ -19,7 +19,7 @@ from agenticrun_operator.cluster import (
     NotFound,
 )
 from agenticrun_operator.metrics import STATUS_WRITES, SUBMISSIONS
-from agenticrun_operator.planning import Configure, Plan, Stop, Submit
+from agenticrun_operator.planning import Configure, JobAction, Plan, RequestStop, Stop, Submit
 from agenticrun_operator.resources import Manifest
 
 log = logging.getLogger(__name__)
@@ -82,9 +82,13 @@ class Applier:
         """
         trouble = await self._act_on_job(plan.job, head) if plan.job and head else None
         for delete in plan.delete:
-            await self._kube.delete(
-                delete.child.kind, document["metadata"]["namespace"], delete.child.name, delete.uid
-            )
+            namespace, child = document["metadata"]["namespace"], delete.child
+            try:
+                await self._kube.delete(
+                    child.kind, namespace, child.name, delete.uid, force=delete.force
+                )
+            except Denied as error:  # an older chart does not let the operator delete pods
+                log.warning("cannot delete %s %s: %s", child.kind, child.name, error)
         for event in plan.events:
             try:
                 await self._kube.post_event(document, event)
@@ -92,7 +96,7 @@ class Applier:
                 log.warning("cannot post the event %s: %s", event.reason, error)
         return trouble
 
-    async def _act_on_job(self, action: Submit | Configure | Stop, head: HeadAddress) -> str | None:
+    async def _act_on_job(self, action: JobAction, head: HeadAddress) -> str | None:
         try:
             match action:
                 case Submit():
@@ -102,6 +106,8 @@ class Applier:
                     SUBMISSIONS.inc()
                 case Configure():
                     await self._head.configure(head, action.config)
+                case RequestStop():
+                    await self._head.request_stop(head)
                 case Stop():
                     await self._head.stop(head, action.submission_id)
         except HeadUnreachable as error:

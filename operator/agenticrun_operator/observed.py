@@ -13,7 +13,6 @@ from agenticrun_operator.resources import (
     Manifest,
     controller,
     controller_uid,
-    is_deleting,
 )
 
 _PULL_FAILURES = frozenset(
@@ -50,13 +49,24 @@ class Pod:
     run_uid: str
     role: Role
     ready: bool
-    deleting: bool = False
+    node: str = ""
     ip: str | None = None
     incarnation: str | None = None
     """`<pod uid>/<restarts of the Ray container>`, once that container has started."""
     problem: Problem | None = None
+    unready_since: str | None = None
+    """Time at which the pod was last reported to be not ready; None if it is ready."""
+    gone_by: str | None = None
+    """End of the grace period of a pod that is being deleted; else None."""
+    ended: bool = False
+    """True if the kubelet has reported the end of the Ray container."""
     orphan: bool = False
     """True if the pod's RayCluster no longer exists. The garbage collector will delete the pod."""
+
+    @property
+    def deleting(self) -> bool:
+        """True if the pod is being deleted."""
+        return self.gone_by is not None
 
 
 @dataclass(frozen=True)
@@ -175,20 +185,30 @@ def read_pod(manifest: Manifest) -> Pod:
     """Read one pod of a RayCluster."""
     metadata, status = manifest["metadata"], manifest.get("status", {})
     labels = metadata["labels"]
-    ready = any(
-        item["type"] == "Ready" and item["status"] == "True"
-        for item in status.get("conditions", ())
+    readiness: Manifest = next(
+        (item for item in status.get("conditions", ()) if item["type"] == "Ready"), {}
     )
+    ready = readiness.get("status") == "True"
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
         run_uid=labels.get(LABEL_RUN_UID, ""),
         role=Role(labels[LABEL_ROLE]),
         ready=ready,
-        deleting=is_deleting(manifest),
+        node=manifest.get("spec", {}).get("nodeName", ""),
         ip=status.get("podIP"),
         incarnation=_incarnation(metadata["uid"], status),
         problem=None if ready else _problem(manifest),
+        unready_since=None if ready else readiness.get("lastTransitionTime"),
+        gone_by=metadata.get("deletionTimestamp"),
+        ended=_has_ended(status),
+    )
+
+
+def _has_ended(status: Manifest) -> bool:
+    ray = [item for item in status.get("containerStatuses", ()) if item["name"] == RAY_CONTAINER]
+    return status.get("phase") in ("Succeeded", "Failed") or any(
+        "terminated" in item.get("state", {}) for item in ray
     )
 
 
@@ -214,7 +234,27 @@ def _problem(pod: Manifest) -> Problem | None:
     for container in _container_statuses(pod):
         if found := _container_problem(container, images[container["name"]]):
             return found
-    return None
+    return _node_problem(pod)
+
+
+def _node_problem(pod: Manifest) -> Problem | None:
+    """Return the problem of a pod whose kubelet does not report any more.
+
+    The node controller then sets only the pod's condition. A kubelet that reports sets the
+    containers' readiness, too.
+    """
+    spec, status = pod.get("spec", {}), pod.get("status", {})
+    containers = status.get("containerStatuses", ())
+    unready = any(
+        item["type"] == "Ready" and item["status"] != "True"
+        for item in status.get("conditions", ())
+    )
+    if not unready or not containers or spec.get("readinessGates"):
+        return None
+    if not all(item.get("ready") for item in containers):
+        return None
+    node = spec.get("nodeName", "")
+    return Problem(Reason.NODE_LOST, f"is on node {node}, which no longer answers")
 
 
 def _container_statuses(pod: Manifest) -> Iterator[Manifest]:

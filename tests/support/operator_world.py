@@ -88,6 +88,29 @@ class FakeJob:
 
 
 @dataclass
+class Gpus:
+    """The GPUs that the pods of several worlds share, placed one by one as a scheduler does."""
+
+    total: int
+    worlds: list[World] = field(default_factory=list)
+
+    def place(self, pod: Manifest) -> bool:
+        """Return True if the pod fits now."""
+        held = sum(
+            gpus_of(item)
+            for world in self.worlds
+            for item in world.pods()
+            if "nodeName" in item["spec"]
+        )
+        return held + gpus_of(pod) <= self.total
+
+
+def gpus_of(pod: Manifest) -> int:
+    limits = pod["spec"]["containers"][0].get("resources", {}).get("limits", {})
+    return int(limits.get("nvidia.com/gpu", 0))
+
+
+@dataclass
 class World:
     """Everything outside the operator."""
 
@@ -113,6 +136,14 @@ class World:
     """The words with which a quota refuses KubeRay's pods."""
     secrets_readable: bool = False
     """The operator may read Secrets, as release 0.1 might."""
+    gpus: Gpus | None = None
+    """None: there are enough."""
+    lost: dict[str, bool] = field(default_factory=dict)
+    """Uids of the pods on nodes that no longer answer. True: their processes still run."""
+    lost_at: datetime = START
+    delete_errors: dict[str, ClusterError] = field(default_factory=dict)
+    """The apiserver's answer to the deletion of a kind."""
+    stop_requests: int = 0
     reporter_down: bool = False
     ray_down: bool = False
     submit_down: bool = False
@@ -153,17 +184,41 @@ class World:
         self.run["metadata"]["resourceVersion"] = str(next(self._ids))
 
     def delete_run(self) -> None:
-        """Delete the run; its children linger until `collect_garbage`."""
-        del self.objects[KIND, NAME]
+        """Delete the run; its children linger until `collect_garbage`. A finalizer holds it."""
+        if self.run["metadata"].get("finalizers"):
+            self._mark_deleted(self.run, grace_seconds=0)
+        else:
+            del self.objects[KIND, NAME]
+
+    def delete_claim(self) -> None:
+        """Delete the volume claim; Kubernetes keeps it until no pod uses it."""
+        claim = self.objects.get(("PersistentVolumeClaim", f"{NAME}-checkpoints"))
+        if claim is not None:
+            self._mark_deleted(claim, grace_seconds=0)
+            self._release_claim()
+
+    def _release_claim(self) -> None:
+        key = ("PersistentVolumeClaim", f"{NAME}-checkpoints")
+        claim = self.objects.get(key)
+        if claim and "deletionTimestamp" in claim["metadata"] and not self.pods():
+            del self.objects[key]
 
     def collect_garbage(self) -> None:
         """Delete what has no owner any more; a pod in its grace period stays."""
+        self._collect()
+        self._release_claim()
+
+    def _collect(self) -> None:
         uids = {item["metadata"]["uid"] for item in self.objects.values()}
         for key, item in list(self.objects.items()):
             owners = item["metadata"].get("ownerReferences", [])
             if "deletionTimestamp" in item["metadata"]:
                 continue
-            if owners and not any(owner["uid"] in uids for owner in owners):
+            if not owners or any(owner["uid"] in uids for owner in owners):
+                continue
+            if item["metadata"]["uid"] in self.lost:
+                self._mark_deleted(item)
+            else:
                 del self.objects[key]
 
     def let_watches_catch_up(self) -> None:
@@ -192,6 +247,12 @@ class World:
         if before and before[0] == metadata["resourceVersion"]:
             metadata["resourceVersion"] = str(next(self._ids))
         self._texts[metadata["uid"]] = (metadata["resourceVersion"], _content(item))
+
+    def _mark_deleted(self, item: Manifest, grace_seconds: int = 30) -> None:
+        if "deletionTimestamp" not in item["metadata"]:
+            end = self.now + timedelta(seconds=grace_seconds)
+            item["metadata"]["deletionTimestamp"] = format_time(end)
+            item["metadata"]["resourceVersion"] = str(next(self._ids))
 
     @property
     def run(self) -> Manifest:
@@ -258,25 +319,40 @@ class World:
         cluster["status"] = {"conditions": [failure] if self.pods_denied else []}
         if self.pods_denied:
             return
-        own = [pod for pod in self.pods() if self._belongs_to(pod, cluster)]
-        have = [pod["metadata"]["labels"][LABEL_ROLE] for pod in own]
+        # KubeRay selects by labels, and counts pods that are being deleted.
+        counted = [
+            pod
+            for pod in self.pods()
+            if self._belongs_to(pod, cluster) or "deletionTimestamp" in pod["metadata"]
+        ]
+        have = [pod["metadata"]["labels"][LABEL_ROLE] for pod in counted]
         groups = {
             group["groupName"]: group["replicas"] for group in cluster["spec"]["workerGroupSpecs"]
         }
         for role, wanted in {Role.DRIVER.value: 1, **groups}.items():
             for _ in range(wanted - have.count(role)):
                 self._make_pod(cluster, role)
+        placed = 0
         own = [pod for pod in self.pods() if self._belongs_to(pod, cluster)]
-        for pod in own:
-            self._start_container(pod)
         heads = [pod for pod in own if pod["metadata"]["labels"][LABEL_ROLE] == Role.DRIVER.value]
         claims = [item for (kind, _), item in self.objects.items() if "Claim" in kind]
         ready = ready and all(claim["status"]["phase"] == "Bound" for claim in claims)
-        for pod in own:
-            joined = self._tokens_of(pod) and self._tokens_of(pod) == self._tokens_of(heads[0])
-            pod["status"]["conditions"] = [
-                {"type": "Ready", "status": "True" if ready and joined else "False"}
-            ]
+        for pod in sorted(own, key=lambda pod: pod not in heads):
+            if pod["metadata"]["uid"] in self.lost:
+                continue
+            if "nodeName" not in pod["spec"]:
+                waits = self._cannot_be_placed(pod, placed)
+                if waits:
+                    pod["status"]["conditions"] = [
+                        {"type": "PodScheduled", "status": "False", "message": waits}
+                    ]
+                    continue
+                placed += gpus_of(pod)
+                self._start(pod)
+            self._start_container(pod)
+            known = self._tokens_of(pod)
+            joined = known and any(known == self._tokens_of(head) for head in heads[:1])
+            self._set_ready(pod, bool(ready and joined))
 
     def _start_container(self, pod: Manifest) -> None:
         """The kubelet: start Ray with the tokens in the Secret, if it has not started."""
@@ -299,8 +375,64 @@ class World:
 
     @staticmethod
     def _incarnation(pod: Manifest) -> str:
-        restarts = pod["status"]["containerStatuses"][0]["restartCount"]
+        (container,) = pod["status"].get("containerStatuses") or [{"restartCount": 0}]
+        restarts = container["restartCount"]
         return f"{pod['metadata']['uid']}/{restarts}"
+
+    def _cannot_be_placed(self, pod: Manifest, placed: int) -> str | None:
+        claim = ("PersistentVolumeClaim", f"{NAME}-checkpoints")
+        wanted = any("persistentVolumeClaim" in item for item in pod["spec"]["volumes"])
+        if wanted and "deletionTimestamp" in self.objects.get(claim, {}).get("metadata", {}):
+            return f'persistentvolumeclaim "{claim[1]}" is being deleted'
+        if wanted and claim not in self.objects:
+            return f'persistentvolumeclaim "{claim[1]}" not found'
+        if self.gpus is None or gpus_of(pod) == 0:
+            return None
+        if placed or not self.gpus.place(pod):  # the scheduler takes turns
+            return "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+        return None
+
+    def _start(self, pod: Manifest) -> None:
+        pod["spec"]["nodeName"] = f"node-of-{pod['metadata']['name']}"
+        pod["status"] = {
+            "podIP": f"10.0.0.{next(self._ids)}",
+            "containerStatuses": [{"name": "ray", "restartCount": 0, "state": {}}],
+        }
+
+    def _set_ready(self, pod: Manifest, ready: bool) -> None:
+        status = "True" if ready else "False"
+        before: Manifest = next(
+            (item for item in pod["status"].get("conditions", ()) if item["type"] == "Ready"), {}
+        )
+        pod["status"]["containerStatuses"][0]["ready"] = ready
+        if before.get("status") != status:
+            now = format_time(self.now)
+            condition = {"type": "Ready", "status": status, "lastTransitionTime": now}
+            pod["status"]["conditions"] = [condition]
+
+    def lose_node(self, role: Role, partition: bool = False) -> None:
+        """The node of one of the role's pods stops answering; the node controller has seen it.
+
+        Args:
+            role: the role.
+            partition: its processes go on behind the broken network.
+        """
+        found = [pod for pod in self.pods(role) if pod["metadata"]["uid"] not in self.lost]
+        for pod in [item for item in found if "nodeName" in item["spec"]][:1]:
+            uid = pod["metadata"]["uid"]
+            self.lost[uid] = partition
+            self.lost_at = self.now
+            self._set_ready(pod, False)
+            pod["status"]["containerStatuses"][0]["ready"] = True
+            for job in self.jobs:
+                if job.live and job.incarnation.startswith(uid) and not partition:
+                    job.status = "FAILED"
+
+    def evict_lost_pods(self) -> None:
+        """The node controller deletes the pods of lost nodes; they stay in the API."""
+        for pod in self.pods():
+            if pod["metadata"]["uid"] in self.lost:
+                self._mark_deleted(pod)
 
     @staticmethod
     def _belongs_to(pod: Manifest, cluster: Manifest) -> bool:
@@ -312,26 +444,23 @@ class World:
         owner = cluster["metadata"]
         labels = {LABEL_RUN: NAME, LABEL_RUN_UID: owner["labels"][LABEL_RUN_UID], LABEL_ROLE: role}
         owners = [{"kind": "RayCluster", "name": NAME, "uid": owner["uid"], "controller": True}]
-        status = {
-            "podIP": f"10.0.0.{next(self._ids)}",
-            "containerStatuses": [
-                {"name": "ray", "containerID": "c", "restartCount": 0, "state": {"running": {}}}
-            ],
-        }
+        spec = cluster["spec"]
+        groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+        template = groups.get(role, spec["headGroupSpec"])["template"]["spec"]
         metadata = {
             "name": name,
             "namespace": NAMESPACE,
             "labels": labels,
             "ownerReferences": owners,
         }
-        pod = {
-            "kind": "Pod",
-            "metadata": metadata,
-            "spec": {"containers": [{"name": "ray", "image": IMAGE}]},
-            "status": status,
-        }
-        self._store(pod)
-        self._start_container(pod)
+        self._store(
+            {
+                "kind": "Pod",
+                "metadata": metadata,
+                "spec": copy.deepcopy(template),
+                "status": {},
+            }
+        )
 
     def pods(self, role: Role | None = None) -> list[Manifest]:
         """The pods of RayClusters, also of deleted ones; the newest first."""
@@ -345,13 +474,18 @@ class World:
 
     def delete_pod(self, role: Role) -> None:
         for pod in self.pods(role)[:1]:
-            del self.objects["Pod", pod["metadata"]["name"]]
+            if pod["metadata"]["uid"] in self.lost:
+                self._mark_deleted(pod)
+            else:
+                del self.objects["Pod", pod["metadata"]["name"]]
+        self._release_claim()
 
     def restart_head_container(self) -> None:
         """Restart Ray's head in the same pod: Ray forgets its jobs, the reporter survives."""
         for pod in self.pods(Role.DRIVER):
-            pod["status"]["containerStatuses"][0]["restartCount"] += 1
-            self._start_container(pod)
+            if "nodeName" in pod["spec"] and pod["metadata"]["uid"] not in self.lost:
+                pod["status"]["containerStatuses"][0]["restartCount"] += 1
+                self._start_container(pod)
 
     def delete_cluster(self) -> None:
         """Delete the RayCluster; its pods go on as orphans until `collect_garbage`."""
@@ -363,7 +497,11 @@ class World:
 
     def _incarnations(self) -> dict[str, str]:
         """Incarnation of each head pod, by the pod's IP."""
-        return {pod["status"]["podIP"]: self._incarnation(pod) for pod in self.pods(Role.DRIVER)}
+        return {
+            pod["status"]["podIP"]: self._incarnation(pod)
+            for pod in self.pods(Role.DRIVER)
+            if "nodeName" in pod["spec"]
+        }
 
     # -- the driver --------------------------------------------------------------------------------
 
@@ -460,11 +598,18 @@ class World:
         self._store(copy.deepcopy(manifest))
         self._point("created")
 
-    async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
+    async def delete(
+        self, kind: str, namespace: str, name: str, uid: str, force: bool = False
+    ) -> None:
         self._point(f"delete {kind}")
+        if kind in self.delete_errors:
+            raise self.delete_errors[kind]
         found = self.objects.get((kind, name))
         if found and found["metadata"]["uid"] == uid:
-            del self.objects[kind, name]
+            if uid in self.lost and not force:
+                self._mark_deleted(found)
+            else:
+                del self.objects[kind, name]
             self.collect_garbage()
         self._point("deleted")
 
@@ -526,6 +671,12 @@ class World:
         self.configs[self._incarnations()[head.pod.ip].split("/")[0]] = config
         self._point("configured")
 
+    async def request_stop(self, head: HeadAddress) -> None:
+        self._point("request stop")
+        if self.reporter_down or self._trouble(head, head.reporter_token, "token"):
+            raise HeadUnreachable("no answer")
+        self.stop_requests += 1
+
     async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
         self._point("get progress")
         if self.reporter_down:
@@ -548,8 +699,8 @@ class World:
 
     def _trouble(self, head: HeadAddress, given: str, key: str) -> Unreachable | None:
         """Return the reason why the head does not answer a request with this token."""
-        heads = self.pods(Role.DRIVER)
-        pod = next((pod for pod in heads if pod["status"]["podIP"] == head.pod.ip), None)
+        heads = [pod for pod in self.pods(Role.DRIVER) if pod["metadata"]["uid"] not in self.lost]
+        pod = next((pod for pod in heads if pod["status"].get("podIP") == head.pod.ip), None)
         if pod is None or not self._tokens_of(pod):
             return Unreachable("no answer")
         if self._tokens_of(pod)[key] != given:

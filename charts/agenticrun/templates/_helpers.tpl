@@ -62,9 +62,10 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 - apiGroups: [ray.io]
   resources: [rayclusters]
   verbs: [get, list, watch, create, delete]
+# To remove pods of runs from nodes that no longer answer.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch]
+  verbs: [get, list, watch, delete]
 - apiGroups: [""]
   resources: [configmaps, persistentvolumeclaims]
   verbs: [get, create]

@@ -116,6 +116,13 @@ class RunHead:
                 f"{_last_line(answer.body)}"
             )
 
+    async def request_stop(self, head: HeadAddress) -> None:
+        headers = {TOKEN_HEADER: f"Bearer {head.reporter_token}"}
+        answer = await self._transport.request(
+            "POST", head.pod, REPORTER_PORT, "/stop", headers=headers, limit=MAX_PROGRESS_BYTES
+        )
+        _ok(answer, "the reporter")
+
     async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
         headers = {TOKEN_HEADER: f"Bearer {head.reporter_token}"}
         try:

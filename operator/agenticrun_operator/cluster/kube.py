@@ -224,8 +224,15 @@ class KubeClient:
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
         await self._request("POST", path, query=query, body=manifest)
 
-    async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
-        options = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+    async def delete(
+        self, kind: str, namespace: str, name: str, uid: str, force: bool = False
+    ) -> None:
+        options: dict[str, Any] = {
+            "propagationPolicy": "Background",
+            "preconditions": {"uid": uid},
+        }
+        if force:
+            options["gracePeriodSeconds"] = 0
         try:
             await self._request("DELETE", object_path(kind, namespace, name), body=options)
         except (NotFound, NotServed, Conflict):

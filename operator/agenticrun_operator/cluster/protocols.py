@@ -36,8 +36,21 @@ class Kube(Protocol):
         """
         ...
 
-    async def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
-        """Delete the object with this uid in the background. Do nothing if it no longer exists."""
+    async def delete(
+        self, kind: str, namespace: str, name: str, uid: str, force: bool = False
+    ) -> None:
+        """Delete the object with this uid in the background. Do nothing if it no longer exists.
+
+        Args:
+            kind: its kind.
+            namespace: its namespace.
+            name: its name.
+            uid: its uid.
+            force: remove a pod without waiting until its kubelet has ended it.
+
+        Raises:
+            Denied: rights are missing, or an admission policy prevents it.
+        """
         ...
 
     async def write_status(self, run: Manifest, status: AgenticRunStatus) -> Manifest:
@@ -57,7 +70,7 @@ class Kube(Protocol):
 class Head(Protocol):
     """The head pods of runs: Ray's job API and the reporter.
 
-    If a head does not answer, `job` and `progress` return `Unreachable`; `submit` and `stop` raise
+    If a head does not answer, `job` and `progress` return `Unreachable`; the other methods raise
     `HeadUnreachable`.
     """
 
@@ -75,6 +88,10 @@ class Head(Protocol):
 
     async def configure(self, head: HeadAddress, config: LiveConfig) -> None:
         """Send settings to the reporter. An older worker image ignores them."""
+        ...
+
+    async def request_stop(self, head: HeadAddress) -> None:
+        """Tell the reporter to ask the driver to save a checkpoint and to end."""
         ...
 
     async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:

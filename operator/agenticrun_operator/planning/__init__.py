@@ -1,6 +1,24 @@
 """All decisions of the operator, as pure functions: no I/O, no clock, no client."""
 
-from agenticrun_operator.planning.plan import Configure, Delete, Plan, Stop, Submit
+from agenticrun_operator.planning.plan import (
+    Configure,
+    Delete,
+    JobAction,
+    Plan,
+    RequestStop,
+    Stop,
+    Submit,
+)
 from agenticrun_operator.planning.planner import plan, plan_unreadable
 
-__all__ = ["Configure", "Delete", "Plan", "Stop", "Submit", "plan", "plan_unreadable"]
+__all__ = [
+    "Configure",
+    "Delete",
+    "JobAction",
+    "Plan",
+    "RequestStop",
+    "Stop",
+    "Submit",
+    "plan",
+    "plan_unreadable",
+]

@@ -23,13 +23,13 @@ from agenticrun_api import (
 )
 from agenticrun_api.names import ExitCode
 from agenticrun_api.status import JobStatus, RayClusterStatus
-from agenticrun_operator.observed import Job, NoJob, Observed, Pod, Unreachable
-from agenticrun_operator.planning import ending
+from agenticrun_operator.observed import Job, NoJob, Observed, Pod, Problem, Unreachable
+from agenticrun_operator.planning import ending, lost_pods, startup
 from agenticrun_operator.planning.draft import MAX_TEXT, Draft
-from agenticrun_operator.planning.plan import Configure, Delete, Stop, Submit
+from agenticrun_operator.planning.plan import Configure, RequestStop, Stop, Submit
 from agenticrun_operator.planning.snapshot import apply_snapshot, own_progress
 from agenticrun_operator.planning.times import format_span, format_time, parse_time
-from agenticrun_operator.resources import Child, is_deleting, secret_of
+from agenticrun_operator.resources import secret_of
 
 MAX_BACKOFF_SECONDS = 600.0
 POLL_SECONDS = 2.0
@@ -37,6 +37,8 @@ SILENT_SECONDS = 60.0
 """Time without a snapshot after which the driver is said to be silent. It posts every second."""
 UNREACHABLE_SECONDS = 120.0
 """Time for Ray's job API to say that an attempt that was given up has ended."""
+MAX_STEP_SECONDS = 1800.0
+"""Longest time that a driver gets to end its step before it stops at the run's deadline."""
 REPORT_PATIENCE_SECONDS = 60.0
 """Time to wait for the final report of an ended job before Ray's job status decides alone."""
 
@@ -51,8 +53,33 @@ def advance(draft: Draft, observed: Observed, roles_ready: bool) -> None:
     job = draft.status.job
     if job is None or draft.status.next_retry_time is not None:
         _begin_when_possible(draft, observed, roles_ready)
-    else:
-        _follow(draft, observed, job)
+        return
+    _follow(draft, observed, job)
+    if ending.seconds_overdue(draft) >= 0 and not draft.status.phase.finished:
+        draft.job = RequestStop()
+        draft.set(message="activeDeadlineSeconds is over: the driver saves a checkpoint")
+
+
+def ends_at_deadline(draft: Draft, observed: Observed) -> bool:
+    """Return True if the run's deadline is over and no attempt can still save a checkpoint.
+
+    Before that, `advance` asks the driver to stop, which it does after the current step. A success,
+    or a failure for good, counts more than the deadline.
+    """
+    overdue, job = ending.seconds_overdue(draft), draft.status.job
+    if overdue < 0:
+        return False
+    if job is None or draft.status.next_retry_time is not None:
+        return True
+    progress, final = _record(draft, observed, job)
+    if final and (final.outcome is Outcome.SUCCEEDED or not final.retryable):
+        return False
+    live = isinstance(observed.job, Unreachable) or (
+        isinstance(observed.job, Job) and observed.job.live
+    )
+    step = progress.seconds_per_step or 0.0 if progress else 0.0
+    grace = draft.run.spec.roles.driver.termination_grace_period_seconds
+    return final is not None or not live or overdue > grace + min(step, MAX_STEP_SECONDS)
 
 
 def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) -> None:
@@ -62,8 +89,12 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
         if wait > 0:
             draft.look_again(wait)
             return
+    if previous and (lost := lost_pods.lost_head(draft, observed, previous.incarnation)):
+        _rebuild_cluster(draft, observed, lost)
+        return
     head = observed.head(draft.run.metadata.uid)
     if not roles_ready or head is None or head.incarnation is None:
+        startup.check_deadline(draft, observed)
         return
     if _report_tokens(draft, observed):
         return
@@ -71,14 +102,14 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
         draft.look_again(POLL_SECONDS)
         _give_up_head(draft, observed)
         return
-    orphans = (pod for pod in observed.pods if pod.orphan and pod.role is Role.DRIVER)
-    orphan = next((pod for pod in orphans if not pod.deleting), None)
-    if orphan:  # its driver may still write checkpoints
+    others = (pod for pod in observed.pods if pod.role is Role.DRIVER and pod.uid != head.uid)
+    other = next((pod for pod in others if lost_pods.may_run(pod, draft.now)), None)
+    if other:  # its driver may still write checkpoints
         draft.condition(
             ConditionType.TRAINING,
             "False",
             Reason.CLUSTER_LOST,
-            f"waiting until pod {orphan.name} of the deleted RayCluster is deleted",
+            f"waiting until pod {other.name} of the last attempt is deleted",
         )
         draft.look_again(POLL_SECONDS)
         return
@@ -89,7 +120,7 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
         incarnation=head.incarnation,
     )
     cluster = RayClusterStatus(name=draft.run.metadata.name, incarnation=head.incarnation)
-    draft.set(job=job, ray_cluster=cluster, next_retry_time=None)
+    draft.set(job=job, ray_cluster=cluster, next_retry_time=None, startup_timeouts=0)
     if draft.is_true(ConditionType.STALLED):
         draft.condition(ConditionType.STALLED, "False", Reason.PROGRESSING)
     draft.condition(
@@ -113,18 +144,20 @@ def _is_over(draft: Draft, observed: Observed, previous: JobStatus) -> bool:
 
 def _give_up_head(draft: Draft, observed: Observed) -> None:
     """Delete the RayCluster if its head cannot say that the previous attempt is over."""
-    retry, name = draft.status.next_retry_time, draft.run.metadata.name
-    cluster = observed.child("RayCluster", name)
-    if not isinstance(observed.job, Unreachable) or retry is None or cluster is None:
+    if not isinstance(observed.job, Unreachable):
         return
-    if (
-        is_deleting(cluster)
-        or (draft.now - parse_time(retry)).total_seconds() < UNREACHABLE_SECONDS
-    ):
-        return
-    draft.delete.append(Delete(Child("RayCluster", name), cluster["metadata"]["uid"]))
-    message = f"the RayCluster is built again, because its head does not answer: {observed.job.why}"
-    draft.event(Reason.CLUSTER_LOST, message, warning=True)
+    ready = draft.find(ConditionType.ROLES_READY)
+    since = [draft.status.next_retry_time, ready.last_transition_time if ready else None]
+    asked = max(parse_time(time) for time in since if time)
+    if (draft.now - asked).total_seconds() >= UNREACHABLE_SECONDS:
+        _rebuild_cluster(draft, observed, f"its head does not answer: {observed.job.why}")
+
+
+def _rebuild_cluster(draft: Draft, observed: Observed, why: str) -> None:
+    """Delete the RayCluster, so that it is created again."""
+    if lost_pods.delete_cluster(draft, observed):
+        message = f"the RayCluster is built again: {why}"
+        draft.event(Reason.CLUSTER_LOST, message, warning=True)
 
 
 def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
@@ -152,14 +185,10 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
             "the head of the RayCluster was replaced or restarted",
         )
     elif isinstance(observed.job, NoJob):
-        if job.status:
-            _fail(draft, observed, final, Reason.DRIVER_LOST, "Ray no longer knows the job")
-        else:
-            draft.job = Submit(job.submission_id, job.attempt, _changed_config(draft.run))
-            if observed.job_trouble:
-                draft.condition(
-                    ConditionType.TRAINING, "False", Reason.SUBMITTING, observed.job_trouble
-                )
+        _follow_unknown(draft, observed, job, final)
+    elif lost := lost_pods.lost_head(draft, observed, job.incarnation):
+        _fail(draft, observed, final, Reason.NODE_LOST, lost)
+        _rebuild_cluster(draft, observed, lost)
     elif isinstance(observed.job, Unreachable):
         if final is None:
             _report_training(draft, observed, progress)
@@ -167,6 +196,18 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
         _follow_live(draft, observed, observed.job, progress, final)
     elif final or not _waits_for_report(draft, observed):
         _conclude(draft, observed, observed.job, final)
+
+
+def _follow_unknown(
+    draft: Draft, observed: Observed, job: JobStatus, final: FinalReport | None
+) -> None:
+    """Submit a job that Ray does not know, unless Ray has known it before."""
+    if job.status:
+        _fail(draft, observed, final, Reason.DRIVER_LOST, "Ray no longer knows the job")
+        return
+    draft.job = Submit(job.submission_id, job.attempt, _changed_config(draft.run))
+    if observed.job_trouble:
+        draft.condition(ConditionType.TRAINING, "False", Reason.SUBMITTING, observed.job_trouble)
 
 
 def _was_extended(run: AgenticRun, progress: Progress) -> bool:
@@ -326,6 +367,8 @@ def _report_training(draft: Draft, observed: Observed, progress: Progress | None
         )
         draft.set(message=progress.message or None)
         _report_stall(draft, observed, progress)
+    elif trouble := _head_trouble(draft, observed):
+        draft.condition(ConditionType.TRAINING, "Unknown", trouble.reason, trouble.message)
     elif draft.status.phase is not Phase.RUNNING:
         draft.condition(
             ConditionType.TRAINING, "False", Reason.SUBMITTING, "waiting for the driver to start"
@@ -341,6 +384,19 @@ def _report_training(draft: Draft, observed: Observed, progress: Progress | None
             Reason.SUBMITTING,
             "waiting for the driver's first progress snapshot",
         )
+
+
+def _head_trouble(draft: Draft, observed: Observed) -> Problem | None:
+    """Return the problem of a head that does not answer and is not ready or being deleted."""
+    head = observed.head(draft.run.metadata.uid)
+    if head is None or not isinstance(observed.progress, Unreachable):
+        return None
+    if head.deleting:
+        return Problem(Reason.PODS_PENDING, f"head pod {head.name} is being deleted")
+    if head.ready:
+        return None
+    cause = head.problem or Problem(Reason.PODS_PENDING, "is not ready")
+    return Problem(cause.reason, f"head pod {head.name} {cause.message}")
 
 
 def _report_stall(draft: Draft, observed: Observed, progress: Progress) -> None:

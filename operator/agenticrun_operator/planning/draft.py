@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from agenticrun_api import AgenticRun, AgenticRunStatus, Condition, ConditionType, Phase, Reason
-from agenticrun_operator.planning.plan import Configure, Delete, Plan, Stop, Submit
+from agenticrun_operator.planning.plan import Delete, JobAction, Plan
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Event, Manifest
 
@@ -74,7 +74,7 @@ class Draft:
         self.tokens: Manifest | None = None
         self.create: list[Manifest] = []
         self.delete: list[Delete] = []
-        self.job: Submit | Configure | Stop | None = None
+        self.job: JobAction | None = None
         self._events: list[Event] = []
         self._requeue: float | None = None
 
@@ -86,6 +86,11 @@ class Draft:
         """Replace fields of the job's status."""
         assert self.status.job is not None
         self.set(job=self.status.job.model_copy(update=fields))
+
+    def no_pods(self) -> None:
+        """Set the number of ready pods of each role to 0."""
+        roles = [item.model_copy(update={"ready": 0, "message": ""}) for item in self.status.roles]
+        self.set(roles=roles)
 
     def condition(
         self,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from datetime import datetime, timedelta
 
 from agenticrun_api import ConditionType, Phase, Reason
 from agenticrun_api.names import KIND
 from agenticrun_operator.observed import Job, Observed
 from agenticrun_operator.planning.draft import MAX_TEXT, Draft
-from agenticrun_operator.planning.plan import Delete
-from agenticrun_operator.planning.times import format_time, parse_time
-from agenticrun_operator.resources import Child, controller_uid, is_deleting
+from agenticrun_operator.planning.lost_pods import delete_cluster
+from agenticrun_operator.planning.plan import Delete, Stop
+from agenticrun_operator.planning.times import format_span, format_time, parse_time
+from agenticrun_operator.resources import Child, is_deleting
 
 EXIT_SECONDS = 30.0
 """Time a driver has to exit after its final report before its job or RayCluster is removed."""
@@ -36,6 +38,29 @@ def fail(draft: Draft, reason: Reason | str, message: str) -> None:
     draft.condition(ConditionType.TRAINING, "False", reason)
     draft.event(reason, message, warning=True)
     _finish(draft)
+
+
+def seconds_overdue(draft: Draft) -> float:
+    """Return the time since the run's deadline; below 0 before it, -infinity without one."""
+    limit, start = draft.run.spec.active_deadline_seconds, draft.status.start_time
+    if limit is None or start is None:
+        return -math.inf
+    overdue = (draft.now - parse_time(start)).total_seconds() - limit
+    if overdue < 0:
+        draft.look_again(-overdue)
+    return overdue
+
+
+def exceed_deadline(draft: Draft) -> None:
+    """End the run because it has been active for too long."""
+    limit = format_span(draft.run.spec.active_deadline_seconds or 0)
+    saved = draft.status.checkpoint
+    kept = f"the newest checkpoint is of step {saved.step}" if saved else "there is no checkpoint"
+    fail(
+        draft,
+        Reason.DEADLINE_EXCEEDED,
+        f"the run was active for longer than {limit} (activeDeadlineSeconds); {kept}",
+    )
 
 
 def _finish(draft: Draft) -> None:
@@ -72,44 +97,55 @@ def clean_up(draft: Draft, observed: Observed) -> None:
             draft.look_again(left)
 
 
+def end_deleted(draft: Draft, observed: Observed) -> None:
+    """End a deleted run that a finalizer holds.
+
+    Garbage collection would delete its pods only after the run. They train for nobody.
+    """
+    finalizers = draft.run.metadata.finalizers
+    if "orphan" in finalizers:
+        return  # `kubectl delete --cascade=orphan`: the user wants to keep the children
+    if not draft.status.phase.finished:
+        held = ", ".join(finalizers) or "the apiserver"
+        fail(
+            draft,
+            Reason.RUN_DELETED,
+            f"the run is being deleted, and its pods with it; {held} still holds it",
+        )
+    delete_cluster(draft, observed)
+    _report_deleted_cluster(draft, observed, "the run is being deleted")
+
+
 def _follow_exit(draft: Draft, observed: Observed, ended: datetime) -> None:
     """Record how the driver's job ends after the final report, which has ended the run."""
     job, seen = draft.status.job, observed.job
     if job is None or not isinstance(seen, Job):
         return
     draft.update_job(status=seen.status)
-    if seen.live and (draft.now - ended).total_seconds() < EXIT_SECONDS:
+    if seen.live:
         draft.look_again(2.0)
+        if (draft.now - ended).total_seconds() >= EXIT_SECONDS:
+            draft.job = Stop(job.submission_id)
     if draft.status.phase is Phase.FAILED and seen.log_tail and not draft.status.log_tail:
         draft.set(log_tail=seen.log_tail[-MAX_TEXT:])
 
 
 def _delete_cluster(draft: Draft, observed: Observed, ended: datetime) -> None:
-    name = draft.run.metadata.name
-    cluster = observed.child("RayCluster", name)
-    if cluster is None or is_deleting(cluster):
-        if draft.is_true(ConditionType.CLUSTER_PROVISIONED):
-            draft.condition(
-                ConditionType.CLUSTER_PROVISIONED,
-                "False",
-                Reason.CLUSTER_DELETED,
-                "the run has finished",
-            )
-            draft.condition(
-                ConditionType.ROLES_READY, "False", Reason.CLUSTER_DELETED, "the run has finished"
-            )
-            draft.set(
-                roles=[
-                    item.model_copy(update={"ready": 0, "message": ""})
-                    for item in draft.status.roles
-                ]
-            )
-            draft.event(Reason.CLUSTER_DELETED, f"deleted RayCluster {name}: the run has finished")
-        return
-    if controller_uid(cluster) != draft.run.metadata.uid:
-        return
+    _report_deleted_cluster(draft, observed, "the run has finished")
     exiting = isinstance(observed.job, Job) and observed.job.live
     if exiting and (draft.now - ended).total_seconds() < EXIT_SECONDS:
         return
-    draft.delete.append(Delete(Child("RayCluster", name), cluster["metadata"]["uid"]))
-    draft.look_again(2.0)
+    if delete_cluster(draft, observed):
+        draft.look_again(2.0)
+
+
+def _report_deleted_cluster(draft: Draft, observed: Observed, why: str) -> None:
+    name = draft.run.metadata.name
+    cluster = observed.child("RayCluster", name)
+    exists = cluster is not None and not is_deleting(cluster)
+    if exists or not draft.is_true(ConditionType.CLUSTER_PROVISIONED):
+        return
+    for kind in (ConditionType.CLUSTER_PROVISIONED, ConditionType.ROLES_READY):
+        draft.condition(kind, "False", Reason.CLUSTER_DELETED, why)
+    draft.no_pods()
+    draft.event(Reason.CLUSTER_DELETED, f"deleted RayCluster {name}: {why}")

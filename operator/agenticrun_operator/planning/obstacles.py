@@ -13,8 +13,10 @@ from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.resources import (
     CLAIM_KIND,
+    Child,
     Manifest,
     WorkerImages,
+    claim_name,
     controller_uid,
     is_deleting,
     is_retained,
@@ -38,6 +40,8 @@ class Obstacle:
     message: str
     final: bool = False
     """True if no retry helps, so that the run fails."""
+    rebuild: bool = False
+    """True if the RayCluster must be deleted first, because its pods hold what is in the way."""
 
     @property
     def needs_people(self) -> bool:
@@ -80,26 +84,15 @@ def find_obstacle(
         return Obstacle(Reason.NO_ENGINE_IMAGE, message)
     if observed.kuberay_missing:
         return KUBERAY_MISSING
+    if deleted := _deleted_claim(run, observed):
+        return deleted
     for child, manifest in sorted(observed.children.items()):
         if manifest is None:
             continue
-        shown = f"{child.kind} {child.name}"
-        if is_deleting(manifest) and made_by(run, manifest):
-            return Obstacle(
-                Reason.WAITING_FOR_PREVIOUS_RUN, f"waiting until {shown} is deleted, to create it"
-            )
-        if is_deleting(manifest) or _of_earlier_run(run, manifest):
-            return Obstacle(
-                Reason.WAITING_FOR_PREVIOUS_RUN,
-                f"waiting until {shown} of an earlier run is deleted",
-            )
-        if not is_retained(run, manifest) and controller_uid(manifest) != run.metadata.uid:
-            return Obstacle(
-                Reason.NAME_CONFLICT,
-                f"{shown} exists and does not belong to this run: "
-                "delete it, or create the run under another name",
-            )
-        if child.kind == CLAIM_KIND and (found := _in_claim(run, manifest, observed, now)):
+        found = _object_in_the_way(run, child, manifest)
+        if found is None and child.kind == CLAIM_KIND:
+            found = _in_claim(run, manifest, observed, now)
+        if found:
             return found
     for pod in observed.pods:
         # A started run waited for such pods before; what appears later must not hold it.
@@ -108,6 +101,26 @@ def find_obstacle(
                 Reason.WAITING_FOR_PREVIOUS_RUN,
                 f"waiting until pod {pod.name} of an earlier run is deleted",
             )
+    return None
+
+
+def _object_in_the_way(run: AgenticRun, child: Child, manifest: Manifest) -> Obstacle | None:
+    shown = f"{child.kind} {child.name}"
+    if is_deleting(manifest) and made_by(run, manifest):
+        return Obstacle(
+            Reason.WAITING_FOR_PREVIOUS_RUN, f"waiting until {shown} is deleted, to create it"
+        )
+    if is_deleting(manifest) or _of_earlier_run(run, manifest):
+        return Obstacle(
+            Reason.WAITING_FOR_PREVIOUS_RUN,
+            f"waiting until {shown} of an earlier run is deleted",
+        )
+    if not is_retained(run, manifest) and controller_uid(manifest) != run.metadata.uid:
+        return Obstacle(
+            Reason.NAME_CONFLICT,
+            f"{shown} exists and does not belong to this run: "
+            "delete it, or create the run under another name",
+        )
     return None
 
 
@@ -177,6 +190,37 @@ def _fields_unknown_to_kuberay(run: AgenticRun, refusal: str) -> list[str]:
         for field in fields
         if not _OF_THE_USER.search(field) and f"'{field.rsplit('.', 1)[1]}'" not in overlays
     ]
+
+
+def _deleted_claim(run: AgenticRun, observed: Observed) -> Obstacle | None:
+    """Return the obstacle if the volume claim that the run uses was deleted.
+
+    Kubernetes keeps a deleted claim until no pod uses it, and no new pod can use it. A new claim is
+    empty: with checkpoints in the old one, the run would silently begin again at step 0.
+    """
+    claim = Child(CLAIM_KIND, claim_name(run))
+    manifest, saved = observed.children.get(claim), run.status.checkpoint
+    gone = claim in observed.children and manifest is None
+    if not gone and (manifest is None or not is_deleting(manifest)):
+        return None
+    if run.status.phase is Phase.RUNNING:
+        message = f"volume claim {claim.name} was deleted: it is lost when the pods of the run end"
+        return Obstacle(Reason.CHECKPOINTS_LOST, message)
+    if saved:
+        return Obstacle(
+            Reason.CHECKPOINTS_LOST,
+            f"volume claim {claim.name} was deleted, and with it the checkpoint of step "
+            f"{saved.step}: apply the run again to begin at step 0",
+            final=True,
+        )
+    cluster = observed.child("RayCluster", run.metadata.name)
+    if gone or cluster is None or controller_uid(cluster) != run.metadata.uid:
+        return None
+    return Obstacle(
+        Reason.WAITING_FOR_PREVIOUS_RUN,
+        f"waiting until volume claim {claim.name} is deleted, to create it: it holds no checkpoint",
+        rebuild=True,
+    )
 
 
 def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:

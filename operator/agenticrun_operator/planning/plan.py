@@ -14,6 +14,8 @@ class Delete:
 
     child: Child
     uid: str
+    force: bool = False
+    """Remove a pod at once, without the word of its kubelet."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,14 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class RequestStop:
+    """Ask the driver to save a checkpoint and to end."""
+
+
+JobAction = Submit | Configure | RequestStop | Stop
+
+
+@dataclass(frozen=True)
 class Plan:
     """The actions of one reconciliation, applied in the order of the fields.
 
@@ -54,7 +64,7 @@ class Plan:
     create: tuple[Manifest, ...] = ()
     status: AgenticRunStatus | None = None
     """The status to write; None: no write."""
-    job: Submit | Configure | Stop | None = None
+    job: JobAction | None = None
     delete: tuple[Delete, ...] = ()
     events: tuple[Event, ...] = ()
     requeue_after: float | None = None

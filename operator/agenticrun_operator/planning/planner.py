@@ -10,7 +10,15 @@ from agenticrun_api.load import damaged_control_fields, repair_status
 from agenticrun_api.version import __version__, is_supported
 from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.observed import Observed
-from agenticrun_operator.planning import attempts, ending, obstacles, provisioning, roles
+from agenticrun_operator.planning import (
+    attempts,
+    ending,
+    lost_pods,
+    obstacles,
+    provisioning,
+    roles,
+    startup,
+)
 from agenticrun_operator.planning.draft import MAX_TEXT, ConditionStatus, Draft, new_condition
 from agenticrun_operator.planning.plan import Plan
 from agenticrun_operator.planning.snapshot import own_progress
@@ -40,14 +48,22 @@ def plan(
         creation_error: the error that the plan for the same state met when its children were
             created. The new plan creates nothing.
     """
-    if run.metadata.deletion_timestamp:
-        return Plan()  # garbage collection follows the owner references
     draft = Draft(run, now)
+    if run.metadata.deletion_timestamp:
+        ending.end_deleted(draft, observed)
+        return draft.finish(observed.last_status_write)
     if run.status.phase.finished:
         ending.clean_up(draft, observed)
         return draft.finish(observed.last_status_write)
     draft.look_again(SAFETY_NET_SECONDS)
     _accept(draft, observed)
+    lost_pods.remove_stuck(draft, observed)
+    if attempts.ends_at_deadline(draft, observed):
+        ending.exceed_deadline(draft)
+        return draft.finish(observed.last_status_write)
+    if startup.is_queued(draft):
+        startup.wait_in_queue(draft, observed)
+        return draft.finish(observed.last_status_write)
     obstacle = (
         obstacles.obstacle_met(run, observed, creation_error)
         if creation_error
@@ -63,6 +79,8 @@ def plan(
         attempts.advance(draft, observed, ready)
     if obstacle:
         obstacles.report(draft, obstacle)
+        if obstacle.rebuild:
+            lost_pods.delete_cluster(draft, observed)
     return draft.finish(observed.last_status_write)
 
 

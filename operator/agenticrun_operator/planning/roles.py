@@ -24,10 +24,10 @@ def report(draft: Draft, observed: Observed, images: WorkerImages) -> bool:
     cluster = observed.child("RayCluster", run.metadata.name)
     own_cluster = cluster is not None and controller_uid(cluster) == run.metadata.uid
     in_use = images_in(cluster) if cluster and own_cluster else {}
-    own = [pod for pod in observed.own_pods(run.metadata.uid) if not pod.deleting]
+    ours = [pod for pod in observed.pods if pod.orphan or pod.run_uid == run.metadata.uid]
     statuses, first = [], None
     for role in (Role.DRIVER, *run.spec.roles.workers):
-        pods = [pod for pod in own if pod.role is role]
+        pods = [pod for pod in ours if pod.role is role]
         image = in_use.get(role.value) or images.of(run, role)
         status, problem = _role(draft, role, pods, image)
         statuses.append(status)
@@ -60,14 +60,17 @@ def _role(
     draft: Draft, role: Role, pods: list[Pod], image: str
 ) -> tuple[RoleStatus, Problem | None]:
     settings, desired = draft.run.spec.roles.of(role), draft.run.spec.roles.replicas(role)
-    ready = sum(pod.ready for pod in pods)
+    staying = [pod for pod in pods if not pod.deleting and not pod.orphan]
+    ready = sum(pod.ready for pod in staying)
     problem: Problem | None = None
     if ready < desired:
-        stuck = next((pod for pod in pods if pod.problem), None)
+        stuck = next((pod for pod in staying if pod.problem), None)
+        leaving = next((pod for pod in pods if pod.deleting), None)
         if stuck and stuck.problem:
             problem = Problem(stuck.problem.reason, f"pod {stuck.name} {stuck.problem.message}")
         else:
-            problem = Problem(Reason.PODS_PENDING, f"{ready} of {desired} pods ready")
+            told = f"; pod {leaving.name} is being deleted" if leaving else ""
+            problem = Problem(Reason.PODS_PENDING, f"{ready} of {desired} pods ready{told}")
     message = problem.message[:256] if problem else ""
     status = RoleStatus(
         name=role.value,

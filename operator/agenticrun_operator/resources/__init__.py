@@ -33,7 +33,7 @@ from agenticrun_operator.resources.tokens import (
     tokens_name,
     tokens_secret,
 )
-from agenticrun_operator.resources.volumes import storage_of
+from agenticrun_operator.resources.volumes import claim_name, storage_of
 
 __all__ = [
     "CLAIM_KIND",
@@ -43,6 +43,7 @@ __all__ = [
     "OperatorKey",
     "WorkerImages",
     "checkpoint_claim_name",
+    "claim_name",
     "code_config_map",
     "controller",
     "controller_uid",

@@ -478,6 +478,7 @@ def test_the_service_account_may_do_its_work_and_no_more(namespace: Cluster) -> 
         eventually(partial(allowed, *request), 120, f"it may {' '.join(request)}", interval=0.5)
     assert not allowed("patch", "agenticruns.agenticrun.dev")
     assert not allowed("patch", "rayclusters.ray.io")
+    assert allowed("delete", "pods")
     assert not allowed("create", "pods")
     assert not allowed("create", "pods", "--subresource=exec")
     assert not allowed("update", "leases.coordination.k8s.io/of-another")

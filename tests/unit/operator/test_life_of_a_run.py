@@ -1201,7 +1201,7 @@ async def test_pods_of_a_deleted_cluster_are_not_the_runs_pods(
     assert [job.attempt for job in world.jobs] == [1, 2]
 
 
-async def test_orphans_that_a_finalizer_holds_do_not_freeze_the_run(
+async def test_orphans_that_a_finalizer_holds_are_named_and_delay_the_run(
     world: World, operator: Operator
 ) -> None:
     await training(operator)
@@ -1209,10 +1209,18 @@ async def test_orphans_that_a_finalizer_holds_do_not_freeze_the_run(
     for pod in world.pods():
         pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         del pod["metadata"]["labels"][LABEL_RUN_UID]
+        pod["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
+    orphans = world.pods()
     for job in world.live_jobs():
         job.status = "FAILED"  # the kubelet has stopped the containers
     await operator.settle(2)
     world.now += timedelta(seconds=11)
+    await operator.settle(4)
+    head = next(role for role in world.status.roles if role.name == "driver")
+    assert head.message.startswith("0 of 1 pods ready; pod lake-driver-")
+    assert head.message.endswith("is being deleted")
+    for pod in orphans:
+        del world.objects["Pod", pod["metadata"]["name"]]
     await operator.settle(4)
     assert [job.attempt for job in world.jobs] == [1, 2]
     world.drive(2)

@@ -32,6 +32,9 @@ class FrozenHead:
     async def configure(self, *_: Any) -> None:
         raise AssertionError("nothing is configured there")
 
+    async def request_stop(self, *_: Any) -> None:
+        raise AssertionError("nothing is stopped there")
+
     async def stop(self, *_: Any) -> None:
         raise AssertionError("nothing is stopped there")
 

@@ -1,0 +1,93 @@
+"""Pods on nodes that no longer answer: give up the head, remove what nobody deletes any more.
+
+Kubernetes marks the pods of a silent node as not ready, and after minutes as being deleted. It
+keeps them until the node answers or an administrator acts, because their processes may still run
+behind a broken network. KubeRay counts them meanwhile and replaces none of them. So after a wait
+the operator removes them by force.
+
+The processes behind a broken network are not fenced. A driver there can still write to object
+storage or to a volume that several nodes mount, and so can the next attempt. That is why it waits
+until the old pod's grace period is over (`may_run`). What limits the damage: an attempt needs its
+trainer pods on other nodes, which Kubernetes does delete; a checkpoint is complete only with its
+manifest, which is written last; a ReadWriteOnce volume is attached to one node. To fence a node,
+set the taint node.kubernetes.io/out-of-service or shut it down.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from agenticrun_api import Reason
+from agenticrun_operator.observed import Observed, Pod, Unreachable
+from agenticrun_operator.planning.draft import Draft
+from agenticrun_operator.planning.plan import Delete
+from agenticrun_operator.planning.times import format_span, parse_time
+from agenticrun_operator.resources import Child, controller_uid, is_deleting
+
+HEAD_LOST_SECONDS = 120.0
+"""Time that a head may be not ready and silent before it is given up."""
+STUCK_SECONDS = 60.0
+"""Time after its grace period at which a pod that is still there is said to be stuck."""
+
+
+def may_run(pod: Pod, now: datetime) -> bool:
+    """Return True if a process of the pod may still run, as far as waiting can tell."""
+    return not pod.ended and not _is_stuck(pod, now)
+
+
+def _is_stuck(pod: Pod, now: datetime) -> bool:
+    return pod.gone_by is not None and (now - parse_time(pod.gone_by)).total_seconds() > (
+        STUCK_SECONDS
+    )
+
+
+def remove_stuck(draft: Draft, observed: Observed) -> None:
+    """Remove the run's pods that are long past their grace period."""
+    for pod in observed.pods:
+        if pod.deleting and not pod.ended:
+            draft.look_again(STUCK_SECONDS / 2)
+        mine = pod.orphan or pod.run_uid == draft.run.metadata.uid
+        if mine and not pod.ended and _is_stuck(pod, draft.now):
+            draft.delete.append(Delete(Child("Pod", pod.name), pod.uid, force=True))
+            draft.event(
+                Reason.NODE_LOST,
+                f"pod {pod.name} is removed: node {pod.node} has not ended it "
+                f"{format_span(STUCK_SECONDS)} after its grace period",
+                warning=True,
+            )
+
+
+def lost_head(draft: Draft, observed: Observed, incarnation: str) -> str | None:
+    """Return a sentence if the head that the attempt was submitted to is lost, else None.
+
+    A head is lost if it is silent and the kubelet or the node controller has long said that it is
+    not ready. A silent head that is ready is a problem of the network to the operator.
+
+    Args:
+        draft: the draft.
+        observed: the observed state.
+        incarnation: that of the attempt.
+    """
+    head = observed.head(draft.run.metadata.uid)
+    if head is None or head.uid != incarnation.split("/", maxsplit=1)[0]:
+        return None
+    silent = isinstance(observed.job, Unreachable) and isinstance(observed.progress, Unreachable)
+    if not silent or head.unready_since is None:
+        return None
+    if (draft.now - parse_time(head.unready_since)).total_seconds() < HEAD_LOST_SECONDS:
+        return None
+    return f"head pod {head.name} on node {head.node} has not answered or been ready for " + (
+        f"{format_span(HEAD_LOST_SECONDS)}"
+    )
+
+
+def delete_cluster(draft: Draft, observed: Observed) -> bool:
+    """Delete the run's own RayCluster. Return False if there is none to delete."""
+    name = draft.run.metadata.name
+    cluster = observed.child("RayCluster", name)
+    if cluster is None or controller_uid(cluster) != draft.run.metadata.uid:
+        return False
+    if is_deleting(cluster):
+        return False
+    draft.delete.append(Delete(Child("RayCluster", name), cluster["metadata"]["uid"]))
+    return True

@@ -1,0 +1,160 @@
+"""A volume claim, or the run itself, that is deleted while the run trains."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from agenticrun_api import Condition, ConditionType, Outcome, Phase, Role
+from agenticrun_api.status import CheckpointStatus
+from agenticrun_operator.planning.times import format_time
+from operator_world import NAME, Operator, World, happened
+
+CLAIM = ("PersistentVolumeClaim", f"{NAME}-checkpoints")
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.apply_run(
+        ("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),
+        ("spec.failurePolicy", {"maxRestarts": 2, "backoffSeconds": 10}),
+    )
+    return world
+
+
+async def training(operator: Operator, saved: int | None = None) -> None:
+    world = operator.world
+    await operator.settle()
+    checkpoint = (
+        CheckpointStatus(step=saved, uri="/checkpoints/1", time=format_time(world.now))
+        if saved
+        else None
+    )
+    world.drive(1, checkpoint=checkpoint)
+    await operator.settle(2)
+    assert phase(world) is Phase.RUNNING
+
+
+def phase(world: World) -> Phase:
+    return world.status.phase
+
+
+def condition(world: World, kind: ConditionType) -> Condition:
+    return next(item for item in world.status.conditions if item.type == kind.value)
+
+
+async def test_a_claim_that_was_deleted_with_its_checkpoints_ends_the_run_at_its_next_restart(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, saved=1)
+    world.delete_claim()
+    world.drive(1)
+    await operator.settle(3)
+    assert phase(world) is Phase.RUNNING, "the pods still have it"
+    world.delete_pod(Role.TRAINER)
+    world.end_driver(Outcome.FAILED)
+    await operator.settle(4)
+    assert phase(world) is Phase.FAILED
+    failed = condition(world, ConditionType.FAILED)
+    assert failed.reason == "CheckpointsLost"
+    assert "lake-checkpoints was deleted, and with it the checkpoint of step 1" in failed.message
+    assert len(world.jobs) == 1, "a second attempt would begin at step 0"
+
+
+async def test_a_claim_that_vanished_is_not_made_again_empty(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, saved=1)
+    world.delete_cluster()
+    world.collect_garbage()
+    del world.objects[CLAIM]
+    await operator.settle(6)
+    assert CLAIM not in world.objects
+    assert condition(world, ConditionType.FAILED).reason == "CheckpointsLost"
+
+
+async def test_a_claim_without_checkpoints_is_made_again(world: World, operator: Operator) -> None:
+    await training(operator)
+    before = world.objects[CLAIM]["metadata"]["uid"]
+    world.delete_claim()
+    world.delete_pod(Role.TRAINER)
+    world.end_driver(Outcome.FAILED)
+    for _ in range(40):
+        await operator.settle(1)
+        world.now += timedelta(seconds=1)
+    assert world.objects[CLAIM]["metadata"]["uid"] != before
+    assert [job.attempt for job in world.jobs] == [1, 2]
+
+
+async def test_a_claim_that_is_deleted_while_the_run_starts_is_made_again(
+    world: World, operator: Operator
+) -> None:
+    await operator.reconcile()
+    world.make_pods(ready=False)
+    world.delete_claim()
+    assert CLAIM in world.objects, "its pods use it"
+    await operator.settle(4)
+    assert [job.attempt for job in world.jobs] == [1]
+
+
+async def test_a_deleted_run_that_a_finalizer_holds_trains_no_longer(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.run["metadata"]["finalizers"] = ["backup.example/archive"]
+    world.delete_run()
+    await operator.settle(4)
+    assert ("RayCluster", NAME) not in world.objects
+    assert world.live_jobs() == []
+    assert (phase(world), condition(world, ConditionType.FAILED).reason) == (
+        Phase.FAILED,
+        "RunDeleted",
+    )
+    assert "backup.example/archive still holds it" in (world.status.message or "")
+    assert condition(world, ConditionType.CLUSTER_PROVISIONED).reason == "ClusterDeleted"
+    assert {role.ready for role in world.status.roles} == {0}
+    assert happened(world).count("RunDeleted") == 1
+
+
+async def test_a_finished_run_that_keeps_its_pods_loses_them_when_it_is_deleted(
+    world: World, operator: Operator
+) -> None:
+    world.run["spec"]["cleanup"] = {"onSuccess": "Keep"}
+    await training(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(3)
+    assert ("RayCluster", NAME) in world.objects
+    world.run["metadata"]["finalizers"] = ["backup.example/archive"]
+    world.delete_run()
+    await operator.settle(3)
+    assert ("RayCluster", NAME) not in world.objects
+    assert phase(world) is Phase.SUCCEEDED
+
+
+async def test_a_run_that_is_deleted_without_its_children_leaves_them_alone(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.run["metadata"]["finalizers"] = ["orphan"]
+    world.delete_run()
+    await operator.settle(4)
+    assert len(world.live_jobs()) == 1
+    assert phase(world) is Phase.RUNNING
+
+
+async def test_a_driver_that_hangs_after_its_final_report_is_stopped_in_a_cluster_that_is_kept(
+    world: World, operator: Operator
+) -> None:
+    world.run["spec"]["cleanup"] = {"onSuccess": "Keep"}
+    await training(operator)
+    (job,) = world.jobs
+    world.end_driver(Outcome.SUCCEEDED)
+    job.status = "RUNNING"
+    await operator.settle(20)
+    assert job.status == "RUNNING"
+    await operator.settle(20)
+    assert job.status == "STOPPED"
+    assert phase(world) is Phase.SUCCEEDED
+    assert ("RayCluster", NAME) in world.objects

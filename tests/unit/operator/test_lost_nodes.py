@@ -1,0 +1,180 @@
+"""Nodes that no longer answer: the run says so, resumes elsewhere, and never runs twice."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from agenticrun_api import Condition, ConditionType, Phase, Role
+from agenticrun_api.names import KIND
+from agenticrun_operator.cluster import Denied
+from operator_world import NAME, Operator, World, happened
+
+
+async def training(operator: Operator) -> None:
+    await operator.settle()
+    operator.world.drive(1)
+    await operator.settle(2)
+    assert operator.world.status.phase is Phase.RUNNING
+
+
+async def pass_time(operator: Operator, seconds: int) -> None:
+    for _ in range(seconds // 5):
+        await operator.settle(1)
+        operator.world.now += timedelta(seconds=4)
+
+
+def condition(world: World, kind: ConditionType) -> Condition:
+    return next(item for item in world.status.conditions if item.type == kind.value)
+
+
+def cluster_uid(world: World) -> str:
+    return str(world.objects["RayCluster", NAME]["metadata"]["uid"])
+
+
+async def test_a_run_whose_head_is_on_a_lost_node_says_so_at_once_and_resumes_on_another(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    first = cluster_uid(world)
+    world.lose_node(Role.DRIVER)
+    await operator.settle(1)
+    told = condition(world, ConditionType.TRAINING)
+    assert (told.status, told.reason) == ("Unknown", "NodeLost")
+    assert "which no longer answers" in told.message
+    ready = condition(world, ConditionType.ROLES_READY)
+    assert (ready.status, ready.reason) == ("False", "NodeLost")
+    await pass_time(operator, 110)
+    assert (world.status.phase, cluster_uid(world)) == (Phase.RUNNING, first), "it may come back"
+    await pass_time(operator, 20)
+    assert world.status.phase is Phase.RESTARTING
+    await pass_time(operator, 120)
+    assert cluster_uid(world) != first
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    world.drive(2)
+    await operator.settle(2)
+    assert (world.status.phase, world.status.restarts) == (Phase.RUNNING, 1)
+    assert happened(world).count("NodeLost") == 2, "the attempt is lost; the pod is removed"
+
+
+async def test_a_node_that_comes_back_in_time_costs_nothing(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.lose_node(Role.DRIVER, partition=True)
+    await pass_time(operator, 100)
+    world.lost.clear()
+    world.drive(2)
+    await operator.settle(2)
+    assert (world.status.phase, world.status.step) == (Phase.RUNNING, 2)
+    assert condition(world, ConditionType.TRAINING).status == "True"
+    assert [job.attempt for job in world.jobs] == [1]
+
+
+async def test_a_silent_head_that_is_ready_is_never_restarted(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.reporter_down = world.ray_down = True
+    await pass_time(operator, 1000)
+    assert world.status.phase is Phase.RUNNING
+    assert condition(world, ConditionType.TRAINING).status == "Unknown"
+    assert len(world.live_jobs()) == 1
+
+
+async def test_a_driver_behind_a_broken_network_may_write_until_its_grace_period_is_over(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    (first,) = world.jobs
+    world.lose_node(Role.DRIVER, partition=True)
+    while len(world.jobs) == 1:
+        await pass_time(operator, 5)
+        waited = (world.now - world.lost_at).total_seconds()
+        assert waited < 600
+    assert waited > 120 + 30 + 60, "until the head is lost, its grace period, and a minute"
+    assert first.live
+
+
+async def test_the_crash_of_the_operator_between_the_decision_and_the_deletion_changes_nothing(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    first = cluster_uid(world)
+    world.lose_node(Role.DRIVER)
+    world.now += timedelta(seconds=130)
+    world.interruption = ("wrote status", world.crash)
+    await operator.reconcile()
+    assert (world.status.phase, cluster_uid(world)) == (Phase.RESTARTING, first)
+    await pass_time(operator, 150)
+    assert cluster_uid(world) != first
+    assert [job.attempt for job in world.jobs] == [1, 2]
+
+
+async def test_a_worker_on_a_lost_node_is_named_and_replaced(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    (old,) = world.pods(Role.TRAINER)
+    world.lose_node(Role.TRAINER)
+    await operator.settle(1)
+    ready = condition(world, ConditionType.ROLES_READY)
+    assert (ready.status, ready.reason) == ("False", "NodeLost")
+    assert f"trainer: pod {old['metadata']['name']} is on node" in ready.message
+    world.evict_lost_pods()
+    await operator.settle(1)
+    trainer = next(role for role in world.status.roles if role.name == "trainer")
+    assert (trainer.ready, trainer.desired) == (0, 1)
+    assert f"pod {old['metadata']['name']} is being deleted" in trainer.message
+    await pass_time(operator, 120)
+    (new,) = world.pods(Role.TRAINER)
+    assert new["metadata"]["uid"] != old["metadata"]["uid"]
+    assert condition(world, ConditionType.ROLES_READY).status == "True"
+    assert [job.attempt for job in world.jobs] == [1], "what a lost worker means, the driver says"
+
+
+async def test_a_pod_of_an_earlier_run_on_a_lost_node_does_not_hold_the_next_run_for_ever(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.lose_node(Role.DRIVER)
+    world.delete_run()
+    for _ in range(3):
+        world.collect_garbage()
+    world.apply_run()
+    await operator.settle(2)
+    assert condition(world, ConditionType.CLUSTER_PROVISIONED).reason == "WaitingForPreviousRun"
+    await pass_time(operator, 120)
+    assert [job.attempt for job in world.jobs] == [1, 1]
+
+
+async def test_an_operator_without_the_right_to_delete_pods_goes_on(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.lose_node(Role.TRAINER)
+    world.evict_lost_pods()
+    world.delete_errors["Pod"] = Denied("pods is forbidden")
+    await pass_time(operator, 200)
+    world.drive(2)
+    await operator.settle(2)
+    assert world.status.step == 2
+
+
+async def test_a_deleted_head_is_not_replaced_by_a_second_driver_before_it_has_ended(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    (head,) = world.pods(Role.DRIVER)
+    head["metadata"]["deletionTimestamp"] = "2026-01-01T01:00:00Z"  # a long grace period
+    world.delete_cluster()
+    for key in [key for key in world.objects if key[0] == "Pod"]:
+        if world.objects[key] is not head:
+            del world.objects[key]
+    await pass_time(operator, 100)
+    assert len(world.jobs) == 1
+    head["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
+    world.jobs[0].status = "FAILED"
+    del world.objects["Pod", head["metadata"]["name"]]
+    await pass_time(operator, 60)
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    assert (KIND, NAME) in world.objects
