@@ -109,6 +109,7 @@ drills: setup ## Slow fault drills (tier two of docs/testing.md)
 	@$(PYTHON) tools/stalls.py --every 0.6 $(BIN)/pytest -q --timeout 1800 -n 2 --no-loadscope-reorder tests/integration
 	@AGENTICRUN_DETERMINISTIC_KILLS=20 $(BIN)/pytest -q tests/integration/local/test_deterministic.py
 	@AGENTICRUN_E2E_OPERATOR_DOWN_SECONDS=300 $(BIN)/pytest -q tests/e2e/test_run.py
+	@AGENTICRUN_E2E_DRILLS=all AGENTICRUN_DRILLS_TABLE=docs/drills.md $(BIN)/pytest -q tests/e2e/test_drills.py
 	@AGENTICRUN_E2E_ENGINES=sglang,vllm $(BIN)/pytest -q -s tests/e2e/test_engines.py
 
 .PHONY: bench

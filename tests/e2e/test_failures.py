@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agenticrun_api.names import LABEL_RUN
-from installation import Images
+from installation import Images, objects
 from lake import Pods, behind_gate, small_lake
 from testcluster import Cluster
 from waiting import eventually
@@ -26,14 +26,6 @@ SEEN_SECONDS = 25
 
 The operator watches pods. Otherwise it would look every 30 s only (SAFETY_NET_SECONDS).
 """
-KINDS = (
-    "pods,services,configmaps,secrets,persistentvolumeclaims,rayclusters,networkpolicies,ingresses,"
-    "serviceaccounts,roles,rolebindings"
-)
-
-
-def _objects(runs: Cluster) -> set[tuple[str, str]]:
-    return {(item["kind"], item["metadata"]["name"]) for item in runs.list(KINDS)}
 
 
 @pytest.mark.timeout(1800, func_only=True)
@@ -42,7 +34,7 @@ def test_a_killed_driver_resumes_and_the_name_can_be_used_again_at_once(runs: Cl
 
     Both parts share one cluster.
     """
-    name, empty = "phoenix", _objects(runs)
+    name, empty = "phoenix", objects(runs)
     document = small_lake(
         name,
         max_steps=14,
@@ -109,7 +101,7 @@ def test_a_killed_driver_resumes_and_the_name_can_be_used_again_at_once(runs: Cl
     runs.kubectl("delete", "configmap", gate["metadata"]["name"])
     claim = ("PersistentVolumeClaim", f"{name}-checkpoints")
     eventually(
-        lambda: _objects(runs) - empty == {claim}, 300, "only the claim is left", interval=0.5
+        lambda: objects(runs) - empty == {claim}, 300, "only the claim is left", interval=0.5
     )
     runs.kubectl("delete", "persistentvolumeclaims", "--selector", f"{LABEL_RUN}={name}")
     eventually(lambda: not _volumes(runs), 300, "its volume is gone", interval=0.5)

@@ -22,6 +22,15 @@ ENGINES = [name for name in os.environ.get("AGENTICRUN_E2E_ENGINES", "").split("
 A drill sets sglang,vllm: their images take 17 and 12 GB of disk.
 """
 _OPERATORS = "app.kubernetes.io/name=agenticrun"
+_KINDS = (
+    "pods,services,configmaps,secrets,persistentvolumeclaims,rayclusters,networkpolicies,ingresses,"
+    "serviceaccounts,roles,rolebindings"
+)
+
+
+def objects(runs: Cluster) -> set[tuple[str, str]]:
+    """Kind and name of everything in the namespace that a run might leave behind."""
+    return {(item["kind"], item["metadata"]["name"]) for item in runs.list(_KINDS)}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,213 @@
+"""Fault drills: a run trains, something breaks, and the run completes or says why.
+
+After each: no step is lost beyond the last checkpoint, the status was never untrue for more than
+10 s, and a deleted run leaves nothing behind. The core is a part of `make test`. `make drills`
+runs all (AGENTICRUN_E2E_DRILLS=all) and keeps a table of what happened in the file that
+AGENTICRUN_DRILLS_TABLE names.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import faults
+from agenticrun_api import Role
+from drills import ENDED, Recorder, Report, Row, untruths, with_row
+from faults import Fault, Site
+from installation import Images, Operator, objects
+from lake import behind_gate, small_lake
+from testcluster import Cluster
+from waiting import eventually
+
+ALL = os.environ.get("AGENTICRUN_E2E_DRILLS") == "all"
+TABLE = os.environ.get("AGENTICRUN_DRILLS_TABLE")
+MINUTES = 60.0
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One fault, and what must be true of it."""
+
+    name: str
+    fault: Fault
+    lasts: float = 0.0
+    """Seconds until the fault is undone."""
+    steps: int = 12
+    """Of the run, each a second or more."""
+    says: str = ""
+    """What the status must show while the fault lasts."""
+    end: str = "Succeeded"
+    why: str = ""
+    """What the message of a run that fails must say."""
+    core: bool = False
+    place: Fault = field(default=lambda _: nullcontext())
+    """Surroundings that are there before the run begins."""
+    spec: dict[str, Any] = field(default_factory=dict)
+    known: str = ""
+    """A defect of today's product: the drill is expected to fail."""
+
+    @property
+    def slug(self) -> str:
+        return "-".join("".join(c if c.isalnum() else " " for c in self.name.lower()).split())
+
+
+DRILLS = (
+    Drill("driver killed", faults.driver_killed),
+    Drill("driver frozen", faults.driver_frozen, lasts=80, says="Training Unknown DriverSilent"),
+    Drill("reporter frozen", faults.reporter_frozen, lasts=40, steps=60),
+    Drill("head pod deleted", faults.pod_deleted(Role.DRIVER), core=True),
+    Drill("trainer pod deleted", faults.pod_deleted(Role.TRAINER)),
+    Drill("inference pod deleted", faults.pod_deleted(Role.INFERENCE), steps=20),
+    Drill("env pod deleted", faults.pod_deleted(Role.ENV), steps=20),
+    Drill("RayCluster deleted", faults.ray_cluster_deleted),
+    Drill("ConfigMap and Secrets deleted", faults.mounted_objects_deleted, lasts=25, steps=30),
+    Drill("ConfigMap, Secrets and head pod deleted", faults.mounted_objects_and_head_deleted),
+    Drill("driver exits with 0 early", faults.exit_zero),
+    Drill("KubeRay stopped, head pod deleted", faults.kuberay_stopped, lasts=2 * MINUTES),
+    Drill(
+        "KubeRay's CRD removed",
+        faults.kuberay_crd_removed,
+        lasts=30,
+        says="ClusterProvisioned False KubeRayMissing",
+    ),
+    Drill("apiserver killed", faults.component_killed("kube-apiserver"), lasts=MINUTES, steps=90),
+    Drill("kubelet stopped", faults.component_killed("kubelet"), lasts=2 * MINUTES, steps=150),
+    Drill("node tainted NoExecute", faults.node_tainted, lasts=20),
+    Drill(
+        "ResourceQuota 0, inference pod deleted",
+        faults.denied_by(faults.QUOTA, Role.INFERENCE),
+        lasts=30,
+        says="RolesReady False PodsDenied",
+    ),
+    Drill(
+        "LimitRange, env pod deleted",
+        faults.denied_by(faults.LIMIT_RANGE, Role.ENV),
+        lasts=30,
+        says="RolesReady False PodsDenied",
+    ),
+    Drill("PodSecurity restricted, head pod deleted", faults.restricted_head_deleted),
+    Drill("stray pods with the run's labels", faults.stray_pods, lasts=20, steps=25),
+    Drill(
+        "another watched namespace deleted",
+        faults.namespace_deleted,
+        lasts=20,
+        steps=25,
+        place=faults.two_namespaces,
+    ),
+    Drill(
+        "checkpoint volume full",
+        faults.volume_full,
+        end="Failed",
+        why="No space left",
+        place=faults.small_volume,
+        spec={
+            "checkpoint": {
+                "uri": "/checkpoints",
+                "volumeClaim": {"claimName": faults.SMALL_CLAIM},
+            },
+            "failurePolicy": {"backoffSeconds": 1, "maxRestarts": 1},
+        },
+    ),
+    Drill("claim expanded, then TTL changed", faults.claim_expanded, lasts=15, steps=20),
+    Drill("Ray's processes on the head frozen", faults.head_processes_frozen, lasts=30, steps=60),
+)
+
+
+@pytest.mark.parametrize(
+    "drill",
+    [
+        pytest.param(
+            drill,
+            id=drill.slug,
+            marks=[
+                pytest.mark.skipif(not (drill.core or ALL), reason="AGENTICRUN_E2E_DRILLS=all"),
+                *([pytest.mark.xfail(reason=drill.known, strict=True)] if drill.known else []),
+            ],
+        )
+        for drill in DRILLS
+    ],
+)
+@pytest.mark.timeout(1200, func_only=True)
+def test_a_drill(drill: Drill, runs: Cluster, operator: Operator, images: Images) -> None:
+    site = Site(runs, operator, images, f"drill-{drill.slug}"[:45].rstrip("-"))
+    with drill.place(site):
+        before = objects(runs)
+        code, document = _paced_run(site.name, drill)
+        with Recorder(runs, site.name) as recorder:
+            runs.apply(code, document)
+            ready = recorder.wait(lambda seen: seen.step >= 3 and seen.trains, 300)
+            assert ready, (
+                f"the run does not train\n{Report(recorder.samples, time.time()).timeline()}"
+            )
+            injected = time.time()
+            with drill.fault(site):
+                _let_pass(recorder, drill.lasts)
+            recorder.wait(lambda seen: seen.phase in ENDED, 240)
+            ended = recorder.samples
+        report = Report(ended, injected)
+        runs.kubectl("delete", "agenticrun", site.name, "--wait=false")
+        runs.kubectl("delete", "configmap", code["metadata"]["name"])
+        problems = [*_problems(drill, report), *_left_over(runs, before)]
+    print(f"--- {drill.name}\n{report.timeline()}")
+    row = Row.of(drill.name, report, problems)
+    print(row.line())
+    if TABLE:
+        page = Path(TABLE)
+        page.write_text(with_row(page.read_text(), row, [item.name for item in DRILLS]))
+    assert not problems, "\n".join(problems)
+
+
+def _paced_run(name: str, drill: Drill) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A small run with a checkpoint after each step, and the ConfigMap of its code."""
+    spec: dict[str, Any] = {
+        "checkpoint": {"uri": "/checkpoints", "volumeClaim": {"size": "1Gi", "retain": False}},
+        "failurePolicy": {"backoffSeconds": 1},
+    } | drill.spec
+    document = small_lake(name, max_steps=drill.steps, save_steps=1, **spec)
+    pipeline = document["spec"]["pipeline"]
+    pipeline.pop("warmup")
+    pipeline["envs"][0]["maxSteps"] = 3
+    pipeline["trainEnvs"]["groupFilter"] = {"type": "exit_zero:keep_all"}
+    code = behind_gate(document, steps=1_000_000, seconds=1.0)
+    code["data"]["exit_zero.py"] = faults.EXIT_ZERO_CODE
+    return code, document
+
+
+def _let_pass(recorder: Recorder, seconds: float) -> None:
+    """Wait so long, or until the run has ended."""
+    if seconds:
+        recorder.wait(lambda seen: seen.phase in ENDED, seconds)
+
+
+def _problems(drill: Drill, report: Report) -> Iterator[str]:
+    end = report.end()
+    if end is None:
+        last = report.samples[-1]
+        yield f"neither recovered nor ended: {last.phase}, {last.message or 'without a message'}"
+    elif end.phase != drill.end:
+        yield f"{end.phase} instead of {drill.end}"
+    elif drill.why not in end.message or "\n" in end.message:
+        yield f"the message does not say {drill.why!r} in one line"
+    if report.lost_beyond_checkpoint():
+        yield f"{report.lost_beyond_checkpoint()} saved steps were lost"
+    if drill.says and drill.says not in [word for _, word in report.said()]:
+        yield f"the status never said {drill.says!r}"
+    for item in untruths(report.samples):
+        yield f"untrue for {item.seconds:.0f} s: {item.text}"
+
+
+def _left_over(runs: Cluster, before: set[tuple[str, str]]) -> list[str]:
+    """What is left of the deleted run after a minute."""
+    try:
+        eventually(lambda: not objects(runs) - before, 60, "the run is gone", interval=0.5)
+    except AssertionError:
+        return [f"left over: {sorted(objects(runs) - before)}"]
+    return []

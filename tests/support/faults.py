@@ -1,0 +1,417 @@
+"""Faults to inject into a run or into the cluster below it. Each is undone at the end.
+
+A fault is a context manager: it holds as long as the `with` block. Those that need the processes of
+the node work on the host cluster only (docs/devcluster.md), as root.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from agenticrun_api import Role
+from agenticrun_api.names import LABEL_ROLE, LABEL_RUN, LABEL_RUN_UID
+from devcluster.processes import ProcessTable
+from devcluster.settings import Settings
+from drills import processes_in_pods
+from installation import RELEASE, RUNS, Images, Operator
+from lake import Pods
+from testcluster import ROOT, Cluster, devcluster
+from waiting import eventually
+
+DOOMED = "agenticrun-e2e-doomed"
+"""A second namespace that the operator serves, to be deleted."""
+RAY_CRD = "rayclusters.ray.io"
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a fault may touch."""
+
+    runs: Cluster
+    operator: Operator
+    images: Images
+    name: str
+    """Of the run that is drilled."""
+    pods: Pods = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pods", Pods(self.runs, self.name))
+
+
+Fault = Callable[[Site], AbstractContextManager[None]]
+
+
+@contextmanager
+def driver_killed(site: Site) -> Iterator[None]:
+    assert len(site.pods.kill_driver()) == 1
+    yield
+
+
+@contextmanager
+def driver_frozen(site: Site) -> Iterator[None]:
+    with _stopped(processes_in_pods(["-m", "agenticrun_workers.driver"])):
+        yield
+
+
+@contextmanager
+def reporter_frozen(site: Site) -> Iterator[None]:
+    with _stopped(processes_in_pods(["-m", "agenticrun_workers.reporting.sidecar"])):
+        yield
+
+
+@contextmanager
+def head_processes_frozen(site: Site) -> Iterator[None]:
+    """Everything in the Ray container of the head but the driver."""
+    uid = site.pods.head()["metadata"]["uid"]
+    keep = {item.pid for item in processes_in_pods(["-m", "agenticrun_workers.driver"], uid)}
+    keep |= {item.pid for item in processes_in_pods(["agenticrun_workers.reporting.sidecar"], uid)}
+    found = [item for item in processes_in_pods([], uid) if item.pid not in keep]
+    with _stopped(found):
+        yield
+
+
+@contextmanager
+def _stopped(processes: list[psutil.Process]) -> Iterator[None]:
+    assert processes, "no such process: a SIGSTOP needs the host cluster"
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.is_running():
+                process.resume()
+
+
+@contextmanager
+def exit_zero(site: Site) -> Iterator[None]:
+    """The driver exits with code 0 in the middle; `EXIT_ZERO_CODE` is a part of it."""
+    site.pods.execute(site.pods.head(), "touch", _EXIT_ZERO)
+    yield
+
+
+_EXIT_ZERO = "/tmp/exit-zero"
+EXIT_ZERO_CODE = f"""
+import os, pathlib
+
+def keep_all(scores):
+    asked = pathlib.Path({_EXIT_ZERO!r})
+    if asked.exists():
+        asked.unlink()
+        os._exit(0)
+    return False
+"""
+"""A group filter, which the driver calls for each group."""
+
+
+def pod_deleted(role: Role) -> Fault:
+    @contextmanager
+    def fault(site: Site) -> Iterator[None]:
+        _delete_pod(site, role)
+        yield
+
+    return fault
+
+
+def _delete_pod(site: Site, role: Role) -> None:
+    (pod,) = site.pods.of(role)
+    site.runs.kubectl("delete", "pod", pod["metadata"]["name"], "--wait=false")
+
+
+@contextmanager
+def ray_cluster_deleted(site: Site) -> Iterator[None]:
+    site.runs.kubectl("delete", "raycluster", site.name, "--wait=false")
+    yield
+
+
+@contextmanager
+def mounted_objects_deleted(site: Site) -> Iterator[None]:
+    """The run's own ConfigMap and both Secrets."""
+    selector = f"--selector={LABEL_RUN}={site.name}"
+    site.runs.kubectl("delete", "configmaps,secrets", selector, "--wait=false")
+    yield
+
+
+@contextmanager
+def mounted_objects_and_head_deleted(site: Site) -> Iterator[None]:
+    with mounted_objects_deleted(site):
+        _delete_pod(site, Role.DRIVER)
+        yield
+
+
+@contextmanager
+def stray_pods(site: Site) -> Iterator[None]:
+    """Pods with the labels of the run's, which nobody controls; one lacks the uid, one the role."""
+    run = site.runs.get("agenticrun", site.name)
+    assert run is not None
+    labels = {LABEL_RUN: site.name, LABEL_RUN_UID: run["metadata"]["uid"], LABEL_ROLE: "driver"}
+    names: list[str] = []
+    for missing in (None, LABEL_RUN_UID, LABEL_ROLE):
+        names.append(f"stray-{len(names)}")
+        container = {
+            "name": "ray",
+            "image": site.images.operator,
+            "command": ["sleep", "600"],
+            "resources": {"requests": {"cpu": "1m", "memory": "8Mi"}},
+        }
+        metadata = {
+            "name": names[-1],
+            "labels": {key: value for key, value in labels.items() if key != missing},
+        }
+        spec = {"terminationGracePeriodSeconds": 0, "containers": [container]}
+        site.runs.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    try:
+        yield
+    finally:
+        site.runs.kubectl("delete", "pods", *names, "--wait=true")
+
+
+def denied_by(document: dict[str, Any], role: Role) -> Fault:
+    """An object that keeps pods of the run from being created, while one of them is deleted."""
+
+    @contextmanager
+    def fault(site: Site) -> Iterator[None]:
+        site.runs.apply(document)
+        kind, name = document["kind"], document["metadata"]["name"]
+        try:
+            if kind == "ResourceQuota":  # its use is counted a moment later
+                eventually(
+                    lambda: "used" in (site.runs.get(kind, name) or {}).get("status", {}),
+                    60,
+                    "the quota is counted",
+                    interval=0.2,
+                )
+            _delete_pod(site, role)
+            yield
+        finally:
+            site.runs.kubectl("delete", kind, name)
+
+    return fault
+
+
+QUOTA = {
+    "apiVersion": "v1",
+    "kind": "ResourceQuota",
+    "metadata": {"name": "nothing"},
+    "spec": {"hard": {"pods": "0"}},
+}
+LIMIT_RANGE = {
+    "apiVersion": "v1",
+    "kind": "LimitRange",
+    "metadata": {"name": "small"},
+    "spec": {"limits": [{"type": "Container", "max": {"memory": "64Mi"}}]},
+}
+
+
+@contextmanager
+def restricted_head_deleted(site: Site) -> Iterator[None]:
+    """The namespace enforces the strictest pod security standard when the head is made again."""
+    label = "pod-security.kubernetes.io/enforce"
+    site.runs.kubectl("label", "namespace", RUNS, f"{label}=restricted")
+    try:
+        _delete_pod(site, Role.DRIVER)
+        yield
+    finally:
+        site.runs.kubectl("label", "namespace", RUNS, f"{label}-")
+
+
+@contextmanager
+def kuberay_stopped(site: Site) -> Iterator[None]:
+    """KubeRay's operator is scaled to 0, and the head pod is deleted."""
+    with _kuberay_scaled_to_zero(site.runs):
+        _delete_pod(site, Role.DRIVER)
+        yield
+
+
+@contextmanager
+def _kuberay_scaled_to_zero(cluster: Cluster) -> Iterator[None]:
+    listed = json.loads(cluster.kubectl("get", "deployments", "--all-namespaces", "-o", "json"))
+    namespace = next(
+        item["metadata"]["namespace"]
+        for item in listed["items"]
+        if item["metadata"]["name"] == "kuberay-operator"
+    )
+    inside = cluster.in_namespace(namespace)
+    inside.kubectl("scale", "deployment/kuberay-operator", "--replicas=0")
+    try:
+        yield
+    finally:
+        inside.kubectl("scale", "deployment/kuberay-operator", "--replicas=1")
+        inside.kubectl("rollout", "status", "deployment/kuberay-operator", "--timeout=300s")
+
+
+@contextmanager
+def kuberay_crd_removed(site: Site) -> Iterator[None]:
+    """With the definition go all RayClusters and their pods."""
+    found = site.runs.get("crd", RAY_CRD)
+    assert found is not None
+    keep = {
+        key: found["metadata"][key]
+        for key in ("name", "annotations", "labels")
+        if key in found["metadata"]
+    }
+    document = {"apiVersion": found["apiVersion"], "kind": found["kind"], "metadata": keep}
+    site.runs.kubectl("delete", "crd", RAY_CRD, "--wait=true")
+    try:
+        yield
+    finally:
+        text = json.dumps(document | {"spec": found["spec"]})
+        site.runs.kubectl("create", "-f", "-", stdin=text)
+
+
+def component_killed(name: str) -> Fault:
+    """SIGKILL to a process of the node; `tools/devcluster up` starts it again."""
+
+    @contextmanager
+    def fault(_: Site) -> Iterator[None]:
+        settings = Settings.from_environment()
+        table = ProcessTable(settings.state / "processes", settings.logs, settings.netns_path)
+        record = table.record(name)
+        assert record is not None, f"{name} does not run here: the drill needs the host cluster"
+        os.kill(record.pid, signal.SIGKILL)
+        try:
+            yield
+        finally:
+            assert devcluster("up").returncode == 0
+
+    return fault
+
+
+@contextmanager
+def node_tainted(site: Site) -> Iterator[None]:
+    """NoExecute drives all pods from the only node, those of the operators, too."""
+    taint = "drill.agenticrun.dev/away"
+    site.runs.kubectl("taint", "nodes", "--all", f"{taint}=true:NoExecute")
+    try:
+        yield
+    finally:
+        site.runs.kubectl("taint", "nodes", "--all", f"{taint}:NoExecute-")
+
+
+@contextmanager
+def two_namespaces(site: Site) -> Iterator[None]:
+    """The operator serves a second namespace, where a run waits for an image."""
+    site.runs.kubectl("create", "namespace", DOOMED)
+    _watch(site, RUNS, DOOMED)
+    try:
+        yield
+    finally:
+        site.runs.kubectl("delete", "namespace", DOOMED, "--ignore-not-found", "--timeout=300s")
+        _watch(site, RUNS)
+
+
+def _watch(site: Site, *namespaces: str) -> None:
+    site.operator.system.command(
+        "helm",
+        "upgrade",
+        RELEASE,
+        str(ROOT / "charts/agenticrun"),
+        "-n",
+        site.operator.system.namespace,
+        "--skip-crds",
+        "--reuse-values",
+        f"--set=watchNamespaces={{{','.join(namespaces)}}}",
+        "--wait",
+        "--timeout=10m",
+    )
+
+
+@contextmanager
+def namespace_deleted(site: Site) -> Iterator[None]:
+    site.runs.kubectl("delete", "namespace", DOOMED, "--wait=false")
+    yield
+
+
+@contextmanager
+def claim_expanded(site: Site) -> Iterator[None]:
+    """The claim grows, as an administrator would do it; then the user changes the TTL."""
+
+    def expandable(value: bool | None) -> None:
+        patch = json.dumps({"allowVolumeExpansion": value})
+        site.runs.kubectl("patch", "storageclass", "standard", "--type=merge", f"--patch={patch}")
+
+    expandable(True)
+    try:
+        size = {"spec": {"resources": {"requests": {"storage": "2Gi"}}}}
+        site.runs.kubectl(
+            "patch",
+            "pvc",
+            f"{site.name}-checkpoints",
+            "--type=merge",
+            f"--patch={json.dumps(size)}",
+        )
+        ttl = {"spec": {"ttlSecondsAfterFinished": 3600}}
+        site.runs.kubectl(
+            "patch", "agenticrun", site.name, "--type=merge", f"--patch={json.dumps(ttl)}"
+        )
+        yield
+    finally:
+        expandable(None)
+
+
+SMALL_CLAIM = "small-claim"
+_SMALL_FOLDER = "drill-small"
+
+
+@contextmanager
+def small_volume(site: Site) -> Iterator[None]:
+    """A claim of a few MB, in the memory of this machine."""
+    folder = _small_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=777", "tmpfs", folder], check=True)
+    names = {"accessModes": ["ReadWriteOnce"], "storageClassName": ""}
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": SMALL_CLAIM},
+        "spec": {
+            **names,
+            "capacity": {"storage": "64Mi"},
+            "persistentVolumeReclaimPolicy": "Retain",
+            "hostPath": {"path": str(folder)},
+            "claimRef": {"namespace": RUNS, "name": SMALL_CLAIM},
+        },
+    }
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": SMALL_CLAIM},
+        "spec": {**names, "resources": {"requests": {"storage": "64Mi"}}},
+    }
+    try:
+        site.runs.apply(volume, claim)
+        yield
+    finally:
+        site.runs.kubectl("delete", "pvc", SMALL_CLAIM, "--ignore-not-found", "--wait=true")
+        site.runs.kubectl("delete", "pv", SMALL_CLAIM, "--ignore-not-found", "--wait=true")
+        subprocess.run(["umount", folder], check=True)
+        folder.rmdir()
+
+
+@contextmanager
+def volume_full(site: Site) -> Iterator[None]:
+    file = os.open(_small_folder() / "filler", os.O_CREAT | os.O_WRONLY)
+    try:
+        while os.write(file, b"\0" * 65536):
+            pass
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+    finally:
+        os.close(file)
+    yield
+
+
+def _small_folder() -> Path:
+    return Settings.from_environment().state / "volumes" / _SMALL_FOLDER
