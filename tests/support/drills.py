@@ -83,6 +83,11 @@ class Sample:
         """The status says that the driver trains."""
         return self.conditions().get("Training", ("",))[0] == "True"
 
+    @property
+    def starts(self) -> bool:
+        """The driver has not read its checkpoint yet, and the last attempt's numbers stay."""
+        return (self.status or {}).get("activity") == "starting"
+
     def untruths(self) -> dict[str, str]:
         """What the status says and is not so, by subject; without the step."""
         if self.status is None or not self.operator:
@@ -119,7 +124,8 @@ def untruths(samples: Sequence[Sample]) -> list[Untruth]:
     attempt = 0
     for sample in samples:
         found = sample.untruths()
-        if not (sample.operator and sample.trains) or sample.attempt != attempt:
+        current = sample.operator and sample.trains and not sample.starts
+        if not current or sample.attempt != attempt:
             saved, attempt = [], sample.attempt
         elif sample.saved is not None:
             if not saved or sample.saved > saved[-1][1]:
@@ -187,12 +193,17 @@ class Report:
 
     def recovered(self) -> float | None:
         """Seconds until a step was made and shown that was not there before the fault."""
-        before = max(self._before.step, self._before.saved or 0)
+        before = self._steps_at_the_fault()
         for sample in self._after:
             new = sample.trains and sample.driver == "running" and sample.step > before
             if new or sample.phase == "Succeeded":
                 return sample.at - self.injected
         return None
+
+    def _steps_at_the_fault(self) -> int:
+        """Steps that were made before the driver noticed anything: injecting takes a moment."""
+        stop = next((item.at for item in self._after if item.driver != "running"), self.injected)
+        return max(max(item.step, item.saved or 0) for item in self.samples if item.at <= stop)
 
     def lost(self) -> int:
         """Steps that had to be made again, over all restarts."""
