@@ -33,8 +33,9 @@ from agenticrun_operator.resources import secret_of
 
 MAX_BACKOFF_SECONDS = 600.0
 POLL_SECONDS = 2.0
-SILENT_SECONDS = 60.0
-"""Time without a snapshot after which the driver is said to be silent. It posts every second."""
+SILENT_SECONDS = 7.0
+"""Time without a snapshot after which the driver is said to be silent. It posts every second. With
+a poll every 3 s at most, the status shows it within 10 s."""
 UNREACHABLE_SECONDS = 120.0
 """Time for Ray's job API to say that an attempt that was given up has ended."""
 MAX_STEP_SECONDS = 1800.0
@@ -357,7 +358,7 @@ def _report_training(draft: Draft, observed: Observed, progress: Progress | None
             "Unknown",
             Reason.DRIVER_SILENT,
             f"the driver has sent nothing for more than {format_span(SILENT_SECONDS)}: "
-            "it is frozen, or dead together with Ray's dashboard",
+            "it is frozen or very busy, or dead together with Ray's dashboard",
         )
         _report_stall(draft, observed, progress)
     elif progress:

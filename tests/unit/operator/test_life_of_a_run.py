@@ -1114,7 +1114,7 @@ async def test_a_run_that_waits_for_its_next_attempt_does_nothing(
 
 async def test_a_silent_driver_does_not_look_alive(world: World, operator: Operator) -> None:
     await training(operator)
-    world.drive(1, silent_seconds=61.0, idle_seconds=61.0)
+    world.drive(1, silent_seconds=8.0, idle_seconds=8.0)
     await operator.settle(2)
     told = condition(world, ConditionType.TRAINING)
     assert (told.status, told.reason) == ("Unknown", "DriverSilent")
