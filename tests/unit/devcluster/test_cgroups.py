@@ -43,6 +43,22 @@ def test_v1_cpuset_gets_the_roots_cpus_and_memory_nodes_else_no_process_fits_in(
     assert (v1 / "cpuset/ours/cpuset.mems").read_text() == "0\n"
 
 
+def test_pods_do_not_starve_beside_other_work_in_v1(v1: Path) -> None:
+    shares = v1 / "cpu,cpuacct/ours/cpu.shares"
+    shares.parent.mkdir()
+    shares.write_text("1024")  # the kernel makes the file with the folder
+    cgroups.create("ours", v1)
+    assert shares.read_text() == "20480"
+
+
+def test_pods_do_not_starve_beside_other_work_in_v2(v2: Path) -> None:
+    weight = v2 / "ours/cpu.weight"
+    weight.parent.mkdir()
+    weight.write_text("100")
+    cgroups.create("ours", v2)
+    assert weight.read_text() == "2000"
+
+
 def test_v2_has_one_parent_with_the_controllers_delegated(v2: Path) -> None:
     cgroups.create("ours", v2)
     assert (v2 / "ours").is_dir()
