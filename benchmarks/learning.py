@@ -34,8 +34,8 @@ from agenticrun_workers.envs import Env, make_env
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.initialize import make_model_files
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.models.source import ModelSource, ModelSources
-from agenticrun_workers.models.tokenizer import TokenizerSource, load_tokenizer
+from agenticrun_workers.models.source import ModelSource, ModelSources, TokenizerSource
+from agenticrun_workers.models.tokenizer import load_tokenizer
 from agenticrun_workers.rollout.env_worker import build_agents, describe_envs
 from agenticrun_workers.rollout.groups import EpisodeResult, Group, tag_cycle
 from agenticrun_workers.serialization import pack, unpack

@@ -17,7 +17,8 @@ import bad_envs
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat
 from agenticrun_workers.launch.ray_launcher import RayHandle
-from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer
+from agenticrun_workers.models.source import TokenizerSource
+from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker

@@ -25,7 +25,8 @@ from agenticrun_workers.agents import AgentLimits, OutsideAgent
 from agenticrun_workers.envs import Env
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.models.tokenizer import TokenizerSource, load_tokenizer
+from agenticrun_workers.models.source import TokenizerSource
+from agenticrun_workers.models.tokenizer import load_tokenizer
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason
 from outside_agents import CHAT, EPISODE, Question, Says, check_token_for_token, play
 from tiny_model import CONTEXT, plain_logprobs, tiny_model

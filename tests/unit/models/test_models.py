@@ -17,8 +17,8 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.heads import UnsupportedModel, split_model
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.pretrained import ModelLoadError, load_model
+from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import (
-    TokenizerSource,
     build_task_tokenizer,
     load_tokenizer,
     words_of,

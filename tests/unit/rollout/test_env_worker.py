@@ -17,7 +17,8 @@ from agenticrun_workers.envs import FrozenLake, StepResult
 from agenticrun_workers.envs.isolated import IsolatedEnv, Isolation
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.request_port import Address
-from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer, words_of
+from agenticrun_workers.models.source import TokenizerSource
+from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker, agent_limits, describe_envs
 from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupTask

@@ -21,7 +21,8 @@ from agenticrun_workers.driver.evaluation import summarize
 from agenticrun_workers.driver.metrics import validation_metrics
 from agenticrun_workers.driver.step import credit_turns
 from agenticrun_workers.envs import FrozenLake
-from agenticrun_workers.models.tokenizer import TokenizerSource, build_task_tokenizer
+from agenticrun_workers.models.source import TokenizerSource
+from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from agenticrun_workers.rollout.controller import FinishedGroup, run_group
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker

@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from agenticrun_workers.agents.chat import ChatFormat
 from agenticrun_workers.agents.queued import Request
@@ -30,6 +30,9 @@ from agenticrun_workers.agents.queued_types import (
 )
 from agenticrun_workers.agents.registry import register_agent
 from agenticrun_workers.envs.service import EnvironmentService
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class MathMultiTurnAgent:

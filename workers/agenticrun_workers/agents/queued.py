@@ -20,10 +20,9 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, EpisodeMetrics, Generate, answered
 from agenticrun_workers.agents.chat import ChatFormat
@@ -39,6 +38,9 @@ from agenticrun_workers.envs import Env, EnvFault
 from agenticrun_workers.envs.calls import raised, split_of
 from agenticrun_workers.envs.service import EnvironmentService, ServiceCalls, ServiceStep
 from agenticrun_workers.types import Generation, IntArray, StopReason, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Request = tuple[str, list[int], GenerationConfig]
 """One request: (qid, token_ids, gconfig)."""

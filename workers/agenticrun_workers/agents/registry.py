@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, cast, overload
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from agenticrun_workers.agents.agent import Agent, AgentLimits
 from agenticrun_workers.agents.chat import fixed_text
@@ -24,6 +22,9 @@ from agenticrun_workers.plugins import (
     Registry,
     snake_case,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Factory = Callable[..., Any]
 

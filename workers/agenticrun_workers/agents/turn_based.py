@@ -10,10 +10,9 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, EpisodeMetrics, Generate
 from agenticrun_workers.agents.chat import ChatFormat, check_template
@@ -28,6 +27,9 @@ from agenticrun_workers.types import (
     Trajectory,
     Turn,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Policy = Literal["continue", "stop"]
 

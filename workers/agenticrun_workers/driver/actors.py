@@ -13,8 +13,7 @@ from agenticrun_workers.driver.trainer_group import TrainerGroup
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.pool import ColocatedSlot, EnginePool, colocated_slots
 from agenticrun_workers.launch import ActorHandle, ActorOptions, Launcher
-from agenticrun_workers.models.source import ModelSource, ModelSources
-from agenticrun_workers.models.tokenizer import TokenizerCorpus
+from agenticrun_workers.models.source import ModelSource, ModelSources, TokenizerCorpus
 from agenticrun_workers.placement import Placement, check_placement
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker

@@ -45,7 +45,7 @@ def log_folder() -> Path:
 class EngineActor:
     """Serves one engine to many clients.
 
-    Only `start` imports torch, because the driver imports this module.
+    Only `start` imports engines, because the driver imports this module.
     """
 
     def __init__(self, name: str) -> None:
@@ -87,16 +87,13 @@ class EngineActor:
             pipeline: names the engine and its options.
             source: where the model comes from.
             gpus: number of GPUs of this engine.
-            threads: number of torch's threads.
+            threads: CPU threads of the computation.
 
         Raises:
             InvalidConfig: the engine cannot start with this model or these options.
         """
-        import torch
-
         from agenticrun_workers.inference.builder import build_engine
 
-        torch.set_num_threads(threads)
         logs = log_folder()
         with source.folder() as folder:
             self._engine: InferenceEngine = build_engine(

@@ -1,22 +1,22 @@
 """Builds the engine that `actorInfer.strategy` names.
 
-Imports torch. The servers keep their own libraries in environments of their own.
+Only the engine that runs in this process imports torch: the servers have their own libraries, in
+environments of their own.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.engine import InferenceEngine
-from agenticrun_workers.inference.transformers.engine import TransformersEngine
-from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.source import ModelSource, local_folder
+
+if TYPE_CHECKING:
+    from agenticrun_workers.inference.transformers.engine import TransformersEngine
 
 OPTIONS = "spec.pipeline.actorInfer.strategy.config"
 
@@ -31,7 +31,7 @@ def build_engine(
         source: where the model comes from, its dtype and whether its code is trusted.
         folder: hub name or folder of the first weights; needed until the engine has started.
         gpus: number of GPUs of this engine.
-        threads: CPU threads of a server's computation.
+        threads: CPU threads of the computation.
         logs: folder for a server's output.
 
     Raises:
@@ -44,6 +44,9 @@ def build_engine(
                 OPTIONS,
                 f"the engine transformers has no options: leave out {', '.join(spec.config)}",
             )
+        import torch
+
+        torch.set_num_threads(threads)
         return transformers_engine(pipeline, source, folder)
     arguments: dict[str, Any] = {
         "folder": local_folder(folder),
@@ -70,6 +73,11 @@ def build_engine(
 
 def transformers_engine(pipeline: Pipeline, source: ModelSource, folder: str) -> TransformersEngine:
     """Build the engine that runs inside this process. The arguments are those of `build_engine`."""
+    import torch
+
+    from agenticrun_workers.inference.transformers.engine import TransformersEngine
+    from agenticrun_workers.models.pretrained import load_model
+
     load = partial(
         load_model, folder, getattr(torch, source.dtype), trust_remote_code=source.trust_remote_code
     )

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from agenticrun_api.spec import InitializeModel
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.pretrained import MAKING, write_model
-from agenticrun_workers.models.tokenizer import TokenizerCorpus, build_task_tokenizer, words_of
+from agenticrun_workers.models.source import TokenizerCorpus
+from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 
 _CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 """Not qwen2: transformers' AutoTokenizer replaces any tokenizer in a qwen2 folder by its own."""

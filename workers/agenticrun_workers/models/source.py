@@ -1,4 +1,7 @@
-"""Sources of a run's models: a folder, a name on the hub, or files that the run made itself."""
+"""Sources of a run's models: a folder, a name on the hub, or files that the run made itself.
+
+Imports neither torch nor transformers: the driver and the actors of engine servers import it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,27 @@ from pathlib import Path
 from agenticrun_api import Pipeline
 from agenticrun_api.spec import ModelSpec
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.models.tokenizer import TokenizerSource
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """A model folder or hub name that this pod can read, or files of a model made by the run."""
+
+    path: str | None = None
+    files: dict[str, bytes] | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerCorpus:
+    """Text that a task tokenizer must cover."""
+
+    vocabulary: tuple[str, ...]
+    """Words that the environments declare; each becomes one token."""
+    texts: tuple[str, ...]
+    """Texts to cut into words (`words_of`)."""
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.models.source import TokenizerSource
 
 PAD = "<|pad|>"
 END_OF_TURN = "<|end|>"
@@ -31,25 +31,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 """ChatML with one token per role, without line breaks: `<|user|>...<|end|><|assistant|>...`."""
-
-
-@dataclass(frozen=True)
-class TokenizerSource:
-    """A model folder or hub name that this pod can read, or files of a model made by the run."""
-
-    path: str | None = None
-    files: dict[str, bytes] | None = None
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerCorpus:
-    """Text that a task tokenizer must cover."""
-
-    vocabulary: tuple[str, ...]
-    """Words that the environments declare; each becomes one token."""
-    texts: tuple[str, ...]
-    """Texts to cut into words (`words_of`)."""
 
 
 def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:

@@ -4,8 +4,6 @@ The item of a group is a function of (seed, stream, tag, group number) only. A c
 controller's position in group numbers, so a resumed run uses exactly the items of an uninterrupted
 one, and a group that runs again gets the same item.
 
-Data come from files, folders of Hugging Face datasets, or the hub. Local paths use no network.
-
     k = how many groups of this tag have a smaller number than `group`
     item = order[k mod n]
     order = permutation of epoch k div n, drawn from (seed, stream, epoch)
@@ -15,21 +13,16 @@ k runs through 0, 1, 2 ... without gaps, so each epoch uses each of the n items 
 
 from __future__ import annotations
 
-import glob
-import os
-import re
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-import datasets as hf
 import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_api import Pipeline
 from agenticrun_api.environments import DatasetSpec
-from agenticrun_workers.errors import InvalidConfig, RolloutFailed
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.groups import tag_cycle
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.types import Stream
@@ -55,6 +48,9 @@ class Dataset:
     """
 
     def __init__(self, spec: DatasetSpec, seed: int, field: str) -> None:
+        # A run without data sets does not import Hugging Face's library, with pandas and pyarrow.
+        from agenticrun_workers.rollout.dataset_files import read_splits
+
         self._seed = seed
         self._shuffle = spec.shuffle
         self._renamed = spec.columns
@@ -170,101 +166,3 @@ def _check_columns(spec: DatasetSpec, names: list[str], field: str) -> None:
                 f"{field}.columns.{new}",
                 f"{spec.path} has a column {new!r} of its own: rename that one too",
             )
-
-
-hf.disable_progress_bars()
-
-READERS = {
-    ".jsonl": hf.Dataset.from_json,
-    ".json": hf.Dataset.from_json,
-    ".csv": hf.Dataset.from_csv,
-    ".parquet": hf.Dataset.from_parquet,
-}
-"""Readers by file suffix. `hf.load_dataset` reads them too, but reports each use to a server."""
-
-FILES_SPLIT = "train"
-"""Split name of plain files."""
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
-
-def read_splits(spec: DatasetSpec, field: str) -> dict[str, hf.Dataset]:
-    """Return the splits by name.
-
-    Args:
-        spec: path or hub name.
-        field: path of the spec, for messages.
-
-    Raises:
-        InvalidConfig: the data do not exist or cannot be read.
-        RolloutFailed: the hub cannot be reached.
-    """
-    found = _find(spec.path)
-    if not found and _HUB_NAME.fullmatch(spec.path) and Path(spec.path).suffix not in READERS:
-        return _from_hub(spec.path, field)
-    if not found:
-        raise InvalidConfig(
-            f"{field}.path", f"no file or folder {spec.path} can be read on the env pods"
-        )
-    if len(found) == 1 and Path(found[0]).is_dir():
-        return _from_folder(found[0], field)
-    return {FILES_SPLIT: _from_files(found, field)}
-
-
-def _find(path: str) -> list[str]:
-    """Return the matches of a path or glob, relative to here or to PYTHONPATH (`spec.code`)."""
-    folders = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    matches = (sorted(glob.glob(os.path.join(folder, path))) for folder in folders)
-    return next(filter(None, matches), [])
-
-
-def _from_files(paths: list[str], field: str) -> hf.Dataset:
-    suffixes = {Path(path).suffix for path in paths}
-    if len(suffixes) != 1 or not suffixes <= READERS.keys():
-        raise InvalidConfig(
-            f"{field}.path",
-            f"one kind of {', '.join(READERS)} is expected, "
-            f"not {', '.join(sorted(suffixes)) or 'none'}",
-        )
-    filled = [path for path in paths if Path(path).stat().st_size]
-    if not filled:
-        raise InvalidConfig(f"{field}.path", f"{paths[0]} is empty")
-    try:
-        return READERS[suffixes.pop()](filled)
-    except (hf.exceptions.DatasetGenerationError, ValueError) as error:
-        raise InvalidConfig(
-            f"{field}.path", f"{', '.join(filled)} cannot be read: {error.__cause__ or error}"
-        ) from error
-
-
-def _from_folder(path: str, field: str) -> dict[str, hf.Dataset]:
-    try:
-        loaded = hf.load_from_disk(path)
-    except (FileNotFoundError, ValueError) as error:
-        message = (
-            f"{path} is no folder that save_to_disk wrote; "
-            f"name plain files with a glob, for example {path}/*.jsonl"
-        )
-        raise InvalidConfig(f"{field}.path", message) from error
-    return _by_name(loaded)
-
-
-def _from_hub(name: str, field: str) -> dict[str, hf.Dataset]:
-    try:
-        return _by_name(hf.load_dataset(name))
-    except FileNotFoundError as error:
-        raise InvalidConfig(
-            f"{field}.path",
-            f"{name} is neither a file or folder on the env pods nor on the hub: {error}",
-        ) from error
-    except ConnectionError as error:
-        raise RolloutFailed(
-            f"{field}.path: {name} is no file or folder on the env pods, "
-            f"and the hub does not answer: {error}"
-        ) from error
-
-
-def _by_name(loaded: hf.Dataset | hf.DatasetDict) -> dict[str, hf.Dataset]:
-    if isinstance(loaded, hf.DatasetDict):
-        return {str(name): split for name, split in loaded.items()}
-    return {str(loaded.split or FILES_SPLIT): loaded}

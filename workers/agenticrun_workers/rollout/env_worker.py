@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from dataclasses import replace
-from typing import Generic, TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_api.environments import EnvSpec
@@ -15,7 +13,7 @@ from agenticrun_workers.agents import Agent, AgentLimits, ChatFormat, agent_text
 from agenticrun_workers.envs import HasVocabulary, TakesItem, make_env
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.client import GenerationClient
-from agenticrun_workers.models.tokenizer import TokenizerCorpus, TokenizerSource, load_tokenizer
+from agenticrun_workers.models.source import TokenizerCorpus, TokenizerSource
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.plugins import PluginConfigError, PluginError
 from agenticrun_workers.rollout.episode_runner import (
@@ -28,6 +26,9 @@ from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class EnvWorker:
@@ -42,6 +43,10 @@ class EnvWorker:
     """
 
     def __init__(self, name: str, pipeline: Pipeline) -> None:
+        # Not by this module, which the driver imports; not in `setup`, for which the run waits.
+        from agenticrun_workers.models.tokenizer import load_tokenizer
+
+        self._load_tokenizer = load_tokenizer
         self._name = name
         self._pipeline = pipeline
         self._limit = asyncio.Semaphore(pipeline.train_envs.max_envs_per_worker)
@@ -72,7 +77,7 @@ class EnvWorker:
 
     async def setup(self, source: TokenizerSource) -> None:
         """Load the tokenizer and build the agents. Raises `InvalidConfig`."""
-        tokenizer = load_tokenizer(source)
+        tokenizer = self._load_tokenizer(source)
         agents = build_agents(self._pipeline, tokenizer)
         self._runner = EpisodeRunner(
             self._pipeline, ChatFormat(tokenizer), agents, self._sources, self._client

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
-from agenticrun_workers.models.source import ModelSources
-from agenticrun_workers.models.tokenizer import TokenizerCorpus
+from agenticrun_workers.models.source import ModelSources, TokenizerCorpus
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.trainer.batch import RankBatch, RankPlan, ScoredBatch
 from agenticrun_workers.trainer.rank import (

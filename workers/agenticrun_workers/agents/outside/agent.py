@@ -16,10 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, EpisodeMetrics, Generate
 from agenticrun_workers.agents.chat import ChatFormat
@@ -38,6 +37,9 @@ from agenticrun_workers.envs.calls import (
 )
 from agenticrun_workers.plugins import PluginImportError, compile_pattern, imported
 from agenticrun_workers.types import StopReason, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 POSTED, ENVIRONMENT = "posted", "environment"
 

@@ -16,10 +16,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate, answered
 from agenticrun_workers.agents.chat import ChatFormat
@@ -39,6 +38,9 @@ from agenticrun_workers.agents.outside.messages import (
 from agenticrun_workers.agents.sampled_tree import Sampled
 from agenticrun_workers.envs.calls import one_line
 from agenticrun_workers.types import FinishReason, Generation, IntArray, StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Text that a tokenizer shows for the first bytes of a character."""
