@@ -89,6 +89,7 @@ class Reason(StrEnum):
     NODE_LOST = "NodeLost"
     STARTUP_DEADLINE_EXCEEDED = "StartupDeadlineExceeded"
     SUBMITTING = "Submitting"
+    SUBMISSION_REFUSED = "SubmissionRefused"
     DRIVER_RUNNING = "DriverRunning"
     PROGRESS_UNAVAILABLE = "ProgressUnavailable"
     TOKENS_UNKNOWN = "TokensUnknown"

@@ -10,6 +10,7 @@ import logging
 from agenticrun_operator.cluster import (
     AlreadyExists,
     ClusterError,
+    Conflict,
     Denied,
     Head,
     HeadAddress,
@@ -18,7 +19,7 @@ from agenticrun_operator.cluster import (
     KubeUnavailable,
     NotFound,
 )
-from agenticrun_operator.metrics import STATUS_WRITES, SUBMISSIONS
+from agenticrun_operator.metrics import CONFLICTS, REFUSED_SUBMISSIONS, STATUS_WRITES, SUBMISSIONS
 from agenticrun_operator.planning import Configure, JobAction, Plan, RequestStop, Stop, Submit
 from agenticrun_operator.resources import Manifest
 
@@ -111,6 +112,8 @@ class Applier:
                 case Stop():
                     await self._head.stop(head, action.submission_id)
         except HeadUnreachable as error:
+            if isinstance(action, Submit):
+                REFUSED_SUBMISSIONS.inc()
             log.warning("pod %s: %s", head.pod.name, error)
             return str(error)
         return None
@@ -120,5 +123,8 @@ class Applier:
             await self._kube.create(manifest)
         except AlreadyExists:
             return
+        except Conflict as error:  # another object has just used up the version of the quota
+            CONFLICTS.inc()
+            raise Denied(f"contention for a quota: {error}") from error
         except NotFound as error:  # it says nothing about the run
             raise KubeUnavailable(f"cannot create {manifest['kind']}: {error}") from error

@@ -20,6 +20,13 @@ API_REQUESTS = Counter(
 )
 STATUS_WRITES = Counter("agenticrun_operator_status_writes_total", "Writes of a run's status.")
 SUBMISSIONS = Counter("agenticrun_operator_submissions_total", "Drivers submitted to Ray.")
+REFUSED_SUBMISSIONS = Counter(
+    "agenticrun_operator_refused_submissions_total", "Submissions that Ray did not accept."
+)
+CONFLICTS = Counter(
+    "agenticrun_operator_conflicts_total",
+    "Writes that the apiserver refused with 409, because of a change or contention for a quota.",
+)
 QUEUE_LENGTH = Gauge("agenticrun_operator_queue_length", "Runs that wait for a reconcile worker.")
 HEADS_UNREACHABLE = Gauge(
     "agenticrun_operator_unreachable_heads", "Runs whose head did not answer the last request."

@@ -110,6 +110,21 @@ class Unreachable:
 
 
 @dataclass(frozen=True)
+class JobTrouble:
+    """An action on an attempt (submit, configure, stop) that its head has not accepted so far."""
+
+    submission_id: str
+    message: str
+    """The last error."""
+    count: int
+    """Failures in a row."""
+    since: datetime
+    """Time of the first one."""
+    retry_at: datetime
+    """Time before which it is not repeated."""
+
+
+@dataclass(frozen=True)
 class Observed:
     """Everything that one reconciliation has read."""
 
@@ -126,8 +141,8 @@ class Observed:
     own. Its pods may still be there."""
     missing_code: str | None = None
     """The name in spec.code.configMap if that ConfigMap does not exist."""
-    job_trouble: str | None = None
-    """The error of the last submission or stop, if it failed."""
+    job_trouble: JobTrouble | None = None
+    """Set if the last action on the newest attempt failed."""
     last_status_write: datetime | None = None
     """Time of this operator's last write of the run's status."""
     tokens_sent_at: datetime | None = None

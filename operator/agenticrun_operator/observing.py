@@ -17,7 +17,7 @@ from agenticrun_api import AgenticRun, Phase, Reason
 from agenticrun_operator.cluster import Head, HeadAddress, Kube, NotServed
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.metrics import HEADS_UNREACHABLE
-from agenticrun_operator.observed import Observed, Pod, Unreachable, read_pods
+from agenticrun_operator.observed import JobTrouble, Observed, Pod, Unreachable, read_pods
 from agenticrun_operator.release_0_1 import RandomTokens
 from agenticrun_operator.resources import (
     Child,
@@ -149,7 +149,7 @@ class Observer:
         self,
         run: AgenticRun,
         objects: ObservedObjects,
-        job_trouble: str | None,
+        job_trouble: JobTrouble | None,
         last_status_write: datetime | None,
         tokens_sent_at: datetime | None,
         end_time: str | None,
@@ -159,7 +159,7 @@ class Observer:
         Args:
             run: the run.
             objects: its children and pods, from `read_objects`.
-            job_trouble: the error of the last submission or stop, if it failed.
+            job_trouble: set if the last action on the newest attempt failed.
             last_status_write: the time of this operator's last write of the run's status.
             tokens_sent_at: the time of its last creation of the Secret with the run's tokens.
             end_time: the end of the newest attempt, as this operator saw it.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from agenticrun_api import AgenticRun, ConditionType, InvalidRun, Phase
 from agenticrun_api.load import parse_served
@@ -23,7 +24,8 @@ from agenticrun_operator.cluster import (
     NotServed,
     Refused,
 )
-from agenticrun_operator.observed import Observed
+from agenticrun_operator.metrics import CONFLICTS
+from agenticrun_operator.observed import JobTrouble, Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
 from agenticrun_operator.planning import (
     Plan,
@@ -38,6 +40,11 @@ from agenticrun_operator.workqueue import Item, Key, backoff_seconds
 RETRY_SECONDS = 0.2
 """Delay after a first conflict: the run has changed since it was read, so it is read again."""
 MAX_RETRY_SECONDS = 30.0
+FIRST_ACTION_SECONDS = 2.0
+MAX_ACTION_SECONDS = 60.0
+"""Longest delay until an action on an attempt that its head does not accept is repeated."""
+JITTER = 0.3
+"""Share of that delay that is random."""
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +65,7 @@ class RunCache:
     children_read_at: datetime
     """Time at which the children beside the RayCluster were read."""
     wrote_at: datetime | None = None
-    job_trouble: str | None = None
+    job_trouble: JobTrouble | None = None
     tokens_sent_at: datetime | None = None
     """Time at which this operator last created the Secret with the tokens, or found it there."""
     ended: tuple[str, str] | None = None
@@ -138,6 +145,7 @@ class Reconciler:
             delay = await self._look_and_act(key, again=item.changed, fresh=conflicts > 0)
         except Conflict as error:
             self._conflicts[key] = conflicts + 1
+            CONFLICTS.inc()
             if conflicts:
                 log.info("%s: conflict %d: %s", "/".join(key), conflicts + 1, error)
             return backoff_seconds(conflicts, RETRY_SECONDS, MAX_RETRY_SECONDS)
@@ -260,9 +268,31 @@ class Reconciler:
         self._cache[key] = cached = replace(cached, wrote_at=wrote_at)
         head = await self._observer.head_address(run, cached.objects) if plan_.job else None
         address = head if isinstance(head, HeadAddress) else None
-        trouble = await self._applier.act(plan_, document, address)
-        self._cache[key] = replace(cached, job_trouble=trouble)
+        refusal = await self._applier.act(plan_, document, address)
+        followed = cached.run.status.job
+        if plan_.job and address and followed:
+            trouble = self._trouble(cached.job_trouble, followed.submission_id, refusal)
+            self._cache[key] = replace(cached, job_trouble=trouble)
         return plan_.requeue_after
+
+    def _trouble(
+        self, before: JobTrouble | None, submission_id: str, error: str | None
+    ) -> JobTrouble | None:
+        """Return the trouble with an attempt after an action on it; None if it succeeded."""
+        if error is None:
+            return None
+        now = self._clock()
+        if before and before.submission_id != submission_id:
+            before = None
+        failures = before.count if before else 0
+        wait = backoff_seconds(failures, FIRST_ACTION_SECONDS, MAX_ACTION_SECONDS)
+        return JobTrouble(
+            submission_id=submission_id,
+            message=error,
+            count=failures + 1,
+            since=before.since if before else now,
+            retry_at=now + timedelta(seconds=wait * random.uniform(1 - JITTER, 1)),
+        )
 
     async def _may_submit(self, run: AgenticRun, submit: Submit) -> bool:
         """Return True if the attempt cannot have been submitted before.
@@ -281,10 +311,13 @@ class Reconciler:
         run, ended = cached.run, cached.ended
         job = run.status.job
         end_time = ended[1] if job and ended and ended[0] == job.submission_id else None
+        trouble = cached.job_trouble
+        if trouble and (job is None or job.submission_id != trouble.submission_id):
+            trouble = None
         return await self._observer.look(
             run,
             cached.objects,
-            cached.job_trouble,
+            trouble,
             cached.wrote_at,
             cached.tokens_sent_at,
             end_time,

@@ -136,7 +136,7 @@ def _is_over(draft: Draft, observed: Observed, previous: JobStatus) -> bool:
 
     Checked on a new incarnation too: the head may have restarted just before the job reached it.
     """
-    if isinstance(observed.job, Job) and observed.job.live:
+    if isinstance(observed.job, Job) and observed.job.live and _is_time(draft, observed):
         draft.job = Stop(previous.submission_id)
     return isinstance(observed.job, NoJob) or (
         isinstance(observed.job, Job) and not observed.job.live
@@ -205,10 +205,8 @@ def _follow_unknown(
     """Submit a job that Ray does not know, unless Ray has known it before."""
     if job.status:
         _fail(draft, observed, final, Reason.DRIVER_LOST, "Ray no longer knows the job")
-        return
-    draft.job = Submit(job.submission_id, job.attempt, _changed_config(draft.run))
-    if observed.job_trouble:
-        draft.condition(ConditionType.TRAINING, "False", Reason.SUBMITTING, observed.job_trouble)
+    else:
+        _submit_again(draft, observed, job)
 
 
 def _was_extended(run: AgenticRun, progress: Progress) -> bool:
@@ -243,6 +241,29 @@ def _record(
     if final:
         draft.update_job(report=final)
     return progress, final
+
+
+def _submit_again(draft: Draft, observed: Observed, job: JobStatus) -> None:
+    """Submit an attempt that Ray does not know yet, and say if Ray has refused it."""
+    trouble = observed.job_trouble
+    if _is_time(draft, observed):
+        draft.job = Submit(job.submission_id, job.attempt, _changed_config(draft.run))
+    if trouble is None:
+        return
+    times = "once, at" if trouble.count == 1 else f"{trouble.count} times since"
+    message = (
+        f"Ray has refused the submission {times} {format_time(trouble.since)}: {trouble.message}"
+    )
+    before = draft.find(ConditionType.TRAINING)
+    if before is None or before.reason != Reason.SUBMISSION_REFUSED:
+        draft.event(Reason.SUBMISSION_REFUSED, message, warning=True)
+    draft.condition(ConditionType.TRAINING, "False", Reason.SUBMISSION_REFUSED, message)
+
+
+def _is_time(draft: Draft, observed: Observed) -> bool:
+    """Return True unless Ray refused the last action on the job and it is too early to repeat."""
+    trouble = observed.job_trouble
+    return trouble is None or draft.now >= trouble.retry_at
 
 
 def _is_lost(head: Pod | None, job: JobStatus) -> bool:
@@ -293,7 +314,7 @@ def _follow_live(
     assert job is not None
     if final:  # it has failed and is about to exit
         draft.condition(ConditionType.TRAINING, "False", final.reason, final.message)
-        if _seconds_since_end(draft, observed) > ending.EXIT_SECONDS:
+        if _seconds_since_end(draft, observed) > ending.EXIT_SECONDS and _is_time(draft, observed):
             draft.job = Stop(job.submission_id)
         return
     if seen.status == "RUNNING" and draft.status.phase is not Phase.RUNNING:
@@ -334,13 +355,14 @@ def _changed_config(run: AgenticRun) -> LiveConfig | None:
     return LiveConfig.of(run) if run.metadata.generation > 1 else None
 
 
-def _configure(draft: Draft, progress: Progress) -> None:
+def _configure(draft: Draft, observed: Observed, progress: Progress) -> None:
     """Send the run's settings to the driver if it uses older ones."""
     job, used = draft.status.job, progress.observed_generation
     if used is None or job is None:
         return
     if used < draft.run.metadata.generation:
-        draft.job = Configure(LiveConfig.of(draft.run))
+        if _is_time(draft, observed):
+            draft.job = Configure(LiveConfig.of(draft.run))
     elif job.observed_generation not in (None, used):
         draft.event(
             Reason.CONFIGURED,
@@ -362,7 +384,7 @@ def _report_training(draft: Draft, observed: Observed, progress: Progress | None
         )
         _report_stall(draft, observed, progress)
     elif progress:
-        _configure(draft, progress)
+        _configure(draft, observed, progress)
         draft.condition(
             ConditionType.TRAINING, "True", Reason.DRIVER_RUNNING, f"attempt {progress.attempt}"
         )

@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 
-from agenticrun_api import AgenticRun, ConditionType, Phase, Reason, Role
+from agenticrun_api import AgenticRun, Condition, ConditionType, Phase, Reason, Role
 from agenticrun_api.names import KIND
 from agenticrun_operator.errors import ClusterError, NamespaceGone, NotServed, Refused
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning.draft import Draft
+from agenticrun_operator.planning.times import parse_time
 from agenticrun_operator.resources import (
     CLAIM_KIND,
     Child,
@@ -28,8 +29,8 @@ from agenticrun_operator.resources import (
 WAIT_SECONDS = 1.5
 """Seconds between checks of an earlier run's objects: their deletion may send no event that belongs
 to the new run."""
-RETRY_SECONDS = 10.0
-"""Seconds between checks of an obstacle that a person must remove."""
+MAX_RETRY_SECONDS = 30.0
+"""Longest time between checks of an obstacle that a person must remove."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,16 @@ def report(draft: Draft, obstacle: Obstacle) -> None:
     if draft.status.phase is not Phase.RUNNING and not draft.status.phase.finished:
         waits = Phase.PENDING if draft.status.job is None else draft.status.phase
         draft.phase(waits, obstacle.message)
-    draft.look_again(RETRY_SECONDS if obstacle.needs_people else WAIT_SECONDS)
+    draft.look_again(_retry_seconds(draft, before) if obstacle.needs_people else WAIT_SECONDS)
+
+
+def _retry_seconds(draft: Draft, before: Condition | None) -> float:
+    """Return half the age of the obstacle, so that the looks become rare as it stays."""
+    now = draft.find(ConditionType.CLUSTER_PROVISIONED)
+    if now is None or before is None or before.reason != now.reason:
+        return WAIT_SECONDS
+    age = (draft.now - parse_time(now.last_transition_time)).total_seconds()
+    return min(max(age / 2, WAIT_SECONDS), MAX_RETRY_SECONDS)
 
 
 def _fields_unknown_to_kuberay(run: AgenticRun, refusal: str) -> list[str]:
