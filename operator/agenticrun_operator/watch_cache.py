@@ -108,15 +108,12 @@ def without_bookkeeping(item: Manifest) -> Manifest:
 
 
 def pod_summary(pod: Manifest) -> Manifest:
-    """Return a pod with only the part of its spec that the operator reads: names and images."""
-    summary = without_bookkeeping(pod)
-    kinds = ("initContainers", "containers")
-    summary["spec"] = {
-        kind: [{"name": item["name"], "image": item["image"]} for item in pod["spec"][kind]]
-        for kind in kinds
-        if kind in pod["spec"]
-    }
-    return summary
+    """Return a pod without its volumes, and with only the names and images of its containers."""
+    spec = {name: value for name, value in pod["spec"].items() if name != "volumes"}
+    for kind in ("initContainers", "containers"):
+        if kind in spec:
+            spec[kind] = [{"name": item["name"], "image": item["image"]} for item in spec[kind]]
+    return without_bookkeeping(pod) | {"spec": spec}
 
 
 def _version_only(run: Manifest) -> Manifest:

@@ -36,7 +36,7 @@ def pod(name: str, run: str = NAME) -> dict[str, Any]:
     containers = [{"name": "ray", "image": "worker:1", "env": ["much"]}]
     return {
         "metadata": metadata,
-        "spec": {"containers": containers, "volumes": []},
+        "spec": {"containers": containers, "volumes": [], "nodeName": "node-1"},
         "status": {"podIP": "10.0.0.1"},
     }
 
@@ -120,7 +120,10 @@ async def test_a_run_without_an_image_for_its_engine_is_not_read_about(
 
 def test_a_pod_is_kept_without_what_nobody_reads() -> None:
     kept = pod_summary(pod("a"))
-    assert kept["spec"] == {"containers": [{"name": "ray", "image": "worker:1"}]}
+    assert kept["spec"] == {
+        "containers": [{"name": "ray", "image": "worker:1"}],
+        "nodeName": "node-1",
+    }
     assert "managedFields" not in kept["metadata"]
     assert kept["status"] == {"podIP": "10.0.0.1"}
 
