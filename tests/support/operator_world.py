@@ -428,6 +428,20 @@ class World:
                 if job.live and job.incarnation.startswith(uid) and not partition:
                     job.status = "FAILED"
 
+    def nodes_return(self) -> None:
+        """Lost nodes answer again: kubelets end deleted pods, and restart what the loss killed."""
+        for pod in self.pods():
+            partition = self.lost.get(pod["metadata"]["uid"])
+            if partition is None:
+                continue
+            if "deletionTimestamp" in pod["metadata"]:
+                del self.objects["Pod", pod["metadata"]["name"]]
+            elif not partition:
+                pod["status"]["containerStatuses"][0]["restartCount"] += 1
+                self._start_container(pod)
+        self.lost.clear()
+        self._release_claim()
+
     def evict_lost_pods(self) -> None:
         """The node controller deletes the pods of lost nodes; they stay in the API."""
         for pod in self.pods():

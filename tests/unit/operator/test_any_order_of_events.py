@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from agenticrun_api import Outcome, Phase, Role
-from operator_world import NAME, Operator, World
+from agenticrun_api.status import CheckpointStatus
+from agenticrun_operator.planning.times import format_time
+from operator_world import NAME, Gpus, Operator, World
 
 MAX_RESTARTS = 3
 
@@ -29,11 +31,15 @@ class AnyOrder(RuleBasedStateMachine):
                     "maxRestarts": MAX_RESTARTS,
                     "backoffSeconds": 5,
                     "stall": {"action": "Restart"},
+                    "startupDeadlineSeconds": 150,
                 },
             ),
+            ("spec.roles.trainer", {"gpus": 1}),
             ("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),
         )
         self.claim: str | None = None
+        self.claim_was_deleted = False
+        self.saved_on: str | None = None
         self.operators = [Operator(self.world), Operator(self.world)]
         self.ended: Phase | None = None
         if settled:
@@ -56,7 +62,9 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(
         due=st.booleans(),
         when=st.integers(0, 12) | st.sampled_from(["submit", "submitted", "wrote status"]),
-        what=st.sampled_from(["crash", "crash", "head", "pod", "cluster", "driver", "rival"]),
+        what=st.sampled_from(
+            ["crash", "crash", "head", "pod", "cluster", "driver", "rival", "node"]
+        ),
     )
     def reconcile_and_be_interrupted(self, due: bool, when: int | str, what: str) -> None:
         """The operator crashes, objects change or another operator acts during a reconciliation."""
@@ -68,6 +76,7 @@ class AnyOrder(RuleBasedStateMachine):
             "cluster": self.cluster_is_deleted,
             "driver": lambda: world.end_driver(None),
             "rival": self.rival_reconciles,
+            "node": lambda: world.lose_node(Role.DRIVER, partition=True),
         }
         if due:  # the next attempt, where one is waited for
             world.make_pods()
@@ -101,6 +110,11 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(outcome=st.sampled_from([Outcome.FAILED, Outcome.STOPPED, None]))
     def driver_fails(self, outcome: Outcome | None) -> None:
         self.world.end_driver(outcome)
+
+    @rule()
+    def driver_saves_a_checkpoint(self) -> None:
+        now = format_time(self.world.now)
+        self.world.drive(1, checkpoint=CheckpointStatus(step=1, uri="/checkpoints/1", time=now))
 
     @rule()
     def driver_succeeds(self) -> None:
@@ -144,6 +158,28 @@ class AnyOrder(RuleBasedStateMachine):
     def secret_is_deleted(self) -> None:
         self.world.delete_secret()
 
+    @rule(role=st.sampled_from([Role.DRIVER, Role.DRIVER, Role.TRAINER]), partition=st.booleans())
+    def node_is_lost(self, role: Role, partition: bool) -> None:
+        self.world.lose_node(role, partition)
+
+    @rule()
+    def lost_pods_are_evicted(self) -> None:
+        self.world.evict_lost_pods()
+
+    @rule()
+    def lost_nodes_return(self) -> None:
+        self.world.nodes_return()
+
+    @rule(enough=st.booleans())
+    def gpus_become_scarce_or_not(self, enough: bool) -> None:
+        self.world.gpus = None if enough else Gpus(0, [self.world])
+
+    @rule(sure=st.integers(0, 3))
+    def claim_is_deleted(self, sure: int) -> None:
+        if sure == 0:
+            self.claim_was_deleted = True
+            self.world.delete_claim()
+
     @rule()
     def garbage_is_collected(self) -> None:
         self.world.collect_garbage()
@@ -174,8 +210,14 @@ class AnyOrder(RuleBasedStateMachine):
     def checkpoints_are_never_lost(self) -> None:
         claim = self.world.objects.get(("PersistentVolumeClaim", f"{NAME}-checkpoints"))
         uid = claim["metadata"]["uid"] if claim else None
-        assert self.claim in (None, uid)
+        assert self.claim in (None, uid) or self.claim_was_deleted
         self.claim = uid
+
+    @invariant()
+    def no_attempt_begins_again_on_an_empty_claim(self) -> None:
+        if self.world.status.checkpoint is not None:
+            self.saved_on = self.saved_on or self.claim or "gone"
+            assert self.claim in (None, self.saved_on)
 
     def teardown(self) -> None:
         """Without further faults the run ends, and a success is never lost."""
@@ -186,7 +228,9 @@ class AnyOrder(RuleBasedStateMachine):
         world.storage_down = world.watches_hang = False
         world.bind_claims()
         world.collect_garbage()
-        for _ in range(60):
+        world.gpus = None
+        world.evict_lost_pods()
+        for _ in range(400):
             if world.status.phase.finished:
                 break
             world.make_pods()
@@ -196,9 +240,15 @@ class AnyOrder(RuleBasedStateMachine):
             world.end_driver(Outcome.SUCCEEDED)
             world.now += timedelta(seconds=10)
         assert world.status.phase.finished, f"still {world.status}"
-        if world.status.phase is Phase.FAILED:
+        if world.status.phase is Phase.FAILED and not self.claim_was_deleted:
             assert world.status.failures_without_progress == MAX_RESTARTS + 1
         self.the_end_is_final()
+        world.run["metadata"]["finalizers"] = ["example.com/slow"]
+        world.delete_run()
+        for _ in range(3):
+            asyncio.run(self.operators[0].reconcile())
+        assert ("RayCluster", NAME) not in world.objects
+        world.run["metadata"]["finalizers"] = []
         world.delete_run()
         world.collect_garbage()
         self.checkpoints_are_never_lost()
