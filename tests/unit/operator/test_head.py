@@ -127,6 +127,14 @@ async def test_progress_that_is_no_progress_is_unusable(body: bytes) -> None:
     )
 
 
+async def test_a_stop_is_requested_with_the_reporters_token() -> None:
+    transport = Scripted(stop=Response(200, b"{}"))
+    await RunHead(transport).request_stop(HEAD)
+    ((method, port, path, headers, _),) = transport.asked
+    assert (method, port, path) == ("POST", 8787, "/stop")
+    assert headers["X-Ray-Authorization"] == "Bearer reporter-token"
+
+
 async def test_no_content_means_that_no_driver_has_reported() -> None:
     assert await RunHead(Scripted(progress=Response(204, b""))).progress(HEAD) == NoReport()
 
