@@ -359,15 +359,18 @@ class World:
         (container,) = pod["status"]["containerStatuses"]
         if self._tokens_of(pod):
             return
-        secret = self.objects.get(self.secret)
-        if secret is None:
-            message = f'secret "{self.secret[1]}" not found'
+        name = self.secret[1]
+        names = [name, f"{NAME}-reporter"] if name == f"{NAME}-ray-token" else [name]
+        secrets = [self.objects.get(("Secret", name)) for name in names]
+        data = {key: value for secret in secrets if secret for key, value in secret["data"].items()}
+        if None in secrets:
+            message = f'secret "{names[secrets.index(None)]}" not found'
             waiting = {"reason": "CreateContainerConfigError", "message": message}
             container |= {"containerID": "", "state": {"waiting": waiting}}
             return
         container |= {"containerID": "c", "state": {"running": {}}}
         self._tokens[self._incarnation(pod)] = {
-            key: b64decode(value).decode() for key, value in secret["data"].items()
+            key: b64decode(value).decode() for key, value in data.items()
         }
 
     def _tokens_of(self, pod: Manifest) -> dict[str, str]:

@@ -222,6 +222,39 @@ def test_a_key_that_exists_is_not_replaced_by_an_upgrade(namespace: Cluster) -> 
     namespace.kubectl("delete", "secret", name)
 
 
+def test_the_key_stays_through_upgrade_uninstall_and_reinstallation(namespace: Cluster) -> None:
+    """Runs that go on meanwhile have tokens that were derived from it."""
+    values = {
+        "watchNamespaces": [NAMESPACE],
+        "lease": {"namespace": NAMESPACE},
+        "nodeSelector": {"agenticrun.dev/no-such": "node"},
+    }
+
+    def helm(*words: str) -> str:
+        stdin = None if words[0] == "uninstall" else json.dumps(values)
+        return namespace.command("helm", *words, "-n", NAMESPACE, stdin=stdin)
+
+    def key() -> str:
+        secret = namespace.get("secret", f"{RELEASE}-operator-key")
+        assert secret is not None
+        found: str = secret["data"]["key"]
+        return found
+
+    chart = (RELEASE, str(CHART), "--skip-crds", "-f", "-")
+    helm("install", *chart)
+    try:
+        first = key()
+        helm("upgrade", *chart)
+        assert key() == first
+        helm("uninstall", RELEASE)
+        assert key() == first
+        helm("install", *chart)
+        assert key() == first
+    finally:
+        helm("uninstall", RELEASE)
+        namespace.kubectl("delete", "secret", f"{RELEASE}-operator-key")
+
+
 def test_a_secret_of_the_users_holds_the_key(cluster: Cluster) -> None:
     objects = render(cluster, operatorKey={"existingSecret": "mine"})
     assert key_reference(objects) == {"name": "mine", "key": "key"}

@@ -13,9 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from agenticrun_api import Outcome, Phase, Role
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.planning.times import format_time
-from operator_world import NAME, Gpus, Operator, World
+from agenticrun_operator.resources import OperatorKey
+from operator_world import KEY, NAME, Gpus, Operator, World
 
 MAX_RESTARTS = 3
+OTHER_KEY = OperatorKey("another key, also of 32 characters")
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -180,9 +182,26 @@ class AnyOrder(RuleBasedStateMachine):
             self.claim_was_deleted = True
             self.world.delete_claim()
 
+    @rule(lost=st.booleans())
+    def operators_key_is_lost_or_found(self, lost: bool) -> None:
+        for operator in self.operators:
+            operator.key = OTHER_KEY if lost else KEY
+            operator.upgrade(operator.images)
+
+    @rule(readable=st.booleans())
+    def run_is_one_of_release_0_1(self, readable: bool) -> None:
+        self.world.secrets_readable = readable
+        if ("RayCluster", NAME) in self.world.objects:
+            self.world.turn_into_release_0_1()
+
     @rule()
     def garbage_is_collected(self) -> None:
         self.world.collect_garbage()
+
+    def heed_advice_about_tokens(self) -> None:
+        """Do what the condition says about a head whose tokens the operator does not have."""
+        if any(item.reason == "TokensUnknown" for item in self.world.status.conditions):
+            self.cluster_is_deleted()
 
     @invariant()
     def attempts_never_overlap(self) -> None:
@@ -235,6 +254,7 @@ class AnyOrder(RuleBasedStateMachine):
                 break
             world.make_pods()
             asyncio.run(self.operators[0].reconcile())
+            self.heed_advice_about_tokens()
             world.drive(2)
             asyncio.run(self.operators[0].reconcile())
             world.end_driver(Outcome.SUCCEEDED)
