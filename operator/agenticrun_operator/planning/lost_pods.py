@@ -71,7 +71,8 @@ def lost_head(draft: Draft, observed: Observed, incarnation: str) -> str | None:
     head = observed.head(draft.run.metadata.uid)
     if head is None or head.uid != incarnation.split("/", maxsplit=1)[0]:
         return None
-    silent = isinstance(observed.job, Unreachable) and isinstance(observed.progress, Unreachable)
+    seen = (observed.job, observed.progress)
+    silent = all(isinstance(item, Unreachable) and not item.tokens for item in seen)
     if not silent or head.unready_since is None:
         return None
     if (draft.now - parse_time(head.unready_since)).total_seconds() < HEAD_LOST_SECONDS:

@@ -79,7 +79,7 @@ def install(cluster: Cluster, release: str, *, policy: bool) -> list[str]:
     """Apply the rights of a release as the chart renders them, under names of their own."""
     values = {
         "lease": {"namespace": SYSTEM},
-        "admissionPolicy": {"enabled": policy},
+        "admissionPolicy": {"enabled": policy, "serviceAccountNames": ["trainer"]},
     }
     out = cluster.command(
         *("helm", "template", release, str(ROOT / "charts/agenticrun"), "-n", SYSTEM, "-f", "-"),
@@ -153,6 +153,12 @@ RUNS = {
     "with-a-claim": (("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),),
     "with-a-claim-that-goes-with-the-run": (
         ("spec.checkpoint", {"volumeClaim": {"size": "1Gi", "retain": False}}),
+    ),
+    "with-a-service-account-that-the-platform-allows": (
+        (
+            "spec.roles.trainer.podTemplate",
+            {"spec": {"serviceAccountName": "trainer", "automountServiceAccountToken": True}},
+        ),
     ),
     "with-everything": (
         ("spec.code", {"configMap": "my-envs"}),
@@ -299,6 +305,24 @@ def test_it_may_not_create_what_an_attacker_wants(
         operator.create(manifest)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"serviceAccountName": "another"},
+        {"hostNetwork": True},
+        {"volumes": [{"name": "data", "hostPath": {"path": "/data"}}]},
+    ],
+    ids=lambda spec: next(iter(spec)),
+)
+def test_a_run_does_not_get_by_its_pod_template_what_the_platform_does_not_allow(
+    operator: Identity, unlimited: Identity, spec: Manifest
+) -> None:
+    cluster = children(a_run(("spec.roles.env.podTemplate", {"spec": spec})))["RayCluster"]
+    unlimited.create(cluster)
+    with pytest.raises(CommandFailed, match="the chart's value admissionPolicy"):
+        operator.create(cluster)
+
+
 @pytest.mark.parametrize("namespace", ["kube-system", SYSTEM])
 @pytest.mark.parametrize("kind", ["Secret", "ConfigMap", "RayCluster"])
 def test_it_may_create_nothing_where_clusters_and_operators_keep_their_secrets(
@@ -381,7 +405,10 @@ def test_it_may_delete_runs_with_a_ttl_and_clusters_of_runs_and_nothing_else(
 
     delete(operator, "agenticrun", "with-ttl")
     delete(operator, "raycluster", "with-ttl")
-    for kind, name in (("agenticrun", "without-ttl"), ("raycluster", "theirs")):
+    container = {"name": "c", "image": "none"}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "theirs"}}
+    team.apply(pod | {"spec": {"containers": [container], "nodeSelector": {"no-such": "node"}}})
+    for kind, name in (("agenticrun", "without-ttl"), ("raycluster", "theirs"), ("pod", "theirs")):
         delete(unlimited, kind, name)
         with pytest.raises(CommandFailed, match="denied request"):
             delete(operator, kind, name)
