@@ -262,12 +262,14 @@ def kuberay_crd_removed(site: Site) -> Iterator[None]:
         if key in found["metadata"]
     }
     document = {"apiVersion": found["apiVersion"], "kind": found["kind"], "metadata": keep}
-    site.runs.kubectl("delete", "crd", RAY_CRD, "--wait=true")
+    site.runs.kubectl("delete", "crd", RAY_CRD, "--wait=false")
     try:
         yield
     finally:
+        eventually(lambda: not site.runs.get("crd", RAY_CRD), 120, "it is gone", interval=0.5)
         text = json.dumps(document | {"spec": found["spec"]})
         site.runs.kubectl("create", "-f", "-", stdin=text)
+        site.runs.wait_for_crd(RAY_CRD)
 
 
 def component_killed(name: str) -> Fault:
