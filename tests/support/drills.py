@@ -23,6 +23,7 @@ import psutil
 
 from agenticrun_api import Role
 from agenticrun_api.names import GROUP, LABEL_ROLE, PLURAL, VERSION
+from agenticrun_workers.driver.checkpoints import folder_of
 from installation import SYSTEM
 from testcluster import Cluster
 
@@ -350,7 +351,7 @@ class Recorder:
             operator=bool(operators and any(map(_is_ready, operators["items"]))),
             driver=_driver(),
             ready=ready,
-            saved=_newest_checkpoint(self._folders),
+            saved=_newest_checkpoint(self._folders, run) if run else None,
         )
 
     def _get(self, path: str) -> dict[str, Any] | None:
@@ -426,12 +427,14 @@ def _checkpoint_folders(volumes: dict[str, Any] | None, namespace: str) -> list[
     ]
 
 
-def _newest_checkpoint(folders: Iterable[Path]) -> int | None:
+def _newest_checkpoint(folders: Iterable[Path], run: dict[str, Any]) -> int | None:
+    """Step of the run's newest checkpoint; None if no folder can be read from here."""
+    own = folder_of("/", run["metadata"]["name"], run["metadata"]["uid"]).strip("/")
     readable = [folder for folder in folders if folder.is_dir()]
     steps = [
         int(manifest.parent.name.removeprefix("step-"))
         for folder in readable
-        for manifest in folder.glob("*/step-*/manifest.json")
+        for manifest in folder.glob(f"{own}/step-*/manifest.json")
     ]
     return max(steps, default=0) if readable else None
 
