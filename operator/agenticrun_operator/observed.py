@@ -147,6 +147,10 @@ class Observed:
     """Time of this operator's last write of the run's status."""
     tokens_sent_at: datetime | None = None
     """Time at which this operator last asked the apiserver to create the Secret with the tokens."""
+    last_action: tuple[object, datetime] | None = None
+    """The last action on the job that this operator carried out, and when."""
+    deletions: Mapping[str, datetime] = field(default_factory=dict)
+    """When this operator last asked to delete an object, by uid."""
     end_time: str | None = None
     """`status.job.endTime` as this operator set it, for a CRD that does not have the field yet."""
 

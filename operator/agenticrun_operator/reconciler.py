@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from agenticrun_api import AgenticRun, ConditionType, InvalidRun, Phase
@@ -68,6 +68,10 @@ class RunCache:
     job_trouble: JobTrouble | None = None
     tokens_sent_at: datetime | None = None
     """Time at which this operator last created the Secret with the tokens, or found it there."""
+    last_action: tuple[object, datetime] | None = None
+    """The last action on the job that was carried out, and when."""
+    deletions: Mapping[str, datetime] = field(default_factory=dict)
+    """When an object was last asked to be deleted, by uid."""
     ended: tuple[str, str] | None = None
     """Submission id and end time of the newest attempt that this operator saw end."""
 
@@ -268,11 +272,16 @@ class Reconciler:
         self._cache[key] = cached = replace(cached, wrote_at=wrote_at)
         head = await self._observer.head_address(run, cached.objects) if plan_.job else None
         address = head if isinstance(head, HeadAddress) else None
+        if plan_.delete:
+            asked = {delete.uid: self._clock() for delete in plan_.delete}
+            cached = replace(cached, deletions={**cached.deletions, **asked})
+            self._cache[key] = cached
         refusal = await self._applier.act(plan_, document, address)
         followed = cached.run.status.job
         if plan_.job and address and followed:
             trouble = self._trouble(cached.job_trouble, followed.submission_id, refusal)
-            self._cache[key] = replace(cached, job_trouble=trouble)
+            done = None if trouble else (plan_.job, self._clock())
+            self._cache[key] = replace(cached, job_trouble=trouble, last_action=done)
         return plan_.requeue_after
 
     def _trouble(
@@ -314,7 +323,7 @@ class Reconciler:
         trouble = cached.job_trouble
         if trouble and (job is None or job.submission_id != trouble.submission_id):
             trouble = None
-        return await self._observer.look(
+        observed = await self._observer.look(
             run,
             cached.objects,
             trouble,
@@ -322,6 +331,7 @@ class Reconciler:
             cached.tokens_sent_at,
             end_time,
         )
+        return replace(observed, last_action=cached.last_action, deletions=cached.deletions)
 
     async def _handle_unreadable(self, document: Manifest, error: InvalidRun) -> None:
         plan_ = plan_unreadable(document, error.errors, self._clock())

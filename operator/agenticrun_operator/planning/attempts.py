@@ -11,6 +11,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from agenticrun_api import (
+    Activity,
     AgenticRun,
     ConditionType,
     FinalReport,
@@ -38,6 +39,9 @@ SILENT_SECONDS = 7.0
 a poll every 3 s at most, the status shows it within 10 s."""
 UNREACHABLE_SECONDS = 120.0
 """Time for Ray's job API to say that an attempt that was given up has ended."""
+REPEAT_SECONDS = 30.0
+"""Time after which a request that the driver has not followed yet is repeated."""
+_SAVES = (Activity.STOPPING, Activity.CHECKPOINT, Activity.VALIDATION)
 MAX_STEP_SECONDS = 1800.0
 """Longest time that a driver gets to end its step before it stops at the run's deadline."""
 REPORT_PATIENCE_SECONDS = 60.0
@@ -57,7 +61,7 @@ def advance(draft: Draft, observed: Observed, roles_ready: bool) -> None:
         return
     _follow(draft, observed, job)
     if ending.seconds_overdue(draft) >= 0 and not draft.status.phase.finished:
-        draft.job = RequestStop()
+        _request(draft, observed, RequestStop())
         draft.set(message="activeDeadlineSeconds is over: the driver saves a checkpoint")
 
 
@@ -79,8 +83,26 @@ def ends_at_deadline(draft: Draft, observed: Observed) -> bool:
         isinstance(observed.job, Job) and observed.job.live
     )
     step = progress.seconds_per_step or 0.0 if progress else 0.0
+    if progress and progress.activity in _SAVES and not _is_silent(progress):
+        step = MAX_STEP_SECONDS
     grace = draft.run.spec.roles.driver.termination_grace_period_seconds
     return final is not None or not live or overdue > grace + min(step, MAX_STEP_SECONDS)
+
+
+def _is_silent(progress: Progress) -> bool:
+    return (progress.silent_seconds or 0.0) > SILENT_SECONDS
+
+
+def _request(draft: Draft, observed: Observed, request: Configure | RequestStop) -> None:
+    """Send a request to the driver, which may take a whole step to follow it.
+
+    It is repeated after a while only, in case the reporter has lost it.
+    """
+    last = observed.last_action
+    if last and last[0] == request and (draft.now - last[1]).total_seconds() < REPEAT_SECONDS:
+        return
+    if _is_time(draft, observed):
+        draft.job = request
 
 
 def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) -> None:
@@ -164,7 +186,7 @@ def _rebuild_cluster(draft: Draft, observed: Observed, why: str) -> None:
 def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
     progress, final = _record(draft, observed, job)
     if final and final.outcome is Outcome.SUCCEEDED:
-        if progress and _was_extended(draft.run, progress):
+        if progress and draft.status.checkpoint and _was_extended(draft.run, progress):
             _fail(draft, observed, _extended(final), final.reason, final.message)
         else:
             ending.succeed(draft, final.message)
@@ -361,8 +383,7 @@ def _configure(draft: Draft, observed: Observed, progress: Progress) -> None:
     if used is None or job is None:
         return
     if used < draft.run.metadata.generation:
-        if _is_time(draft, observed):
-            draft.job = Configure(LiveConfig.of(draft.run))
+        _request(draft, observed, Configure(LiveConfig.of(draft.run)))
     elif job.observed_generation not in (None, used):
         draft.event(
             Reason.CONFIGURED,
@@ -374,7 +395,7 @@ def _configure(draft: Draft, observed: Observed, progress: Progress) -> None:
 def _report_training(draft: Draft, observed: Observed, progress: Progress | None) -> None:
     if _report_tokens(draft, observed):
         return
-    if progress and (progress.silent_seconds or 0.0) > SILENT_SECONDS:
+    if progress and _is_silent(progress):
         draft.condition(
             ConditionType.TRAINING,
             "Unknown",
@@ -407,6 +428,7 @@ def _report_training(draft: Draft, observed: Observed, progress: Progress | None
             Reason.SUBMITTING,
             "waiting for the driver's first progress snapshot",
         )
+        _report_late_start(draft, observed)
 
 
 def _head_trouble(draft: Draft, observed: Observed) -> Problem | None:
@@ -430,10 +452,27 @@ def _report_stall(draft: Draft, observed: Observed, progress: Progress) -> None:
         if draft.is_true(ConditionType.STALLED):
             draft.condition(ConditionType.STALLED, "False", Reason.PROGRESSING)
         return
-    message = (
+    _stall(
+        draft,
+        observed,
         f"no step and no other news for more than {format_span(limit)}, "
-        f"while the activity was {progress.activity.value}"
+        f"while the activity was {progress.activity.value}",
     )
+
+
+def _report_late_start(draft: Draft, observed: Observed) -> None:
+    """Treat a driver that never sends its first snapshot as stalled."""
+    waits, limit = (
+        draft.find(ConditionType.TRAINING),
+        draft.run.spec.failure_policy.stall.min_seconds,
+    )
+    assert waits is not None
+    if (draft.now - parse_time(waits.last_transition_time)).total_seconds() > limit:
+        _stall(draft, observed, f"no snapshot from the driver for more than {format_span(limit)}")
+
+
+def _stall(draft: Draft, observed: Observed, message: str) -> None:
+    policy = draft.run.spec.failure_policy.stall
     if not draft.is_true(ConditionType.STALLED):
         draft.event(Reason.NO_PROGRESS, message, warning=True)
     draft.condition(ConditionType.STALLED, "True", Reason.NO_PROGRESS, message)

@@ -36,6 +36,9 @@ def fail(draft: Draft, reason: Reason | str, message: str) -> None:
     draft.condition(ConditionType.FAILED, "True", reason, message)
     draft.condition(ConditionType.COMPLETE, "False", reason)
     draft.condition(ConditionType.TRAINING, "False", reason)
+    if draft.is_true(ConditionType.STALLED):
+        draft.condition(ConditionType.STALLED, "False", reason)
+    draft.set(activity=None)
     draft.event(reason, message, warning=True)
     _finish(draft)
 

@@ -26,6 +26,8 @@ from agenticrun_operator.resources import Child, controller_uid, is_deleting
 
 HEAD_LOST_SECONDS = 120.0
 """Time that a head may be not ready and silent before it is given up."""
+REPEAT_SECONDS = 30.0
+"""Time after which a deletion without effect is requested again."""
 STUCK_SECONDS = 60.0
 """Time after its grace period at which a pod that is still there is said to be stuck."""
 
@@ -47,8 +49,11 @@ def remove_stuck(draft: Draft, observed: Observed) -> None:
         if pod.deleting and not pod.ended:
             draft.look_again(STUCK_SECONDS / 2)
         mine = pod.orphan or pod.run_uid == draft.run.metadata.uid
-        if mine and not pod.ended and _is_stuck(pod, draft.now):
+        if not mine or pod.ended or not _is_stuck(pod, draft.now):
+            continue
+        if _is_due(draft, observed, pod.uid):
             draft.delete.append(Delete(Child("Pod", pod.name), pod.uid, force=True))
+        if pod.uid not in observed.deletions:
             draft.event(
                 Reason.NODE_LOST,
                 f"pod {pod.name} is removed: node {pod.node} has not ended it "
@@ -83,12 +88,19 @@ def lost_head(draft: Draft, observed: Observed, incarnation: str) -> str | None:
 
 
 def delete_cluster(draft: Draft, observed: Observed) -> bool:
-    """Delete the run's own RayCluster. Return False if there is none to delete."""
+    """Delete the run's own RayCluster. Return True if there is one, for the first request."""
     name = draft.run.metadata.name
     cluster = observed.child("RayCluster", name)
     if cluster is None or controller_uid(cluster) != draft.run.metadata.uid:
         return False
-    if is_deleting(cluster):
+    uid = cluster["metadata"]["uid"]
+    if is_deleting(cluster) or not _is_due(draft, observed, uid):
         return False
-    draft.delete.append(Delete(Child("RayCluster", name), cluster["metadata"]["uid"]))
-    return True
+    draft.delete.append(Delete(Child("RayCluster", name), uid))
+    return uid not in observed.deletions
+
+
+def _is_due(draft: Draft, observed: Observed, uid: str) -> bool:
+    """Return True unless the object's deletion was requested a moment ago."""
+    asked = observed.deletions.get(uid)
+    return asked is None or (draft.now - asked).total_seconds() >= REPEAT_SECONDS

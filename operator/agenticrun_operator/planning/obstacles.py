@@ -29,6 +29,7 @@ from agenticrun_operator.resources import (
 WAIT_SECONDS = 1.5
 """Seconds between checks of an earlier run's objects: their deletion may send no event that belongs
 to the new run."""
+MAX_WAIT_SECONDS = 5.0
 MAX_RETRY_SECONDS = 30.0
 """Longest time between checks of an obstacle that a person must remove."""
 
@@ -136,11 +137,11 @@ def _in_claim(
     return None
 
 
-def obstacle_met(run: AgenticRun, observed: Observed, error: ClusterError) -> Obstacle:
+def obstacle_met(run: AgenticRun, error: ClusterError) -> Obstacle:
     """Return the obstacle that an attempt to create the children met.
 
-    What the apiserver rejects as invalid is final, unless KubeRay is too old or the run trains and
-    its RayCluster exists: pods that run no longer need the missing child.
+    What the apiserver rejects as invalid is final, unless KubeRay is too old, or the run has
+    trained: the apiserver accepted the same objects then.
     """
     message = str(error)
     if isinstance(error, NotServed):
@@ -159,7 +160,7 @@ def obstacle_met(run: AgenticRun, observed: Observed, error: ClusterError) -> Ob
             f"this version of KubeRay does not know {', '.join(unknown[:3])}: upgrade KubeRay and "
             f"its CRDs to {MIN_KUBERAY} or newer; the run goes on by itself then",
         )
-    if run.status.job and observed.child("RayCluster", run.metadata.name):
+    if run.status.job:
         return Obstacle(Reason.DENIED, message)
     return Obstacle(Reason.INVALID_CONFIG, message, final=True)
 
@@ -174,7 +175,8 @@ def report(draft: Draft, obstacle: Obstacle) -> None:
     if draft.status.phase is not Phase.RUNNING and not draft.status.phase.finished:
         waits = Phase.PENDING if draft.status.job is None else draft.status.phase
         draft.phase(waits, obstacle.message)
-    draft.look_again(_retry_seconds(draft, before) if obstacle.needs_people else WAIT_SECONDS)
+    longest = MAX_RETRY_SECONDS if obstacle.needs_people else MAX_WAIT_SECONDS
+    draft.look_again(min(_retry_seconds(draft, before), longest))
 
 
 def _retry_seconds(draft: Draft, before: Condition | None) -> float:

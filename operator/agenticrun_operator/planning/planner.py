@@ -65,7 +65,7 @@ def plan(
         startup.wait_in_queue(draft, observed)
         return draft.finish(observed.last_status_write)
     obstacle = (
-        obstacles.obstacle_met(run, observed, creation_error)
+        obstacles.obstacle_met(run, creation_error)
         if creation_error
         else obstacles.find_obstacle(run, observed, images, now)
     )
@@ -77,6 +77,9 @@ def plan(
     if obstacle is None or run.status.job:
         ready = roles.report(draft, observed, images)
         attempts.advance(draft, observed, ready)
+    elif provisioning.has_cluster(draft, observed):  # its pods hold resources meanwhile
+        roles.report(draft, observed, images)
+        startup.check_deadline(draft, observed)
     if obstacle:
         obstacles.report(draft, obstacle)
         if obstacle.rebuild:
@@ -124,7 +127,9 @@ def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) 
     message = "; ".join(errors)
     fields: dict[str, Any] = {}
     wanted: dict[ConditionType, ConditionStatus]
-    started = stored.get("phase", "Pending") != "Pending" or {"job", "startTime"} & stored.keys()
+    started = stored.get("phase", "Pending") != "Pending" or bool(
+        {"job", "startTime", "nextRetryTime"} & stored.keys()
+    )
     if damaged_control_fields(stored):
         event = Event(Reason.INVALID_CONFIG, f"status is damaged: {message}"[:1024], "Warning")
         return Plan(events=(event,))  # a write would lose what is left of these fields

@@ -11,6 +11,7 @@ from agenticrun_operator.resources import (
     OperatorKey,
     WorkerImages,
     checkpoint_claim_name,
+    controller_uid,
     desired_children,
     is_retained,
     key_id_of,
@@ -53,6 +54,12 @@ def provision(draft: Draft, observed: Observed, images: WorkerImages, key: Opera
     if draft.status.phase is Phase.PENDING:
         draft.phase(Phase.STARTING)
     _report_cluster(draft, observed)
+
+
+def has_cluster(draft: Draft, observed: Observed) -> bool:
+    """Return True if the run's own RayCluster exists."""
+    cluster = observed.child("RayCluster", draft.run.metadata.name)
+    return cluster is not None and controller_uid(cluster) == draft.run.metadata.uid
 
 
 def _report_reused_claim(draft: Draft, observed: Observed) -> None:

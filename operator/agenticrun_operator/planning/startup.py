@@ -61,10 +61,11 @@ def _give_back(draft: Draft, observed: Observed, late: str) -> None:
     message = f"{late}; they are given back, and the run tries again (time {timeouts + 1})"
     draft.event(Reason.STARTUP_DEADLINE_EXCEEDED, f"{message} in {format_span(wait)}", warning=True)
     draft.phase(Phase.PENDING, message)
+    if draft.status.job is None and (draft.status.volume_claim or draft.run.spec.checkpoint):
+        draft.set(start_time=None)  # a run of 0.1 without checkpoints is known by its start time
     draft.set(
         startup_timeouts=timeouts,
         next_retry_time=format_time(draft.now + timedelta(seconds=wait)),
-        start_time=draft.status.start_time if draft.status.job else None,
     )
     for kind in (ConditionType.CLUSTER_PROVISIONED, ConditionType.ROLES_READY):
         draft.condition(kind, "False", Reason.STARTUP_DEADLINE_EXCEEDED, message)

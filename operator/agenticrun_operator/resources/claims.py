@@ -94,7 +94,7 @@ def unsuitable(run: AgenticRun, manifest: Manifest) -> str | None:
 
 
 PROVISIONING_SECONDS = 15.0
-"""Time in which a volume may be found for a claim without a StorageClass."""
+"""Time in which a volume may be found for a claim."""
 
 
 def unbound(manifest: Manifest, problems: Iterable[str], now: datetime) -> str | None:
@@ -109,6 +109,8 @@ def unbound(manifest: Manifest, problems: Iterable[str], now: datetime) -> str |
         return None
     name, storage_class = manifest["metadata"]["name"], manifest["spec"].get("storageClassName")
     created = datetime.fromisoformat(manifest["metadata"]["creationTimestamp"])
+    if (now - created).total_seconds() < PROVISIONING_SECONDS:
+        return None
     if storage_class:
         # With WaitForFirstConsumer a claim is Pending until its pod is scheduled.
         if not any("persistentvolumeclaim" in problem.lower() for problem in problems):
@@ -117,10 +119,9 @@ def unbound(manifest: Manifest, problems: Iterable[str], now: datetime) -> str |
             f"{CLAIM_KIND} {name} has no volume yet: StorageClass {storage_class} provides none. "
             f"kubectl describe pvc {name} says why"
         )
-    if (now - created).total_seconds() < PROVISIONING_SECONDS:
-        return None
     return (
         f"{CLAIM_KIND} {name} has no volume: the Kubernetes cluster has no default StorageClass. "
-        "Mark one as the default, or apply the run with checkpoint.volumeClaim.storageClassName, "
-        "with checkpoint.uri: s3://bucket/prefix, or with checkpoint: {none: true} to save nothing"
+        "Mark one as the default; or delete the run and the claim, and apply the run with "
+        "checkpoint.volumeClaim (size and storageClassName), with checkpoint.uri: "
+        "s3://bucket/prefix, or with checkpoint: {none: true} to save nothing"
     )

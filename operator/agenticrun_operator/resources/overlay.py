@@ -45,6 +45,8 @@ def merged(base: Any, overlay: Any, field: str = "") -> Any:
     key = MERGE_KEYS.get(field)
     if key is None or not isinstance(base, list) or not isinstance(overlay, list):
         return overlay
+    if not all(isinstance(item, dict) and item.get(key) for item in [*base, *overlay]):
+        return [*base, *overlay]  # the apiserver refuses it, and names the item
     items = {item[key]: item for item in base}
     for item in overlay:
         known = item[key] in items and field not in _REPLACED

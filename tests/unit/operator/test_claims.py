@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -198,6 +199,9 @@ async def test_a_storage_class_that_provides_nothing_is_named_if_pods_wait_for_i
                 "message": problem,
             }
         ]
+    await operator.reconcile()
+    assert provisioned(world)[0] != "ClaimPending", "the volume may still come"
+    world.now += timedelta(seconds=16)
     for _ in range(2):
         await operator.reconcile()
     reason, message = provisioned(world)

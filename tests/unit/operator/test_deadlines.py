@@ -273,3 +273,29 @@ async def test_a_longer_deadline_while_the_driver_stops_lets_the_run_go_on() -> 
     world.end_driver(Outcome.STOPPED)
     await pass_time(operator, 60)
     assert [job.attempt for job in world.jobs] == [1, 2]
+
+
+async def test_pods_that_wait_for_a_claim_are_given_back_at_the_deadline() -> None:
+    operator = a_run(
+        ("spec.checkpoint", {"volumeClaim": {"size": "1Gi", "storageClassName": "slow"}}),
+        startupDeadlineSeconds=300,
+    )
+    world = operator.world
+    world.storage_down = True
+    await operator.reconcile()
+    world.make_pods(ready=False)
+    for pod in world.pods():
+        pod["status"]["conditions"] = [
+            {
+                "type": "PodScheduled",
+                "status": "False",
+                "reason": "Unschedulable",
+                "message": "pod has unbound immediate PersistentVolumeClaims",
+            }
+        ]
+    for _ in range(40):
+        await operator.reconcile()
+        world.now += timedelta(seconds=10)
+    assert "ClaimPending" in happened(world)
+    assert "StartupDeadlineExceeded" in happened(world)
+    assert ("RayCluster", NAME) not in world.objects or world.status.startup_timeouts > 0

@@ -111,7 +111,8 @@ async def test_a_driver_that_ends_before_it_sees_more_steps_goes_on_with_the_nex
     world: World, operator: Operator
 ) -> None:
     await training(operator, observed_generation=1)
-    world.drive(2, observed_generation=1)
+    saved = CheckpointStatus(step=2, uri="/checkpoints/step-2", time=format_time(world.now))
+    world.drive(2, observed_generation=1, checkpoint=saved)
     await operator.settle(1)
     world.end_driver(Outcome.SUCCEEDED)
     world.change_run((MAX_STEPS, 9))
@@ -121,6 +122,46 @@ async def test_a_driver_that_ends_before_it_sees_more_steps_goes_on_with_the_nex
     await operator.settle()
     assert [job.attempt for job in world.jobs] == [1, 2]
     assert world.configs
+
+
+async def test_without_a_checkpoint_steps_that_come_too_late_do_not_begin_again_at_step_0(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, observed_generation=1)
+    world.end_driver(Outcome.SUCCEEDED)
+    world.change_run((MAX_STEPS, 9))
+    await operator.settle(2)
+    assert phase(world) is Phase.SUCCEEDED
+
+
+async def test_settings_are_sent_once_until_the_driver_has_had_time_for_a_step(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, observed_generation=1)
+    world.change_run((MAX_STEPS, 9))
+    for _ in range(10):
+        world.drive(1, observed_generation=1)  # still in the step that it had begun
+        await operator.settle(1)
+    assert world.requests.count("configure") == 1
+    world.now += timedelta(seconds=30)
+    world.drive(1, observed_generation=1)
+    await operator.settle(1)
+    assert world.requests.count("configure") == 2
+
+
+async def test_a_driver_that_never_sends_a_snapshot_is_stalled(
+    world: World, operator: Operator
+) -> None:
+    await operator.settle()
+    for job in world.live_jobs():
+        job.status = "RUNNING"
+    await operator.settle(2)
+    assert phase(world) is Phase.RUNNING
+    world.now += timedelta(seconds=1801)
+    await operator.settle(2)
+    stalled = condition(world, ConditionType.STALLED)
+    assert (stalled.status, stalled.reason) == ("True", "NoProgress")
+    assert "no snapshot from the driver for more than 30m" in stalled.message
 
 
 async def test_an_older_driver_is_sent_no_settings(world: World, operator: Operator) -> None:
@@ -901,7 +942,7 @@ async def test_a_finished_run_of_a_newer_operator_is_not_started_again(
     assert len(world.jobs) == 1
 
 
-async def test_a_cluster_that_is_refused_after_the_head_was_lost_fails_the_run(
+async def test_a_cluster_that_is_refused_after_the_run_has_trained_is_tried_again(
     world: World, operator: Operator
 ) -> None:
     await training(operator)
@@ -909,7 +950,13 @@ async def test_a_cluster_that_is_refused_after_the_head_was_lost_fails_the_run(
         del world.objects[key]
     world.create_errors["RayCluster"] = Refused("spec.headGroupSpec: unknown")
     await operator.settle(3)
-    assert phase(world) is Phase.FAILED
+    assert phase(world) is Phase.RESTARTING
+    provisioned = condition(world, ConditionType.CLUSTER_PROVISIONED)
+    assert (provisioned.reason, provisioned.message) == ("Denied", "spec.headGroupSpec: unknown")
+    world.create_errors.clear()
+    world.now += timedelta(seconds=60)
+    await operator.settle()
+    assert len(world.jobs) == 2
 
 
 async def test_a_crd_without_the_end_time_does_not_hold_an_ended_run(

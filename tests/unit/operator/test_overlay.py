@@ -227,3 +227,14 @@ def test_resources_in_the_long_form_stand_beside_the_short_fields(
     cluster = ray_cluster(a_run((TRAINER, trainer)), WORKER, "tokens")
     params = cluster["spec"]["workerGroupSpecs"][0]["rayStartParams"]
     assert params["num-cpus"] == ray_cpus
+
+
+@pytest.mark.parametrize(
+    "items",
+    [[{"value": "x"}], ["A=b"], [{"name": None}], [None]],
+    ids=["no key", "text", "null key", "null"],
+)
+def test_an_item_without_its_key_is_left_for_the_apiserver_to_refuse(items: list[Any]) -> None:
+    ours = [{"name": "A", "value": "a"}]
+    assert merged({"env": ours}, {"env": items}) == {"env": [*ours, *items]}
+    assert merged({"env": items}, {"env": ours}) == {"env": [*items, *ours]}
