@@ -196,7 +196,7 @@ async def test_an_engine_that_cannot_read_its_model_names_the_models_field(
 async def test_a_model_that_cannot_be_loaded_is_a_config_error(tmp_path: Path) -> None:
     document = tiny_document()
     document["spec"]["model"] = {"path": str(tmp_path / "nothing")}
-    report = await execute(TinyAttempt(parse_run(document), tmp_path))
+    report = await execute(TinyAttempt(parse_run(document, local=True), tmp_path))
     assert (report.outcome, report.reason, report.retryable) == (
         Outcome.FAILED,
         "InvalidConfig",
