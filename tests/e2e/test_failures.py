@@ -197,9 +197,15 @@ def test_what_cannot_work_says_why(runs: Cluster, images: Images) -> None:
 
 def _first_failed_pull(runs: Cluster, name: str) -> float:
     """When the kubelet first said so of a pod of this run, in seconds since the epoch."""
-    failures = [
-        item
-        for item in runs.list("events")
-        if item["reason"] == "Failed" and item["involvedObject"]["name"].startswith(f"{name}-")
-    ]
+    failures: list[dict[str, Any]] = []
+
+    def told() -> bool:  # the pod's status, which the operator reads, may be earlier
+        failures[:] = [
+            item
+            for item in runs.list("events")
+            if item["reason"] == "Failed" and item["involvedObject"]["name"].startswith(f"{name}-")
+        ]
+        return bool(failures)
+
+    eventually(told, 30, "the kubelet posts an event about the image")
     return min(datetime.fromisoformat(item["firstTimestamp"]).timestamp() for item in failures)
