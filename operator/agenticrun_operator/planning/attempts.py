@@ -39,8 +39,6 @@ SILENT_SECONDS = 7.0
 a poll every 3 s at most, the status shows it within 10 s."""
 UNREACHABLE_SECONDS = 120.0
 """Time for Ray's job API to say that an attempt that was given up has ended."""
-REPEAT_SECONDS = 30.0
-"""Time after which a request that the driver has not followed yet is repeated."""
 _SAVES = (Activity.STOPPING, Activity.CHECKPOINT, Activity.VALIDATION)
 MAX_STEP_SECONDS = 1800.0
 """Longest time that a driver gets to end its step before it stops at the run's deadline."""
@@ -98,10 +96,8 @@ def _request(draft: Draft, observed: Observed, request: Configure | RequestStop)
 
     It is repeated after a while only, in case the reporter has lost it.
     """
-    last = observed.last_action
-    if last and last[0] == request and (draft.now - last[1]).total_seconds() < REPEAT_SECONDS:
-        return
-    if _is_time(draft, observed):
+    last, sent_at = observed.last_action or (None, None)
+    if draft.may_repeat(sent_at if last == request else None) and _is_time(draft, observed):
         draft.job = request
 
 
@@ -462,10 +458,8 @@ def _report_stall(draft: Draft, observed: Observed, progress: Progress) -> None:
 
 def _report_late_start(draft: Draft, observed: Observed) -> None:
     """Treat a driver that never sends its first snapshot as stalled."""
-    waits, limit = (
-        draft.find(ConditionType.TRAINING),
-        draft.run.spec.failure_policy.stall.min_seconds,
-    )
+    waits = draft.find(ConditionType.TRAINING)
+    limit = draft.run.spec.failure_policy.stall.min_seconds
     assert waits is not None
     if (draft.now - parse_time(waits.last_transition_time)).total_seconds() > limit:
         _stall(draft, observed, f"no snapshot from the driver for more than {format_span(limit)}")

@@ -29,6 +29,8 @@ _SOFT = frozenset(
     }
 )
 
+REPEAT_SECONDS = 30.0
+"""Time after which a request without effect is repeated."""
 MAX_CONDITION_MESSAGE = 1024
 MAX_TEXT = 4096
 
@@ -128,6 +130,17 @@ class Draft:
     def look_again(self, seconds: float) -> None:
         """Request the next reconciliation after at most this many seconds."""
         self._requeue = seconds if self._requeue is None else min(seconds, self._requeue)
+
+    def may_repeat(self, asked: datetime | None) -> bool:
+        """Return True if a request was not sent before, or long enough ago; else look again then.
+
+        Args:
+            asked: the time at which it was sent last; None: never.
+        """
+        left = REPEAT_SECONDS - (self.now - asked).total_seconds() if asked else 0.0
+        if left > 0:
+            self.look_again(left)
+        return left <= 0
 
     def finish(self, last_write: datetime | None) -> Plan:
         """Return the plan. It has no status if nothing changed or the changes can wait.

@@ -138,8 +138,7 @@ def _delete_cluster(draft: Draft, observed: Observed, ended: datetime) -> None:
     exiting = isinstance(observed.job, Job) and observed.job.live
     if exiting and (draft.now - ended).total_seconds() < EXIT_SECONDS:
         return
-    if delete_cluster(draft, observed):
-        draft.look_again(2.0)
+    delete_cluster(draft, observed)
 
 
 def _report_deleted_cluster(draft: Draft, observed: Observed, why: str) -> None:

@@ -26,8 +26,8 @@ from agenticrun_operator.resources import Child, controller_uid, is_deleting
 
 HEAD_LOST_SECONDS = 120.0
 """Time that a head may be not ready and silent before it is given up."""
-REPEAT_SECONDS = 30.0
-"""Time after which a deletion without effect is requested again."""
+DELETED_SECONDS = 2.0
+"""Time after the request to delete a RayCluster at which to look whether it is being deleted."""
 STUCK_SECONDS = 60.0
 """Time after its grace period at which a pod that is still there is said to be stuck."""
 
@@ -51,7 +51,7 @@ def remove_stuck(draft: Draft, observed: Observed) -> None:
         mine = pod.orphan or pod.run_uid == draft.run.metadata.uid
         if not mine or pod.ended or not _is_stuck(pod, draft.now):
             continue
-        if _is_due(draft, observed, pod.uid):
+        if draft.may_repeat(observed.deletions.get(pod.uid)):
             draft.delete.append(Delete(Child("Pod", pod.name), pod.uid, force=True))
         if pod.uid not in observed.deletions:
             draft.event(
@@ -94,13 +94,8 @@ def delete_cluster(draft: Draft, observed: Observed) -> bool:
     if cluster is None or controller_uid(cluster) != draft.run.metadata.uid:
         return False
     uid = cluster["metadata"]["uid"]
-    if is_deleting(cluster) or not _is_due(draft, observed, uid):
+    if is_deleting(cluster) or not draft.may_repeat(observed.deletions.get(uid)):
         return False
     draft.delete.append(Delete(Child("RayCluster", name), uid))
+    draft.look_again(DELETED_SECONDS)
     return uid not in observed.deletions
-
-
-def _is_due(draft: Draft, observed: Observed, uid: str) -> bool:
-    """Return True unless the object's deletion was requested a moment ago."""
-    asked = observed.deletions.get(uid)
-    return asked is None or (draft.now - asked).total_seconds() >= REPEAT_SECONDS

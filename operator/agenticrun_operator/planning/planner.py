@@ -92,11 +92,8 @@ def _accept(draft: Draft, observed: Observed) -> None:
 
     Another version may still train well, so it is only reported.
     """
-    progress, before = (
-        own_progress(draft.run, observed.progress),
-        draft.find(ConditionType.ACCEPTED),
-    )
-    job = draft.run.status.job
+    before, job = draft.find(ConditionType.ACCEPTED), draft.run.status.job
+    progress = own_progress(draft.run, observed.progress)
     version = progress.version if progress else job.version if job else None
     if version is None or is_supported(version):
         if before:

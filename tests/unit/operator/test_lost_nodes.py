@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from agenticrun_api import Condition, ConditionType, Phase, Role
+from agenticrun_api import Condition, ConditionType, Outcome, Phase, Role
 from agenticrun_api.names import KIND
 from agenticrun_operator.cluster import Denied
 from operator_world import NAME, Operator, World, happened
@@ -180,3 +180,21 @@ async def test_a_deleted_head_is_not_replaced_by_a_second_driver_before_it_has_e
     await pass_time(operator, 60)
     assert [job.attempt for job in world.jobs] == [1, 2]
     assert (KIND, NAME) in world.objects
+
+
+async def test_a_refused_deletion_of_a_finished_runs_cluster_is_requested_again(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.delete_errors["RayCluster"] = Denied("rayclusters is forbidden")
+    world.end_driver(Outcome.SUCCEEDED)
+    delay: float | None = 0.0
+    for _ in range(60):
+        assert delay is not None, "nothing else would look at the run"
+        world.now += timedelta(seconds=delay)
+        delay = await operator.reconcile(changed=False)
+        if world.requests.count("delete RayCluster") == 2:
+            world.delete_errors.clear()
+        if ("RayCluster", NAME) not in world.objects:
+            break
+    assert world.requests.count("delete RayCluster") == 3
