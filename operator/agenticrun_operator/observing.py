@@ -17,7 +17,7 @@ from agenticrun_api import AgenticRun, Phase, Reason
 from agenticrun_operator.cluster import Head, HeadAddress, Kube, NotServed
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.metrics import HEADS_UNREACHABLE
-from agenticrun_operator.observed import JobTrouble, Observed, Pod, Unreachable, read_pods
+from agenticrun_operator.observed import Observed, Pod, Unreachable, read_pods
 from agenticrun_operator.release_0_1 import RandomTokens
 from agenticrun_operator.resources import (
     Child,
@@ -149,30 +149,18 @@ class Observer:
         self,
         run: AgenticRun,
         objects: ObservedObjects,
-        job_trouble: JobTrouble | None,
-        last_status_write: datetime | None,
-        tokens_sent_at: datetime | None,
-        end_time: str | None,
     ) -> Observed:
         """Return the observed objects together with the head's answers about the newest attempt.
 
         Args:
             run: the run.
             objects: its children and pods, from `read_objects`.
-            job_trouble: set if the last action on the newest attempt failed.
-            last_status_write: the time of this operator's last write of the run's status.
-            tokens_sent_at: the time of its last creation of the Secret with the run's tokens.
-            end_time: the end of the newest attempt, as this operator saw it.
         """
         observed = Observed(
             children=objects.children,
             pods=objects.pods,
             missing_code=objects.missing_code,
             kuberay_missing=objects.kuberay_missing,
-            job_trouble=job_trouble,
-            last_status_write=last_status_write,
-            tokens_sent_at=tokens_sent_at,
-            end_time=end_time,
         )
         job, head = run.status.job, await self.head_address(run, objects)
         cluster = observed.child("RayCluster", run.metadata.name)

@@ -323,15 +323,15 @@ class Reconciler:
         trouble = cached.job_trouble
         if trouble and (job is None or job.submission_id != trouble.submission_id):
             trouble = None
-        observed = await self._observer.look(
-            run,
-            cached.objects,
-            trouble,
-            cached.wrote_at,
-            cached.tokens_sent_at,
-            end_time,
+        return replace(
+            await self._observer.look(run, cached.objects),
+            job_trouble=trouble,
+            last_status_write=cached.wrote_at,
+            tokens_sent_at=cached.tokens_sent_at,
+            last_action=cached.last_action,
+            deletions=cached.deletions,
+            end_time=end_time,
         )
-        return replace(observed, last_action=cached.last_action, deletions=cached.deletions)
 
     async def _handle_unreadable(self, document: Manifest, error: InvalidRun) -> None:
         plan_ = plan_unreadable(document, error.errors, self._clock())
