@@ -22,9 +22,12 @@ from typing import Any
 from agenticrun_api import (
     Activity,
     AgenticRunStatus,
+    Condition,
+    ConditionType,
     FinalReport,
     LiveConfig,
     Outcome,
+    Phase,
     Progress,
     Reason,
     Role,
@@ -810,3 +813,16 @@ class Operator:
 def happened(world: World) -> list[str]:
     """Return the reasons of all events so far."""
     return [str(event.reason) for event in world.events]
+
+
+def condition(world: World, kind: ConditionType) -> Condition:
+    """Return a condition of the run."""
+    return next(item for item in world.status.conditions if item.type == kind.value)
+
+
+async def training(operator: Operator, step: int = 1, **fields: Any) -> None:
+    """Bring the run to a driver that has reported `step`."""
+    await operator.settle()
+    operator.world.drive(step, **fields)
+    await operator.settle(2)
+    assert operator.world.status.phase is Phase.RUNNING

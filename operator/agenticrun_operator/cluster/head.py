@@ -101,15 +101,7 @@ class RunHead:
             )
 
     async def configure(self, head: HeadAddress, config: LiveConfig) -> None:
-        answer = await self._transport.request(
-            "PUT",
-            head.pod,
-            REPORTER_PORT,
-            "/config",
-            headers={TOKEN_HEADER: f"Bearer {head.reporter_token}"},
-            body=config.to_dict(),
-            limit=MAX_PROGRESS_BYTES,
-        )
+        answer = await self._reporter(head, "PUT", "/config", config.to_dict())
         if answer.status not in (200, 404, 405):  # an older reporter does not know the path
             raise HeadUnreachable(
                 f"the reporter does not accept settings: status {answer.status}: "
@@ -117,24 +109,11 @@ class RunHead:
             )
 
     async def request_stop(self, head: HeadAddress) -> None:
-        headers = {TOKEN_HEADER: f"Bearer {head.reporter_token}"}
-        answer = await self._transport.request(
-            "POST", head.pod, REPORTER_PORT, "/stop", headers=headers, limit=MAX_PROGRESS_BYTES
-        )
-        _ok(answer, "the reporter")
+        _ok(await self._reporter(head, "POST", "/stop"), "the reporter")
 
     async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
-        headers = {TOKEN_HEADER: f"Bearer {head.reporter_token}"}
         try:
-            answer = await self._transport.request(
-                "GET",
-                head.pod,
-                REPORTER_PORT,
-                "/progress",
-                headers=headers,
-                limit=MAX_PROGRESS_BYTES,
-            )
-            _check_token(answer, "the reporter", head)
+            answer = await self._reporter(head, "GET", "/progress")
             if answer.status == 204:
                 return NoReport()
             snapshot = _ok(answer, "the reporter")
@@ -157,6 +136,22 @@ class RunHead:
         except HeadUnreachable:
             text = quoted_log
         return text[-LOG_TAIL_CHARACTERS:]
+
+    async def _reporter(
+        self, head: HeadAddress, method: str, path: str, body: Any = None
+    ) -> Response:
+        headers = {TOKEN_HEADER: f"Bearer {head.reporter_token}"}
+        answer = await self._transport.request(
+            method,
+            head.pod,
+            REPORTER_PORT,
+            path,
+            headers=headers,
+            body=body,
+            limit=MAX_PROGRESS_BYTES,
+        )
+        _check_token(answer, "the reporter", head)
+        return answer
 
     async def _ray(
         self,

@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api import Condition, ConditionType, Phase
+from agenticrun_api import ConditionType, Phase
 from agenticrun_operator.cluster import Conflict, Denied
-from operator_world import Operator, World, happened
-
-
-def condition(world: World, kind: ConditionType) -> Condition:
-    return next(item for item in world.status.conditions if item.type == kind.value)
+from operator_world import Operator, World, condition, happened
 
 
 async def follow(operator: Operator, seconds: float) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api import Condition, ConditionType, Outcome, Phase
+from agenticrun_api import ConditionType, Outcome, Phase
 from agenticrun_operator.resources import Manifest
-from operator_world import NAME, Gpus, Operator, World, happened
+from operator_world import NAME, Gpus, Operator, World, condition, happened, training
 
 
 def a_run(*changes: tuple[str, Any], **policy: Any) -> Operator:
@@ -27,19 +27,8 @@ async def pass_time(operator: Operator, seconds: int, step: int = 10, ready: boo
         operator.world.now += timedelta(seconds=step)
 
 
-async def training(operator: Operator) -> None:
-    await operator.settle()
-    operator.world.drive(1)
-    await operator.settle(2)
-    assert phase(operator.world) is Phase.RUNNING
-
-
 def phase(world: World) -> Phase:
     return world.status.phase
-
-
-def condition(world: World, kind: ConditionType) -> Condition:
-    return next(item for item in world.status.conditions if item.type == kind.value)
 
 
 def waits(world: World, reason: str) -> None:

@@ -6,10 +6,10 @@ from datetime import timedelta
 
 import pytest
 
-from agenticrun_api import Condition, ConditionType, Outcome, Phase, Role
+from agenticrun_api import ConditionType, Outcome, Phase, Role
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.planning.times import format_time
-from operator_world import NAME, Operator, World, happened
+from operator_world import NAME, Operator, World, condition, happened
 
 CLAIM = ("PersistentVolumeClaim", f"{NAME}-checkpoints")
 
@@ -39,10 +39,6 @@ async def training(operator: Operator, saved: int | None = None) -> None:
 
 def phase(world: World) -> Phase:
     return world.status.phase
-
-
-def condition(world: World, kind: ConditionType) -> Condition:
-    return next(item for item in world.status.conditions if item.type == kind.value)
 
 
 async def test_a_claim_that_was_deleted_with_its_checkpoints_ends_the_run_at_its_next_restart(

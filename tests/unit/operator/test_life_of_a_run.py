@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api import Activity, Condition, ConditionType, Outcome, Phase, Role
+from agenticrun_api import Activity, ConditionType, Outcome, Phase, Role
 from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN_UID, ExitCode
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_api.version import __version__
@@ -17,19 +17,7 @@ from agenticrun_operator.cluster import (
 )
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import WorkerImages, images_in
-from operator_world import IMAGE, NAME, Operator, World, happened
-
-
-async def training(operator: Operator, step: int = 1, **fields: Any) -> None:
-    """Bring the run to a driver that has reported `step`."""
-    await operator.settle()
-    operator.world.drive(step, **fields)
-    await operator.settle(2)
-    assert phase(operator.world) is Phase.RUNNING
-
-
-def condition(world: World, kind: ConditionType) -> Condition:
-    return next(item for item in world.status.conditions if item.type == kind.value)
+from operator_world import IMAGE, NAME, Operator, World, condition, happened, training
 
 
 def phase(world: World) -> Phase:

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from agenticrun_api import Condition, ConditionType, Outcome, Phase, Role
+from agenticrun_api import ConditionType, Outcome, Phase, Role
 from agenticrun_api.names import KIND
 from agenticrun_operator.cluster import Denied
-from operator_world import NAME, Operator, World, happened
-
-
-async def training(operator: Operator) -> None:
-    await operator.settle()
-    operator.world.drive(1)
-    await operator.settle(2)
-    assert operator.world.status.phase is Phase.RUNNING
+from operator_world import NAME, Operator, World, condition, happened, training
 
 
 async def pass_time(operator: Operator, seconds: int) -> None:
     for _ in range(seconds // 5):
         await operator.settle(1)
         operator.world.now += timedelta(seconds=4)
-
-
-def condition(world: World, kind: ConditionType) -> Condition:
-    return next(item for item in world.status.conditions if item.type == kind.value)
 
 
 def cluster_uid(world: World) -> str:

@@ -9,16 +9,9 @@ import pytest
 from agenticrun_api import Condition, ConditionType, Outcome, Phase, Role
 from agenticrun_operator.cluster import Denied
 from agenticrun_operator.resources import OperatorKey
-from operator_world import NAME, Operator, World, happened
+from operator_world import NAME, Operator, World, happened, training
 
 SECRETS = ("create Secret", "get Secret")
-
-
-async def training(operator: Operator, step: int = 1) -> None:
-    await operator.settle()
-    operator.world.drive(step)
-    await operator.settle(2)
-    assert operator.world.status.phase is Phase.RUNNING
 
 
 def told(world: World) -> Condition:
