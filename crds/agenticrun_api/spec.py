@@ -388,7 +388,7 @@ class AgenticRunSpec(Model):
 
     @property
     def storage(self) -> Checkpoint | None:
-        """Where the run saves checkpoints; None if it saves none."""
+        """The storage of the run's checkpoints; None if it saves none."""
         return None if self.checkpoint is None or self.checkpoint.none else self.checkpoint
 
     @property

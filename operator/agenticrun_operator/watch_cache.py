@@ -1,4 +1,4 @@
-"""What the watches saw last: the pods and RayClusters of each run, and each run's version.
+"""A cache of the watches: the pods and RayClusters of each run, and each run's version.
 
 It saves requests, and never decides: the operator acts only on what it has read itself
 (`Reconciler`). Between an event and its arrival the cache is behind; a watch that hangs is replaced

@@ -36,13 +36,13 @@ _DRIVER = ["-m", "agenticrun_workers.driver"]
 
 @dataclass(frozen=True)
 class Sample:
-    """What the status said at one moment, and what was true."""
+    """The status of a run at one moment, and the truth."""
 
     at: float
     status: dict[str, Any] | None
     """None if the apiserver did not answer, or there is no run."""
     operator: bool
-    """The operator's pod is ready: somebody writes the status."""
+    """True if the operator's pod is ready, so that the status is written."""
     driver: str
     """running, stopped (by SIGSTOP) or gone."""
     ready: dict[str, int] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Sample:
         return (self.status or {}).get("activity") == "starting"
 
     def untruths(self) -> dict[str, str]:
-        """What the status says and is not so, by subject; without the step."""
+        """Differences between status and truth, by subject; without the step."""
         if self.status is None or not self.operator:
             return {}
         found = {}
@@ -232,7 +232,7 @@ class Report:
         return next((sample for sample in self.samples if sample.phase in ENDED), None)
 
     def result(self) -> str:
-        """How the run ended, in its own words."""
+        """The end of the run, in its own words."""
         end = self.end()
         if end is None:
             return "did not end"
@@ -355,7 +355,7 @@ class Recorder:
         )
 
     def _get(self, path: str) -> dict[str, Any] | None:
-        """What the apiserver answers within the limit; None for everything but an object."""
+        """Return the object that the apiserver answers within the limit; else None."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_ANSWER_SECONDS)
         try:
             connection.request("GET", path)

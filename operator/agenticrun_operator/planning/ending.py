@@ -103,7 +103,7 @@ def clean_up(draft: Draft, observed: Observed) -> None:
 def end_deleted(draft: Draft, observed: Observed) -> None:
     """End a deleted run that a finalizer holds.
 
-    Garbage collection would delete its pods only after the run. They train for nobody.
+    Garbage collection would delete its pods only after the run, which no longer needs them.
     """
     finalizers = draft.run.metadata.finalizers
     if "orphan" in finalizers:

@@ -1,4 +1,4 @@
-"""Pods on nodes that no longer answer: give up the head, remove what nobody deletes any more.
+"""Pods on nodes that no longer answer: give up the head, remove stuck pods by force.
 
 Kubernetes marks the pods of a silent node as not ready, and after minutes as being deleted. It
 keeps them until the node answers or an administrator acts, because their processes may still run
