@@ -1,10 +1,10 @@
 """The version of AgenticRun, written only here.
 
 The build reads it, `make generate` copies it into the chart, and images, which hold the code
-without package metadata, import it.
+without package metadata, import it. Between two releases it is the next one's with `-dev`.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0-dev"
 
 
 def is_supported(other: str) -> bool:

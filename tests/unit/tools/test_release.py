@@ -39,10 +39,17 @@ def test_a_new_version_changes_two_lines_of_the_chart() -> None:
     ]
 
 
-def test_the_newest_section_of_the_changelog_is_the_version() -> None:
+def test_the_version_is_the_newest_release_or_the_one_that_follows() -> None:
+    """A tree with changes that no release has is not to be taken for the last release."""
     headings = re.findall(r"^## (.+)$", CHANGELOG, re.MULTILINE)
     assert headings[0] == "Unreleased"
-    assert re.fullmatch(rf"{re.escape(__version__)} - \d{{4}}-\d\d-\d\d", headings[1])
+    dated = re.fullmatch(r"(\d+)\.(\d+)\.(\d+) - \d{4}-\d\d-\d\d", headings[1])
+    assert dated, headings[1]
+    major, minor, patch = (int(part) for part in dated.groups())
+    following = {f"{major}.{minor}.{patch + 1}-dev", f"{major}.{minor + 1}.0-dev"}
+    unreleased = CHANGELOG.split("## Unreleased\n")[1].split("\n## ")[0].strip()
+    released = set() if unreleased else {f"{major}.{minor}.{patch}"}
+    assert __version__ in following | released
 
 
 def test_release_notes_are_one_section() -> None:
