@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, ValidationInfo
 
-from agenticrun_api.base import Coefficient, Model, Rule, Share, camel
+from agenticrun_api.base import SERVED, Coefficient, Model, Rule, Share, camel
 
 Bound = Annotated[float, Field(gt=0, le=1e6)]
 Over = Literal["batch", "group", "none"]
@@ -87,43 +87,51 @@ class LossKl(Model):
     """Coefficient."""
 
 
+def _spelling(mode: Any, info: ValidationInfo) -> Any:
+    """Return the present spelling of a mode, for the stored runs of release 0.1."""
+    former = {"zeroReward": "zero_reward", "softPenalty": "soft_penalty"}
+    return former.get(mode, mode) if info.context is SERVED and isinstance(mode, str) else mode
+
+
 class Truncated(Model):
     """Treatment of truncated trajectories (max_turns, max_tokens, context_overflow)."""
 
     RULES = (
         Rule(
-            "self.mode == 'softPenalty' || self.penalty == 1.0",
-            "penalty is read by mode softPenalty only: leave it out",
+            "self.mode == 'soft_penalty' || self.penalty == 1.0",
+            "penalty is read by mode soft_penalty only: leave it out",
             ".penalty",
-            lambda t: t.mode == "softPenalty" or t.penalty == 1.0,
+            lambda t: t.mode == "soft_penalty" or t.penalty == 1.0,
         ),
         Rule(
-            "self.mode != 'softPenalty' || (has(self.limit) && has(self.buffer) && self.buffer <= "
+            "self.mode != 'soft_penalty' || (has(self.limit) && has(self.buffer) && self.buffer <= "
             "self.limit)",
-            "mode softPenalty needs limit (response tokens of a trajectory) and buffer (the last "
+            "mode soft_penalty needs limit (response tokens of a trajectory) and buffer (the last "
             "ones of them, where the penalty grows)",
             ".mode",
             lambda t: (
-                t.mode != "softPenalty"
+                t.mode != "soft_penalty"
                 or (t.limit is not None and t.buffer is not None and t.buffer <= t.limit)
             ),
         ),
         Rule(
-            "self.mode == 'softPenalty' || (!has(self.limit) && !has(self.buffer))",
-            "limit and buffer are read by mode softPenalty only: leave them out",
+            "self.mode == 'soft_penalty' || (!has(self.limit) && !has(self.buffer))",
+            "limit and buffer are read by mode soft_penalty only: leave them out",
             ".limit",
-            lambda t: t.mode == "softPenalty" or (t.limit is None and t.buffer is None),
+            lambda t: t.mode == "soft_penalty" or (t.limit is None and t.buffer is None),
         ),
     )
 
-    mode: Literal["train", "mask", "zeroReward", "softPenalty"] = "train"
+    mode: Annotated[
+        Literal["train", "mask", "zero_reward", "soft_penalty"], BeforeValidator(_spelling)
+    ] = "train"
     """train: train on them as they are. mask: keep them in the statistics but not in the loss.
-    zeroReward: set the environment's reward to 0. softPenalty: DAPO's overlong shaping, which
+    zero_reward: set the environment's reward to 0. soft_penalty: DAPO's overlong shaping, which
     depends on length alone and applies to every trajectory."""
     limit: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
-    """Response tokens of a trajectory at which softPenalty reaches `penalty`."""
+    """Response tokens of a trajectory at which soft_penalty reaches `penalty`."""
     buffer: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
-    """Number of response tokens before `limit` over which softPenalty grows from 0."""
+    """Number of response tokens before `limit` over which soft_penalty grows from 0."""
     penalty: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Amount subtracted from the reward at `limit`."""
 

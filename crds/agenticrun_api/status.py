@@ -160,8 +160,6 @@ class RayClusterStatus(Model):
 
     name: ShortText
     """Name of the RayCluster."""
-    incarnation: ShortText = ""
-    """`<head pod uid>/<restarts of the head container>`. When it changes, Ray has lost its jobs."""
 
 
 class Outcome(StrEnum):
@@ -195,7 +193,8 @@ class JobStatus(Model):
     submission_id: ShortText
     """Ray's id of the job."""
     incarnation: ShortText = ""
-    """The incarnation of the head that the attempt was submitted to."""
+    """Opaque id of the start of the head that the attempt was submitted to. With another one, Ray
+    has lost the attempt."""
     version: ShortText | None = None
     """Version of AgenticRun in the worker image, as the driver reports it."""
     status: ShortText = ""
@@ -228,6 +227,9 @@ class AgenticRunStatus(Model):
     """Stage of the run's life."""
     observed_generation: int = 0
     """Newest generation of the run that the operator has handled."""
+    last_update_time: Time | None = None
+    """Time at which the operator last wrote this status. It writes when something has changed: at
+    least every 10 s while steps come."""
     conditions: Annotated[list[Condition], Field(max_length=16)] = []
     """Conditions of the run. docs/troubleshooting.md explains their reasons."""
     step: int | None = None

@@ -259,29 +259,29 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Truncated,
-        "penalty is read by mode softPenalty",
+        "penalty is read by mode soft_penalty",
         f"{_P}.algorithm.truncated.penalty",
         ((f"{_P}.algorithm.truncated", {"penalty": 0.5}),),
         (
             (
                 f"{_P}.algorithm.truncated",
-                {"mode": "softPenalty", "limit": 64, "buffer": 16, "penalty": 0.5},
+                {"mode": "soft_penalty", "limit": 64, "buffer": 16, "penalty": 0.5},
             ),
         ),
     ),
     RuleCase(
         Truncated,
-        "mode softPenalty needs limit",
+        "mode soft_penalty needs limit",
         f"{_P}.algorithm.truncated.mode",
-        ((f"{_P}.algorithm.truncated", {"mode": "softPenalty", "limit": 16, "buffer": 64}),),
-        ((f"{_P}.algorithm.truncated", {"mode": "softPenalty", "limit": 64, "buffer": 16}),),
+        ((f"{_P}.algorithm.truncated", {"mode": "soft_penalty", "limit": 16, "buffer": 64}),),
+        ((f"{_P}.algorithm.truncated", {"mode": "soft_penalty", "limit": 64, "buffer": 16}),),
     ),
     RuleCase(
         Truncated,
-        "limit and buffer are read by mode softPenalty",
+        "limit and buffer are read by mode soft_penalty",
         f"{_P}.algorithm.truncated.limit",
         ((f"{_P}.algorithm.truncated", {"limit": 64}),),
-        ((f"{_P}.algorithm.truncated", {"mode": "softPenalty", "limit": 64, "buffer": 16}),),
+        ((f"{_P}.algorithm.truncated", {"mode": "soft_penalty", "limit": 64, "buffer": 16}),),
     ),
     RuleCase(
         RatioFilter,

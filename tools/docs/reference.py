@@ -38,6 +38,8 @@ Generated from `crds/agenticrun_api` by `make generate`. Do not edit.
 `{names.API_VERSION}`, kind `{names.KIND}`, short name `{names.SHORT_NAME}`, namespaced.
 The name has at most {names.MAX_NAME_LENGTH} lower-case letters, digits and `-`,
 and begins with a letter. An unknown field is refused (`kubectl apply` validates strictly).
+Choices are in CamelCase, as in Kubernetes (`Colocated`); terms of papers and libraries are in lower
+case (`grpo`, `bfloat16`).
 """
 
 

@@ -138,7 +138,7 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
         submission_id=submission_id(draft.run, attempt),
         incarnation=head.incarnation,
     )
-    cluster = RayClusterStatus(name=draft.run.metadata.name, incarnation=head.incarnation)
+    cluster = RayClusterStatus(name=draft.run.metadata.name)
     draft.set(job=job, ray_cluster=cluster, next_retry_time=None, startup_timeouts=0)
     if draft.is_true(ConditionType.STALLED):
         draft.condition(ConditionType.STALLED, "False", Reason.PROGRESSING)

@@ -158,6 +158,8 @@ class Draft:
             if wait > 0:
                 status = None
                 self.look_again(wait)
+        if status:
+            status = status.model_copy(update={"last_update_time": format_time(self.now)})
         return Plan(
             tokens=self.tokens,
             create=tuple(self.create),

@@ -147,6 +147,7 @@ def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) 
     if before == after:
         return Plan()
     fields |= {"message": message[:MAX_TEXT], "conditions": list(after.values())}
+    fields["last_update_time"] = format_time(now)
     return Plan(
         status=known.model_copy(update=fields),
         events=(Event(Reason.INVALID_CONFIG, message[:1024], "Warning"),),

@@ -192,7 +192,7 @@ STATUS = {
     ],
     "metrics": [{"name": "val/Lake/success", "value": "0.61"}],
     "roles": [{"name": "env", "desired": 1, "ready": 1, "gpus": 0, "message": ""}],
-    "rayCluster": {"name": "minimal", "incarnation": "uid/0"},
+    "rayCluster": {"name": "minimal"},
     "job": {
         "attempt": 3,
         "submissionId": "minimal-1-3",

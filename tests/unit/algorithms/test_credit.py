@@ -103,12 +103,12 @@ def slow_normalized(
 
 def slow_turn_rewards(t: Played, spec: CreditSpec) -> list[float]:
     rewards = [turn.reward for turn in t.turns]
-    if spec.truncated == "zeroReward" and t.truncated:
+    if spec.truncated == "zero_reward" and t.truncated:
         rewards = [0.0] * len(rewards)
     rewards = [
         r + (t.penalty if turn.invalid else 0.0) for r, turn in zip(rewards, t.turns, strict=True)
     ]
-    if spec.truncated == "softPenalty" and rewards:
+    if spec.truncated == "soft_penalty" and rewards:
         length = sum(turn.tokens for turn in t.turns)
         grown = (length - (spec.overlong_limit - spec.overlong_buffer)) / spec.overlong_buffer
         rewards[-1] -= spec.overlong_penalty * min(max(grown, 0.0), 1.0)
@@ -133,7 +133,7 @@ def slow_placed(t: Played, values: list[float]) -> list[float]:
     batches,
     st.sampled_from(["gae", "reinforce", "agentic_reinforce", "reinforce_plus_plus"]),
     st.sampled_from(["trajectory", "turn"]),
-    st.sampled_from(["train", "mask", "zeroReward", "softPenalty"]),
+    st.sampled_from(["train", "mask", "zero_reward", "soft_penalty"]),
     st.none() | st.floats(0.5, 3),
     st.sampled_from(["batch", "group", "tag"]),
     overs,
@@ -330,7 +330,7 @@ def test_a_masked_truncated_trajectory_still_sets_its_groups_mean() -> None:
 
 def test_zeroed_rewards_keep_the_format_penalty() -> None:
     batch = [Played((Turn(4.0, invalid=True),), penalty=-0.5, truncated=True)]
-    assert credit(CreditSpec("reinforce", truncated="zeroReward"), batch).per_turn_K.tolist() == [
+    assert credit(CreditSpec("reinforce", truncated="zero_reward"), batch).per_turn_K.tolist() == [
         -0.5
     ]
 

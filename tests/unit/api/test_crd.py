@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -136,3 +137,29 @@ def test_required_fields_are_those_that_no_default_can_guess() -> None:
         ".pipeline.envs[].dataset.path",
         ".pipeline.rewards[].name", ".pipeline.rewards[].type", ".tracking.wandb.project",
     }  # fmt: skip
+
+
+_FIELD_TERMS = (
+    ".pipeline.algorithm",
+    ".rewardNormalization",
+    ".trainInferCorrection",
+    ".architecture",
+    ".dtype",
+    ".attnImplementation",
+    ".lrSchedulerType",
+    ".strategy.name",
+    ".wandb.mode",
+)
+"""Parts of the spec where a value is a term of papers and libraries."""
+
+
+def test_a_choice_is_in_camel_case_and_a_term_of_the_field_in_lower_case() -> None:
+    wrong = {
+        f"{path}: {value}"
+        for path, node in _nodes(SCHEMA["properties"]["spec"])
+        for value in node.get("enum", ())
+        if not re.fullmatch(
+            "[a-z0-9_-]+" if any(term in path for term in _FIELD_TERMS) else "([A-Z][a-z]+)+", value
+        )
+    }
+    assert wrong == set()

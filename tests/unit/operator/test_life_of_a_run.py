@@ -266,6 +266,7 @@ async def test_a_step_is_written_at_once(world: World, operator: Operator) -> No
     world.drive(2)
     await operator.reconcile(changed=False)
     assert world.status.step == 2
+    assert world.status.last_update_time == format_time(world.now)
 
 
 async def test_fast_steps_are_written_every_two_seconds_and_the_newest_is_not_lost(

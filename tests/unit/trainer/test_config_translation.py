@@ -161,7 +161,7 @@ def test_the_credit_of_turns() -> None:
         0.7,
         5.0,
     )
-    truncated = {"mode": "softPenalty", "limit": 64, "buffer": 16, "penalty": 0.5}
+    truncated = {"mode": "soft_penalty", "limit": 64, "buffer": 16, "penalty": 0.5}
     normalization = {"grouping": "tag", "normMeanType": "group", "normStdType": "batch"}
     spec = credit_spec(
         pipeline(
@@ -170,7 +170,7 @@ def test_the_credit_of_turns() -> None:
         )
     )
     assert (spec.truncated, spec.overlong_limit, spec.overlong_buffer, spec.overlong_penalty) == (
-        "softPenalty",
+        "soft_penalty",
         64.0,
         16.0,
         0.5,

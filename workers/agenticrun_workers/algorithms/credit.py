@@ -56,7 +56,7 @@ Estimator = Literal[
     "gigpo",
 ]
 Kind = Literal["reward", "advantage"]
-Truncated = Literal["train", "mask", "zeroReward", "softPenalty"]
+Truncated = Literal["train", "mask", "zero_reward", "soft_penalty"]
 
 STEP_ESTIMATORS = ("step_reinforce", "gigpo")
 """Estimators that credit turns by the turns' own rewards."""
@@ -146,7 +146,7 @@ class CreditSpec:
     reward_clip: float | None = None
     """Bound of the score, or of each r_k if turns are credited by their own rewards."""
     truncated: Truncated = "train"
-    """Treatment of a trajectory that a limit ended. softPenalty depends on length alone (DAPO)."""
+    """Treatment of a trajectory that a limit ended. soft_penalty depends on length alone (DAPO)."""
     overlong_limit: float = 1.0
     overlong_buffer: float = 1.0
     overlong_penalty: float = 1.0
@@ -227,10 +227,10 @@ def _shaped_rewards(spec: CreditSpec, episodes: Episodes) -> tuple[Floats, dict[
     cu = episodes.cu_turns_N1
     rewards_K = episodes.rewards_K
     metrics = _spread("critic/score", segment_sums(rewards_K, cu))
-    if spec.truncated == "zeroReward":
+    if spec.truncated == "zero_reward":
         rewards_K = zero_rewards(rewards_K, cu, episodes.truncated_N)
     rewards_K = rewards_K + format_penalties(episodes.invalid_K, episodes.format_penalty_N, cu)
-    if spec.truncated == "softPenalty":
+    if spec.truncated == "soft_penalty":
         tokens_N = segment_sums(episodes.response_tokens_K, cu)
         overlong_N = overlong_penalty(
             tokens_N.astype(np.int64),
