@@ -20,12 +20,16 @@ from agenticrun_operator.metrics import HEADS_UNREACHABLE
 from agenticrun_operator.observed import Observed, Pod, Unreachable, read_pods
 from agenticrun_operator.release_0_1 import RandomTokens
 from agenticrun_operator.resources import (
+    CLAIM_KIND,
     Child,
     Manifest,
     OperatorKey,
+    claim_name,
     code_config_map,
     key_id_of,
+    may_lack_its_claim,
     mounted_names,
+    with_its_claim,
 )
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import backoff_seconds
@@ -140,10 +144,15 @@ class Observer:
 
     async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
         wanted = mounted_names(run)
+        if may_lack_its_claim(run):
+            wanted = (*wanted, Child(CLAIM_KIND, claim_name(run)))
         found = await asyncio.gather(
             *(self._kube.get(child.kind, run.metadata.namespace, child.name) for child in wanted)
         )
-        return dict(zip(wanted, found, strict=True))
+        children = dict(zip(wanted, found, strict=True))
+        its_claim = children.get(Child(CLAIM_KIND, claim_name(run)))
+        known = mounted_names(with_its_claim(run, its_claim))
+        return {child: children[child] for child in known}
 
     async def look(
         self,

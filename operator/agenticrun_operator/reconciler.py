@@ -199,7 +199,7 @@ class Reconciler:
             before = None
         same = before and before.document["metadata"] == document["metadata"]
         try:
-            run = before.run if before and same else parse_served(document)
+            run = before.run if before and same else _read(document, before)
         except InvalidRun as error:
             self._cache.pop(key, None)
             await self._handle_unreadable(document, error)
@@ -267,8 +267,10 @@ class Reconciler:
             cached = replace(cached, ended=(job.submission_id, job.end_time))
         document = await self._applier.write_status(cached.document, plan_)
         wrote_at = self._clock() if plan_.status else cached.wrote_at
-        if document is not cached.document:
-            cached = replace(cached, document=document, run=parse_served(document))
+        if plan_.status:
+            # Not the stored status: it lacks the fields that an older CRD does not have.
+            written = parse_served(document).model_copy(update={"status": plan_.status})
+            cached = replace(cached, document=document, run=written)
         self._cache[key] = cached = replace(cached, wrote_at=wrote_at)
         head = await self._observer.head_address(run, cached.objects) if plan_.job else None
         address = head if isinstance(head, HeadAddress) else None
@@ -343,6 +345,18 @@ class Reconciler:
         cached = self._cache.pop(key, None)
         if cached:
             self._observer.ask_again(cached.run.metadata.uid)
+
+
+def _read(document: Manifest, before: RunCache | None) -> AgenticRun:
+    """Return the run, with the status that was written last as long as nobody has changed it.
+
+    Raises:
+        InvalidRun: the run cannot be read.
+    """
+    run = parse_served(document)
+    if before is None or before.document.get("status") != document.get("status"):
+        return run
+    return run.model_copy(update={"status": before.run.status})
 
 
 def _acts(plan_: Plan, run: AgenticRun) -> bool:

@@ -129,6 +129,8 @@ class World:
     events: list[Event] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     status_writes: int = 0
+    crd_lacks: tuple[str, ...] = ()
+    """Fields of the status, as paths, that the CRD does not have, so that they are not stored."""
     create_errors: dict[str, ClusterError] = field(default_factory=dict)
     """The apiserver's answer to the creation of a kind."""
     kuberay_missing: bool = False
@@ -643,6 +645,12 @@ class World:
         ):
             raise Conflict(NAME)
         stored["status"] = status.to_dict()
+        for path in self.crd_lacks:
+            *parents, last = path.split(".")
+            node = stored["status"]
+            for name in parents:
+                node = node.get(name) or {}
+            node.pop(last, None)
         stored["metadata"]["resourceVersion"] = str(next(self._ids))
         self.status_writes += 1
         self._point("wrote status")

@@ -23,7 +23,15 @@ from agenticrun_operator.planning.draft import MAX_TEXT, ConditionStatus, Draft,
 from agenticrun_operator.planning.plan import Plan
 from agenticrun_operator.planning.snapshot import own_progress
 from agenticrun_operator.planning.times import format_time
-from agenticrun_operator.resources import Event, Manifest, OperatorKey, WorkerImages
+from agenticrun_operator.resources import (
+    CLAIM_KIND,
+    Event,
+    Manifest,
+    OperatorKey,
+    WorkerImages,
+    claim_name,
+    with_its_claim,
+)
 
 SAFETY_NET_SECONDS = 30.0
 """Seconds between looks at a run that only waits for watch events, in case one is lost."""
@@ -48,6 +56,7 @@ def plan(
         creation_error: the error that the plan for the same state met when its children were
             created. The new plan creates nothing.
     """
+    run = with_its_claim(run, observed.child(CLAIM_KIND, claim_name(run)))
     draft = Draft(run, now)
     if run.metadata.deletion_timestamp:
         ending.end_deleted(draft, observed)

@@ -14,8 +14,10 @@ from agenticrun_operator.resources.claims import (
     created_claim,
     is_retained,
     made_by,
+    may_lack_its_claim,
     unbound,
     unsuitable,
+    with_its_claim,
 )
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import (
@@ -54,6 +56,7 @@ __all__ = [
     "is_retained",
     "key_id_of",
     "made_by",
+    "may_lack_its_claim",
     "mounted_children",
     "mounted_names",
     "ray_cluster",
@@ -64,4 +67,5 @@ __all__ = [
     "unbound",
     "unsuitable",
     "whole_number",
+    "with_its_claim",
 ]

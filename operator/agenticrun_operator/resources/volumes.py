@@ -44,14 +44,18 @@ def storage_of(run: AgenticRun) -> Checkpoint | None:
     A run that names none gets a claim of the default StorageClass, if the size of its model is
     known. One that version 0.1 started without gets none: its pods and its driver know of none.
     """
-    spec, storage = run.spec, run.spec.storage
     started_without = run.status.start_time is not None and run.status.volume_claim is None
-    if (
-        spec.model.initialize is None
-        or started_without
-        or (spec.checkpoint is not None and (storage is None or not _needs_volume(run, storage)))
+    default = None if started_without else default_storage(run)
+    return default or run.spec.storage
+
+
+def default_storage(run: AgenticRun) -> Checkpoint | None:
+    """Return the storage with the claim that a run gets if it names none; None if it gets none."""
+    spec, storage = run.spec, run.spec.storage
+    if spec.model.initialize is None or (
+        spec.checkpoint is not None and (storage is None or not _needs_volume(run, storage))
     ):
-        return storage
+        return None
     storage = storage or Checkpoint()
     claim = VolumeClaim(size=_default_size(run, spec.model.initialize, storage.keep))
     return storage.model_copy(update={"volume_claim": claim})
