@@ -75,13 +75,8 @@ class Applier:
         STATUS_WRITES.inc()
         return await self._kube.write_status(document, plan.status)
 
-    async def act(self, plan: Plan, document: Manifest, head: HeadAddress | None) -> str | None:
-        """Carry out the part of the plan that requires the stored status: job, deletions, events.
-
-        Returns:
-            The error of the job action, or None. A failed action is planned again.
-        """
-        trouble = await self._act_on_job(plan.job, head) if plan.job and head else None
+    async def delete_and_report(self, plan: Plan, document: Manifest) -> None:
+        """Carry out the deletions and post the events of a plan whose status is stored."""
         for delete in plan.delete:
             namespace, child = document["metadata"]["namespace"], delete.child
             try:
@@ -95,9 +90,13 @@ class Applier:
                 await self._kube.post_event(document, event)
             except ClusterError as error:  # the status says the same
                 log.warning("cannot post the event %s: %s", event.reason, error)
-        return trouble
 
-    async def _act_on_job(self, action: JobAction, head: HeadAddress) -> str | None:
+    async def act_on_job(self, action: JobAction, head: HeadAddress) -> str | None:
+        """Carry out the action on the job of a plan whose status is stored.
+
+        Returns:
+            The error, or None. A failed action is planned again.
+        """
         try:
             match action:
                 case Submit():

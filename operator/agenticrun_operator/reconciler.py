@@ -104,8 +104,8 @@ class Reconciler:
             images: the worker images of this installation.
             key: the operator's key, from which the tokens of runs are derived.
             full_look_seconds: the age at which remembered objects are looked at again.
-            slots: limits the runs that are read and written at the same time. Head pods are asked
-                outside the slots, so that those that do not answer delay no other run.
+            slots: limits the runs that are read and written at the same time. Requests to head pods
+                are made outside the slots, so that those that do not answer delay no other run.
             clock: returns the current time.
         """
         self._kube = kube
@@ -179,8 +179,14 @@ class Reconciler:
             async with self._slots:
                 plan_ = plan(cached.run, observed, self._clock(), self._images, self._key)
                 if fresh or not _acts(plan_, cached.run):
-                    return await self._act(key, cached, observed, plan_)
+                    applied = await self._apply(key, cached, observed, plan_)
+                    break
             fresh = True
+        if applied is None:
+            return RETRY_SECONDS
+        plan_, cached = applied
+        await self._act_on_job(key, cached, plan_)  # other runs go on meanwhile
+        return plan_.requeue_after
 
     async def _look(self, key: Key, again: bool, fresh: bool) -> tuple[RunCache | None, bool]:
         """Return the run with its objects, and True if all was read from the apiserver just now.
@@ -248,13 +254,19 @@ class Reconciler:
         """Return the seconds by which something is too old to be used."""
         return (self._clock() - moment).total_seconds() - self._full_look_seconds
 
-    async def _act(
+    async def _apply(
         self, key: Key, cached: RunCache, observed: Observed, plan_: Plan
-    ) -> float | None:
+    ) -> tuple[Plan, RunCache] | None:
+        """Carry out a plan, except its action on the job.
+
+        Returns:
+            The plan, or the one that was made because the apiserver refused it, and what is
+            remembered of the run now. None if the run must be looked at again first.
+        """
         run = cached.run
         if isinstance(plan_.job, Submit) and not await self._may_submit(run, plan_.job):
             self._cache.pop(key, None)
-            return RETRY_SECONDS
+            return None
         try:
             await self._applier.make_tokens(plan_)
             if plan_.tokens:
@@ -271,20 +283,24 @@ class Reconciler:
             # Not the stored status: it lacks the fields that an older CRD does not have.
             written = parse_served(document).model_copy(update={"status": plan_.status})
             cached = replace(cached, document=document, run=written)
-        self._cache[key] = cached = replace(cached, wrote_at=wrote_at)
-        head = await self._observer.head_address(run, cached.objects) if plan_.job else None
-        address = head if isinstance(head, HeadAddress) else None
-        if plan_.delete:
-            asked = {delete.uid: self._clock() for delete in plan_.delete}
-            cached = replace(cached, deletions={**cached.deletions, **asked})
-            self._cache[key] = cached
-        refusal = await self._applier.act(plan_, document, address)
+        asked = {delete.uid: self._clock() for delete in plan_.delete}
+        cached = replace(cached, wrote_at=wrote_at, deletions={**cached.deletions, **asked})
+        self._cache[key] = cached
+        await self._applier.delete_and_report(plan_, document)
+        return plan_, cached
+
+    async def _act_on_job(self, key: Key, cached: RunCache, plan_: Plan) -> None:
+        if plan_.job is None:
+            return
+        head = await self._observer.head_address(cached.run, cached.objects)
         followed = cached.run.status.job
-        if plan_.job and address and followed:
+        if not isinstance(head, HeadAddress):
+            return
+        refusal = await self._applier.act_on_job(plan_.job, head)
+        if followed:
             trouble = self._trouble(cached.job_trouble, followed.submission_id, refusal)
             done = None if trouble else (plan_.job, self._clock())
             self._cache[key] = replace(cached, job_trouble=trouble, last_action=done)
-        return plan_.requeue_after
 
     def _trouble(
         self, before: JobTrouble | None, submission_id: str, error: str | None
@@ -338,7 +354,7 @@ class Reconciler:
     async def _handle_unreadable(self, document: Manifest, error: InvalidRun) -> None:
         plan_ = plan_unreadable(document, error.errors, self._clock())
         stored = await self._applier.write_status(document, plan_)
-        await self._applier.act(plan_, stored, None)
+        await self._applier.delete_and_report(plan_, stored)
 
     def _forget(self, key: Key) -> None:
         self._conflicts.pop(key, None)

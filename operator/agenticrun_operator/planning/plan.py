@@ -64,8 +64,8 @@ class Plan:
     create: tuple[Manifest, ...] = ()
     status: AgenticRunStatus | None = None
     """The status to write; None: no write."""
-    job: JobAction | None = None
     delete: tuple[Delete, ...] = ()
     events: tuple[Event, ...] = ()
+    job: JobAction | None = None
     requeue_after: float | None = None
     """Seconds until the next reconciliation; None: wait for a watch event."""

@@ -7,6 +7,8 @@ from collections import Counter
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from agenticrun_api import Phase
 from agenticrun_operator.observed import Unreachable
 from agenticrun_operator.reconcile_workers import ReconcileWorkers
@@ -80,6 +82,25 @@ async def test_twenty_heads_that_never_answer_do_not_delay_healthy_runs() -> Non
     await asyncio.wait_for(done.wait(), 60)
     await workers.stop()
     assert set(looks) == set(healthy), "the others still wait for their heads"
+
+
+async def test_an_action_that_a_head_does_not_answer_delays_no_other_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slots = asyncio.Semaphore(1)
+    frozen, healthy = await training(slots), await training(slots)
+    reached = asyncio.Event()
+
+    async def never(*_: Any) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(frozen.world, "submit", never)
+    frozen.world.end_driver(None, exit_code=-9)
+    look = asyncio.create_task(follow(frozen, 120))
+    await asyncio.wait_for(reached.wait(), 10)
+    await asyncio.wait_for(follow(healthy, 10), 10)
+    look.cancel()
 
 
 async def follow(operator: Operator, seconds: float) -> None:
