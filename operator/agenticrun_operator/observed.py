@@ -53,6 +53,9 @@ class Pod:
     ip: str | None = None
     incarnation: str | None = None
     """`<pod uid>/<restarts of the Ray container>`, once that container has started."""
+    started_at: str | None = None
+    """Time at which the Ray container last started, by the clock of its node; None if it does not
+    run."""
     problem: Problem | None = None
     unready_since: str | None = None
     """Time at which the pod was last reported to be not ready; None if it is ready."""
@@ -217,6 +220,7 @@ def read_pod(manifest: Manifest) -> Pod:
         node=manifest.get("spec", {}).get("nodeName", ""),
         ip=status.get("podIP"),
         incarnation=_incarnation(metadata["uid"], status),
+        started_at=_started_at(status),
         problem=None if ready else _problem(manifest),
         unready_since=None if ready else readiness.get("lastTransitionTime"),
         gone_by=metadata.get("deletionTimestamp"),
@@ -225,17 +229,25 @@ def read_pod(manifest: Manifest) -> Pod:
 
 
 def _has_ended(status: Manifest) -> bool:
-    ray = [item for item in status.get("containerStatuses", ()) if item["name"] == RAY_CONTAINER]
-    return status.get("phase") in ("Succeeded", "Failed") or any(
-        "terminated" in item.get("state", {}) for item in ray
-    )
+    ended = "terminated" in _ray_container(status).get("state", {})
+    return status.get("phase") in ("Succeeded", "Failed") or ended
 
 
 def _incarnation(uid: str, status: Manifest) -> str | None:
-    for container in status.get("containerStatuses", ()):
-        if container["name"] == RAY_CONTAINER and container.get("containerID"):
-            return f"{uid}/{container['restartCount']}"
-    return None
+    container = _ray_container(status)
+    return f"{uid}/{container['restartCount']}" if container.get("containerID") else None
+
+
+def _started_at(status: Manifest) -> str | None:
+    started: str | None = (
+        _ray_container(status).get("state", {}).get("running", {}).get("startedAt")
+    )
+    return started
+
+
+def _ray_container(status: Manifest) -> Manifest:
+    found = (item for item in status.get("containerStatuses", ()) if item["name"] == RAY_CONTAINER)
+    return next(found, {})
 
 
 def _problem(pod: Manifest) -> Problem | None:

@@ -47,7 +47,7 @@ from agenticrun_operator.cluster import (
     NotServed,
 )
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
-from agenticrun_operator.planning.times import format_time
+from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.reconciler import Reconciler
 from agenticrun_operator.resources import (
     Event,
@@ -138,6 +138,8 @@ class World:
     storage_down: bool = False
     """There is no default StorageClass."""
     pods_denied: str = ""
+    rejoin_seconds: float = 0.0
+    """Time in which the workers of a lost head notice it and start again."""
     """The words with which a quota refuses KubeRay's pods."""
     secrets_readable: bool = False
     """The operator may read Secrets, as release 0.1 might."""
@@ -355,6 +357,8 @@ class World:
                 placed += gpus_of(pod)
                 self._start(pod)
             self._start_container(pod)
+            if pod not in heads and heads:
+                self._rejoin(pod, heads[0])
             known = self._tokens_of(pod)
             joined = known and any(known == self._tokens_of(head) for head in heads[:1])
             self._set_ready(pod, bool(ready and joined))
@@ -373,10 +377,20 @@ class World:
             waiting = {"reason": "CreateContainerConfigError", "message": message}
             container |= {"containerID": "", "state": {"waiting": waiting}}
             return
-        container |= {"containerID": "c", "state": {"running": {}}}
+        running = {"startedAt": format_time(self.now)}
+        container |= {"containerID": "c", "state": {"running": running}}
         self._tokens[self._incarnation(pod)] = {
             key: b64decode(value).decode() for key, value in data.items()
         }
+
+    def _rejoin(self, pod: Manifest, head: Manifest) -> None:
+        """The kubelet: start Ray again after it has noticed that its head is lost."""
+        started, heads_start = _started(pod), _started(head)
+        if not started or not heads_start or started >= heads_start:
+            return
+        if (self.now - heads_start).total_seconds() >= self.rejoin_seconds:
+            pod["status"]["containerStatuses"][0]["restartCount"] += 1
+            self._start_container(pod)
 
     def _tokens_of(self, pod: Manifest) -> dict[str, str]:
         return self._tokens.get(self._incarnation(pod), {})
@@ -758,6 +772,12 @@ class World:
 
 def _content(item: Manifest) -> str:
     return json.dumps({key: item.get(key) for key in ("spec", "status")})
+
+
+def _started(pod: Manifest) -> datetime | None:
+    (container,) = pod["status"].get("containerStatuses") or [{"state": {}}]
+    started = container["state"].get("running", {}).get("startedAt")
+    return parse_time(started) if started else None
 
 
 class Operator:

@@ -132,6 +132,16 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
         )
         draft.look_again(POLL_SECONDS)
         return
+    workers = (pod for pod in observed.pods if lost_pods.joined_earlier_head(pod, head, draft.now))
+    if worker := next(workers, None):
+        draft.condition(
+            ConditionType.TRAINING,
+            "False",
+            Reason.CLUSTER_LOST,
+            f"waiting until pod {worker.name} joins the new head",
+        )
+        draft.look_again(POLL_SECONDS)
+        return
     attempt = previous.attempt + 1 if previous else 1
     job = JobStatus(
         attempt=attempt,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from agenticrun_api import Reason
+from agenticrun_api import Reason, Role
 from agenticrun_operator.observed import Observed, Pod, Unreachable
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.plan import Delete
@@ -28,8 +28,23 @@ HEAD_LOST_SECONDS = 120.0
 """Time that a head may be not ready and silent before it is given up."""
 DELETED_SECONDS = 2.0
 """Time after the request to delete a RayCluster at which to look whether it is being deleted."""
+REJOIN_SECONDS = 60.0
+"""Time in which worker pods join the new head after the loss of one."""
 STUCK_SECONDS = 60.0
 """Time after its grace period at which a pod that is still there is said to be stuck."""
+
+
+def joined_earlier_head(pod: Pod, head: Pod, now: datetime) -> bool:
+    """Return True if the Ray process of a worker pod is older than that of the head.
+
+    It belongs to an earlier head, notices after half a minute that this one is lost, and starts
+    again. It is ready until then. The clocks of nodes may differ, so only the first minute of a
+    head counts.
+    """
+    if pod.role is Role.DRIVER or pod.started_at is None or head.started_at is None:
+        return False
+    start = parse_time(head.started_at)
+    return parse_time(pod.started_at) < start and (now - start).total_seconds() < REJOIN_SECONDS
 
 
 def may_run(pod: Pod, now: datetime) -> bool:

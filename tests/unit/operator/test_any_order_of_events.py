@@ -23,9 +23,9 @@ OTHER_KEY = OperatorKey("another key, also of 32 characters")
 class AnyOrder(RuleBasedStateMachine):
     """Faults and progress of a fake cluster, and one or two operators on it."""
 
-    @initialize(settled=st.booleans())
-    def start(self, settled: bool) -> None:
-        self.world = World()
+    @initialize(settled=st.booleans(), rejoin_seconds=st.sampled_from([0.0, 27.0]))
+    def start(self, settled: bool, rejoin_seconds: float) -> None:
+        self.world = World(rejoin_seconds=rejoin_seconds)
         self.world.apply_run(
             (
                 "spec.failurePolicy",

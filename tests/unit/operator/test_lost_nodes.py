@@ -187,3 +187,30 @@ async def test_a_refused_deletion_of_a_finished_runs_cluster_is_requested_again(
         if ("RayCluster", NAME) not in world.objects:
             break
     assert world.requests.count("delete RayCluster") == 3
+
+
+async def test_no_attempt_is_submitted_to_a_new_head_before_the_workers_have_left_the_old_one(
+    world: World, operator: Operator
+) -> None:
+    world.rejoin_seconds = 27
+    await training(operator)
+    world.now += timedelta(seconds=5)
+    world.delete_pod(Role.DRIVER)
+    await pass_time(operator, 20)
+    assert [job.attempt for job in world.jobs] == [1]
+    told = condition(world, ConditionType.TRAINING)
+    assert told.reason == "ClusterLost"
+    assert told.message.endswith("joins the new head")
+    await pass_time(operator, 25)
+    assert [job.attempt for job in world.jobs] == [1, 2]
+
+
+async def test_a_worker_whose_clock_is_behind_that_of_the_head_delays_an_attempt_for_a_minute(
+    world: World, operator: Operator
+) -> None:
+    world.rejoin_seconds = 10_000
+    await training(operator)
+    world.now += timedelta(seconds=5)
+    world.delete_pod(Role.DRIVER)
+    await pass_time(operator, 100)
+    assert [job.attempt for job in world.jobs] == [1, 2]
