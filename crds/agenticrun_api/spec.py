@@ -152,6 +152,7 @@ class Checkpoint(Model):
     """A folder that head and trainer pods share, or object storage (s3://bucket/prefix). Each run
     writes below <uri>/<name>-<uid>."""
     volume_claim: VolumeClaim | None = None
+    """The claim that is mounted at `uri` in head and trainer pods. Not for object storage."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
     """Number of checkpoints to keep; older ones are deleted."""
     resume: Annotated[str, Field(min_length=1, max_length=1024)] = "Auto"
@@ -210,7 +211,7 @@ class Stall(Model):
 
 
 class FailurePolicy(Model):
-    """Restarts after a driver failure that a retry may solve."""
+    """When the driver is restarted, when a run is given up, and how long pods may take to start."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """Number of restarts in a row that get the run no further. After one more failure, the run

@@ -45,13 +45,15 @@ class Phase(StrEnum):
 
 
 class ConditionType(StrEnum):
+    """Types of conditions, in the order in which the status has them."""
+
+    ACCEPTED = "Accepted"
+    """False: the operator cannot read the spec, because the CRD is of another version. It leaves
+    the run alone. Unknown: the worker image is of a version that the operator does not support."""
     CLUSTER_PROVISIONED = "ClusterProvisioned"
     """The RayCluster and everything that its pods mount exist."""
     ROLES_READY = "RolesReady"
     """Every pod of every role is ready; if not, the message names the pod and the reason."""
-    ACCEPTED = "Accepted"
-    """False: the operator cannot read the spec, because the CRD is of another version. It leaves
-    the run alone. Unknown: the worker image is of a version that the operator does not support."""
     TRAINING = "Training"
     """The driver runs and sends progress snapshots."""
     STALLED = "Stalled"

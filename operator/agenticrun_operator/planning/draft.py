@@ -105,8 +105,8 @@ class Draft:
         before = self.find(kind)
         generation = self.run.metadata.generation
         after = new_condition(kind, status, reason, message, self.now, generation, before)
-        conditions = [after if item.type == kind.value else item for item in self.status.conditions]
-        self.set(conditions=conditions if before else [*conditions, after])
+        others = [item for item in self.status.conditions if item.type != kind.value]
+        self.set(conditions=sorted([*others, after], key=_place))
 
     def find(self, kind: ConditionType) -> Condition | None:
         """Return the condition of this type, or None."""
@@ -169,6 +169,12 @@ class Draft:
             events=tuple(self._events),
             requeue_after=self._requeue,
         )
+
+
+def _place(condition: Condition) -> int:
+    """Return the place of a condition in the status: in the order of `ConditionType`."""
+    types = [kind.value for kind in ConditionType]
+    return types.index(condition.type) if condition.type in types else len(types)
 
 
 def _write_interval(before: AgenticRunStatus, after: AgenticRunStatus) -> float | None:

@@ -199,6 +199,18 @@ async def test_the_attempt_is_stored_before_it_is_submitted(
     assert world.status.job.incarnation == world.incarnation()
 
 
+async def test_conditions_are_in_the_order_of_a_runs_life(world: World, operator: Operator) -> None:
+    await training(operator, version="0.9.0")
+    assert [item.type for item in world.status.conditions] == [
+        "Accepted",
+        "ClusterProvisioned",
+        "RolesReady",
+        "Training",
+        "Complete",
+        "Failed",
+    ]
+
+
 async def test_a_step_shows_in_the_status(world: World, operator: Operator) -> None:
     await training(
         operator,
