@@ -272,10 +272,10 @@ def _node_problem(pod: Manifest) -> Problem | None:
     """Return the problem of a pod whose kubelet does not report any more.
 
     The node controller then sets only the pod's condition. A kubelet that reports sets the
-    containers' readiness, too.
+    readiness of containers and sidecars, too.
     """
     spec, status = pod.get("spec", {}), pod.get("status", {})
-    containers = status.get("containerStatuses", ())
+    containers = tuple(_container_statuses(pod))
     unready = any(
         item["type"] == "Ready" and item["status"] != "True"
         for item in status.get("conditions", ())

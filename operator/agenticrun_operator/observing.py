@@ -184,7 +184,25 @@ class Observer:
             self._ask((uid, "job"), lambda: self._head.job(head, job.submission_id)),
             self._ask((uid, "progress"), lambda: self._head.progress(head)),
         )
-        return replace(observed, job=seen, progress=progress)
+        return replace(self._with_news(observed, run, objects), job=seen, progress=progress)
+
+    def _with_news(self, observed: Observed, run: AgenticRun, objects: ObservedObjects) -> Observed:
+        """Take RayCluster and pods from the watches again: a head may take seconds to answer.
+
+        Not if they were read from the apiserver, because the watches may be behind.
+        """
+        pods, clusters = self._watched.pods.of_run(run.key), self._watched.clusters.of_run(run.key)
+        if objects.fresh or pods is None or clusters is None:
+            return observed
+        name = run.metadata.name
+        cluster = next((one for one in clusters if one["metadata"]["name"] == name), None)
+        if cluster is None:
+            return observed
+        return replace(
+            observed,
+            children={**observed.children, Child("RayCluster", name): cluster},
+            pods=tuple(read_pods(pods, run, cluster, cluster_known=True)),
+        )
 
     async def _ask(
         self, part: tuple[str, str], ask: Callable[[], Awaitable[Answer]]

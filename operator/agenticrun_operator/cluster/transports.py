@@ -11,8 +11,10 @@ import aiohttp
 from agenticrun_operator.cluster.kube import KubeClient, Response
 from agenticrun_operator.errors import HeadUnreachable, KubeUnavailable
 
-TIMEOUT_SECONDS = 10.0
-"""Timeout of a whole request."""
+ACTION_SECONDS = 10.0
+"""Timeout of a whole request that changes something."""
+QUESTION_SECONDS = 4.0
+"""Timeout of a whole GET, so that the status shows within 10 s that a head is silent."""
 CONNECT_SECONDS = 3.0
 
 
@@ -44,6 +46,10 @@ class HeadTransport(Protocol):
     ) -> Response: ...
 
 
+def _timeout(method: str) -> float:
+    return QUESTION_SECONDS if method == "GET" else ACTION_SECONDS
+
+
 class DirectTransport:
     """Connects to the pod's IP, from inside the Kubernetes cluster's network."""
 
@@ -63,7 +69,7 @@ class DirectTransport:
     ) -> Response:
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         url = f"http://{host}:{port}{path}"
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS, connect=CONNECT_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=_timeout(method), connect=CONNECT_SECONDS)
         try:
             async with self._session.request(
                 method, url, json=body, headers=headers, timeout=timeout, allow_redirects=False
@@ -102,7 +108,7 @@ class ProxyTransport:
         proxied = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}:{port}/proxy{path}"
         try:
             answer = await self._kube.raw(
-                method, proxied, headers=headers, body=body, timeout=TIMEOUT_SECONDS
+                method, proxied, headers=headers, body=body, timeout=_timeout(method)
             )
         except KubeUnavailable as error:
             raise HeadUnreachable(f"pod {pod.name}, port {port}: {error}") from error

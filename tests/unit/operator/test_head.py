@@ -213,7 +213,7 @@ async def test_a_submission_tells_the_driver_its_attempt() -> None:
 
 async def test_an_answer_that_is_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in (
-        "TIMEOUT_SECONDS",
+        "QUESTION_SECONDS",
         "CONNECT_SECONDS",
     ):  # a stalled machine is no answer that is too long
         monkeypatch.setattr(transports, limit, 60.0)

@@ -138,3 +138,13 @@ def test_the_incarnation_changes_with_the_container_and_with_the_pod() -> None:
 
     assert len({incarnation("a", 0), incarnation("a", 1), incarnation("b", 0)}) == 3
     assert read_pod(pod(waiting("ContainerCreating"))).incarnation is None
+
+
+@pytest.mark.parametrize(("sidecar_ready", "reason"), [(True, Reason.NODE_LOST), (False, None)])
+def test_a_sidecar_that_fails_its_probe_is_no_lost_node(
+    sidecar_ready: bool, reason: Reason | None
+) -> None:
+    sidecar = {"name": "reporter", "restartCount": 0, "ready": sidecar_ready, "state": {}}
+    ray = {"name": "ray", "restartCount": 0, "ready": True, "state": {}}
+    seen = read_pod(pod(ray, init=[sidecar], conditions=[{"type": "Ready", "status": "False"}]))
+    assert (seen.problem.reason if seen.problem else None) is reason

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api import Phase
+from agenticrun_api import Phase, Role
 from agenticrun_operator.observed import Unreachable
 from agenticrun_operator.reconcile_workers import ReconcileWorkers
 from agenticrun_operator.workqueue import Item, WorkQueue
@@ -154,3 +154,20 @@ async def test_a_head_that_answers_again_without_an_event_is_noticed_within_half
     world.drive(2)
     await follow(operator, 33)
     assert world.status.step == 2
+
+
+async def test_a_pod_that_changes_while_a_head_takes_its_time_shows_in_the_same_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    operator = await training()
+    world = operator.world
+
+    async def slowly(*_: Any) -> Unreachable:
+        world.delete_pod(Role.ENV)
+        world.let_watches_catch_up()
+        return Unreachable("no answer")
+
+    monkeypatch.setattr(world, "progress", slowly)
+    await operator.reconcile(changed=False)
+    ready = {item.name: item.ready for item in world.status.roles}
+    assert ready == {"driver": 1, "trainer": 1, "inference": 1, "env": 0}
