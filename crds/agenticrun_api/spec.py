@@ -375,10 +375,15 @@ class AgenticRunSpec(Model):
     tracking: Tracking = Tracking()
     failure_policy: FailurePolicy = FailurePolicy()
     cleanup: Cleanup = Cleanup()
+    suspend: bool = False
+    """As in a Job: true gives all pods back and keeps the run. Its driver first saves a checkpoint,
+    for which it gets the time to end its step, and then roles.driver.terminationGracePeriodSeconds.
+    With false, pods are created again, and the run resumes from its newest checkpoint. It may
+    change at any time until the run has finished. `agenticrun run` refuses true."""
     active_deadline_seconds: Annotated[int, Field(ge=1, le=315_360_000)] | None = None
     """As in a Job: the run fails (reason DeadlineExceeded) this many seconds after
-    status.startTime. Its driver gets the time to end its step, and then
-    roles.driver.terminationGracePeriodSeconds, to save a checkpoint."""
+    status.startTime, which is a new one after spec.suspend. Its driver gets the time to end its
+    step, and then roles.driver.terminationGracePeriodSeconds, to save a checkpoint."""
     ttl_seconds_after_finished: Count | None = None
     """Delete the run this many seconds after it has finished."""
 

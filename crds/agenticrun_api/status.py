@@ -35,6 +35,8 @@ class Phase(StrEnum):
     STARTING = "Starting"
     RUNNING = "Running"
     RESTARTING = "Restarting"
+    SUSPENDING = "Suspending"
+    SUSPENDED = "Suspended"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
 
@@ -59,6 +61,9 @@ class ConditionType(StrEnum):
     STALLED = "Stalled"
     """True: the driver has brought no news for longer than spec.failurePolicy.stall allows. Absent
     until that happens."""
+    SUSPENDED = "Suspended"
+    """Unknown: spec.suspend is true, and there are pods still. True: there are none. False: the run
+    was resumed. Absent until spec.suspend is true."""
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -104,6 +109,9 @@ class Reason(StrEnum):
     DRIVER_LOST = "DriverLost"
     CLUSTER_LOST = "ClusterLost"
     STOPPED = "Stopped"
+    SUSPENDING = "Suspending"
+    SUSPENDED = "Suspended"
+    RESUMED = "Resumed"
     RETRIES_EXHAUSTED = "RetriesExhausted"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     CHECKPOINTS_LOST = "CheckpointsLost"
@@ -117,7 +125,7 @@ class Condition(Model):
 
     type: Annotated[str, Field(max_length=64)]
     """Name of the condition: ClusterProvisioned, RolesReady, Training, Accepted, Stalled,
-    Complete or Failed."""
+    Suspended, Complete or Failed."""
     status: Literal["True", "False", "Unknown"]
     """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=64)]
@@ -264,7 +272,8 @@ class AgenticRunStatus(Model):
     ray_cluster: RayClusterStatus | None = None
     job: JobStatus | None = None
     restarts: Annotated[int, Field(ge=0)] = 0
-    """Number of restarts of the driver, after failures and after orderly stops."""
+    """Number of restarts of the driver, after failures and after orderly stops. Suspensions do not
+    count."""
     failures_without_progress: Annotated[int, Field(ge=0)] = 0
     """Number of failures since the run last got further than before. Above
     failurePolicy.maxRestarts, the run fails."""
@@ -274,13 +283,14 @@ class AgenticRunStatus(Model):
     """Number of times in a row that the pods were not ready within
     failurePolicy.startupDeadlineSeconds and were given back."""
     next_retry_time: Time | None = None
-    """Time of the next restart, or of the next try to get pods, while the run waits for it."""
+    """Time of the next restart, or of the next try to get pods, while the run waits for it. That of
+    a suspended run is over: it waits for spec.suspend to be false."""
     volume_claim: Annotated[str, Field(max_length=253)] | None = None
     """PersistentVolumeClaim with the run's checkpoints."""
     checkpoint: CheckpointStatus | None = None
     start_time: Time | None = None
     """Time at which the operator created the objects of the run. A run that gives its pods back
-    before its first attempt starts again later."""
+    before its first attempt starts again later, and so does one that is suspended."""
     completion_time: Time | None = None
     """Time at which the run ended."""
     message: LongText | None = None

@@ -94,7 +94,9 @@ class Observer:
     async def read_objects(
         self, run: AgenticRun, known: ObservedObjects | None = None, *, fresh: bool
     ) -> ObservedObjects:
-        """Read the RayCluster and the pods, and the other children unless the run is training.
+        """Read the RayCluster and the pods, and the other children if they may have to be created.
+
+        They may not while the run trains or is suspended.
 
         Args:
             run: the run.
@@ -119,7 +121,8 @@ class Observer:
             run.status.phase is Phase.RUNNING
             and run.status.observed_generation == run.metadata.generation
         )
-        if not run.status.phase.finished and (cluster is None or not settled):
+        needed = not run.status.phase.finished and not run.spec.suspend
+        if needed and (cluster is None or not settled):
             if known:
                 children, missing_code, fresh = dict(known.children), known.missing_code, False
             else:

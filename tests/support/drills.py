@@ -96,7 +96,7 @@ class Sample:
         found = {}
         if self.trains and self.driver != "running":
             found["driver"] = f"Training is True, but the driver is {self.driver}"
-        if self.phase in ("Restarting", *ENDED) and self.driver == "running":
+        if self.phase in ("Restarting", "Suspended", *ENDED) and self.driver == "running":
             found["phase"] = f"phase is {self.phase}, but the driver runs"
         for role in self.status.get("roles", ()) if self.phase not in ENDED else ():
             name, said, true = role["name"], role["ready"], self.ready.get(role["name"], 0)

@@ -574,9 +574,12 @@ class World:
                 )
                 before = self.reports.get(job.incarnation.split("/")[0])
                 step, steps = (before.step, before.max_steps) if before else (0, 2)
-                used = before.observed_generation if before else None
+                kept = {
+                    "observed_generation": before.observed_generation if before else None,
+                    "checkpoint": before.checkpoint if before else None,
+                }
                 self.reports[job.incarnation.split("/")[0]] = self.progress_of(
-                    job, step, final=final, max_steps=steps, observed_generation=used
+                    job, step, final=final, max_steps=steps, **kept
                 )
             job.status = "SUCCEEDED" if outcome is Outcome.SUCCEEDED else "FAILED"
             job.exit_code = 0 if outcome is Outcome.SUCCEEDED else exit_code

@@ -39,6 +39,7 @@ SILENT_SECONDS = 7.0
 a poll every 3 s at most, the status shows it within 10 s."""
 UNREACHABLE_SECONDS = 120.0
 """Time for Ray's job API to say that an attempt that was given up has ended."""
+_TRAINING = (Phase.RUNNING, Phase.SUSPENDING)
 _SAVES = (Activity.STOPPING, Activity.CHECKPOINT, Activity.VALIDATION)
 MAX_STEP_SECONDS = 1800.0
 """Longest time that a driver gets to end its step before it stops at the run's deadline."""
@@ -54,13 +55,49 @@ def submission_id(run: AgenticRun, attempt: int) -> str:
 def advance(draft: Draft, observed: Observed, roles_ready: bool) -> None:
     """Follow the current attempt, or begin the next one."""
     job = draft.status.job
-    if job is None or draft.status.next_retry_time is not None:
+    if job is None or not has_attempt(draft):
         _begin_when_possible(draft, observed, roles_ready)
         return
     _follow(draft, observed, job)
     if ending.seconds_overdue(draft) >= 0 and not draft.status.phase.finished:
         _request(draft, observed, RequestStop())
         draft.set(message="activeDeadlineSeconds is over: the driver saves a checkpoint")
+
+
+def has_attempt(draft: Draft) -> bool:
+    """Return True if there is an attempt that is not over."""
+    return draft.status.job is not None and draft.status.next_retry_time is None
+
+
+def stop(draft: Draft, observed: Observed, seconds: float) -> bool:
+    """Follow the attempt of a run that is to be suspended, and ask its driver to stop.
+
+    However it ends, it is not restarted; see `_fail`. It is given up if its driver does not end in
+    time.
+
+    Args:
+        draft: the draft.
+        observed: the observed state.
+        seconds: time since the driver was asked first.
+
+    Returns:
+        True while the driver may still save a checkpoint.
+    """
+    job = draft.status.job
+    assert job is not None
+    if isinstance(observed.job, NoJob) and not job.status:  # Ray has not got it
+        _end(draft, Reason.SUSPENDED, "the attempt has not begun")
+        return False
+    _follow(draft, observed, job)
+    if draft.status.phase.finished or not has_attempt(draft):
+        return False
+    if _is_out_of_time(draft, own_progress(draft.run, observed.progress), seconds):
+        late = f"the driver has not stopped within {format_span(seconds)}; its pods are deleted"
+        draft.event(Reason.SUSPENDED, late, warning=True)
+        _end(draft, Reason.SUSPENDED, late)
+        return False
+    _request(draft, observed, RequestStop())
+    return True
 
 
 def ends_at_deadline(draft: Draft, observed: Observed) -> bool:
@@ -72,7 +109,7 @@ def ends_at_deadline(draft: Draft, observed: Observed) -> bool:
     overdue, job = ending.seconds_overdue(draft), draft.status.job
     if overdue < 0:
         return False
-    if job is None or draft.status.next_retry_time is not None:
+    if job is None or not has_attempt(draft):
         return True
     progress, final = _record(draft, observed, job)
     if final and (final.outcome is Outcome.SUCCEEDED or not final.retryable):
@@ -80,11 +117,20 @@ def ends_at_deadline(draft: Draft, observed: Observed) -> bool:
     live = isinstance(observed.job, Unreachable) or (
         isinstance(observed.job, Job) and observed.job.live
     )
+    return final is not None or not live or _is_out_of_time(draft, progress, overdue)
+
+
+def _is_out_of_time(draft: Draft, progress: Progress | None, seconds: float) -> bool:
+    """Return True if the driver was asked to stop so long ago that it had the time to do so.
+
+    It gets the time to end its step, and then its grace period to save a checkpoint. A driver that
+    says that it saves one gets longer.
+    """
     step = progress.seconds_per_step or 0.0 if progress else 0.0
     if progress and progress.activity in _SAVES and not _is_silent(progress):
         step = MAX_STEP_SECONDS
     grace = draft.run.spec.roles.driver.termination_grace_period_seconds
-    return final is not None or not live or overdue > grace + min(step, MAX_STEP_SECONDS)
+    return seconds > grace + min(step, MAX_STEP_SECONDS)
 
 
 def _is_silent(progress: Progress) -> bool:
@@ -183,7 +229,9 @@ def _give_up_head(draft: Draft, observed: Observed) -> None:
 
 
 def _rebuild_cluster(draft: Draft, observed: Observed, why: str) -> None:
-    """Delete the RayCluster, so that it is created again."""
+    """Delete the RayCluster, so that it is created again; without a word if it is to go anyway."""
+    if draft.run.spec.suspend:
+        return
     if lost_pods.delete_cluster(draft, observed):
         message = f"the RayCluster is built again: {why}"
         draft.event(Reason.CLUSTER_LOST, message, warning=True)
@@ -345,7 +393,7 @@ def _follow_live(
         if _seconds_since_end(draft, observed) > ending.EXIT_SECONDS and _is_time(draft, observed):
             draft.job = Stop(job.submission_id)
         return
-    if seen.status == "RUNNING" and draft.status.phase is not Phase.RUNNING:
+    if seen.status == "RUNNING" and draft.status.phase not in _TRAINING:
         draft.phase(Phase.RUNNING)
         draft.event(
             Reason.DRIVER_RUNNING, f"attempt {job.attempt} runs as Ray job {job.submission_id}"
@@ -386,7 +434,7 @@ def _changed_config(run: AgenticRun) -> LiveConfig | None:
 def _configure(draft: Draft, observed: Observed, progress: Progress) -> None:
     """Send the run's settings to the driver if it uses older ones."""
     job, used = draft.status.job, progress.observed_generation
-    if used is None or job is None:
+    if used is None or job is None or draft.run.spec.suspend:
         return
     if used < draft.run.metadata.generation:
         _request(draft, observed, Configure(LiveConfig.of(draft.run)))
@@ -419,7 +467,7 @@ def _report_training(draft: Draft, observed: Observed, progress: Progress | None
         _report_stall(draft, observed, progress)
     elif trouble := _head_trouble(draft, observed):
         draft.condition(ConditionType.TRAINING, "Unknown", trouble.reason, trouble.message)
-    elif draft.status.phase is not Phase.RUNNING:
+    elif draft.status.phase not in _TRAINING:
         draft.condition(
             ConditionType.TRAINING, "False", Reason.SUBMITTING, "waiting for the driver to start"
         )
@@ -540,6 +588,12 @@ def _fail(
         ending.fail(draft, cause, text)
         return
     stopped = final is not None and final.outcome is Outcome.STOPPED
+    summary = f"attempt {job.attempt} {'ended' if stopped else 'failed'} ({cause}): {text}"
+    if draft.run.spec.suspend:
+        if not stopped:
+            draft.event(cause, summary, warning=True)
+        _end(draft, cause, text)
+        return
     _count(draft, failure=not stopped)
     policy, failures = draft.run.spec.failure_policy, draft.status.failures_without_progress
     if failures > policy.max_restarts:
@@ -551,18 +605,22 @@ def _fail(
         )
         return
     wait = min(policy.backoff_seconds * 2.0 ** max(0, failures - 1), MAX_BACKOFF_SECONDS)
+    draft.set(restarts=draft.status.restarts + 1)
+    draft.phase(Phase.RESTARTING, summary)
+    _end(draft, cause, text, wait)
+    draft.event(cause, f"{summary}; next attempt in {wait:.0f} s", warning=not stopped)
+    draft.look_again(wait)
+
+
+def _end(draft: Draft, reason: Reason | str, message: str, wait: float = 0.0) -> None:
+    """End the attempt. The next one may begin after `wait` seconds."""
     draft.set(
         activity=None,
         eta=None,
         estimated_completion_time=None,
-        restarts=draft.status.restarts + 1,
         next_retry_time=format_time(draft.now + timedelta(seconds=wait)),
     )
-    summary = f"attempt {job.attempt} {'ended' if stopped else 'failed'} ({cause}): {text}"
-    draft.phase(Phase.RESTARTING, summary)
-    draft.condition(ConditionType.TRAINING, "False", cause, text)
-    draft.event(cause, f"{summary}; next attempt in {wait:.0f} s", warning=not stopped)
-    draft.look_again(wait)
+    draft.condition(ConditionType.TRAINING, "False", reason, message)
 
 
 def _count(draft: Draft, *, failure: bool) -> None:

@@ -18,6 +18,7 @@ from agenticrun_operator.planning import (
     provisioning,
     roles,
     startup,
+    suspension,
 )
 from agenticrun_operator.planning.draft import MAX_TEXT, ConditionStatus, Draft, new_condition
 from agenticrun_operator.planning.plan import Plan
@@ -67,6 +68,10 @@ def plan(
     draft.look_again(SAFETY_NET_SECONDS)
     _accept(draft, observed)
     lost_pods.remove_stuck(draft, observed)
+    if run.spec.suspend:
+        suspension.suspend(draft, observed, images)
+        return draft.finish(observed.last_status_write)
+    suspension.resume(draft)
     if attempts.ends_at_deadline(draft, observed):
         ending.exceed_deadline(draft)
         return draft.finish(observed.last_status_write)

@@ -41,19 +41,22 @@ def provision(draft: Draft, observed: Observed, images: WorkerImages, key: Opera
             for manifest in desired_children(run, images, tokens_name(run, key.id))
             if _is_missing(observed, Child.of(manifest))
         ]
-    if run.status.start_time is None:
-        _report_reused_claim(draft, observed)
-        draft.set(
-            start_time=format_time(draft.now),
-            max_steps=run.spec.pipeline.max_steps,
-            progress=f"0/{run.spec.pipeline.max_steps}",
-            volume_claim=checkpoint_claim_name(run),
-        )
-        draft.condition(ConditionType.COMPLETE, "False", Reason.NOT_FINISHED)
-        draft.condition(ConditionType.FAILED, "False", Reason.NOT_FINISHED)
+    if draft.status.start_time is None:
+        draft.set(start_time=format_time(draft.now))
+        if run.status.job is None:
+            _begin(draft, observed)
     if draft.status.phase is Phase.PENDING:
         draft.phase(Phase.STARTING)
     _report_cluster(draft, observed)
+
+
+def _begin(draft: Draft, observed: Observed) -> None:
+    """Report what is known of a run that has no attempt yet."""
+    _report_reused_claim(draft, observed)
+    steps = draft.run.spec.pipeline.max_steps
+    draft.set(max_steps=steps, progress=f"0/{steps}", volume_claim=checkpoint_claim_name(draft.run))
+    draft.condition(ConditionType.COMPLETE, "False", Reason.NOT_FINISHED)
+    draft.condition(ConditionType.FAILED, "False", Reason.NOT_FINISHED)
 
 
 def has_cluster(draft: Draft, observed: Observed) -> bool:

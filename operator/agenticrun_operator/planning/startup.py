@@ -61,17 +61,31 @@ def _give_back(draft: Draft, observed: Observed, late: str) -> None:
     message = f"{late}; they are given back, and the run tries again (time {timeouts + 1})"
     draft.event(Reason.STARTUP_DEADLINE_EXCEEDED, f"{message} in {format_span(wait)}", warning=True)
     draft.phase(Phase.PENDING, message)
-    if draft.status.job is None and (draft.status.volume_claim or draft.run.spec.checkpoint):
-        draft.set(start_time=None)  # a run of 0.1 without checkpoints is known by its start time
+    if draft.status.job is None:
+        reset_start_time(draft)
     draft.set(
         startup_timeouts=timeouts,
         next_retry_time=format_time(draft.now + timedelta(seconds=wait)),
     )
+    give_pods_back(draft, observed, Reason.STARTUP_DEADLINE_EXCEEDED, message)
+    draft.look_again(wait)
+
+
+def give_pods_back(draft: Draft, observed: Observed, reason: Reason, message: str) -> None:
+    """Delete the RayCluster, should it be there, and say that the run holds no pods."""
     for kind in (ConditionType.CLUSTER_PROVISIONED, ConditionType.ROLES_READY):
-        draft.condition(kind, "False", Reason.STARTUP_DEADLINE_EXCEEDED, message)
+        draft.condition(kind, "False", reason, message)
     draft.no_pods()
     delete_cluster(draft, observed)
-    draft.look_again(wait)
+
+
+def reset_start_time(draft: Draft) -> None:
+    """Let the run, and its activeDeadlineSeconds, start again when it gets pods again.
+
+    A run that version 0.1 started without checkpoints keeps its start time: it is known by it.
+    """
+    if draft.status.volume_claim or draft.run.spec.checkpoint:
+        draft.set(start_time=None)
 
 
 def is_queued(draft: Draft) -> bool:

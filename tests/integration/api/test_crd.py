@@ -167,6 +167,15 @@ def test_what_the_operator_reads_and_what_a_driver_takes_over_can_change(stored:
     assert "configured" in said
 
 
+def test_a_run_can_be_suspended_and_resumed_again_and_again(stored: Cluster) -> None:
+    for suspend in (True, False, True):
+        assert "configured" in _change(stored, ("spec.suspend", suspend))
+    patched = stored.kubectl(
+        "patch", DETACHED, "minimal", "--type=merge", "-p", '{"spec":{"suspend":false}}'
+    )
+    assert "patched" in patched
+
+
 STATUS = {
     "phase": "Running",
     "observedGeneration": 1,

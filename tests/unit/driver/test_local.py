@@ -1,4 +1,4 @@
-"""Runs that need processes of their own are refused before `run --in-process` starts anything."""
+"""Runs that cannot run on this machine as asked are refused before anything is started."""
 
 from __future__ import annotations
 
@@ -69,6 +69,22 @@ def test_a_run_that_needs_processes_is_refused_with_its_field(
     result = CliRunner().invoke(app, command)
     assert result.exit_code == ExitCode.INVALID_CONFIG
     assert result.output.startswith(message)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--in-process"]])
+def test_a_suspended_run_is_refused(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    document = tiny_document()
+    document["spec"]["suspend"] = True
+    file, output = tmp_path / "run.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump(document))
+    result = CliRunner().invoke(app, ["run", "-f", str(file), "-o", str(output), *options])
+    assert result.exit_code == ExitCode.INVALID_CONFIG
+    assert result.output.startswith("spec.suspend: a suspended run does not train: ")
     assert not output.exists()
 
 

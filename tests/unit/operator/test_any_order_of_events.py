@@ -44,6 +44,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.saved_on: str | None = None
         self.operators = [Operator(self.world), Operator(self.world)]
         self.ended: Phase | None = None
+        self.suspensions = 0
         if settled:
             self.quiet_moment()
 
@@ -65,7 +66,7 @@ class AnyOrder(RuleBasedStateMachine):
         due=st.booleans(),
         when=st.integers(0, 12) | st.sampled_from(["submit", "submitted", "wrote status"]),
         what=st.sampled_from(
-            ["crash", "crash", "head", "pod", "cluster", "driver", "rival", "node"]
+            ["crash", "crash", "head", "pod", "cluster", "driver", "rival", "node", "suspend"]
         ),
     )
     def reconcile_and_be_interrupted(self, due: bool, when: int | str, what: str) -> None:
@@ -79,6 +80,7 @@ class AnyOrder(RuleBasedStateMachine):
             "driver": lambda: world.end_driver(None),
             "rival": self.rival_reconciles,
             "node": lambda: world.lose_node(Role.DRIVER, partition=True),
+            "suspend": lambda: self.run_is_suspended_or_resumed(not self.is_suspended()),
         }
         if due:  # the next attempt, where one is waited for
             world.make_pods()
@@ -194,6 +196,42 @@ class AnyOrder(RuleBasedStateMachine):
         if ("RayCluster", NAME) in self.world.objects:
             self.world.turn_into_release_0_1()
 
+    def is_suspended(self) -> bool:
+        return bool(self.world.run["spec"].get("suspend"))
+
+    @rule(suspend=st.booleans())
+    def run_is_suspended_or_resumed(self, suspend: bool) -> None:
+        if suspend != self.is_suspended():
+            self.suspensions += suspend
+            self.world.change_run(("suspend", suspend))
+
+    @rule(heeds=st.booleans())
+    def suspension_takes_its_course(self, heeds: bool) -> None:
+        """Whatever the faults, the pods go; a driver that heeds the request loses no step."""
+        world = self.world
+        if not self.is_suspended():
+            return
+        world.watches_hang = False
+        asked, saved = world.stop_requests, False
+        for _ in range(60):
+            if world.status.phase is Phase.SUSPENDED or world.status.phase.finished:
+                break
+            world.collect_garbage()
+            world.make_pods()
+            asyncio.run(self.operators[0].reconcile())
+            if heeds and world.stop_requests > asked and world.live_jobs():
+                self.driver_saves_a_checkpoint()
+                world.end_driver(Outcome.STOPPED)
+                saved = True
+            world.now += timedelta(seconds=5)
+        if world.status.phase.finished:
+            return
+        assert world.status.phase is Phase.SUSPENDED
+        assert ("RayCluster", NAME) not in world.objects
+        assert world.pods() == []
+        if saved and not world.reporter_down:
+            assert world.status.checkpoint is not None
+
     @rule()
     def garbage_is_collected(self) -> None:
         self.world.collect_garbage()
@@ -216,7 +254,7 @@ class AnyOrder(RuleBasedStateMachine):
     def restarts_are_bounded_and_counted(self) -> None:
         status = self.world.status
         assert status.failures_without_progress <= MAX_RESTARTS + 1
-        assert len(self.world.jobs) <= status.restarts + 1
+        assert len(self.world.jobs) <= status.restarts + 1 + self.suspensions
 
     @invariant()
     def the_end_is_final(self) -> None:
@@ -243,6 +281,8 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
+        self.suspension_takes_its_course(heeds=False)
+        self.run_is_suspended_or_resumed(suspend=False)
         world.reporter_down = world.ray_down = False
         world.storage_down = world.watches_hang = False
         world.bind_claims()

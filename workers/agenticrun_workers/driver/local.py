@@ -63,8 +63,13 @@ def run_locally(
         in_process: run all actors in this process, so that a debugger can stop in them.
 
     Raises:
-        InvalidConfig: the run cannot be run in one process.
+        InvalidConfig: the run is suspended, or cannot be run in one process.
     """
+    if run.spec.suspend:
+        raise InvalidConfig(
+            "spec.suspend",
+            "a suspended run does not train: leave spec.suspend out, or add --set suspend=false",
+        )
     if in_process:
         check_in_process(run)
         run = with_patience(run)

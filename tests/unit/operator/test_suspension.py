@@ -1,0 +1,516 @@
+"""spec.suspend: the driver saves, the pods go, nothing is made until the run is resumed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from agenticrun_api import Activity, ConditionType, Outcome, Phase, Role
+from agenticrun_api.names import KIND
+from agenticrun_api.status import CheckpointStatus
+from agenticrun_operator.cluster import Denied
+from agenticrun_operator.planning.times import format_time
+from agenticrun_operator.resources import Manifest, WorkerImages, images_in
+from operator_world import NAME, Gpus, Operator, World, condition, happened, training
+
+GRACE_SECONDS = 30
+"""roles.driver.terminationGracePeriodSeconds, by default."""
+SUSPEND, RESUME = ("suspend", True), ("suspend", False)
+
+
+def a_run(*changes: tuple[str, Any]) -> Operator:
+    """Return an operator on a run that saves checkpoints on a claim."""
+    world = World()
+    world.apply_run(
+        ("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),
+        ("spec.failurePolicy", {"maxRestarts": 2, "backoffSeconds": 10}),
+        *changes,
+    )
+    return Operator(world)
+
+
+def checkpoint(world: World, step: int) -> CheckpointStatus:
+    return CheckpointStatus(step=step, uri=f"/checkpoints/{step}", time=format_time(world.now))
+
+
+async def pass_time(operator: Operator, seconds: int, step: int = 5) -> None:
+    for _ in range(seconds // step):
+        operator.world.make_pods()
+        await operator.reconcile()
+        operator.world.now += timedelta(seconds=step)
+
+
+def driver_stops(world: World, saved: int | None = 1) -> None:
+    """The driver does as it was asked: it saves a checkpoint, says so, and ends."""
+    assert world.stop_requests, "nobody has asked it"
+    if saved:
+        world.drive(saved, checkpoint=checkpoint(world, saved))
+    world.end_driver(Outcome.STOPPED)
+
+
+def holds_nothing(world: World) -> bool:
+    return not world.pods() and ("RayCluster", NAME) not in world.objects
+
+
+def suspended(world: World) -> tuple[str, str, str]:
+    """Return the phase, and status and reason of the condition Suspended."""
+    found = condition(world, ConditionType.SUSPENDED)
+    return world.status.phase.value, found.status, found.reason
+
+
+SUSPENDED = ("Suspended", "True", "Suspended")
+SUSPENDING = ("Suspending", "Unknown", "Suspending")
+
+
+async def test_a_run_that_trains_saves_gives_its_pods_back_and_resumes_without_a_step_lost() -> (
+    None
+):
+    operator = a_run()
+    world = operator.world
+    await training(operator, checkpoint=checkpoint(world, 0))
+    world.change_run(SUSPEND)
+    await operator.settle(3)
+    assert suspended(world) == SUSPENDING
+    assert world.stop_requests == 1
+    assert len(world.live_jobs()) == 1, "it is saving"
+    assert "configure" not in world.requests, "the driver ends: it needs no new settings"
+    driver_stops(world)
+    await operator.settle(3)
+    assert suspended(world) == SUSPENDED
+    assert holds_nothing(world)
+    told = condition(world, ConditionType.SUSPENDED).message
+    assert "resumes from the checkpoint of step 1" in told
+    assert world.status.message == told
+    for kind in (ConditionType.CLUSTER_PROVISIONED, ConditionType.ROLES_READY):
+        assert (condition(world, kind).status, condition(world, kind).reason) == (
+            "False",
+            "Suspended",
+        )
+    assert condition(world, ConditionType.TRAINING).status == "False"
+    assert {role.ready for role in world.status.roles} == {0}
+    assert {kind for kind, _ in world.objects} == {
+        KIND,
+        "Secret",
+        "ConfigMap",
+        "PersistentVolumeClaim",
+    }
+    world.change_run(RESUME)
+    await operator.settle()
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    world.drive(1, checkpoint=checkpoint(world, 1))
+    await operator.settle(2)
+    found = condition(world, ConditionType.SUSPENDED)
+    assert (found.status, found.reason) == ("False", "Resumed")
+    assert "step 1" in found.message
+    assert (world.status.phase, world.status.step) == (Phase.RUNNING, 1)
+    assert (world.status.restarts, world.status.failures_without_progress) == (0, 0)
+    said = happened(world)
+    assert (said.count("Suspended"), said.count("Resumed"), said.count("Stopped")) == (1, 1, 0)
+    assert {event.type for event in world.events} == {"Normal"}
+
+
+async def test_a_run_that_is_created_suspended_makes_nothing_until_it_is_resumed() -> None:
+    operator = a_run(("spec.suspend", True))
+    world = operator.world
+    await pass_time(operator, 600, 30)
+    assert suspended(world) == SUSPENDED
+    assert set(world.objects) == {(KIND, NAME)}
+    assert world.status.start_time is None
+    assert "has not trained yet" in condition(world, ConditionType.SUSPENDED).message
+    writes = world.status_writes
+    await pass_time(operator, 600, 30)
+    assert world.status_writes == writes, "nothing happens"
+    world.change_run(RESUME)
+    await operator.reconcile()
+    assert world.status.phase is Phase.STARTING
+    assert world.status.progress == "0/2"
+    await operator.settle()
+    assert [job.attempt for job in world.jobs] == [1]
+    assert happened(world)[:2] == ["Suspended", "Resumed"]
+
+
+async def test_a_run_that_is_suspended_while_it_starts_gives_its_pods_back_at_once() -> None:
+    operator = a_run()
+    world = operator.world
+    await operator.reconcile()
+    world.make_pods(ready=False)
+    await operator.reconcile()
+    assert world.status.phase is Phase.STARTING
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    assert suspended(world) == SUSPENDED
+    assert holds_nothing(world)
+    assert world.status.start_time is None
+    world.change_run(RESUME)
+    await operator.settle()
+    assert [job.attempt for job in world.jobs] == [1]
+
+
+async def test_a_run_without_checkpoints_says_that_it_begins_again() -> None:
+    world = World()
+    world.apply_run(("spec.checkpoint", {"none": True}))
+    operator = Operator(world)
+    await training(operator)
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    driver_stops(world, saved=None)
+    await operator.settle(3)
+    assert suspended(world) == SUSPENDED
+    assert "starts again at step 0: it saves no checkpoints" in (world.status.message or "")
+
+
+async def test_a_run_that_has_not_saved_yet_says_so() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.change_run(SUSPEND)
+    await pass_time(operator, GRACE_SECONDS + 20)
+    assert suspended(world) == SUSPENDED
+    assert "there is no checkpoint of it yet" in condition(world, ConditionType.SUSPENDED).message
+
+
+@pytest.mark.parametrize("trouble", ["frozen", "ray", "reporter", "both", "node", "partition"])
+async def test_a_driver_that_does_not_end_holds_the_pods_no_longer_than_its_grace_period(
+    trouble: str,
+) -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator, checkpoint=checkpoint(world, 1))
+    world.ray_down = trouble in ("ray", "both")
+    world.reporter_down = trouble in ("reporter", "both")
+    if trouble in ("node", "partition"):
+        world.lose_node(Role.DRIVER, partition=trouble == "partition")
+    world.change_run(SUSPEND)
+    await pass_time(operator, GRACE_SECONDS - 5)
+    if trouble != "node":  # whose driver is dead
+        assert suspended(world) == SUSPENDING
+        assert ("RayCluster", NAME) in world.objects, "it may be saving"
+    await pass_time(operator, 40)
+    assert ("RayCluster", NAME) not in world.objects
+    if trouble not in ("node", "partition"):
+        assert suspended(world) == SUSPENDED
+    else:  # the pod stays until its node answers, or it is removed by force
+        assert suspended(world) == SUSPENDING
+        await pass_time(operator, 120)
+        assert suspended(world) == SUSPENDED
+    assert holds_nothing(world)
+    assert "step 1" in condition(world, ConditionType.SUSPENDED).message
+    world.ray_down = world.reporter_down = False
+    world.change_run(RESUME)
+    await operator.settle()
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    assert world.status.restarts == 0
+
+
+async def test_a_driver_in_a_long_step_gets_the_time_to_end_it() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator, seconds_per_step=600.0)
+    world.change_run(SUSPEND)
+    await pass_time(operator, 600 + GRACE_SECONDS - 30, 10)
+    assert suspended(world) == SUSPENDING
+    assert len(world.live_jobs()) == 1
+    await pass_time(operator, 60, 10)
+    assert suspended(world) == SUSPENDED
+
+
+async def test_a_driver_that_says_that_it_saves_gets_more_time() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    world.drive(1, activity=Activity.CHECKPOINT)
+    await pass_time(operator, 300, 10)
+    assert suspended(world) == SUSPENDING
+    driver_stops(world, saved=2)
+    await operator.settle(3)
+    assert suspended(world) == SUSPENDED
+    assert "step 2" in (world.status.message or "")
+
+
+async def test_a_success_that_arrives_while_the_driver_stops_is_a_success() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(3)
+    assert world.status.phase is Phase.SUCCEEDED
+    found = condition(world, ConditionType.SUSPENDED)
+    assert (found.status, found.reason) == ("False", "RunSucceeded")
+    assert holds_nothing(world)
+
+
+async def test_a_success_counts_although_the_reporter_answers_late() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    world.reporter_down = True
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(5)
+    assert ("RayCluster", NAME) in world.objects, "the report is only there"
+    world.reporter_down = False
+    await operator.settle(3)
+    assert world.status.phase is Phase.SUCCEEDED
+
+
+async def test_a_failure_for_good_while_the_driver_stops_ends_the_run() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    world.end_driver(Outcome.FAILED, retryable=False)
+    await operator.settle(3)
+    assert world.status.phase is Phase.FAILED
+    found = condition(world, ConditionType.SUSPENDED)
+    assert (found.status, found.reason) == ("False", "Told")
+
+
+async def test_a_failure_that_a_retry_may_solve_is_told_and_the_run_is_suspended() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator, checkpoint=checkpoint(world, 1))
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    world.end_driver(Outcome.FAILED)
+    await operator.settle(3)
+    assert suspended(world) == SUSPENDED
+    assert condition(world, ConditionType.TRAINING).reason == "Told"
+    assert (world.status.restarts, world.status.failures_without_progress) == (0, 0)
+    assert world.status.log_tail == "the last line"
+    (warning,) = [event for event in world.events if event.type == "Warning"]
+    assert "attempt 1 failed (Told): the driver's words" in warning.message
+
+
+async def test_a_run_that_is_resumed_before_its_driver_has_ended_restarts_on_the_same_pods() -> (
+    None
+):
+    operator = a_run()
+    world = operator.world
+    await training(operator, checkpoint=checkpoint(world, 1))
+    before = world.objects["RayCluster", NAME]["metadata"]["uid"]
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    world.change_run(RESUME)
+    await operator.settle(2)
+    assert world.status.phase is Phase.RUNNING
+    assert condition(world, ConditionType.SUSPENDED).reason == "Resumed"
+    driver_stops(world)
+    await operator.settle(2)
+    assert (world.status.phase, world.status.restarts) == (Phase.RESTARTING, 1)
+    world.now += timedelta(seconds=20)
+    await operator.settle()
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    assert world.objects["RayCluster", NAME]["metadata"]["uid"] == before
+
+
+async def test_a_run_that_is_suspended_twice_gives_its_driver_the_whole_time_twice() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.change_run(SUSPEND)
+    await pass_time(operator, 20)
+    world.change_run(RESUME)
+    await pass_time(operator, 10)
+    world.change_run(SUSPEND)
+    await pass_time(operator, 25)
+    assert suspended(world) == SUSPENDING
+    assert len(world.live_jobs()) == 1
+
+
+@pytest.mark.parametrize("waits_for", ["retry", "queue", "queue before the first attempt"])
+async def test_a_run_that_waits_is_suspended_at_once_and_does_not_wait_when_it_is_resumed(
+    waits_for: str,
+) -> None:
+    operator = a_run(
+        ("spec.roles.trainer", {"gpus": 1}),
+        ("spec.failurePolicy", {"backoffSeconds": 600, "startupDeadlineSeconds": 60}),
+    )
+    world = operator.world
+    attempts = 0 if "first" in waits_for else 1
+    if attempts:
+        await training(operator)
+        world.end_driver(None)
+    if "queue" in waits_for:
+        world.gpus = Gpus(0, [world])
+        world.delete_cluster()
+        world.collect_garbage()
+        while world.status.startup_timeouts == 0:
+            await pass_time(operator, 30)
+    await operator.settle(2)
+    assert world.status.phase is (Phase.RESTARTING if waits_for == "retry" else Phase.PENDING)
+    failures = world.status.failures_without_progress
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    assert suspended(world) == SUSPENDED
+    assert holds_nothing(world)
+    world.gpus = None
+    world.change_run(RESUME)
+    await operator.settle(4)
+    assert [job.attempt for job in world.jobs] == list(range(1, attempts + 2))
+    assert world.status.failures_without_progress == failures
+
+
+@pytest.mark.parametrize(
+    "obstacle", ["kuberay", "engine", "claim", "pods denied", "cluster denied", "name"]
+)
+async def test_an_obstacle_does_not_keep_a_run_from_being_suspended(obstacle: str) -> None:
+    engine = {"strategy": {"name": "vllm"}} if obstacle == "engine" else {}
+    operator = a_run(*[("spec.pipeline.actorInfer", engine)] * bool(engine))
+    world = operator.world
+    world.kuberay_missing = obstacle == "kuberay"
+    world.storage_down = obstacle == "claim"
+    world.pods_denied = "exceeded quota" if obstacle == "pods denied" else ""
+    if obstacle == "cluster denied":
+        world.create_errors["RayCluster"] = Denied("exceeded quota")
+    if obstacle == "name":
+        theirs = {"kind": "RayCluster", "metadata": {"name": NAME, "namespace": "team"}}
+        spec: Manifest = {"headGroupSpec": {}, "workerGroupSpecs": []}
+        await world.create({**theirs, "spec": spec})
+    for _ in range(30):
+        if obstacle != "name":
+            world.make_pods()
+        await operator.reconcile()
+        world.now += timedelta(seconds=1)
+    assert world.status.phase in (Phase.PENDING, Phase.STARTING)
+    world.change_run(SUSPEND)
+    for _ in range(3):
+        await operator.reconcile()
+        world.now += timedelta(seconds=1)
+    assert suspended(world) == SUSPENDED
+    assert not world.pods()
+    assert (("RayCluster", NAME) in world.objects) == (obstacle == "name"), "theirs stays"
+
+
+async def test_a_cluster_that_appears_while_the_run_is_suspended_is_deleted() -> None:
+    operator = a_run()
+    world = operator.world
+    await operator.reconcile()
+    ours = world.objects["RayCluster", NAME]
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    await world.create(ours)  # by an operator that was behind
+    await operator.settle(3)
+    assert suspended(world) == SUSPENDED
+    assert holds_nothing(world)
+
+
+@pytest.mark.parametrize("when", ["wrote status", "delete RayCluster", "deleted"])
+async def test_a_crash_of_the_operator_leaves_no_half_suspended_run(when: str) -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    driver_stops(world)
+    world.interruption = (when, world.crash)
+    await operator.settle(3)
+    assert operator.crashes == 1
+    assert suspended(world) == SUSPENDED
+    assert holds_nothing(world)
+    world.change_run(RESUME)
+    await operator.settle()
+    assert [job.attempt for job in world.jobs] == [1, 2]
+
+
+async def test_an_attempt_that_was_never_submitted_is_not_submitted_any_more() -> None:
+    operator = a_run()
+    world = operator.world
+    world.submit_down = True
+    await operator.settle()
+    assert world.status.job is not None
+    assert world.jobs == []
+    world.submit_down = False
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    assert suspended(world) == SUSPENDED
+    assert world.jobs == []
+    assert "DriverLost" not in happened(world)
+    world.change_run(RESUME)
+    await operator.settle()
+    assert [job.attempt for job in world.jobs] == [2]
+
+
+async def test_the_deadline_does_not_run_while_the_run_is_suspended() -> None:
+    operator = a_run(("spec.activeDeadlineSeconds", 100))
+    world = operator.world
+    await training(operator)
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    await pass_time(operator, 150)
+    assert suspended(world) == SUSPENDED
+    assert world.status.start_time is None
+    await pass_time(operator, 1000, 50)
+    world.change_run(RESUME)
+    resumed_at = world.now
+    await operator.settle()
+    assert world.status.start_time == format_time(resumed_at)
+    world.drive(1)
+    await pass_time(operator, 80)
+    assert world.status.phase is Phase.RUNNING
+    await pass_time(operator, 80)
+    assert condition(world, ConditionType.FAILED).reason == "DeadlineExceeded"
+
+
+async def test_the_resumed_run_keeps_its_images_and_its_numbers() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    images = images_in(world.objects["RayCluster", NAME])
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    driver_stops(world)
+    await operator.settle(3)
+    operator.upgrade(WorkerImages("worker:2"))
+    world.change_run(RESUME)
+    await operator.settle(2)
+    assert images_in(world.objects["RayCluster", NAME]) == images
+    assert (world.status.progress, world.status.step) == ("1/2", 1)
+
+
+async def test_a_claim_that_was_deleted_meanwhile_ends_the_run_when_it_is_resumed() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    driver_stops(world)
+    await operator.settle(3)
+    world.delete_claim()
+    await operator.settle(2)
+    assert suspended(world) == SUSPENDED
+    world.change_run(RESUME)
+    await operator.settle(2)
+    assert condition(world, ConditionType.FAILED).reason == "CheckpointsLost"
+
+
+async def test_a_suspended_run_can_be_deleted() -> None:
+    operator = a_run(("spec.suspend", True))
+    world = operator.world
+    await operator.settle(2)
+    world.run["metadata"]["finalizers"] = ["example.com/slow"]
+    world.delete_run()
+    await operator.settle(2)
+    assert world.status.phase is Phase.FAILED
+    assert condition(world, ConditionType.FAILED).reason == "RunDeleted"
+
+
+async def test_a_finished_run_is_not_suspended() -> None:
+    operator = a_run(("spec.cleanup", {"onSuccess": "Keep"}))
+    world = operator.world
+    await training(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(2)
+    conditions = world.status.conditions
+    world.change_run(SUSPEND)
+    await operator.settle(3)
+    assert world.status.phase is Phase.SUCCEEDED
+    assert world.status.conditions == conditions
+    assert world.pods()
