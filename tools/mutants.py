@@ -275,6 +275,13 @@ MUTANTS = (
         ("tests/unit/operator/test_life_of_a_run.py",),
     ),
     Mutant(
+        "operator/suspension-without-grace",
+        f"{OPERATOR}/planning/attempts.py",
+        "if _is_out_of_time(draft, own_progress(draft.run, observed.progress), seconds):",
+        "if True:",
+        ("tests/unit/operator/test_suspension.py",),
+    ),
+    Mutant(
         "operator/one-incarnation",
         f"{OPERATOR}/reconciler.py",
         "head.incarnation == job.incarnation",

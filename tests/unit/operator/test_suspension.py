@@ -12,7 +12,7 @@ from agenticrun_api.names import KIND
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.cluster import Denied
 from agenticrun_operator.planning.times import format_time
-from agenticrun_operator.resources import Manifest, WorkerImages, images_in
+from agenticrun_operator.resources import Manifest, OperatorKey, WorkerImages, images_in
 from operator_world import NAME, Gpus, Operator, World, condition, happened, training
 
 GRACE_SECONDS = 30
@@ -69,7 +69,7 @@ async def test_a_run_that_trains_saves_gives_its_pods_back_and_resumes_without_a
 ):
     operator = a_run()
     world = operator.world
-    await training(operator, checkpoint=checkpoint(world, 0))
+    await training(operator, checkpoint=checkpoint(world, 0), observed_generation=1)
     world.change_run(SUSPEND)
     await operator.settle(3)
     assert suspended(world) == SUSPENDING
@@ -120,8 +120,10 @@ async def test_a_run_that_is_created_suspended_makes_nothing_until_it_is_resumed
     assert world.status.start_time is None
     assert "has not trained yet" in condition(world, ConditionType.SUSPENDED).message
     writes = world.status_writes
+    world.requests.clear()
     await pass_time(operator, 600, 30)
     assert world.status_writes == writes, "nothing happens"
+    assert set(world.requests) <= {f"get {KIND}", "get RayCluster", "list pods"}
     world.change_run(RESUME)
     await operator.reconcile()
     assert world.status.phase is Phase.STARTING
@@ -189,6 +191,9 @@ async def test_a_driver_that_does_not_end_holds_the_pods_no_longer_than_its_grac
         assert ("RayCluster", NAME) in world.objects, "it may be saving"
     await pass_time(operator, 40)
     assert ("RayCluster", NAME) not in world.objects
+    if trouble != "node":
+        (warning,) = [event for event in world.events if event.type == "Warning"][-1:]
+        assert (warning.reason, "has not stopped within" in warning.message) == ("Suspended", True)
     if trouble not in ("node", "partition"):
         assert suspended(world) == SUSPENDED
     else:  # the pod stays until its node answers, or it is removed by force
@@ -302,6 +307,7 @@ async def test_a_run_that_is_resumed_before_its_driver_has_ended_restarts_on_the
     await operator.settle(2)
     assert world.status.phase is Phase.RUNNING
     assert condition(world, ConditionType.SUSPENDED).reason == "Resumed"
+    assert happened(world).count("DriverRunning") == 1
     driver_stops(world)
     await operator.settle(2)
     assert (world.status.phase, world.status.restarts) == (Phase.RESTARTING, 1)
@@ -318,7 +324,7 @@ async def test_a_run_that_is_suspended_twice_gives_its_driver_the_whole_time_twi
     world.change_run(SUSPEND)
     await pass_time(operator, 20)
     world.change_run(RESUME)
-    await pass_time(operator, 10)
+    await pass_time(operator, 60)
     world.change_run(SUSPEND)
     await pass_time(operator, 25)
     assert suspended(world) == SUSPENDING
@@ -351,6 +357,7 @@ async def test_a_run_that_waits_is_suspended_at_once_and_does_not_wait_when_it_i
     await operator.settle(2)
     assert suspended(world) == SUSPENDED
     assert holds_nothing(world)
+    assert world.status.startup_timeouts == 0
     world.gpus = None
     world.change_run(RESUME)
     await operator.settle(4)
@@ -457,6 +464,95 @@ async def test_the_deadline_does_not_run_while_the_run_is_suspended() -> None:
     assert world.status.phase is Phase.RUNNING
     await pass_time(operator, 80)
     assert condition(world, ConditionType.FAILED).reason == "DeadlineExceeded"
+
+
+async def test_the_deadline_does_not_end_a_run_that_is_being_suspended() -> None:
+    operator = a_run(("spec.activeDeadlineSeconds", 100))
+    world = operator.world
+    await training(operator)
+    await pass_time(operator, 85)
+    world.change_run(SUSPEND)
+    await operator.settle(1)
+    world.drive(1, activity=Activity.CHECKPOINT)
+    await pass_time(operator, 100)
+    assert suspended(world) == SUSPENDING
+    driver_stops(world)
+    await operator.settle(3)
+    assert suspended(world) == SUSPENDED
+
+
+async def test_the_status_stays_true_while_the_driver_stops() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    world.drive(1, activity=Activity.CHECKPOINT)
+    world.delete_pod(Role.ENV)
+    await operator.reconcile()
+    assert {role.name: role.ready for role in world.status.roles}["env"] == 0
+    assert condition(world, ConditionType.TRAINING).status == "True"
+    world.reporter_down = True
+    await operator.settle(2)
+    told = condition(world, ConditionType.TRAINING)
+    assert (told.status, told.reason) == ("Unknown", "ProgressUnavailable")
+    assert happened(world).count("DriverRunning") == 1
+
+
+async def test_a_head_that_turns_out_to_be_lost_is_not_said_to_be_built_again() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.lose_node(Role.DRIVER)
+    await pass_time(operator, 110)
+    assert world.status.phase is Phase.RUNNING
+    world.change_run(SUSPEND)
+    await pass_time(operator, 15)
+    assert ("RayCluster", NAME) not in world.objects
+    assert condition(world, ConditionType.TRAINING).reason == "NodeLost"
+    assert not [event for event in world.events if "built again" in event.message]
+
+
+@pytest.mark.parametrize("kind", [ConditionType.STALLED, ConditionType.TRAINING])
+async def test_a_suspended_run_neither_stalls_nor_trains(kind: ConditionType) -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    if kind is ConditionType.STALLED:
+        world.drive(1, idle_seconds=1e6)
+    else:  # unknown, because the operator has another key than the pods
+        world.end_driver(None)
+        await operator.settle(2)
+        operator.key = OperatorKey("another key, also of 32 characters")
+        operator.upgrade(operator.images)
+        world.now += timedelta(seconds=30)
+    await operator.settle(2)
+    assert condition(world, kind).status != "False"
+    world.change_run(SUSPEND)
+    await pass_time(operator, 60)
+    assert suspended(world) == SUSPENDED
+    assert (condition(world, kind).status, condition(world, kind).reason) == ("False", "Suspended")
+
+
+async def test_a_run_of_release_0_1_without_checkpoints_still_has_none_when_it_is_resumed() -> None:
+    world = World()
+    world.apply_run()
+    world.run["status"] = {"phase": "Starting", "startTime": format_time(world.now)}
+    operator = Operator(world)
+    world.now += timedelta(seconds=100)
+    await training(operator)
+    world.change_run(SUSPEND)
+    await operator.settle(2)
+    driver_stops(world, saved=None)
+    await operator.settle(3)
+    assert suspended(world) == SUSPENDED
+    assert "it saves no checkpoints" in (world.status.message or "")
+    world.change_run(RESUME)
+    resumed_at = format_time(world.now)
+    await operator.settle()
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    assert world.status.start_time == resumed_at
+    assert "PersistentVolumeClaim" not in {kind for kind, _ in world.objects}
 
 
 async def test_the_resumed_run_keeps_its_images_and_its_numbers() -> None:
