@@ -308,8 +308,8 @@ MUTANTS = (
     Mutant(
         "operator/default-claim-for-a-started-run",
         f"{OPERATOR}/resources/volumes.py",
-        "or started_without",
-        "or False",
+        "None if started_without else default_storage(run)",
+        "default_storage(run)",
         ("tests/unit/operator/test_resources.py",),
     ),
     Mutant(
