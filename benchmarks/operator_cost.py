@@ -161,8 +161,8 @@ class BytesHead(RunHead):
         super().__init__(transport)
         self.world = world
 
-    async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
-        await self.world.submit(head, submission_id, attempt)
+    async def submit(self, head: HeadAddress, *arguments: Any) -> None:
+        await self.world.submit(head, *arguments)
 
 
 def bytes_operator(world: CountingWorld, slots: asyncio.Semaphore | None = None) -> Operator:

@@ -59,6 +59,8 @@ CHECKPOINT_DIR = "/checkpoints"
 
 ENV_ATTEMPT = "AGENTICRUN_ATTEMPT"
 ENV_SUBMISSION_ID = "AGENTICRUN_SUBMISSION_ID"
+ENV_REPLICAS = "AGENTICRUN_REPLICAS"
+"""Replicas of roles that may have changed since the run was mounted, as JSON: {"env": 2}."""
 DRIVER_COMMAND = "python -m agenticrun_workers.driver"
 REPORTER_COMMAND = ("python", "-m", "agenticrun_workers.reporting.sidecar")
 

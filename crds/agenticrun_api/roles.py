@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
@@ -280,7 +280,12 @@ class WorkerRole(PodRole):
     """Settings of a role with a number of pods."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of pods."""
+    """Number of pods. Of env and inference, it may change while the run trains: the driver saves a
+    checkpoint, and the run goes on with new pods."""
+
+
+ELASTIC = (Role.INFERENCE, Role.ENV)
+"""Roles with a number of replicas that may change."""
 
 
 class DriverRole(PodRole):
@@ -327,3 +332,16 @@ class Roles(Model):
         """Return the number of pods of a role. The driver has one."""
         settings = self.of(role)
         return settings.replicas if isinstance(settings, WorkerRole) else 1
+
+    @property
+    def elastic(self) -> dict[str, int]:
+        """The replicas that may change, by role."""
+        return {role.value: self.replicas(role) for role in ELASTIC if self.has(role)}
+
+    def with_replicas(self, replicas: Mapping[str, int]) -> Roles:
+        """Return the roles with other numbers of replicas."""
+        changed = {
+            name: getattr(self, name).model_copy(update={"replicas": number})
+            for name, number in replicas.items()
+        }
+        return self.model_copy(update=changed)

@@ -9,7 +9,14 @@ from pydantic import Field, FiniteFloat, model_validator
 from agenticrun_api.base import Count, Model, Name, Quantity, Rule, refused
 from agenticrun_api.names import Role
 from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
-from agenticrun_api.roles import Annotations, Labels, Roles, reserved_labels
+from agenticrun_api.roles import (
+    ELASTIC,
+    Annotations,
+    Labels,
+    Roles,
+    WorkerRole,
+    reserved_labels,
+)
 
 RAY_VERSION = "2.60.0"
 """The Ray version in this release's worker image."""
@@ -248,6 +255,25 @@ def _immutable(field: str, required: bool) -> Rule:
     )
 
 
+def _immutable_except_replicas(role: Role) -> Rule:
+    def same(path: str) -> str:
+        now, before = f"self.{path}", f"oldSelf.{path}"
+        return f"has({now}) == has({before}) && (!has({now}) || {now} == {before})"
+
+    path = f"roles.{role.value}"
+    fields = (
+        field.alias or name for name, field in WorkerRole.model_fields.items() if name != "replicas"
+    )
+    fixed = " && ".join(f"({same(f'{path}.{field}')})" for field in fields)
+    return Rule(
+        f"has(self.{path}) == has(oldSelf.{path}) && (!has(self.{path}) || ({fixed}))",
+        f"only replicas of {path} can change once the run exists: delete the run and apply it "
+        "again, with checkpoint.resume: FromPreviousRun to go on from its newest checkpoint",
+        f".{path}",
+        None,
+    )
+
+
 FIXED_IN_PIPELINE = (
     *(
         field.alias or name
@@ -266,7 +292,6 @@ class AgenticRunSpec(Model):
             _immutable(field, required=True)
             for field in (
                 "model",
-                "roles",
                 "rayVersion",
                 "imagePullPolicy",
                 "imagePullSecrets",
@@ -277,6 +302,12 @@ class AgenticRunSpec(Model):
             )
         ),
         *(_immutable(field, required=False) for field in ("image", "code", "checkpoint")),
+        *(
+            _immutable(f"roles.{role.value}", required=False)
+            for role in Role
+            if role not in ELASTIC
+        ),
+        *(_immutable_except_replicas(role) for role in ELASTIC),
         *(_immutable(f"pipeline.{field}", required=False) for field in FIXED_IN_PIPELINE),
         Rule(
             "!has(self.roles) || !has(self.roles.critic) || has(self.pipeline.critic)",

@@ -109,6 +109,7 @@ class Reason(StrEnum):
     DRIVER_LOST = "DriverLost"
     CLUSTER_LOST = "ClusterLost"
     STOPPED = "Stopped"
+    RESCALING = "Rescaling"
     SUSPENDING = "Suspending"
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"

@@ -102,7 +102,9 @@ class Applier:
                 case Submit():
                     if action.config:
                         await self._head.configure(head, action.config)
-                    await self._head.submit(head, action.submission_id, action.attempt)
+                    await self._head.submit(
+                        head, action.submission_id, action.attempt, action.replicas
+                    )
                     SUBMISSIONS.inc()
                 case Configure():
                     await self._head.configure(head, action.config)

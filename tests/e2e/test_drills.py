@@ -117,6 +117,7 @@ DRILLS = (
         },
     ),
     Drill("claim expanded, then TTL changed", faults.claim_expanded, lasts=15, steps=20),
+    Drill("a second env pod asked for", faults.replicas_changed, steps=25),
     Drill("Ray's processes on the head frozen", faults.head_processes_frozen, lasts=30, steps=60),
 )
 

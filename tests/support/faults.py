@@ -336,6 +336,14 @@ def namespace_deleted(site: Site) -> Iterator[None]:
 
 
 @contextmanager
+def replicas_changed(site: Site) -> Iterator[None]:
+    """The user asks for a second env pod. Not a fault, but the pods are replaced all the same."""
+    patch = json.dumps({"spec": {"roles": {"env": {"replicas": 2}}}})
+    site.runs.kubectl("patch", "agenticrun", site.name, "--type=merge", f"--patch={patch}")
+    yield
+
+
+@contextmanager
 def claim_expanded(site: Site) -> Iterator[None]:
     """The claim grows, as an administrator would do it; then the user changes the TTL."""
 

@@ -14,7 +14,7 @@ import copy
 import itertools
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -84,6 +84,8 @@ class FakeJob:
     status: str = "PENDING"
     message: str = ""
     exit_code: int | None = None
+    replicas: dict[str, int] = field(default_factory=dict)
+    """Those that the driver was started with, if they may have changed."""
 
     @property
     def live(self) -> bool:
@@ -689,7 +691,9 @@ class World:
         tail = "the last line" if job and job.status in ("FAILED", "STOPPED") else ""
         return Job(job.status, job.message, job.exit_code, tail) if job else NoJob()
 
-    async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
+    async def submit(
+        self, head: HeadAddress, submission_id: str, attempt: int, replicas: Mapping[str, int]
+    ) -> None:
         self._point("submit")
         incarnation = self._incarnations().get(head.pod.ip)
         if self.submit_down:
@@ -698,7 +702,7 @@ class World:
             raise HeadUnreachable("no answer")
         assert incarnation is not None
         if self._known(head, submission_id) is None:
-            self.jobs.append(FakeJob(submission_id, attempt, incarnation))
+            self.jobs.append(FakeJob(submission_id, attempt, incarnation, replicas=dict(replicas)))
         self._point("submitted")
 
     async def stop(self, head: HeadAddress, submission_id: str) -> None:

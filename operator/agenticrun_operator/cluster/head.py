@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from agenticrun_api.names import (
     DASHBOARD_PORT,
     DRIVER_COMMAND,
     ENV_ATTEMPT,
+    ENV_REPLICAS,
     ENV_SUBMISSION_ID,
     REPORTER_PORT,
     TOKEN_HEADER,
@@ -75,13 +78,16 @@ class RunHead:
             log_tail=await self._log_tail(head, submission_id, quoted_log) if ended_badly else "",
         )
 
-    async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
+    async def submit(
+        self, head: HeadAddress, submission_id: str, attempt: int, replicas: Mapping[str, int]
+    ) -> None:
+        variables = {ENV_ATTEMPT: str(attempt), ENV_SUBMISSION_ID: submission_id}
+        if replicas:
+            variables[ENV_REPLICAS] = json.dumps(dict(replicas))
         body = {
             "entrypoint": DRIVER_COMMAND,
             "submission_id": submission_id,
-            "runtime_env": {
-                "env_vars": {ENV_ATTEMPT: str(attempt), ENV_SUBMISSION_ID: submission_id}
-            },
+            "runtime_env": {"env_vars": variables},
             "metadata": {"agenticrun.dev/run-uid": head.run_uid},
         }
         answer = await self._ray(head, "POST", "/api/jobs/", body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from agenticrun_api import AgenticRunStatus, LiveConfig, Progress
@@ -78,8 +79,17 @@ class Head(Protocol):
         """Return the job; if it failed or was stopped, with the end of its log."""
         ...
 
-    async def submit(self, head: HeadAddress, submission_id: str, attempt: int) -> None:
-        """Submit the driver. It is not an error if Ray already knows the submission id."""
+    async def submit(
+        self, head: HeadAddress, submission_id: str, attempt: int, replicas: Mapping[str, int]
+    ) -> None:
+        """Submit the driver. It is not an error if Ray already knows the submission id.
+
+        Args:
+            head: the head.
+            submission_id: Ray's id of the job.
+            attempt: the number of the attempt.
+            replicas: pods by role, if they may differ from those of the mounted run.
+        """
         ...
 
     async def stop(self, head: HeadAddress, submission_id: str) -> None:

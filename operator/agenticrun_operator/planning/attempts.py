@@ -201,7 +201,9 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
     draft.condition(
         ConditionType.TRAINING, "False", Reason.SUBMITTING, f"submitting attempt {attempt}"
     )
-    draft.job = Submit(job.submission_id, attempt, _changed_config(draft.run))
+    draft.job = Submit(
+        job.submission_id, attempt, _changed_config(draft.run), _changed_replicas(draft.run)
+    )
     draft.look_again(POLL_SECONDS)
 
 
@@ -230,7 +232,7 @@ def _give_up_head(draft: Draft, observed: Observed) -> None:
 
 def _rebuild_cluster(draft: Draft, observed: Observed, why: str) -> None:
     """Delete the RayCluster, so that it is created again; without a word if it is to go anyway."""
-    if draft.run.spec.suspend:
+    if draft.suspending:
         return
     if lost_pods.delete_cluster(draft, observed):
         message = f"the RayCluster is built again: {why}"
@@ -323,7 +325,12 @@ def _submit_again(draft: Draft, observed: Observed, job: JobStatus) -> None:
     """Submit an attempt that Ray does not know yet, and say if Ray has refused it."""
     trouble = observed.job_trouble
     if _is_time(draft, observed):
-        draft.job = Submit(job.submission_id, job.attempt, _changed_config(draft.run))
+        draft.job = Submit(
+            job.submission_id,
+            job.attempt,
+            _changed_config(draft.run),
+            _changed_replicas(draft.run),
+        )
     if trouble is None:
         return
     times = "once, at" if trouble.count == 1 else f"{trouble.count} times since"
@@ -431,10 +438,15 @@ def _changed_config(run: AgenticRun) -> LiveConfig | None:
     return LiveConfig.of(run) if run.metadata.generation > 1 else None
 
 
+def _changed_replicas(run: AgenticRun) -> dict[str, int]:
+    """Return the replicas that may differ from those of the mounted run."""
+    return run.spec.roles.elastic if run.metadata.generation > 1 else {}
+
+
 def _configure(draft: Draft, observed: Observed, progress: Progress) -> None:
     """Send the run's settings to the driver if it uses older ones."""
     job, used = draft.status.job, progress.observed_generation
-    if used is None or job is None or draft.run.spec.suspend:
+    if used is None or job is None or draft.suspending:
         return
     if used < draft.run.metadata.generation:
         _request(draft, observed, Configure(LiveConfig.of(draft.run)))
@@ -589,7 +601,7 @@ def _fail(
         return
     stopped = final is not None and final.outcome is Outcome.STOPPED
     summary = f"attempt {job.attempt} {'ended' if stopped else 'failed'} ({cause}): {text}"
-    if draft.run.spec.suspend:
+    if draft.suspending:
         if not stopped:
             draft.event(cause, summary, warning=True)
         _end(draft, cause, text)

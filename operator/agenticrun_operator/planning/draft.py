@@ -77,6 +77,8 @@ class Draft:
         self.create: list[Manifest] = []
         self.delete: list[Delete] = []
         self.job: JobAction | None = None
+        self.suspending = False
+        """True if the attempt is to end and the pods are to go, and no restart follows."""
         self._events: list[Event] = []
         self._requeue: float | None = None
 

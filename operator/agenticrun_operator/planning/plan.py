@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agenticrun_api import AgenticRunStatus, LiveConfig
 from agenticrun_operator.resources import Child, Event, Manifest
@@ -27,6 +27,8 @@ class Submit:
     config: LiveConfig | None = None
     """Settings that have changed since the pods' configuration was written. They reach the reporter
     before the job is submitted."""
+    replicas: dict[str, int] = field(default_factory=dict)
+    """Replicas by role that may have changed since then. The driver gets them with the job."""
 
 
 @dataclass(frozen=True)

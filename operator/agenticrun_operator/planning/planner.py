@@ -68,8 +68,8 @@ def plan(
     draft.look_again(SAFETY_NET_SECONDS)
     _accept(draft, observed)
     lost_pods.remove_stuck(draft, observed)
-    if run.spec.suspend:
-        suspension.suspend(draft, observed, images)
+    if cause := suspension.find_cause(draft, observed):
+        suspension.suspend(draft, observed, images, cause)
         return draft.finish(observed.last_status_write)
     suspension.resume(draft)
     if attempts.ends_at_deadline(draft, observed):

@@ -27,7 +27,7 @@ from agenticrun_operator.resources.metadata import (
     is_deleting,
     whole_number,
 )
-from agenticrun_operator.resources.raycluster import images_in, ray_cluster
+from agenticrun_operator.resources.raycluster import images_in, ray_cluster, replicas_in
 from agenticrun_operator.resources.tokens import (
     OperatorKey,
     key_id_of,
@@ -60,6 +60,7 @@ __all__ = [
     "mounted_children",
     "mounted_names",
     "ray_cluster",
+    "replicas_in",
     "secret_of",
     "storage_of",
     "tokens_name",

@@ -74,6 +74,12 @@ def images_in(cluster: Manifest) -> dict[str, str]:
     }
 
 
+def replicas_in(cluster: Manifest) -> dict[str, int]:
+    """Return the number of pods of each worker role in a RayCluster that exists."""
+    groups = cluster["spec"].get("workerGroupSpecs", ())
+    return {group["groupName"]: group.get("minReplicas", 0) for group in groups}
+
+
 def _worker_group(run: AgenticRun, role: Role, image: str, tokens: str) -> Manifest:
     replicas = run.spec.roles.replicas(role)
     return {

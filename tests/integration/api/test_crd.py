@@ -130,7 +130,7 @@ def _change(stored: Cluster, *changes: Change) -> str:
     ("change", "field"),
     [
         (("spec.model", {"path": "org/model"}), "spec.model"),
-        (("spec.roles.env.cpus", "2"), "spec.roles"),
+        (("spec.roles.env.cpus", "2"), "spec.roles.env"),
         ((f"{P}.sequenceLength", 512), f"{P}.sequenceLength"),
         ((f"{P}.warmup", {"steps": 5}), f"{P}.warmup"),
         ((f"{P}.guards.maxSkippedSteps", 3), f"{P}.guards.maxSkippedSteps"),
@@ -165,6 +165,25 @@ def test_what_the_operator_reads_and_what_a_driver_takes_over_can_change(stored:
         ("metadata.labels", {"team": "lake"}),
     )
     assert "configured" in said
+
+
+def test_replicas_of_env_and_inference_can_change_and_nothing_else_of_the_roles(
+    stored: Cluster,
+) -> None:
+    for number in (2, 3, 1):
+        assert "configured" in _change(stored, ("spec.roles.env.replicas", number))
+    for field, value in (
+        ("env.cpus", "2"),
+        ("env.nodeSelector", {"pool": "cpu"}),
+        ("env.podTemplate", {"spec": {"hostNetwork": True}}),
+        ("inference", {"replicas": 2}),
+        ("trainer.replicas", 2),
+        ("driver.memory", "4Gi"),
+        ("critic", {}),
+    ):
+        role = field.split(".")[0]
+        with pytest.raises(CommandFailed, match=rf"spec\.roles\.{role}: .*change once"):
+            _change(stored, (f"spec.roles.{field}", value))
 
 
 def test_a_run_can_be_suspended_and_resumed_again_and_again(stored: Cluster) -> None:

@@ -124,6 +124,13 @@ class AnyOrder(RuleBasedStateMachine):
     def driver_succeeds(self) -> None:
         self.world.end_driver(Outcome.SUCCEEDED)
 
+    @rule(number=st.integers(1, 2))
+    def env_pods_change(self, number: int) -> None:
+        before = self.world.run["spec"].get("roles", {}).get("env", {}).get("replicas", 1)
+        if number != before:
+            self.suspensions += 1
+            self.world.change_run(("roles", {"env": {"replicas": number}}))
+
     @rule(role=st.sampled_from(list(Role)))
     def pod_is_deleted(self, role: Role) -> None:
         self.world.delete_pod(role)

@@ -76,7 +76,7 @@ async def test_a_refused_token_is_told_from_a_head_that_does_not_answer(status: 
         assert isinstance(seen, Unreachable)
         assert seen.reason is Reason.TOKENS_REFUSED
         assert f"pod lake-head refuses the operator's token (status {status})" in seen.why
-    for action in (head.submit(HEAD, "lake-1", 1), head.stop(HEAD, "lake-1")):
+    for action in (head.submit(HEAD, "lake-1", 1, {}), head.stop(HEAD, "lake-1")):
         with pytest.raises(HeadUnreachable, match="refuses the operator's token"):
             await action
 
@@ -196,18 +196,22 @@ class RefusesTwice(Scripted):
 
 
 async def test_a_submission_that_ray_knows_already_is_settled_by_a_get() -> None:
-    await RunHead(RefusesTwice(api_jobs=says({"status": "RUNNING"}))).submit(HEAD, "lake-1", 1)
+    await RunHead(RefusesTwice(api_jobs=says({"status": "RUNNING"}))).submit(HEAD, "lake-1", 1, {})
     with pytest.raises(HeadUnreachable, match="already exists"):
-        await RunHead(RefusesTwice(api_jobs=Response(404, b""))).submit(HEAD, "lake-1", 1)
+        await RunHead(RefusesTwice(api_jobs=Response(404, b""))).submit(HEAD, "lake-1", 1, {})
 
 
 async def test_a_submission_tells_the_driver_its_attempt() -> None:
     transport = Scripted(api_jobs=says({"submission_id": "lake-1"}))
-    await RunHead(transport).submit(HEAD, "lake-1", 3)
+    await RunHead(transport).submit(HEAD, "lake-1", 3, {"env": 2})
     body = transport.asked[0][4]
     assert body["entrypoint"] == "python -m agenticrun_workers.driver"
     assert body["runtime_env"] == {
-        "env_vars": {"AGENTICRUN_ATTEMPT": "3", "AGENTICRUN_SUBMISSION_ID": "lake-1"}
+        "env_vars": {
+            "AGENTICRUN_ATTEMPT": "3",
+            "AGENTICRUN_SUBMISSION_ID": "lake-1",
+            "AGENTICRUN_REPLICAS": '{"env": 2}',
+        }
     }
 
 

@@ -610,3 +610,54 @@ async def test_a_finished_run_is_not_suspended() -> None:
     assert world.status.phase is Phase.SUCCEEDED
     assert world.status.conditions == conditions
     assert world.pods()
+
+
+def env_pods(number: int) -> tuple[str, Any]:
+    return "roles", {"env": {"replicas": number}}
+
+
+async def test_other_replicas_make_the_driver_save_and_go_on_with_other_pods() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator, checkpoint=checkpoint(world, 0))
+    started = world.status.start_time
+    world.change_run(env_pods(3))
+    await operator.settle(3)
+    assert suspended(world) == ("Suspending", "Unknown", "Rescaling")
+    assert len(world.pods(Role.ENV)) == 1, "the driver is saving"
+    driver_stops(world)
+    await operator.settle(3)
+    world.collect_garbage()
+    await operator.settle()
+    assert len(world.pods(Role.ENV)) == 3
+    assert [job.replicas for job in world.jobs] == [{}, {"inference": 1, "env": 3}]
+    world.drive(1, checkpoint=checkpoint(world, 1))
+    await operator.settle(2)
+    assert (world.status.phase, world.status.start_time) == (Phase.RUNNING, started)
+    assert (world.status.restarts, world.status.failures_without_progress) == (0, 0)
+    said = happened(world)
+    assert (said.count("Rescaling"), said.count("Resumed"), said.count("Stopped")) == (1, 1, 0)
+
+
+async def test_other_replicas_before_the_first_attempt_cost_no_attempt() -> None:
+    operator = a_run()
+    world = operator.world
+    await operator.settle(1)
+    assert ("RayCluster", NAME) in world.objects
+    world.change_run(env_pods(2))
+    await operator.settle()
+    world.collect_garbage()
+    await operator.settle()
+    assert len(world.pods(Role.ENV)) == 2
+    assert [(job.attempt, job.replicas["env"]) for job in world.jobs] == [(1, 2)]
+
+
+async def test_a_finished_run_is_not_rescaled() -> None:
+    operator = a_run(("spec.cleanup", {"onSuccess": "Keep"}))
+    world = operator.world
+    await training(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(2)
+    world.change_run(env_pods(2))
+    await operator.settle(3)
+    assert (world.status.phase, len(world.pods(Role.ENV))) == (Phase.SUCCEEDED, 1)

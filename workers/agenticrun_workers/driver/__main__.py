@@ -7,6 +7,7 @@ It reads the mounted run, trains, and posts its progress to the reporter. Its ex
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ from agenticrun_api import AgenticRun, FinalReport
 from agenticrun_api.load import parse_mounted
 from agenticrun_api.names import (
     ENV_ATTEMPT,
+    ENV_REPLICAS,
     ENV_SUBMISSION_ID,
     REPORTER_PORT,
     REPORTER_TOKEN_FILE,
@@ -69,7 +71,7 @@ async def _attempt(document: dict[str, Any]) -> FinalReport:
     )
     await sink.start()
     try:
-        run = parse_mounted(document)
+        run = with_replicas(parse_mounted(document), os.environ.get(ENV_REPLICAS))
         runner = _runner(run, attempt, sink, requests)
         ray.init(address="auto", namespace=run.metadata.name, logging_level=logging.WARNING)
     except Exception as error:  # any failure is reported
@@ -83,6 +85,17 @@ async def _attempt(document: dict[str, Any]) -> FinalReport:
     async with copied_output(runner.output, target) if target and remote else nullcontext():
         with log_file(runner.output / "driver.log"):
             return await runner.execute()
+
+
+def with_replicas(run: AgenticRun, replicas: str | None) -> AgenticRun:
+    """Return the run with the number of pods that it has now.
+
+    Args:
+        run: the run, as it was mounted when it was created.
+        replicas: the value of `ENV_REPLICAS`; None if they are still the same.
+    """
+    roles = run.spec.roles.with_replicas(json.loads(replicas or "{}"))
+    return run.model_copy(update={"spec": run.spec.model_copy(update={"roles": roles})})
 
 
 @contextmanager
