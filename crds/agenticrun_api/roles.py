@@ -247,7 +247,7 @@ class PodRole(Model):
     affinity: dict[str, Any] = {}
     """As in a pod spec."""
     priority_class_name: Name | None = None
-    """As in a pod spec."""
+    """As in a pod spec. Default: spec.priorityClassName."""
     runtime_class_name: Name | None = None
     """As in a pod spec."""
     termination_grace_period_seconds: Annotated[int, Field(ge=0, le=3600)] = 30
@@ -304,6 +304,8 @@ class Roles(Model):
 
     driver: DriverRole = DriverRole()
     trainer: WorkerRole = WorkerRole()
+    """Pods of the trainer's ranks, and of reference policy and value model unless these have their
+    own."""
     reference: WorkerRole | None = None
     """Separate pods for the reference policy. Default: it runs on the trainer's pods."""
     critic: WorkerRole | None = None
@@ -312,6 +314,7 @@ class Roles(Model):
     """Pods of the engines. Disaggregated runs have them even if this is not set. Colocated engines
     run on the trainer's pods."""
     env: WorkerRole = WorkerRole()
+    """Pods of the env workers, each of which plays many episodes at the same time."""
 
     def has(self, role: Role) -> bool:
         """Return True if the role has pods."""

@@ -301,7 +301,10 @@ class AgenticRunSpec(Model):
                 "annotations",
             )
         ),
-        *(_immutable(field, required=False) for field in ("image", "code", "checkpoint")),
+        *(
+            _immutable(field, required=False)
+            for field in ("image", "priorityClassName", "code", "checkpoint")
+        ),
         *(
             _immutable(f"roles.{role.value}", required=False)
             for role in Role
@@ -393,6 +396,8 @@ class AgenticRunSpec(Model):
     """Labels of the RayCluster and of all pods, in addition to the operator's own."""
     annotations: Annotations = {}
     """Annotations of the RayCluster and of all pods."""
+    priority_class_name: Name | None = None
+    """PriorityClass of all pods, unless a role names another one."""
     model: ModelSpec
     code: CodeSpec | None = None
     roles: Roles = Roles()

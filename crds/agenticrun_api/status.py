@@ -59,8 +59,8 @@ class ConditionType(StrEnum):
     TRAINING = "Training"
     """The driver runs and sends progress snapshots."""
     STALLED = "Stalled"
-    """True: the driver has brought no news for longer than spec.failurePolicy.stall allows. Absent
-    until that happens."""
+    """False: the run makes progress. True: the driver has brought no news for longer than
+    spec.failurePolicy.stall allows. Absent until the first attempt trains."""
     SUSPENDED = "Suspended"
     """Unknown: spec.suspend is true, and there are pods still. True: there are none. False: the run
     was resumed. Absent until spec.suspend is true."""

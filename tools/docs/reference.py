@@ -31,6 +31,9 @@ _BOUNDS = (
     ("pattern", "`{}`"),
 )
 
+_OTHER_DEFAULTS = "other defaults"
+"""Key of the defaults that other roles have, in the schema that stands for all roles."""
+
 _INTRODUCTION = f"""# Reference
 
 Generated from `crds/agenticrun_api` by `make generate`. Do not edit.
@@ -59,9 +62,31 @@ def _mappings(path: str, node: Schema) -> Iterator[tuple[str, Schema]]:
     if "properties" not in node:
         return
     yield path, node
-    for name, child in node["properties"].items():
+    children = node["properties"]
+    if path == "spec.roles":
+        children = {"<role>": _any_role(children)}
+    for name, child in children.items():
         yield from _mappings(f"{path}.{name}", child)
         yield from _mappings(f"{path}.{name}[]", child.get("items", {}))
+
+
+def _any_role(roles: dict[str, Schema]) -> Schema:
+    """One schema for all roles, which differ in defaults only; the driver has no replicas."""
+    common = roles["trainer"]
+    fields = dict(common["properties"])
+    for role, schema in roles.items():
+        for name, field in common["properties"].items():
+            theirs = schema["properties"].get(name)
+            if theirs is None:
+                fields[name] = fields[name] | {
+                    "description": f"Not of the {role}. {_meaning(field)}"
+                }
+            elif theirs.get("default") != field.get("default"):
+                others = fields[name].get(_OTHER_DEFAULTS, ())
+                fields[name] = fields[name] | {
+                    _OTHER_DEFAULTS: (*others, f"{role}: `{json.dumps(theirs['default'])}`")
+                }
+    return common | {"description": "Pods of one role.", "properties": fields}
 
 
 def _section(path: str, node: Schema) -> str:
@@ -102,7 +127,9 @@ def _default(node: Schema, required: bool) -> str:
         return "**required**"
     if "default" not in node:
         return ""
-    return "below" if "properties" in node else f"`{json.dumps(node['default'])}`"
+    if "properties" in node:
+        return "below"
+    return ", ".join([f"`{json.dumps(node['default'])}`", *node.get(_OTHER_DEFAULTS, ())])
 
 
 def _constraints(node: Schema) -> str:

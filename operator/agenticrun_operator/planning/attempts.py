@@ -515,8 +515,7 @@ def _report_stall(draft: Draft, observed: Observed, progress: Progress) -> None:
     policy = draft.run.spec.failure_policy.stall
     limit = max(policy.min_seconds, policy.factor * (progress.seconds_per_step or 0.0))
     if (progress.idle_seconds or 0.0) <= limit:
-        if draft.is_true(ConditionType.STALLED):
-            draft.condition(ConditionType.STALLED, "False", Reason.PROGRESSING)
+        draft.condition(ConditionType.STALLED, "False", Reason.PROGRESSING)
         return
     _stall(
         draft,

@@ -24,7 +24,7 @@ def succeed(draft: Draft, message: str) -> None:
     draft.condition(ConditionType.COMPLETE, "True", Reason.RUN_SUCCEEDED, message)
     draft.condition(ConditionType.FAILED, "False", Reason.RUN_SUCCEEDED)
     draft.condition(ConditionType.TRAINING, "False", Reason.RUN_SUCCEEDED)
-    if draft.is_true(ConditionType.STALLED):
+    if draft.find(ConditionType.STALLED):
         draft.condition(ConditionType.STALLED, "False", Reason.RUN_SUCCEEDED)
     draft.event(Reason.RUN_SUCCEEDED, message)
     _finish(draft)
@@ -36,7 +36,7 @@ def fail(draft: Draft, reason: Reason | str, message: str) -> None:
     draft.condition(ConditionType.FAILED, "True", reason, message)
     draft.condition(ConditionType.COMPLETE, "False", reason)
     draft.condition(ConditionType.TRAINING, "False", reason)
-    if draft.is_true(ConditionType.STALLED):
+    if draft.find(ConditionType.STALLED):
         draft.condition(ConditionType.STALLED, "False", reason)
     draft.set(activity=None)
     draft.event(reason, message, warning=True)

@@ -98,7 +98,7 @@ def _pod(run: AgenticRun, role: Role, image: str, tokens: str, ports: dict[str, 
         "nodeSelector": settings.node_selector,
         "tolerations": settings.tolerations,
         "affinity": settings.affinity or _beside_the_head(run, role),
-        "priorityClassName": settings.priority_class_name,
+        "priorityClassName": settings.priority_class_name or run.spec.priority_class_name,
         "runtimeClassName": settings.runtime_class_name,
     }
     return {

@@ -137,6 +137,7 @@ def _change(stored: Cluster, *changes: Change) -> str:
         ((f"{P}.trainEnvs.groups", 1), f"{P}.trainEnvs"),
         (("spec.image", "other:1"), "spec.image"),
         (("spec.labels", {"team": "lake"}), "spec.labels"),
+        (("spec.priorityClassName", "low"), "spec.priorityClassName"),
         (("spec.imagePullSecrets", ["mine"]), "spec.imagePullSecrets"),
         (("spec.code", {"configMap": "mine"}), "spec.code"),
         (("spec.checkpoint", {"uri": "/data"}), "spec.checkpoint"),

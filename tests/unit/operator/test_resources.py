@@ -206,6 +206,17 @@ def test_pods_that_share_a_claim_of_one_node_prefer_the_heads_node() -> None:
         assert pod.get("affinity") == expected
 
 
+def test_a_role_may_have_another_priority_than_the_run() -> None:
+    run = a_run(("spec.priorityClassName", "low"), ("spec.roles.trainer.priorityClassName", "high"))
+    cluster = ray_cluster(run, WORKER, TOKENS)
+    found = {
+        role: pod_of(cluster, role)["priorityClassName"]
+        for role in Role
+        if run.spec.roles.has(role)
+    }
+    assert found == {role: "high" if role is Role.TRAINER else "low" for role in found}
+
+
 def test_ray_start_parameters_pin_each_role_to_its_pods(cluster: Manifest) -> None:
     head = cluster["spec"]["headGroupSpec"]["rayStartParams"]
     everyone = [head, *(group["rayStartParams"] for group in cluster["spec"]["workerGroupSpecs"])]
