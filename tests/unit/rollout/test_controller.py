@@ -44,6 +44,8 @@ class Run:
     ) -> None:
         self.backend = backend
         self.discarded: list[EpisodeResult] = []
+        self.when_discarding: asyncio.Event | None = None
+        """Set while the controller waits until trajectories are thrown away."""
         self.controller = RolloutController(
             backend,
             StalenessGate(size, 16, staleness),
@@ -54,6 +56,9 @@ class Run:
 
     async def _discard(self, results: list[EpisodeResult]) -> None:
         self.discarded += results
+        if results and self.when_discarding:
+            self.when_discarding.set()
+            await settled()
 
     def advance(self, version: int) -> None:
         self.backend.version = version
@@ -118,6 +123,24 @@ async def test_a_group_that_grew_too_old_is_thrown_away_and_replaced() -> None:
     assert batch.counts.stale == 1
     assert {result.key.group for result in run.discarded} == {0}
     assert all(2 - group.oldest_version <= 1 for group in batch.groups)
+
+
+async def test_a_straggler_that_ends_while_others_are_thrown_away_is_thrown_away_too() -> None:
+    backend = FakeBackend()
+    backend.hold(0, 1)
+    run = Run(backend, staleness=1)
+    run.advance(0)
+    await run.batch()
+    run.advance(1)
+    await run.batch()
+    backend.held[0].set()
+    await settled()
+    run.advance(2)
+    await settled()
+    run.when_discarding = backend.held[1]
+    batch = await asyncio.wait_for(run.controller.batch(), 60)
+    assert all(2 - group.oldest_version <= 1 for group in batch.groups)
+    assert (batch.counts.stale, {result.key.group for result in run.discarded}) == (2, {0, 1})
 
 
 async def test_an_episode_that_fails_is_played_again_with_another_seed() -> None:

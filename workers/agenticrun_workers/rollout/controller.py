@@ -239,7 +239,8 @@ class RolloutController:
         """
         size = self._gate.groups_per_batch
         while True:
-            await self._drop_stale()
+            while await self._drop_stale():  # others may have finished meanwhile
+                pass
             if len(self._ready) >= size:
                 break
             if self._failure is not None:
@@ -302,8 +303,8 @@ class RolloutController:
             self._ready.append(group)
             self._ready.sort(key=lambda ready: ready.group)
 
-    async def _drop_stale(self) -> None:
-        """Discard ready groups that exceed the staleness limit.
+    async def _drop_stale(self) -> bool:
+        """Discard ready groups that exceed the staleness limit. Return True if there were some.
 
         A fractional limit is rounded up: ages are whole versions.
         """
@@ -313,13 +314,14 @@ class RolloutController:
             if self._gate.version - group.oldest_version > self._max_age
         ]
         if not too_old:
-            return
+            return False
         self._ready = [group for group in self._ready if group not in too_old]
         self._counts.stale += len(too_old)
         for group in too_old:
             self._gate.reject()
             await self._discard(list(group.results))
         self._begin()
+        return True
 
     def _check_bounds(self, untrainable: list[EpisodeResult]) -> None:
         counts, chosen = self._counts, self._plan.filter
