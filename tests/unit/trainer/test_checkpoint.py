@@ -59,6 +59,26 @@ def test_weights_optimizer_counters_and_random_state_go_on(place: str, tmp_path:
     )
 
 
+@pytest.mark.parametrize("trained", [0, 1, 3])
+def test_saving_changes_nothing_and_loading_goes_on_from_any_step(
+    trained: int, tmp_path: Path
+) -> None:
+    module, optimizer = a_module()
+    train(module, optimizer, trained)
+    unsaved, its_optimizer = a_module()
+    train(unsaved, its_optimizer, trained)
+    checkpoint.save(tmp_path, module, optimizer, {})
+    loaded, loaded_optimizer = a_module(seed=1)
+    checkpoint.load(tmp_path, loaded, loaded_optimizer, {})
+    for one, steps in ((module, optimizer), (unsaved, its_optimizer), (loaded, loaded_optimizer)):
+        train(one, steps, 2)
+    for saved, same, again in zip(
+        module.parameters(), unsaved.parameters(), loaded.parameters(), strict=True
+    ):
+        assert torch.equal(saved, same), "saving has changed the next update"
+        assert torch.equal(saved, again), "loading has changed the next update"
+
+
 def test_a_frozen_module_is_saved_and_loaded_without_an_optimizer(tmp_path: Path) -> None:
     module, _ = a_module()
     checkpoint.save(tmp_path, module.requires_grad_(False), None, {})

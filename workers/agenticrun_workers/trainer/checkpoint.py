@@ -227,9 +227,14 @@ def load_state(location: Location, state: ModuleState, progress: dict[str, int])
 
 
 def _module_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModuleState:
+    fresh = optimizer is not None and not optimizer.state
     model_state, optimizer_state = get_state_dict(
         module, _listed(optimizer), options=_options(module)
     )
+    if optimizer is not None and fresh:
+        # torch makes the state by a step without gradients, and that one would count.
+        for state in optimizer.state.values():
+            state["step"].zero_()
     if (
         describe_lora(module) is not None
     ):  # torch leaves frozen ones in under the second names of tied parameters
