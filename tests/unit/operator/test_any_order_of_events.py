@@ -213,11 +213,10 @@ class AnyOrder(RuleBasedStateMachine):
             self.world.change_run(("suspend", suspend))
 
     @rule(heeds=st.booleans())
-    def suspension_takes_its_course(self, heeds: bool) -> None:
+    def run_is_suspended_until_its_pods_are_gone(self, heeds: bool) -> None:
         """Whatever the faults, the pods go; a driver that heeds the request loses no step."""
+        self.run_is_suspended_or_resumed(suspend=True)
         world = self.world
-        if not self.is_suspended():
-            return
         world.watches_hang = False
         asked, saved = world.stop_requests, False
         for _ in range(60):
@@ -288,7 +287,8 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         world = self.world
-        self.suspension_takes_its_course(heeds=False)
+        if self.is_suspended():
+            self.run_is_suspended_until_its_pods_are_gone(heeds=False)
         self.run_is_suspended_or_resumed(suspend=False)
         world.reporter_down = world.ray_down = False
         world.storage_down = world.watches_hang = False
