@@ -218,7 +218,7 @@ async def test_a_thousand_failures_are_counted_and_told_in_one_line(
             world.pool, StalenessGate(3, 16, 0), plan, discard=nothing, position=RolloutPosition()
         )
         with caplog.at_level(logging.WARNING):
-            controller.advance(0)
+            controller.advance(0, 0)
             batch = await asyncio.wait_for(controller.batch(), 120)
     assert [group.group for group in batch.groups] == [0, 2, 3]
     assert len(batch.counts.untrainable) == 1000

@@ -60,9 +60,9 @@ class Run:
             self.when_discarding.set()
             await settled()
 
-    def advance(self, version: int) -> None:
-        self.backend.version = version
-        self.controller.advance(version)
+    def advance(self, version: int, engine_version: int | None = None) -> None:
+        self.backend.version = version if engine_version is None else engine_version
+        self.controller.advance(version, self.backend.version)
 
     async def batch(self) -> list[int]:
         batch = await asyncio.wait_for(self.controller.batch(), 60)
@@ -123,6 +123,20 @@ async def test_a_group_that_grew_too_old_is_thrown_away_and_replaced() -> None:
     assert batch.counts.stale == 1
     assert {result.key.group for result in run.discarded} == {0}
     assert all(2 - group.oldest_version <= 1 for group in batch.groups)
+
+
+@pytest.mark.parametrize(("frequency", "staleness"), [(2, 1), (3, 2), (3, 4), (2, 1.5)])
+async def test_engines_that_lag_behind_cost_no_group(frequency: int, staleness: float) -> None:
+    run = Run(FakeBackend(), staleness=staleness)
+    served: list[int] = []
+    for version in range(24):
+        run.advance(version, version - version % frequency)
+        await settled()
+        batch = await asyncio.wait_for(run.controller.batch(), 60)
+        assert batch.counts.stale == 0
+        assert all(version - g.oldest_version <= math.ceil(staleness) for g in batch.groups)
+        served += [group.group for group in batch.groups]
+    assert served == list(range(48)), "no group number is lost"
 
 
 async def test_a_straggler_that_ends_while_others_are_thrown_away_is_thrown_away_too() -> None:

@@ -17,9 +17,16 @@ class GateMachine(RuleBasedStateMachine):
     No episode ever meets a policy that is too old.
     """
 
-    @initialize(size=st.integers(1, 6), concurrent=st.integers(1, 20), staleness=st.floats(0, 4))
-    def start(self, size: int, concurrent: int, staleness: float) -> None:
+    @initialize(
+        size=st.integers(1, 6),
+        concurrent=st.integers(1, 20),
+        staleness=st.floats(0, 4),
+        frequency=st.integers(1, 5),
+    )
+    def start(self, size: int, concurrent: int, staleness: float, frequency: int) -> None:
         self.gate = StalenessGate(size, concurrent, staleness)
+        self.frequency = min(frequency, math.floor(staleness) + 1)
+        """Of the weight syncs; the API refuses one above staleness + 1."""
         self.running: list[int] = []
         self.ready: list[int] = []
 
@@ -27,7 +34,7 @@ class GateMachine(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         self.gate.begin()
-        self.running.append(self.gate.version)
+        self.running.append(self.gate.engine_version)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), good=st.booleans())
@@ -48,8 +55,14 @@ class GateMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.ready) >= self.gate.groups_per_batch)
     @rule()
     def train(self) -> None:
+        batch = self.ready[: self.gate.groups_per_batch]
         self.ready = self.ready[self.gate.groups_per_batch :]
+        if batch == sorted(batch):  # none has overtaken another
+            oldest = self.gate.version - min(batch)
+            assert oldest <= math.ceil(self.gate.max_staleness)
         self.gate.version += 1
+        if self.gate.version % self.frequency == 0:
+            self.gate.engine_version = self.gate.version
 
     @invariant()
     def never_more_than_allowed(self) -> None:
@@ -59,7 +72,8 @@ class GateMachine(RuleBasedStateMachine):
         assert gate.running == len(self.running) <= gate.max_concurrent
         assert gate.accepted == gate.version * gate.groups_per_batch + len(self.ready)
         begun = gate.accepted + gate.running
-        assert begun <= math.floor((gate.max_staleness + gate.version + 1) * gate.groups_per_batch)
+        lead = gate.max_staleness + gate.engine_version + 1
+        assert begun <= math.floor(lead * gate.groups_per_batch)
 
     @invariant()
     def never_stuck(self) -> None:
@@ -82,7 +96,7 @@ def test_without_staleness_exactly_one_batch_may_begin_per_version() -> None:
         gate.begin()
         gate.accept()
     assert gate.capacity == 0
-    gate.version = 1
+    gate.version = gate.engine_version = 1
     assert gate.capacity == 4
 
 
@@ -96,9 +110,9 @@ def test_staleness_lets_whole_batches_or_parts_of_one_begin_ahead(
 def test_a_resumed_gate_is_that_of_a_run_that_never_stopped() -> None:
     gate = StalenessGate(4, 100, 1)
     for version in range(3):
-        gate.version = version
+        gate.version = gate.engine_version = version
         for _ in range(4):
             gate.begin()
             gate.accept()
-    gate.version = 3
+    gate.version = gate.engine_version = 3
     assert StalenessGate.resumed(4, 100, 1, 3) == gate

@@ -59,7 +59,8 @@ class Controller:
         self.stopped = False
         self.versions: list[int] = []
 
-    def advance(self, version: int) -> None:
+    def advance(self, version: int, engine_version: int) -> None:
+        assert engine_version == version
         self.versions.append(version)
 
     async def batch(self) -> Batch:
@@ -105,7 +106,7 @@ async def record(uri: str, steps: int, step: int = 0) -> list[Batch]:
     rollout = await record_or_replay(pipeline(to=uri), controller, there, step)  # type: ignore[arg-type]
     served = []
     for version in range(step, step + steps):
-        rollout.advance(version)
+        rollout.advance(version, version)
         served.append(await rollout.batch())
     await rollout.stop()
     assert controller.stopped
@@ -134,7 +135,7 @@ async def test_a_replay_serves_the_recorded_batches_and_their_tokens(tmp_path: P
     controller = Controller(there)
     replay = await record_or_replay(pipeline(replay=str(tmp_path)), controller, there, 0)  # type: ignore[arg-type]
     for version, expected in enumerate(recorded):
-        replay.advance(version)
+        replay.advance(version, version)
         found = await replay.batch()
         assert scalars(found) == scalars(expected)
         assert [group.tag for group in found.groups] == ["A", "B"]
@@ -149,7 +150,7 @@ async def test_a_replay_serves_the_recorded_batches_and_their_tokens(tmp_path: P
 async def test_a_replay_goes_on_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
     recorded = await record(str(tmp_path), 3)
     replay = await ReplayRollout.open(pipeline(), str(tmp_path), stores(), 2, RolloutPosition(4))
-    replay.advance(2)
+    replay.advance(2, 2)
     assert scalars(await replay.batch()) == scalars(recorded[2])
 
 

@@ -76,7 +76,7 @@ class Rollout(Protocol):
     @property
     def position(self) -> RolloutPosition: ...
 
-    def advance(self, version: int) -> None: ...
+    def advance(self, version: int, engine_version: int) -> None: ...
 
     async def batch(self) -> Batch: ...
 
@@ -258,7 +258,8 @@ class Loop:
 
     async def _roll_out(self) -> Batch:
         self._parts.progress.activity(Activity.ROLLOUT)
-        self._parts.rollout.advance(self._step)
+        assert self._synced is not None
+        self._parts.rollout.advance(self._step, self._synced)
         with self._stopwatch.phase("rollout"):
             return await self._guarded(self._parts.rollout.batch())
 

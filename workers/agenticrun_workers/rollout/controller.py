@@ -224,9 +224,14 @@ class RolloutController:
         unfinished = {*self._pending, *self._running, *(group.group for group in self._ready)}
         return RolloutPosition(self._next_group, tuple(sorted(unfinished)))
 
-    def advance(self, version: int) -> None:
-        """Set the policy version of the engines and start the groups that the gate now allows."""
-        self._gate.version = version
+    def advance(self, version: int, engine_version: int) -> None:
+        """Start the groups that the gate now allows.
+
+        Args:
+            version: completed training steps.
+            engine_version: policy version that the engines have.
+        """
+        self._gate.version, self._gate.engine_version = version, engine_version
         self._begin()
 
     async def batch(self) -> Batch:

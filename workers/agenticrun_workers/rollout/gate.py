@@ -1,8 +1,12 @@
 """The staleness gate limits how many groups may start, which bounds the age of training data.
 
-Unit: groups. With G groups in a batch, v completed training steps and a limit of eta:
+Unit: groups. With G groups in a batch, a limit of eta, and engines that have policy version e:
 
-    capacity = min(max_concurrent - running, floor((eta + v + 1) * G) - (accepted + running))
+    capacity = min(max_concurrent - running, floor((eta + e + 1) * G) - (accepted + running))
+
+With `modelUpdateFrequency` f, e is up to f - 1 versions behind the completed training steps v. A
+group that starts now is trained on in step (accepted + running) / G at the earliest, and its first
+token has version e: so it is e, not v, that bounds its age.
 
 `max = 0` is the synchronous algorithm: only the groups of the next batch may run. The gate bounds
 what starts, not its age: the controller checks the age again when it takes a batch.
@@ -27,6 +31,8 @@ class StalenessGate:
     max_staleness: float
     version: int = 0
     """Completed training steps (v)."""
+    engine_version: int = 0
+    """Policy version that the engines have (e)."""
     running: int = 0
     accepted: int = 0
     """Groups accepted since the run began, including those of earlier batches."""
@@ -41,13 +47,14 @@ class StalenessGate:
             max_concurrent,
             max_staleness,
             version,
+            version,  # the first thing that a resumed run does is a weight sync
             accepted=version * groups_per_batch,
         )
 
     @property
     def capacity(self) -> int:
         """Groups that may start now, never negative."""
-        allowed = math.floor((self.max_staleness + self.version + 1) * self.groups_per_batch)
+        allowed = math.floor((self.max_staleness + self.engine_version + 1) * self.groups_per_batch)
         return max(
             0, min(self.max_concurrent - self.running, allowed - self.accepted - self.running)
         )

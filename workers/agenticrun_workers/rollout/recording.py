@@ -268,9 +268,9 @@ class RecordingRollout:
             ),
         )
 
-    def advance(self, version: int) -> None:
+    def advance(self, version: int, engine_version: int) -> None:
         self._version = version
-        self._inner.advance(version)
+        self._inner.advance(version, engine_version)
 
     async def batch(self) -> Batch:
         """Return the controller's next batch after writing it. Raises `RolloutFailed`."""
@@ -343,7 +343,7 @@ class ReplayRollout:
             position,
         )
 
-    def advance(self, version: int) -> None:
+    def advance(self, version: int, engine_version: int) -> None:  # noqa: ARG002  # no engine works
         self._version = version
 
     async def batch(self) -> Batch:
