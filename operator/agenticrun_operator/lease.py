@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Protocol
 
 from agenticrun_operator.cluster import AlreadyExists, ClusterError, Conflict, NotFound
@@ -19,6 +19,8 @@ from agenticrun_operator.resources import Manifest
 DURATION_SECONDS = 15
 RENEW_DEADLINE_SECONDS = 10.0
 """Without a renewal for so long, the leader stops. Others take over after `DURATION_SECONDS`."""
+CLOCK_SKEW_SECONDS = 5.0
+"""Clocks of two nodes differ by less, as a rule. If they do not, two operators act for a moment."""
 RENEW_SECONDS = 4.0
 RETRY_SECONDS = 2.0
 REQUEST_SECONDS = 2.0
@@ -112,7 +114,7 @@ class Leadership:
         if spec.get("holderIdentity") == self._identity:
             await self._store.put({**lease, "spec": {**spec, **ours}})
             return True
-        if spec.get("holderIdentity") and not self._expired(spec, clock):
+        if spec.get("holderIdentity") and not self._expired(spec, now, clock):
             return False
         transitions = int(spec.get("leaseTransitions") or 0) + 1
         await self._store.put(
@@ -123,20 +125,20 @@ class Leadership:
         )
         return True
 
-    def _expired(self, spec: Manifest, clock: float) -> bool:
+    def _expired(self, spec: Manifest, now: datetime, clock: float) -> bool:
         """Return True if the holder has not renewed the lease for its duration.
 
-        Measured with our own clock, because the holder's clock may be wrong.
+        Measured with our own clock from when we saw the lease, because the holder's clock may be
+        wrong. A lease that is much older by its own time has no holder any more: `helm uninstall`
+        deletes the operator's rights before it can release the lease.
         """
-        seen = (str(spec.get("holderIdentity")), str(spec.get("renewTime")))
+        duration = float(spec.get("leaseDurationSeconds") or DURATION_SECONDS)
+        renewed = spec.get("renewTime")
+        seen = (str(spec.get("holderIdentity")), str(renewed))
         if seen != self._seen:
             self._seen, self._seen_at = seen, clock
-        return (
-            clock - self._seen_at
-            > timedelta(
-                seconds=int(spec.get("leaseDurationSeconds") or DURATION_SECONDS)
-            ).total_seconds()
-        )
+        age = (now - datetime.fromisoformat(renewed)).total_seconds() if renewed else 0.0
+        return clock - self._seen_at > duration or age > duration + CLOCK_SKEW_SECONDS
 
     def _tell(self, mine: bool) -> None:
         if self._overdue:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -91,6 +91,14 @@ async def test_a_silent_leader_is_replaced_and_learns_of_it(store: Store) -> Non
     assert await attempt(second)
     assert not await attempt(first)
     assert not first.held.is_set()
+
+
+async def test_a_lease_that_was_left_long_ago_is_taken_at_once(store: Store) -> None:
+    """Its holder had no time to release it: the release was uninstalled, or the node lost."""
+    left = datetime(2026, 1, 1, tzinfo=UTC)
+    assert await leader(store, "a").attempt(left)
+    assert not await leader(store, "b").attempt(left + timedelta(seconds=19))
+    assert await leader(store, "b").attempt(left + timedelta(seconds=21))
 
 
 async def test_a_short_outage_of_the_apiserver_does_not_end_leadership(store: Store) -> None:
