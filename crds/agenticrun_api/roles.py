@@ -280,7 +280,7 @@ class WorkerRole(PodRole):
     """Settings of a role with a number of pods."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of pods. Of env and inference, it may change while the run trains: the driver saves a
+    """Number of pods. For env and inference it may change while the run trains: the driver saves a
     checkpoint, and the run goes on with new pods."""
 
 
@@ -289,7 +289,11 @@ ELASTIC = (Role.INFERENCE, Role.ENV)
 
 
 class DriverRole(PodRole):
-    """The head pod: Ray's control plane, the driver and the reporter."""
+    """The head pod: Ray's control plane, the driver and the reporter.
+
+    terminationGracePeriodSeconds is also the time that the driver gets, after its step, to save a
+    checkpoint when the run is suspended or activeDeadlineSeconds is over: longer than saving takes.
+    """
 
     RULES = _one_form("500m", "3Gi")
 

@@ -59,11 +59,13 @@ class ConditionType(StrEnum):
     TRAINING = "Training"
     """The driver runs and sends progress snapshots."""
     STALLED = "Stalled"
-    """False: the run makes progress. True: the driver has brought no news for longer than
-    spec.failurePolicy.stall allows. Absent until the first attempt trains."""
+    """False: no stall is known; the reason is Progressing while the driver trains. True: the driver
+    has brought no news for longer than spec.failurePolicy.stall allows. Absent before the first
+    attempt has trained."""
     SUSPENDED = "Suspended"
-    """Unknown: spec.suspend is true, and there are pods still. True: there are none. False: the run
-    was resumed. Absent until spec.suspend is true."""
+    """Unknown: the run is being suspended, and there are pods still: spec.suspend is true, or other
+    replicas need other pods. True: there are none. False: it was resumed, or has ended. Absent
+    until it is suspended for the first time."""
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -110,6 +112,7 @@ class Reason(StrEnum):
     CLUSTER_LOST = "ClusterLost"
     STOPPED = "Stopped"
     RESCALING = "Rescaling"
+    NOT_RESCALED = "NotRescaled"
     SUSPENDING = "Suspending"
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
@@ -215,6 +218,9 @@ class JobStatus(Model):
     """When the operator first saw that the attempt had ended or had made its final report."""
     observed_generation: Annotated[int, Field(ge=0)] | None = None
     """Generation of the run that the driver's settings are from."""
+    stop_requested_time: Time | None = None
+    """When the driver was asked to stop: for spec.suspend, for other replicas, or because
+    activeDeadlineSeconds is over."""
     report: FinalReport | None = None
     """The driver's final report, once the operator has read it. The reporter may be lost before the
     driver has exited."""

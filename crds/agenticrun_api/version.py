@@ -7,6 +7,14 @@ without package metadata, import it. Between two releases it is the next one's w
 __version__ = "0.2.0-dev"
 
 
+def takes_replicas(other: str) -> bool:
+    """Return True if a worker image of this version takes other numbers of replicas over."""
+    try:
+        return tuple(int(part) for part in other.split(".")[:2]) >= (0, 2)
+    except ValueError:
+        return False
+
+
 def is_supported(other: str) -> bool:
     """Return True if another part of AgenticRun may have this version: one minor version apart.
 

@@ -53,6 +53,8 @@ class Pod:
     ip: str | None = None
     incarnation: str | None = None
     """`<pod uid>/<restarts of the Ray container>`, once that container has started."""
+    created_at: str = ""
+    """Time at which the apiserver stored the pod."""
     started_at: str | None = None
     """Time at which the Ray container last started, by the clock of its node; None if it does not
     run."""
@@ -117,6 +119,8 @@ class JobTrouble:
     """An action on an attempt (submit, configure, stop) that its head has not accepted so far."""
 
     submission_id: str
+    action: object
+    """The action, of `planning.plan`."""
     message: str
     """The last error."""
     count: int
@@ -220,6 +224,7 @@ def read_pod(manifest: Manifest) -> Pod:
         node=manifest.get("spec", {}).get("nodeName", ""),
         ip=status.get("podIP"),
         incarnation=_incarnation(metadata["uid"], status),
+        created_at=metadata.get("creationTimestamp", ""),
         started_at=_started_at(status),
         problem=None if ready else _problem(manifest),
         unready_since=None if ready else readiness.get("lastTransitionTime"),

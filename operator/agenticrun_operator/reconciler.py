@@ -28,6 +28,7 @@ from agenticrun_operator.metrics import CONFLICTS
 from agenticrun_operator.observed import JobTrouble, Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
 from agenticrun_operator.planning import (
+    JobAction,
     Plan,
     Submit,
     plan,
@@ -294,27 +295,33 @@ class Reconciler:
             return
         head = await self._observer.head_address(cached.run, cached.objects)
         followed = cached.run.status.job
-        if not isinstance(head, HeadAddress):
-            return
-        refusal = await self._applier.act_on_job(plan_.job, head)
+        if isinstance(head, HeadAddress):
+            refusal = await self._applier.act_on_job(plan_.job, head)
+        else:
+            refusal = head.why if head else "the head pod has no address"
         if followed:
-            trouble = self._trouble(cached.job_trouble, followed.submission_id, refusal)
+            trouble = self._trouble(cached.job_trouble, followed.submission_id, plan_.job, refusal)
             done = None if trouble else (plan_.job, self._clock())
             self._cache[key] = replace(cached, job_trouble=trouble, last_action=done)
 
     def _trouble(
-        self, before: JobTrouble | None, submission_id: str, error: str | None
+        self,
+        before: JobTrouble | None,
+        submission_id: str,
+        action: JobAction,
+        error: str | None,
     ) -> JobTrouble | None:
         """Return the trouble with an attempt after an action on it; None if it succeeded."""
         if error is None:
             return None
         now = self._clock()
-        if before and before.submission_id != submission_id:
+        if before and (before.submission_id, before.action) != (submission_id, action):
             before = None
         failures = before.count if before else 0
         wait = backoff_seconds(failures, FIRST_ACTION_SECONDS, MAX_ACTION_SECONDS)
         return JobTrouble(
             submission_id=submission_id,
+            action=action,
             message=error,
             count=failures + 1,
             since=before.since if before else now,

@@ -79,7 +79,7 @@ def _any_role(roles: dict[str, Schema]) -> Schema:
             theirs = schema["properties"].get(name)
             if theirs is None:
                 fields[name] = fields[name] | {
-                    "description": f"Not of the {role}. {_meaning(field)}"
+                    "description": f"Not available for the {role}. {_meaning(field)}"
                 }
             elif theirs.get("default") != field.get("default"):
                 others = fields[name].get(_OTHER_DEFAULTS, ())

@@ -21,10 +21,15 @@ from agenticrun_api.names import (
 )
 from agenticrun_api.progress import MAX_PROGRESS_BYTES
 from agenticrun_operator.cluster.kube import Response
-from agenticrun_operator.cluster.transports import HeadTransport, PodAddress
+from agenticrun_operator.cluster.transports import TIMEOUT_SECONDS, HeadTransport, PodAddress
 from agenticrun_operator.errors import HeadUnreachable, TokenRefused
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 
+REPORTER_SECONDS = 4.0
+"""Timeout of a question to the reporter, which answers from memory."""
+RAY_SECONDS = 8.0
+"""Timeout of a question to Ray's dashboard, which may be busy. The status shows within 10 s that a
+head is silent."""
 MAX_JOB_BYTES = 1024 * 1024
 MAX_LOG_BYTES = 1024 * 1024
 LOG_LINES = 80
@@ -155,6 +160,7 @@ class RunHead:
             headers=headers,
             body=body,
             limit=MAX_PROGRESS_BYTES,
+            timeout=REPORTER_SECONDS if method == "GET" else TIMEOUT_SECONDS,
         )
         _check_token(answer, "the reporter", head)
         return answer
@@ -169,7 +175,14 @@ class RunHead:
     ) -> Response:
         headers = {TOKEN_HEADER: f"Bearer {head.ray_token}"}
         answer = await self._transport.request(
-            method, head.pod, DASHBOARD_PORT, path, headers=headers, body=body, limit=limit
+            method,
+            head.pod,
+            DASHBOARD_PORT,
+            path,
+            headers=headers,
+            body=body,
+            limit=limit,
+            timeout=RAY_SECONDS if method == "GET" else TIMEOUT_SECONDS,
         )
         _check_token(answer, "Ray", head)
         return answer

@@ -11,10 +11,8 @@ import aiohttp
 from agenticrun_operator.cluster.kube import KubeClient, Response
 from agenticrun_operator.errors import HeadUnreachable, KubeUnavailable
 
-ACTION_SECONDS = 10.0
-"""Timeout of a whole request that changes something."""
-QUESTION_SECONDS = 4.0
-"""Timeout of a whole GET, so that the status shows within 10 s that a head is silent."""
+TIMEOUT_SECONDS = 10.0
+"""Timeout of a whole request."""
 CONNECT_SECONDS = 3.0
 
 
@@ -43,11 +41,8 @@ class HeadTransport(Protocol):
         headers: Mapping[str, str],
         body: Any = None,
         limit: int,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> Response: ...
-
-
-def _timeout(method: str) -> float:
-    return QUESTION_SECONDS if method == "GET" else ACTION_SECONDS
 
 
 class DirectTransport:
@@ -66,13 +61,14 @@ class DirectTransport:
         headers: Mapping[str, str],
         body: Any = None,
         limit: int,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> Response:
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         url = f"http://{host}:{port}{path}"
-        timeout = aiohttp.ClientTimeout(total=_timeout(method), connect=CONNECT_SECONDS)
+        limits = aiohttp.ClientTimeout(total=timeout, connect=CONNECT_SECONDS)
         try:
             async with self._session.request(
-                method, url, json=body, headers=headers, timeout=timeout, allow_redirects=False
+                method, url, json=body, headers=headers, timeout=limits, allow_redirects=False
             ) as answer:
                 content = b""
                 async for chunk in answer.content.iter_chunked(65_536):
@@ -104,11 +100,12 @@ class ProxyTransport:
         headers: Mapping[str, str],
         body: Any = None,
         limit: int,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> Response:
         proxied = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}:{port}/proxy{path}"
         try:
             answer = await self._kube.raw(
-                method, proxied, headers=headers, body=body, timeout=_timeout(method)
+                method, proxied, headers=headers, body=body, timeout=timeout
             )
         except KubeUnavailable as error:
             raise HeadUnreachable(f"pod {pod.name}, port {port}: {error}") from error

@@ -8,10 +8,9 @@ attempt runs at most once, even if the operator crashes at any point.
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from agenticrun_api import (
-    Activity,
     AgenticRun,
     ConditionType,
     FinalReport,
@@ -25,9 +24,9 @@ from agenticrun_api import (
 from agenticrun_api.names import ExitCode
 from agenticrun_api.status import JobStatus, RayClusterStatus
 from agenticrun_operator.observed import Job, NoJob, Observed, Pod, Problem, Unreachable
-from agenticrun_operator.planning import ending, lost_pods, startup
+from agenticrun_operator.planning import ending, lost_pods, startup, stopping
 from agenticrun_operator.planning.draft import MAX_TEXT, Draft
-from agenticrun_operator.planning.plan import Configure, RequestStop, Stop, Submit
+from agenticrun_operator.planning.plan import Configure, Stop, Submit
 from agenticrun_operator.planning.snapshot import apply_snapshot, own_progress
 from agenticrun_operator.planning.times import format_span, format_time, parse_time
 from agenticrun_operator.resources import secret_of
@@ -37,12 +36,7 @@ POLL_SECONDS = 2.0
 SILENT_SECONDS = 7.0
 """Time without a snapshot after which the driver is said to be silent. It posts every second. With
 a poll every 3 s at most, the status shows it within 10 s."""
-UNREACHABLE_SECONDS = 120.0
-"""Time for Ray's job API to say that an attempt that was given up has ended."""
 _TRAINING = (Phase.RUNNING, Phase.SUSPENDING)
-_SAVES = (Activity.STOPPING, Activity.CHECKPOINT, Activity.VALIDATION)
-MAX_STEP_SECONDS = 1800.0
-"""Longest time that a driver gets to end its step before it stops at the run's deadline."""
 REPORT_PATIENCE_SECONDS = 60.0
 """Time to wait for the final report of an ended job before Ray's job status decides alone."""
 
@@ -59,26 +53,29 @@ def advance(draft: Draft, observed: Observed, roles_ready: bool) -> None:
         _begin_when_possible(draft, observed, roles_ready)
         return
     _follow(draft, observed, job)
-    if ending.seconds_overdue(draft) >= 0 and not draft.status.phase.finished:
-        _request(draft, observed, RequestStop())
+    deadline = ending.deadline(draft)
+    if deadline and draft.now >= deadline and has_attempt(draft):
+        stopping.request_stop(draft, observed, deadline)
         draft.set(message="activeDeadlineSeconds is over: the driver saves a checkpoint")
 
 
 def has_attempt(draft: Draft) -> bool:
     """Return True if there is an attempt that is not over."""
-    return draft.status.job is not None and draft.status.next_retry_time is None
+    status = draft.status
+    return status.job is not None and status.next_retry_time is None and not status.phase.finished
 
 
-def stop(draft: Draft, observed: Observed, seconds: float) -> bool:
+def stop(draft: Draft, observed: Observed, since: datetime, reason: Reason, *, force: bool) -> bool:
     """Follow the attempt of a run that is to be suspended, and ask its driver to stop.
 
-    However it ends, it is not restarted; see `_fail`. It is given up if its driver does not end in
-    time.
+    However it ends, it is not restarted; see `_fail`.
 
     Args:
         draft: the draft.
         observed: the observed state.
-        seconds: time since the driver was asked first.
+        since: when the run was first to be suspended.
+        reason: the reason of the suspension.
+        force: True to give the attempt up if its driver does not end in time.
 
     Returns:
         True while the driver may still save a checkpoint.
@@ -86,17 +83,18 @@ def stop(draft: Draft, observed: Observed, seconds: float) -> bool:
     job = draft.status.job
     assert job is not None
     if isinstance(observed.job, NoJob) and not job.status:  # Ray has not got it
-        _end(draft, Reason.SUSPENDED, "the attempt has not begun")
+        _end(draft, reason, "the attempt has not begun")
         return False
     _follow(draft, observed, job)
     if draft.status.phase.finished or not has_attempt(draft):
         return False
-    if _is_out_of_time(draft, own_progress(draft.run, observed.progress), seconds):
-        late = f"the driver has not stopped within {format_span(seconds)}; its pods are deleted"
-        draft.event(Reason.SUSPENDED, late, warning=True)
-        _end(draft, Reason.SUSPENDED, late)
+    progress = own_progress(draft.run, observed.progress)
+    if force and stopping.is_out_of_time(draft, observed, progress, since):
+        late = "the driver has not stopped in time; its pods are deleted"
+        draft.event(reason, late, warning=True)
+        _end(draft, reason, late)
         return False
-    _request(draft, observed, RequestStop())
+    stopping.request_stop(draft, observed, since)
     return True
 
 
@@ -106,8 +104,8 @@ def ends_at_deadline(draft: Draft, observed: Observed) -> bool:
     Before that, `advance` asks the driver to stop, which it does after the current step. A success,
     or a failure for good, counts more than the deadline.
     """
-    overdue, job = ending.seconds_overdue(draft), draft.status.job
-    if overdue < 0:
+    deadline, job = ending.deadline(draft), draft.status.job
+    if deadline is None or draft.now < deadline:
         return False
     if job is None or not has_attempt(draft):
         return True
@@ -117,34 +115,12 @@ def ends_at_deadline(draft: Draft, observed: Observed) -> bool:
     live = isinstance(observed.job, Unreachable) or (
         isinstance(observed.job, Job) and observed.job.live
     )
-    return final is not None or not live or _is_out_of_time(draft, progress, overdue)
-
-
-def _is_out_of_time(draft: Draft, progress: Progress | None, seconds: float) -> bool:
-    """Return True if the driver was asked to stop so long ago that it had the time to do so.
-
-    It gets the time to end its step, and then its grace period to save a checkpoint. A driver that
-    says that it saves one gets longer.
-    """
-    step = progress.seconds_per_step or 0.0 if progress else 0.0
-    if progress and progress.activity in _SAVES and not _is_silent(progress):
-        step = MAX_STEP_SECONDS
-    grace = draft.run.spec.roles.driver.termination_grace_period_seconds
-    return seconds > grace + min(step, MAX_STEP_SECONDS)
+    late = stopping.is_out_of_time(draft, observed, progress, deadline)
+    return final is not None or not live or late
 
 
 def _is_silent(progress: Progress) -> bool:
     return (progress.silent_seconds or 0.0) > SILENT_SECONDS
-
-
-def _request(draft: Draft, observed: Observed, request: Configure | RequestStop) -> None:
-    """Send a request to the driver, which may take a whole step to follow it.
-
-    It is repeated after a while only, in case the reporter has lost it.
-    """
-    last, sent_at = observed.last_action or (None, None)
-    if draft.may_repeat(sent_at if last == request else None) and _is_time(draft, observed):
-        draft.job = request
 
 
 def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) -> None:
@@ -178,8 +154,12 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
         )
         draft.look_again(POLL_SECONDS)
         return
-    workers = (pod for pod in observed.pods if lost_pods.joined_earlier_head(pod, head, draft.now))
-    if worker := next(workers, None):
+    early = (
+        pod
+        for pod in observed.own_pods(draft.run.metadata.uid)
+        if previous and lost_pods.joined_earlier_head(pod, head, draft.now)
+    )
+    if worker := next(early, None):
         draft.condition(
             ConditionType.TRAINING,
             "False",
@@ -201,9 +181,7 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
     draft.condition(
         ConditionType.TRAINING, "False", Reason.SUBMITTING, f"submitting attempt {attempt}"
     )
-    draft.job = Submit(
-        job.submission_id, attempt, _changed_config(draft.run), _changed_replicas(draft.run)
-    )
+    draft.job = _submission(draft.run, job)
     draft.look_again(POLL_SECONDS)
 
 
@@ -212,8 +190,8 @@ def _is_over(draft: Draft, observed: Observed, previous: JobStatus) -> bool:
 
     Checked on a new incarnation too: the head may have restarted just before the job reached it.
     """
-    if isinstance(observed.job, Job) and observed.job.live and _is_time(draft, observed):
-        draft.job = Stop(previous.submission_id)
+    if isinstance(observed.job, Job) and observed.job.live:
+        _stop_job(draft, observed, previous)
     return isinstance(observed.job, NoJob) or (
         isinstance(observed.job, Job) and not observed.job.live
     )
@@ -226,7 +204,7 @@ def _give_up_head(draft: Draft, observed: Observed) -> None:
     ready = draft.find(ConditionType.ROLES_READY)
     since = [draft.status.next_retry_time, ready.last_transition_time if ready else None]
     asked = max(parse_time(time) for time in since if time)
-    if (draft.now - asked).total_seconds() >= UNREACHABLE_SECONDS:
+    if (draft.now - asked).total_seconds() >= stopping.UNREACHABLE_SECONDS:
         _rebuild_cluster(draft, observed, f"its head does not answer: {observed.job.why}")
 
 
@@ -323,15 +301,10 @@ def _record(
 
 def _submit_again(draft: Draft, observed: Observed, job: JobStatus) -> None:
     """Submit an attempt that Ray does not know yet, and say if Ray has refused it."""
-    trouble = observed.job_trouble
-    if _is_time(draft, observed):
-        draft.job = Submit(
-            job.submission_id,
-            job.attempt,
-            _changed_config(draft.run),
-            _changed_replicas(draft.run),
-        )
-    if trouble is None:
+    trouble, submit = observed.job_trouble, _submission(draft.run, job)
+    if stopping.may_act(draft, observed, submit):
+        draft.job = submit
+    if trouble is None or not isinstance(trouble.action, Submit):
         return
     times = "once, at" if trouble.count == 1 else f"{trouble.count} times since"
     message = (
@@ -343,10 +316,22 @@ def _submit_again(draft: Draft, observed: Observed, job: JobStatus) -> None:
     draft.condition(ConditionType.TRAINING, "False", Reason.SUBMISSION_REFUSED, message)
 
 
-def _is_time(draft: Draft, observed: Observed) -> bool:
-    """Return True unless Ray refused the last action on the job and it is too early to repeat."""
-    trouble = observed.job_trouble
-    return trouble is None or draft.now >= trouble.retry_at
+def _submission(run: AgenticRun, job: JobStatus) -> Submit:
+    """Return the submission of an attempt, with what has changed since the pods were made."""
+    changed = run.metadata.generation > 1
+    return Submit(
+        job.submission_id,
+        job.attempt,
+        LiveConfig.of(run) if changed else None,
+        run.spec.roles.elastic if changed else {},
+    )
+
+
+def _stop_job(draft: Draft, observed: Observed, job: JobStatus) -> None:
+    """Let Ray stop the job of an attempt that is over."""
+    stop_ = Stop(job.submission_id)
+    if stopping.may_act(draft, observed, stop_):
+        draft.job = stop_
 
 
 def _is_lost(head: Pod | None, job: JobStatus) -> bool:
@@ -397,8 +382,8 @@ def _follow_live(
     assert job is not None
     if final:  # it has failed and is about to exit
         draft.condition(ConditionType.TRAINING, "False", final.reason, final.message)
-        if _seconds_since_end(draft, observed) > ending.EXIT_SECONDS and _is_time(draft, observed):
-            draft.job = Stop(job.submission_id)
+        if _seconds_since_end(draft, observed) > ending.EXIT_SECONDS:
+            _stop_job(draft, observed, job)
         return
     if seen.status == "RUNNING" and draft.status.phase not in _TRAINING:
         draft.phase(Phase.RUNNING)
@@ -433,23 +418,13 @@ def _report_tokens(draft: Draft, observed: Observed) -> bool:
     return True
 
 
-def _changed_config(run: AgenticRun) -> LiveConfig | None:
-    """Return the settings of a run that was changed after its pods' configuration was written."""
-    return LiveConfig.of(run) if run.metadata.generation > 1 else None
-
-
-def _changed_replicas(run: AgenticRun) -> dict[str, int]:
-    """Return the replicas that may differ from those of the mounted run."""
-    return run.spec.roles.elastic if run.metadata.generation > 1 else {}
-
-
 def _configure(draft: Draft, observed: Observed, progress: Progress) -> None:
     """Send the run's settings to the driver if it uses older ones."""
     job, used = draft.status.job, progress.observed_generation
     if used is None or job is None or draft.suspending:
         return
     if used < draft.run.metadata.generation:
-        _request(draft, observed, Configure(LiveConfig.of(draft.run)))
+        stopping.request(draft, observed, Configure(LiveConfig.of(draft.run)))
     elif job.observed_generation not in (None, used):
         draft.event(
             Reason.CONFIGURED,
@@ -632,6 +607,8 @@ def _end(draft: Draft, reason: Reason | str, message: str, wait: float = 0.0) ->
         next_retry_time=format_time(draft.now + timedelta(seconds=wait)),
     )
     draft.condition(ConditionType.TRAINING, "False", reason, message)
+    if draft.find(ConditionType.STALLED):
+        draft.condition(ConditionType.STALLED, "False", reason, message)
 
 
 def _count(draft: Draft, *, failure: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from datetime import datetime, timedelta
 
 from agenticrun_api import ConditionType, Phase, Reason
@@ -43,15 +42,15 @@ def fail(draft: Draft, reason: Reason | str, message: str) -> None:
     _finish(draft)
 
 
-def seconds_overdue(draft: Draft) -> float:
-    """Return the time since the run's deadline; below 0 before it, -infinity without one."""
+def deadline(draft: Draft) -> datetime | None:
+    """Return when the run has been active for long enough, and look again then; None: no limit."""
     limit, start = draft.run.spec.active_deadline_seconds, draft.status.start_time
     if limit is None or start is None:
-        return -math.inf
-    overdue = (draft.now - parse_time(start)).total_seconds() - limit
-    if overdue < 0:
-        draft.look_again(-overdue)
-    return overdue
+        return None
+    end = parse_time(start) + timedelta(seconds=limit)
+    if end > draft.now:
+        draft.look_again((end - draft.now).total_seconds())
+    return end
 
 
 def exceed_deadline(draft: Draft) -> None:

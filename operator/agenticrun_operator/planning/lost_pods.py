@@ -38,10 +38,13 @@ def joined_earlier_head(pod: Pod, head: Pod, now: datetime) -> bool:
     """Return True if the Ray process of a worker pod is older than that of the head.
 
     It belongs to an earlier head, notices after half a minute that this one is lost, and starts
-    again. It is ready until then. The clocks of nodes may differ, so only the first minute of a
-    head counts.
+    again. It is ready until then. The clocks of nodes may differ: so only the first minute of a
+    head counts, and only pods that are older than the head's, unless its container has restarted.
     """
-    if pod.role is Role.DRIVER or pod.started_at is None or head.started_at is None:
+    if pod.role is Role.DRIVER or pod.deleting or not (pod.started_at and head.started_at):
+        return False
+    restarted = head.incarnation is not None and not head.incarnation.endswith("/0")
+    if pod.created_at >= head.created_at and not restarted:
         return False
     start = parse_time(head.started_at)
     return parse_time(pod.started_at) < start and (now - start).total_seconds() < REJOIN_SECONDS

@@ -47,7 +47,9 @@ class Stop:
 
 @dataclass(frozen=True)
 class RequestStop:
-    """Ask the driver to save a checkpoint and to end."""
+    """Ask the driver of an attempt to save a checkpoint and to end."""
+
+    submission_id: str
 
 
 JobAction = Submit | Configure | RequestStop | Stop

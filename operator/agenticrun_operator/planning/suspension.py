@@ -12,8 +12,10 @@ what is there: a RayCluster that appears while the run is suspended is deleted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 
 from agenticrun_api import ConditionType, Phase, Reason
+from agenticrun_api.version import takes_replicas
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning import attempts, roles, startup
 from agenticrun_operator.planning.draft import Draft
@@ -21,23 +23,25 @@ from agenticrun_operator.planning.provisioning import has_cluster
 from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.resources import WorkerImages, replicas_in, storage_of
 
-POLL_SECONDS = 2.0
-"""Seconds between looks at pods that are being deleted."""
-
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a run has to give its pods back."""
+    """Why a run has to release its pods."""
 
     reason: Reason
     """While the pods are there."""
-    gone: Reason
-    """Afterwards."""
+    done: Reason
+    """Once they are gone."""
     text: str
+
+    @property
+    def rescales(self) -> bool:
+        """True if the run goes on at once, with other pods."""
+        return self.reason is Reason.RESCALING
 
 
 def find_cause(draft: Draft, observed: Observed) -> Cause | None:
-    """Return why the run has to give its pods back, or None.
+    """Return why the run has to release its pods, or None.
 
     Other numbers of replicas need other pods. A RayCluster is never changed, so the run is
     suspended until it has been deleted.
@@ -47,30 +51,58 @@ def find_cause(draft: Draft, observed: Observed) -> Cause | None:
     cluster = observed.child("RayCluster", draft.run.metadata.name)
     if cluster is None or not has_cluster(draft, observed):
         return None
-    wanted, found = draft.run.spec.roles.elastic, replicas_in(cluster)
+    wanted, made = draft.run.spec.roles.elastic, replicas_in(cluster)
     changes = [
-        f"roles.{role}.replicas is {number} and was {found[role]}"
+        f"roles.{role}.replicas changed from {made[role]} to {number}"
         for role, number in wanted.items()
-        if found.get(role, number) != number
+        if made.get(role, number) != number
     ]
+    before = draft.find(ConditionType.SUSPENDED)
+    if not changes:
+        if before and before.reason == Reason.NOT_RESCALED:
+            done = "the run has the pods that spec.roles asks for"
+            draft.condition(ConditionType.SUSPENDED, "False", Reason.RESUMED, done)
+        return None
     text = " and ".join(changes)
-    return Cause(Reason.RESCALING, Reason.RESCALING, text) if changes else None
+    if kept := _keeps_its_pods(draft):
+        message = f"{text}, but the run keeps its pods: {kept}"
+        if before is None or before.message != message:
+            draft.event(Reason.NOT_RESCALED, message)
+        draft.condition(ConditionType.SUSPENDED, "False", Reason.NOT_RESCALED, message)
+        return None
+    return Cause(Reason.RESCALING, Reason.RESCALING, text)
+
+
+def _keeps_its_pods(draft: Draft) -> str | None:
+    """Return why a run that trains is not rescaled, or None: it would lose what it has learnt."""
+    job = draft.status.job
+    if job is None or not attempts.has_attempt(draft):
+        return None
+    if storage_of(draft.run) is None:
+        return "it saves no checkpoints"
+    if job.version is None or not takes_replicas(job.version):
+        return f"the worker image has AgenticRun {job.version or '0.1'}, which needs 0.2 for this"
+    if not draft.status.step:
+        return "it has made no step yet that could be saved"
+    return None
 
 
 def suspend(draft: Draft, observed: Observed, images: WorkerImages, cause: Cause) -> None:
-    """Let the driver save a checkpoint, give the pods back, and create nothing.
+    """Let the driver save a checkpoint, release the pods, and create nothing.
 
-    What the driver reports meanwhile counts: the run may succeed, or fail for good.
+    What the driver reports meanwhile counts: the run may succeed, or fail for good. Nobody needs
+    the pods of a run that is rescaled, so its driver may take as long as it likes.
     """
     draft.suspending = True
     if attempts.has_attempt(draft):
         roles.report(draft, observed, images)
-        stopping = attempts.stop(draft, observed, _seconds_since_request(draft))
+        since = _requested_at(draft)
+        saves = attempts.stop(draft, observed, since, cause.done, force=not cause.rescales)
         if draft.status.phase.finished:
-            _end(draft)
+            _report_end(draft)
             return
-        if stopping:
-            _report(draft, cause, "the driver saves a checkpoint, then the pods go")
+        if saves:
+            _report_progress(draft, cause, "the driver saves a checkpoint, then the pods go")
             return
     _wait_without_pods(draft, observed, cause)
 
@@ -95,45 +127,46 @@ def resume(draft: Draft) -> None:
     draft.event(Reason.RESUMED, message)
 
 
-def _seconds_since_request(draft: Draft) -> float:
+def _requested_at(draft: Draft) -> datetime:
+    """Return when the operator first saw that the run is to be suspended."""
     before = draft.find(ConditionType.SUSPENDED)
     if before is None or before.status != "Unknown":
-        return 0.0
-    return (draft.now - parse_time(before.last_transition_time)).total_seconds()
+        return draft.now.replace(microsecond=0)
+    return parse_time(before.last_transition_time)
 
 
 def _wait_without_pods(draft: Draft, observed: Observed, cause: Cause) -> None:
-    rescaling = cause.reason is Reason.RESCALING
-    way_on = f"; then {_way_on(draft)}" if rescaling else f". With false, {_way_on(draft)}"
-    message = f"{cause.text}{way_on}"
-    startup.give_pods_back(draft, observed, cause.gone, cause.text)
-    if not rescaling:
+    if cause.rescales:
+        message = f"{cause.text}: with new pods, the run {_way_on(draft)}"
+    else:
+        message = f"{cause.text}; set it to false, and the run {_way_on(draft)}"
         startup.reset_start_time(draft)
+    startup.give_pods_back(draft, observed, cause.done, cause.text)
     draft.set(startup_timeouts=0)
     for kind in (ConditionType.TRAINING, ConditionType.STALLED):
         found = draft.find(kind)
-        if found and found.status != "False":
-            draft.condition(kind, "False", cause.gone, cause.text)
+        if found and (found.status != "False" or found.reason == Reason.PROGRESSING):
+            draft.condition(kind, "False", cause.done, cause.text)
     uid = draft.run.metadata.uid
     if has_cluster(draft, observed) or any(pod.run_uid == uid for pod in observed.pods):
-        _report(draft, cause, f"the pods are being deleted: {message}")
+        _report_progress(draft, cause, f"the pods are being deleted; {message}")
         return
     if not draft.is_true(ConditionType.SUSPENDED):
-        draft.event(cause.gone, message)
+        draft.event(cause.done, message)
     draft.phase(Phase.SUSPENDED, message)
-    draft.condition(ConditionType.SUSPENDED, "True", cause.gone, message)
+    draft.condition(ConditionType.SUSPENDED, "True", cause.done, message)
 
 
-def _report(draft: Draft, cause: Cause, message: str) -> None:
+def _report_progress(draft: Draft, cause: Cause, message: str) -> None:
     before = draft.find(ConditionType.SUSPENDED)
     if before is None or before.status == "False":
         draft.event(cause.reason, f"{cause.text}: {message}")
     draft.phase(Phase.SUSPENDING, message)
     draft.condition(ConditionType.SUSPENDED, "Unknown", cause.reason, message)
-    draft.look_again(POLL_SECONDS)
+    draft.look_again(attempts.POLL_SECONDS)
 
 
-def _end(draft: Draft) -> None:
+def _report_end(draft: Draft) -> None:
     """Say that the run has ended before it was suspended."""
     ended = draft.find(ConditionType.FAILED)
     assert ended is not None
@@ -142,12 +175,12 @@ def _end(draft: Draft) -> None:
 
 
 def _way_on(draft: Draft) -> str:
-    """Return from where the run goes on, as a clause."""
+    """Return from where the run goes on, as a predicate."""
     saved = draft.status.checkpoint
     if draft.status.job is None:
-        return "it starts: it has not trained yet"
+        return "starts from the beginning"
     if saved:
-        return f"it resumes from the checkpoint of step {saved.step}"
+        return f"resumes from the checkpoint of step {saved.step}"
     if storage_of(draft.run) is None:
-        return "it starts again at step 0: it saves no checkpoints"
-    return "it starts again: there is no checkpoint of it yet"
+        return "starts again at step 0: it saves no checkpoints"
+    return "starts again: it has saved no checkpoint yet"

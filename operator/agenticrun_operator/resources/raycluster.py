@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from agenticrun_api import AgenticRun, Role
-from agenticrun_api.names import DASHBOARD_PORT, REPORTER_PORT
+from agenticrun_api.names import DASHBOARD_PORT, GROUP, REPORTER_PORT
+from agenticrun_api.roles import ELASTIC
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import (
     Manifest,
@@ -39,7 +40,8 @@ def ray_cluster(run: AgenticRun, images: WorkerImages, tokens: str) -> Manifest:
         tokens: the name of the Secret with the run's tokens.
     """
     metadata = child_metadata(run, run.metadata.name)
-    metadata["labels"] = run.spec.labels | metadata["labels"]
+    made_for = {_replicas_label(role): str(n) for role, n in run.spec.roles.elastic.items()}
+    metadata["labels"] = run.spec.labels | metadata["labels"] | made_for
     if run.spec.annotations:
         metadata["annotations"] = dict(run.spec.annotations)
     head = head_pod(run, images.of(run, Role.DRIVER), tokens, HEAD_PORTS)
@@ -75,9 +77,20 @@ def images_in(cluster: Manifest) -> dict[str, str]:
 
 
 def replicas_in(cluster: Manifest) -> dict[str, int]:
-    """Return the number of pods of each worker role in a RayCluster that exists."""
-    groups = cluster["spec"].get("workerGroupSpecs", ())
-    return {group["groupName"]: group.get("minReplicas", 0) for group in groups}
+    """Return the replicas, of the roles that can change them, that a RayCluster was made for.
+
+    It says so in labels: others may change the numbers of its pods.
+    """
+    labels = cluster["metadata"].get("labels", {})
+    return {
+        role.value: int(labels[name])
+        for role in ELASTIC
+        if labels.get(name := _replicas_label(role.value), "").isdigit()
+    }
+
+
+def _replicas_label(role: str) -> str:
+    return f"{GROUP}/{role}-replicas"
 
 
 def _worker_group(run: AgenticRun, role: Role, image: str, tokens: str) -> Manifest:

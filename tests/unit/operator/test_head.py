@@ -57,6 +57,7 @@ class Scripted:
         headers: Mapping[str, str],
         body: Any = None,
         limit: int,
+        timeout: float = 0.0,
     ) -> Response:
         self.asked.append((method, port, path, headers, body))
         for part, answer in self.answers.items():
@@ -217,7 +218,7 @@ async def test_a_submission_tells_the_driver_its_attempt() -> None:
 
 async def test_an_answer_that_is_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in (
-        "QUESTION_SECONDS",
+        "TIMEOUT_SECONDS",
         "CONNECT_SECONDS",
     ):  # a stalled machine is no answer that is too long
         monkeypatch.setattr(transports, limit, 60.0)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
 
 from agenticrun_api import ConditionType, Outcome, Phase, Role
 from agenticrun_api.names import KIND
 from agenticrun_operator.cluster import Denied
+from agenticrun_operator.observed import Pod
+from agenticrun_operator.planning.lost_pods import joined_earlier_head
 from operator_world import NAME, Operator, World, condition, happened, training
 
 
@@ -214,3 +219,31 @@ async def test_a_worker_whose_clock_is_behind_that_of_the_head_delays_an_attempt
     world.delete_pod(Role.DRIVER)
     await pass_time(operator, 100)
     assert [job.attempt for job in world.jobs] == [1, 2]
+
+
+def pod(role: Role, created: int, started: int, **fields: Any) -> Pod:
+    at = "2026-01-01T00:00:{:02}Z".format
+    common = {"run_uid": "r", "role": role, "ready": True, "incarnation": f"{role.value}/0"}
+    named = {"name": role.value, "uid": role.value}
+    return Pod(
+        **{**named, **common, "created_at": at(created), "started_at": at(started), **fields}
+    )
+
+
+@pytest.mark.parametrize(
+    ("worker", "head", "joined_earlier"),
+    [
+        (pod(Role.ENV, 0, 5), pod(Role.DRIVER, 20, 25), True),
+        (pod(Role.ENV, 0, 27), pod(Role.DRIVER, 20, 25), False),  # it has started again
+        (pod(Role.ENV, 21, 15), pod(Role.DRIVER, 20, 25), False),  # its node's clock is behind
+        (pod(Role.ENV, 1, 5), pod(Role.DRIVER, 0, 25, incarnation="driver/1"), True),
+        (pod(Role.ENV, 0, 5, gone_by="x"), pod(Role.DRIVER, 20, 25), False),
+        (pod(Role.DRIVER, 0, 5), pod(Role.DRIVER, 20, 25), False),
+    ],
+)
+def test_a_worker_that_is_older_than_the_head_has_joined_an_earlier_one(
+    worker: Pod, head: Pod, joined_earlier: bool
+) -> None:
+    now = datetime(2026, 1, 1, 0, 0, 30, tzinfo=UTC)
+    assert joined_earlier_head(worker, head, now) == joined_earlier
+    assert not joined_earlier_head(worker, head, now + timedelta(minutes=2))
