@@ -137,7 +137,7 @@ class Observed:
 
     children: Mapping[Child, Manifest | None] = field(default_factory=dict)
     """The children that were read, with any owner; None: the object does not exist. While a run
-    trains, only the RayCluster is read."""
+    trains or is suspended, only the RayCluster is read."""
     pods: tuple[Pod, ...] = ()
     """The pods of the run's RayCluster, and orphans of one that was deleted."""
     job: Job | NoJob | Unreachable = Unreachable("there is no head pod to ask")
@@ -164,6 +164,11 @@ class Observed:
     def child(self, kind: str, name: str) -> Manifest | None:
         """Return a child that was read and exists, else None."""
         return self.children.get(Child(kind, name))
+
+    def own_cluster(self, run: AgenticRun) -> Manifest | None:
+        """Return the RayCluster, if it exists and is this run's own."""
+        cluster = self.child("RayCluster", run.metadata.name)
+        return cluster if cluster and controller_uid(cluster) == run.metadata.uid else None
 
     def head(self, run_uid: str) -> Pod | None:
         """Return the run's own head pod; if there are two, the one that is not being deleted."""

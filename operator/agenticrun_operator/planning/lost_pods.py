@@ -22,7 +22,7 @@ from agenticrun_operator.observed import Observed, Pod, Unreachable
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.plan import Delete
 from agenticrun_operator.planning.times import format_span, parse_time
-from agenticrun_operator.resources import Child, controller_uid, is_deleting
+from agenticrun_operator.resources import Child, is_deleting
 
 HEAD_LOST_SECONDS = 120.0
 """Time that a head may be not ready and silent before it is given up."""
@@ -107,13 +107,12 @@ def lost_head(draft: Draft, observed: Observed, incarnation: str) -> str | None:
 
 def delete_cluster(draft: Draft, observed: Observed) -> bool:
     """Delete the run's own RayCluster. Return True if there is one, for the first request."""
-    name = draft.run.metadata.name
-    cluster = observed.child("RayCluster", name)
-    if cluster is None or controller_uid(cluster) != draft.run.metadata.uid:
+    cluster = observed.own_cluster(draft.run)
+    if cluster is None:
         return False
     uid = cluster["metadata"]["uid"]
     if is_deleting(cluster) or not draft.may_repeat(observed.deletions.get(uid)):
         return False
-    draft.delete.append(Delete(Child("RayCluster", name), uid))
+    draft.delete.append(Delete(Child("RayCluster", draft.run.metadata.name), uid))
     draft.look_again(DELETED_SECONDS)
     return uid not in observed.deletions

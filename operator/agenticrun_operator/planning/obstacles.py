@@ -225,8 +225,7 @@ def _deleted_claim(run: AgenticRun, observed: Observed) -> Obstacle | None:
             f"{saved.step}: apply the run again to begin at step 0",
             final=True,
         )
-    cluster = observed.child("RayCluster", run.metadata.name)
-    if gone or cluster is None or controller_uid(cluster) != run.metadata.uid:
+    if gone or observed.own_cluster(run) is None:
         return None
     return Obstacle(
         Reason.WAITING_FOR_PREVIOUS_RUN,

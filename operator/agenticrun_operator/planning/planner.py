@@ -91,7 +91,7 @@ def plan(
     if obstacle is None or run.status.job:
         ready = roles.report(draft, observed, images)
         attempts.advance(draft, observed, ready)
-    elif provisioning.has_cluster(draft, observed):  # its pods hold resources meanwhile
+    elif observed.own_cluster(run):  # its pods hold resources meanwhile
         roles.report(draft, observed, images)
         startup.check_deadline(draft, observed)
     if obstacle:

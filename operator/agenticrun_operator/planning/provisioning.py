@@ -11,7 +11,6 @@ from agenticrun_operator.resources import (
     OperatorKey,
     WorkerImages,
     checkpoint_claim_name,
-    controller_uid,
     desired_children,
     is_retained,
     key_id_of,
@@ -57,12 +56,6 @@ def _begin(draft: Draft, observed: Observed) -> None:
     draft.set(max_steps=steps, progress=f"0/{steps}", volume_claim=checkpoint_claim_name(draft.run))
     draft.condition(ConditionType.COMPLETE, "False", Reason.NOT_FINISHED)
     draft.condition(ConditionType.FAILED, "False", Reason.NOT_FINISHED)
-
-
-def has_cluster(draft: Draft, observed: Observed) -> bool:
-    """Return True if the run's own RayCluster exists."""
-    cluster = observed.child("RayCluster", draft.run.metadata.name)
-    return cluster is not None and controller_uid(cluster) == draft.run.metadata.uid
 
 
 def _report_reused_claim(draft: Draft, observed: Observed) -> None:

@@ -6,7 +6,7 @@ from agenticrun_api import ConditionType, Phase, Reason, Role
 from agenticrun_api.status import RoleStatus
 from agenticrun_operator.observed import Observed, Pod, Problem
 from agenticrun_operator.planning.draft import Draft
-from agenticrun_operator.resources import WorkerImages, controller_uid, images_in
+from agenticrun_operator.resources import WorkerImages, images_in
 
 _WORTH_AN_EVENT = frozenset(
     {
@@ -21,9 +21,8 @@ _WORTH_AN_EVENT = frozenset(
 def report(draft: Draft, observed: Observed, images: WorkerImages) -> bool:
     """Set `status.roles` and RolesReady. Return True if all pods of all roles are ready."""
     run = draft.run
-    cluster = observed.child("RayCluster", run.metadata.name)
-    own_cluster = cluster is not None and controller_uid(cluster) == run.metadata.uid
-    in_use = images_in(cluster) if cluster and own_cluster else {}
+    cluster = observed.own_cluster(run)
+    in_use = images_in(cluster) if cluster else {}
     ours = [pod for pod in observed.pods if pod.orphan or pod.run_uid == run.metadata.uid]
     statuses, first = [], None
     for role in (Role.DRIVER, *run.spec.roles.workers):

@@ -17,7 +17,6 @@ from agenticrun_operator.planning import ending
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.lost_pods import delete_cluster
 from agenticrun_operator.planning.times import format_span, format_time, parse_time
-from agenticrun_operator.resources import controller_uid
 
 FIRST_WAIT_SECONDS = 60.0
 """Longer than the pods of another run need to be placed, and shorter than people are patient."""
@@ -31,11 +30,9 @@ def check_deadline(draft: Draft, observed: Observed) -> None:
 
     A run that has trained before never fails here: its images and containers did work.
     """
-    cluster = observed.child("RayCluster", draft.run.metadata.name)
+    cluster = observed.own_cluster(draft.run)
     unready = draft.find(ConditionType.ROLES_READY)
-    if cluster is None or controller_uid(cluster) != draft.run.metadata.uid:
-        return
-    if unready is None or unready.status == "True":
+    if cluster is None or unready is None or unready.status == "True":
         return
     times = [
         cluster["metadata"].get("creationTimestamp"),

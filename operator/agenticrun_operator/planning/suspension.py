@@ -19,7 +19,6 @@ from agenticrun_api.version import takes_replicas
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning import attempts, roles, startup
 from agenticrun_operator.planning.draft import Draft
-from agenticrun_operator.planning.provisioning import has_cluster
 from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.resources import WorkerImages, replicas_in, storage_of
 
@@ -48,8 +47,8 @@ def find_cause(draft: Draft, observed: Observed) -> Cause | None:
     """
     if draft.run.spec.suspend:
         return Cause(Reason.SUSPENDING, Reason.SUSPENDED, "spec.suspend is true")
-    cluster = observed.child("RayCluster", draft.run.metadata.name)
-    if cluster is None or not has_cluster(draft, observed):
+    cluster = observed.own_cluster(draft.run)
+    if cluster is None:
         return None
     wanted, made = draft.run.spec.roles.elastic, replicas_in(cluster)
     changes = [
@@ -148,7 +147,7 @@ def _wait_without_pods(draft: Draft, observed: Observed, cause: Cause) -> None:
         if found and (found.status != "False" or found.reason == Reason.PROGRESSING):
             draft.condition(kind, "False", cause.done, cause.text)
     uid = draft.run.metadata.uid
-    if has_cluster(draft, observed) or any(pod.run_uid == uid for pod in observed.pods):
+    if observed.own_cluster(draft.run) or any(pod.run_uid == uid for pod in observed.pods):
         _report_progress(draft, cause, f"the pods are being deleted; {message}")
         return
     if not draft.is_true(ConditionType.SUSPENDED):
