@@ -227,3 +227,17 @@ def test_the_optimizer_counts_its_own_steps_and_skips() -> None:
         0.2,
         0.8,
     )
+
+
+def test_the_actors_schedule_ends_with_the_run_although_it_begins_after_the_critics_warm_up() -> (
+    None
+):
+    training = {"lrSchedulerType": "cosine"}
+    run = pipeline(
+        {"name": "gae"}, criticWarmup=4, actorTrain={"training": training}, critic={"training": {}}
+    )
+    actor, critic = (
+        optimizer_spec(run, part.training) for part in (run.actor_train, run.critic) if part
+    )
+    assert (actor.total_steps, critic.total_steps) == (6, 10)
+    assert (actor.rate(0), actor.rate(6)) == (actor.learning_rate, 0.0)

@@ -96,11 +96,13 @@ def optimizer_spec(pipeline: Pipeline, training: Training) -> OptimizerSpec:
     Args:
         training: `pipeline.actor_train.training` or `pipeline.critic.training`.
     """
+    waits = pipeline.critic_warmup if training is pipeline.actor_train.training else 0
+    steps = max(1, pipeline.max_steps - waits)  # those in which this optimizer takes steps
     return OptimizerSpec(
         learning_rate=training.learning_rate,
         schedule=training.lr_scheduler_type,
         warmup_steps=training.warmup_steps,
-        total_steps=pipeline.max_steps * optimizer_steps_per_batch(pipeline),
+        total_steps=steps * optimizer_steps_per_batch(pipeline),
         supervised_learning_rate=pipeline.warmup.learning_rate if pipeline.warmup else None,
         weight_decay=training.weight_decay,
         beta1=training.adam_beta1,
