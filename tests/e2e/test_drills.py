@@ -44,6 +44,8 @@ class Drill:
     """Of the run, each a second or more."""
     says: str = ""
     """What the status must show while the fault lasts."""
+    untouched: bool = False
+    """The run must not notice: no container starts, no step waits."""
     end: str = "Succeeded"
     why: str = ""
     """What the message of a run that fails must say."""
@@ -119,6 +121,17 @@ DRILLS = (
     Drill("claim expanded, then TTL changed", faults.claim_expanded, lasts=15, steps=20),
     Drill("a second env pod asked for", faults.replicas_changed, steps=25),
     Drill("Ray's processes on the head frozen", faults.head_processes_frozen, lasts=30, steps=60),
+    Drill(
+        "helm upgrade: a value, then the image",
+        faults.helm_upgraded,
+        lasts=15,
+        steps=110,
+        untouched=True,
+    ),
+    Drill("helm rollback", faults.helm_rolled_back, lasts=15, steps=80, untouched=True),
+    Drill(
+        "helm uninstall, helm install", faults.helm_reinstalled, lasts=20, steps=80, untouched=True
+    ),
 )
 
 
@@ -199,6 +212,8 @@ def _problems(drill: Drill, report: Report) -> Iterator[str]:
         yield f"the message does not say {drill.why!r} in one line"
     if report.lost_beyond_checkpoint():
         yield f"{report.lost_beyond_checkpoint()} saved steps were lost"
+    if drill.untouched and (report.new_containers() or not report.trained_on()):
+        yield f"the run was touched: {report.new_containers()} containers started anew"
     if drill.says and drill.says not in [word for _, word in report.said()]:
         yield f"the status never said {drill.says!r}"
     for item in untruths(report.samples):

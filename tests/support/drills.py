@@ -47,6 +47,8 @@ class Sample:
     """running, stopped (by SIGSTOP) or gone."""
     ready: dict[str, int] = field(default_factory=dict)
     """Ready pods by role, as the apiserver shows them."""
+    pods: frozenset[str] = frozenset()
+    """Uid and restarts of each container of the run's pods."""
     saved: int | None = None
     """Step of the newest checkpoint on disk; None if the disk cannot be read from here."""
 
@@ -191,6 +193,11 @@ class Report:
             for sample in self._after
             if sample.phase not in ENDED and sample.step < _last_step(sample)
         )
+
+    def new_containers(self) -> int:
+        """Number of the run's containers that started after the fault began."""
+        after = [sample.pods for sample in self._after if sample.phase not in ENDED]
+        return len(frozenset().union(*after) - self._before.pods)
 
     def recovered(self) -> float | None:
         """Seconds until a step was made and shown that was not there before the fault."""
@@ -351,6 +358,7 @@ class Recorder:
             operator=bool(operators and any(map(_is_ready, operators["items"]))),
             driver=_driver(),
             ready=ready,
+            pods=frozenset(_containers(pods["items"] if pods else ())),
             saved=_newest_checkpoint(self._folders, run) if run else None,
         )
 
@@ -373,6 +381,14 @@ def _counts(pod: dict[str, Any]) -> bool:
     """The pod is ready, stays, and belongs to a RayCluster."""
     owners = pod["metadata"].get("ownerReferences", ())
     return _is_ready(pod) and any(owner["kind"] == "RayCluster" for owner in owners)
+
+
+def _containers(pods: Iterable[dict[str, Any]]) -> Iterator[str]:
+    for pod in pods:
+        owners = pod["metadata"].get("ownerReferences", ())
+        if any(owner["kind"] == "RayCluster" for owner in owners):
+            for item in pod.get("status", {}).get("containerStatuses", ()):
+                yield f"{pod['metadata']['uid']}/{item['name']}/{item['restartCount']}"
 
 
 def _is_ready(pod: dict[str, Any]) -> bool:

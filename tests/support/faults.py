@@ -314,19 +314,56 @@ def two_namespaces(site: Site) -> Iterator[None]:
 
 
 def _watch(site: Site, *namespaces: str) -> None:
-    site.operator.system.command(
-        "helm",
-        "upgrade",
-        RELEASE,
-        str(ROOT / "charts/agenticrun"),
-        "-n",
-        site.operator.system.namespace,
-        "--skip-crds",
-        "--reuse-values",
-        f"--set=watchNamespaces={{{','.join(namespaces)}}}",
-        "--wait",
-        "--timeout=10m",
+    _upgrade(site, f"--set=watchNamespaces={{{','.join(namespaces)}}}")
+
+
+def _helm(site: Site, command: str, *words: str, stdin: str | None = None) -> str:
+    """Run helm on the operator's release."""
+    system = site.operator.system
+    return system.command(
+        "helm", *command.split(), RELEASE, "-n", system.namespace, *words, stdin=stdin
     )
+
+
+_CHART = str(ROOT / "charts/agenticrun")
+_WAIT = ("--wait", "--timeout=10m")
+
+
+def _upgrade(site: Site, *changes: str) -> None:
+    _helm(site, "upgrade", _CHART, "--skip-crds", "--reset-then-reuse-values", *changes, *_WAIT)
+
+
+@contextmanager
+def helm_upgraded(site: Site) -> Iterator[None]:
+    """A changed value, then another name of the image; the release's own values at the end."""
+    values = _helm(site, "get values", "-o", "json")
+    try:
+        _upgrade(site, "--set=logLevel=info")
+        (pod,) = site.operator.system.list("pods")
+        (container,) = pod["status"]["containerStatuses"]
+        _upgrade(site, f"--set=image.digest={container['imageID'].rpartition('@')[2]}")
+        yield
+    finally:
+        _helm(site, "upgrade", _CHART, "--skip-crds", "-f", "-", *_WAIT, stdin=values)
+
+
+@contextmanager
+def helm_rolled_back(site: Site) -> Iterator[None]:
+    _upgrade(site, "--set=logLevel=info")
+    _helm(site, "rollback", *_WAIT)
+    yield
+
+
+@contextmanager
+def helm_reinstalled(site: Site) -> Iterator[None]:
+    """The release is uninstalled, and in the end installed again with its name and values."""
+    values = _helm(site, "get values", "-o", "json")
+    _helm(site, "uninstall", *_WAIT)
+    try:
+        assert site.operator.system.get("secret", f"{RELEASE}-operator-key"), "the key is kept"
+        yield
+    finally:
+        _helm(site, "install", _CHART, "--skip-crds", "-f", "-", *_WAIT, stdin=values)
 
 
 @contextmanager

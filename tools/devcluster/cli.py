@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from devcluster.binaries import Binaries
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     settings = Settings.from_environment()
+    if options.command == "images" and options.source:
+        settings = replace(settings, repository=options.source.resolve())
     try:
         if options.command == "build":
             Binaries(settings).build()
@@ -143,6 +146,12 @@ def _parser() -> argparse.ArgumentParser:
         "--build-only",
         action="store_true",
         help="build what changed and stop there; needs no cluster",
+    )
+    images.add_argument(
+        "--source",
+        type=Path,
+        metavar="FOLDER",
+        help="the source tree that they are built from, of another release, instead of this one",
     )
     load = commands.add_parser("load", help="load a docker-archive or oci-archive into the cluster")
     load.add_argument("archive", type=Path)

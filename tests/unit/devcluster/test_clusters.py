@@ -4,6 +4,7 @@ import json
 import shutil
 import tarfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from devcluster import clusters, prerequisites
 from devcluster.clusters import ContextCluster, HostCluster, KindCluster, choose
 from devcluster.containerd import write_image
 from devcluster.node import mounts_below
+from devcluster.recipes import Recipe
 from devcluster.settings import Settings
 from devcluster.shell import DevclusterError, NoClusterPossible, write_if_changed
 
@@ -97,6 +99,28 @@ def test_command_line_ends_with_3_where_no_cluster_is_possible(
     machine.setattr(prerequisites, "host_refusal", lambda: "not root")
     assert main(["up"]) == 3
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_images_are_built_from_the_source_tree_that_is_named(
+    named: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from devcluster import cli
+
+    class Publishes:
+        def __init__(self, settings: Settings) -> None:
+            self._settings = settings
+
+        def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
+            return {recipe.name: str(self._settings.repository) for recipe in recipes}
+
+    monkeypatch.setattr(cli, "choose", Publishes)
+    assert cli.main(["images", *(["--source", str(tmp_path)] if named else [])]) == 0
+    root = tmp_path if named else Settings.from_environment({}).repository
+    assert json.loads(capsys.readouterr().out) == {"operator": str(root), "worker": str(root)}
 
 
 @dataclass

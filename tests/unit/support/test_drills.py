@@ -65,6 +65,18 @@ def test_the_truth_in_between_ends_an_untruth() -> None:
     )
 
 
+def test_containers_that_start_after_the_fault_are_counted() -> None:
+    def report(*after: str) -> Report:
+        seen = [sample(0, 3, pods=frozenset({"a/0", "b/0"}))]
+        seen += [sample(at, 4, pods=frozenset({name, "b/0"})) for at, name in enumerate(after, 2)]
+        end = sample(9, 10, phase="Succeeded", pods=frozenset({"later/0"}))
+        return Report([*seen, silent(8), end], injected=1)
+
+    assert report("a/0", "a/0").new_containers() == 0
+    assert report("a/0", "a/1").new_containers() == 1
+    assert report("c/0", "d/0").new_containers() == 2
+
+
 def test_nothing_is_untrue_while_nobody_can_write_the_status() -> None:
     assert texts(sample(0, 3, ready=0), *map(silent, range(1, 60)), sample(60, 3, ready=0)) == []
     assert texts(*(sample(at, 3, ready=0, operator=False) for at in range(60))) == []
