@@ -110,6 +110,7 @@ drills: setup ## Slow fault drills (tier two of docs/testing.md)
 	@AGENTICRUN_DETERMINISTIC_KILLS=20 $(BIN)/pytest -q tests/integration/local/test_deterministic.py
 	@AGENTICRUN_E2E_OPERATOR_DOWN_SECONDS=300 $(BIN)/pytest -q tests/e2e/test_run.py
 	@AGENTICRUN_E2E_DRILLS=all AGENTICRUN_DRILLS_TABLE=docs/drills.md $(BIN)/pytest -q tests/e2e/test_drills.py
+	@AGENTICRUN_E2E_DRILLS=all $(BIN)/pytest -q tests/e2e/test_upgrade.py
 	@AGENTICRUN_E2E_ENGINES=sglang,vllm $(BIN)/pytest -q -s tests/e2e/test_engines.py
 
 .PHONY: bench

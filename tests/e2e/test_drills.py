@@ -22,12 +22,11 @@ import faults
 from agenticrun_api import Role
 from drills import ENDED, Recorder, Report, Row, untruths, with_row
 from faults import Fault, Site
-from installation import Images, Operator, objects
+from installation import ALL_DRILLS, Images, Operator, objects
 from lake import behind_gate, small_lake
 from testcluster import Cluster
 from waiting import eventually
 
-ALL = os.environ.get("AGENTICRUN_E2E_DRILLS") == "all"
 TABLE = os.environ.get("AGENTICRUN_DRILLS_TABLE")
 MINUTES = 60.0
 
@@ -142,7 +141,9 @@ DRILLS = (
             drill,
             id=drill.slug,
             marks=[
-                pytest.mark.skipif(not (drill.core or ALL), reason="AGENTICRUN_E2E_DRILLS=all"),
+                pytest.mark.skipif(
+                    not (drill.core or ALL_DRILLS), reason="AGENTICRUN_E2E_DRILLS=all"
+                ),
                 *([pytest.mark.xfail(reason=drill.known, strict=True)] if drill.known else []),
             ],
         )

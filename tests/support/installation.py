@@ -21,6 +21,8 @@ ENGINES = [name for name in os.environ.get("AGENTICRUN_E2E_ENGINES", "").split("
 
 A drill sets sglang,vllm: their images take 17 and 12 GB of disk.
 """
+ALL_DRILLS = os.environ.get("AGENTICRUN_E2E_DRILLS") == "all"
+"""Run the slow fault drills, too."""
 _OPERATORS = "app.kubernetes.io/name=agenticrun"
 _KINDS = (
     "pods,services,configmaps,secrets,persistentvolumeclaims,rayclusters,networkpolicies,ingresses,"
@@ -38,10 +40,11 @@ class Operator:
     """The operator under test."""
 
     system: Cluster
+    release: str = RELEASE
 
     def scale(self, replicas: int) -> None:
         """Set the number of operators, and wait until it is so."""
-        self.system.kubectl("scale", f"deployment/{RELEASE}", f"--replicas={replicas}")
+        self.system.kubectl("scale", f"deployment/{self.release}", f"--replicas={replicas}")
         if replicas:
             self.wait_ready()
         else:
@@ -59,11 +62,11 @@ class Operator:
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        self.system.kubectl("rollout", "status", f"deployment/{RELEASE}", "--timeout=600s")
+        self.system.kubectl("rollout", "status", f"deployment/{self.release}", "--timeout=600s")
 
     def log(self) -> str:
         """What the operator has written, for a failure's report."""
-        return self.system.kubectl("logs", f"deployment/{RELEASE}", "--tail=200")
+        return self.system.kubectl("logs", f"deployment/{self.release}", "--tail=200")
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,14 @@ class Images:
 
 
 @contextmanager
-def others_paused(cluster: Cluster) -> Iterator[None]:
+def others_paused(cluster: Cluster, system: str = SYSTEM) -> Iterator[None]:
     """Scale every other operator of the cluster to 0, and back at the end.
 
     Two operators must not serve one namespace.
+
+    Args:
+        cluster: the cluster.
+        system: the namespace of the operator that is not another one.
     """
     everywhere = json.loads(
         cluster.kubectl("get", "deployments", "--all-namespaces", "-l", _OPERATORS, "-o", "json")
@@ -88,7 +95,7 @@ def others_paused(cluster: Cluster) -> Iterator[None]:
     paused = [
         (item["metadata"]["namespace"], item["metadata"]["name"], item["spec"]["replicas"])
         for item in everywhere
-        if item["metadata"]["namespace"] != SYSTEM
+        if item["metadata"]["namespace"] != system
     ]
     for namespace, name, _ in paused:
         cluster.in_namespace(namespace).kubectl("scale", f"deployment/{name}", "--replicas=0")
