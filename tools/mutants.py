@@ -313,6 +313,13 @@ MUTANTS = (
         ("tests/unit/operator/test_resources.py",),
     ),
     Mutant(
+        "operator/status-of-an-older-crd",
+        f"{OPERATOR}/reconciler.py",
+        'parse_served(document).model_copy(update={"status": plan_.status})',
+        "parse_served(document)",
+        ("tests/unit/operator/test_older_crd.py",),
+    ),
+    Mutant(
         "operator/overlay-replaces-lists",
         f"{OPERATOR}/resources/overlay.py",
         "key = MERGE_KEYS.get(field)",
