@@ -139,19 +139,7 @@ def _answer(world: World, port: int) -> Response:
         )
     if not jobs:
         return Response(404, b"{}")
-    details = {
-        "type": "SUBMISSION",
-        "submission_id": jobs[-1].submission_id,
-        "status": jobs[-1].status,
-        "entrypoint": "agenticrun driver",
-        "message": "Job is currently running.",
-        "start_time": 1767225600000,
-        "metadata": {"agenticrun.dev/run-uid": "u"},
-        "runtime_env": {"env_vars": {"A": "b"}},
-        "driver_agent_http_address": "http://10.0.0.1:52365",
-        "driver_node_id": "f" * 56,
-    }
-    return Response(200, json.dumps(details).encode())
+    return Response(200, json.dumps(jobs[-1].details()).encode())
 
 
 class BytesHead(RunHead):

@@ -349,13 +349,13 @@ class Recorder:
         ready: dict[str, int] = {}
         for pod in pods["items"] if pods else ():
             role = pod["metadata"].get("labels", {}).get(LABEL_ROLE)
-            if role in {item.value for item in Role} and _counts(pod):
+            if role in {item.value for item in Role} and counts_as_ready(pod):
                 ready[role] = ready.get(role, 0) + 1
         answered = run is not None and pods is not None
         return Sample(
             at=time.time(),
             status=(run.get("status") or {}) if run is not None and answered else None,
-            operator=bool(operators and any(map(_is_ready, operators["items"]))),
+            operator=bool(operators and any(map(is_ready, operators["items"]))),
             driver=_driver(),
             ready=ready,
             pods=frozenset(_containers(pods["items"] if pods else ())),
@@ -377,10 +377,10 @@ class Recorder:
             connection.close()
 
 
-def _counts(pod: dict[str, Any]) -> bool:
+def counts_as_ready(pod: dict[str, Any]) -> bool:
     """The pod is ready, stays, and belongs to a RayCluster."""
     owners = pod["metadata"].get("ownerReferences", ())
-    return _is_ready(pod) and any(owner["kind"] == "RayCluster" for owner in owners)
+    return is_ready(pod) and any(owner["kind"] == "RayCluster" for owner in owners)
 
 
 def _containers(pods: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -391,7 +391,7 @@ def _containers(pods: Iterable[dict[str, Any]]) -> Iterator[str]:
                 yield f"{pod['metadata']['uid']}/{item['name']}/{item['restartCount']}"
 
 
-def _is_ready(pod: dict[str, Any]) -> bool:
+def is_ready(pod: dict[str, Any]) -> bool:
     conditions = pod.get("status", {}).get("conditions", ())
     return "deletionTimestamp" not in pod["metadata"] and any(
         item["type"] == "Ready" and item["status"] == "True" for item in conditions

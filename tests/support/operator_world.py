@@ -20,7 +20,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from agenticrun_api import (
-    Activity,
     AgenticRunStatus,
     Condition,
     ConditionType,
@@ -34,7 +33,7 @@ from agenticrun_api import (
     parse_run,
 )
 from agenticrun_api.load import parse_served
-from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN, LABEL_RUN_UID
+from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN
 from agenticrun_operator.cluster import (
     AlreadyExists,
     ClusterError,
@@ -59,6 +58,7 @@ from agenticrun_operator.resources import (
 )
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import Item
+from fake_ray import FakeJob, missing_roles, pod_of, ready_condition
 from runs import run_with
 
 IMAGE = "worker:1"
@@ -72,24 +72,6 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 class Crash(BaseException):
     """The operator's process has died here."""
-
-
-@dataclass
-class FakeJob:
-    """A job in the memory of one incarnation of Ray's head."""
-
-    submission_id: str
-    attempt: int
-    incarnation: str
-    status: str = "PENDING"
-    message: str = ""
-    exit_code: int | None = None
-    replicas: dict[str, int] = field(default_factory=dict)
-    """Those that the driver was started with, if they may have changed."""
-
-    @property
-    def live(self) -> bool:
-        return self.status in ("PENDING", "RUNNING")
 
 
 @dataclass
@@ -334,13 +316,8 @@ class World:
             for pod in self.pods()
             if self._belongs_to(pod, cluster) or "deletionTimestamp" in pod["metadata"]
         ]
-        have = [pod["metadata"]["labels"][LABEL_ROLE] for pod in counted]
-        groups = {
-            group["groupName"]: group["replicas"] for group in cluster["spec"]["workerGroupSpecs"]
-        }
-        for role, wanted in {Role.DRIVER.value: 1, **groups}.items():
-            for _ in range(wanted - have.count(role)):
-                self._make_pod(cluster, role)
+        for role in missing_roles(cluster, counted):
+            self._store(pod_of(cluster, role, f"{NAME}-{role}-{next(self._ids)}"))
         placed = 0
         own = [pod for pod in self.pods() if self._belongs_to(pod, cluster)]
         heads = [pod for pod in own if pod["metadata"]["labels"][LABEL_ROLE] == Role.DRIVER.value]
@@ -430,9 +407,7 @@ class World:
         )
         pod["status"]["containerStatuses"][0]["ready"] = ready
         if before.get("status") != status:
-            now = format_time(self.now)
-            condition = {"type": "Ready", "status": status, "lastTransitionTime": now}
-            pod["status"]["conditions"] = [condition]
+            pod["status"]["conditions"] = [ready_condition(ready, self.now)]
 
     def lose_node(self, role: Role, partition: bool = False) -> None:
         """The node of one of the role's pods stops answering; the node controller has seen it.
@@ -476,29 +451,6 @@ class World:
     def _belongs_to(pod: Manifest, cluster: Manifest) -> bool:
         owners = pod["metadata"]["ownerReferences"]
         return any(owner["uid"] == cluster["metadata"]["uid"] for owner in owners)
-
-    def _make_pod(self, cluster: Manifest, role: str) -> None:
-        name = f"{NAME}-{role}-{next(self._ids)}"
-        owner = cluster["metadata"]
-        labels = {LABEL_RUN: NAME, LABEL_RUN_UID: owner["labels"][LABEL_RUN_UID], LABEL_ROLE: role}
-        owners = [{"kind": "RayCluster", "name": NAME, "uid": owner["uid"], "controller": True}]
-        spec = cluster["spec"]
-        groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
-        template = groups.get(role, spec["headGroupSpec"])["template"]["spec"]
-        metadata = {
-            "name": name,
-            "namespace": NAMESPACE,
-            "labels": labels,
-            "ownerReferences": owners,
-        }
-        self._store(
-            {
-                "kind": "Pod",
-                "metadata": metadata,
-                "spec": copy.deepcopy(template),
-                "status": {},
-            }
-        )
 
     def pods(self, role: Role | None = None) -> list[Manifest]:
         """The pods of RayClusters, also of deleted ones; the newest first."""
@@ -588,23 +540,7 @@ class World:
             job.message = "Job entrypoint command failed"
 
     def progress_of(self, job: FakeJob, step: int, **fields: Any) -> Progress:
-        return Progress(
-            run_uid=self.run["metadata"]["uid"],
-            submission_id=job.submission_id,
-            attempt=job.attempt,
-            sequence=step,
-            step=step,
-            policy_version=step,
-            time=format_time(self.now),
-            last_step_time=format_time(self.now),
-            **{
-                "activity": Activity.TRAINING,
-                "max_steps": 2,
-                "seconds_per_step": 3.0,
-                "reward": 0.5,
-                **fields,
-            },
-        )
+        return job.progress(self.run["metadata"]["uid"], self.now, step, **fields)
 
     # -- protocols.Kube ----------------------------------------------------------------------------
 

@@ -5,11 +5,20 @@ Processes may end between two queries.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+
+def free_port() -> int:
+    """Return a port that nobody used a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def lives(pid: int) -> bool:

@@ -1,0 +1,113 @@
+"""The operator's own process, with the rights that the chart gives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agenticrun_operator.reconcile_workers import WORKERS
+from processes import free_port
+from testcluster import ROOT, Cluster
+
+
+@dataclass(frozen=True)
+class Release:
+    """What the chart renders for an operator of some namespaces."""
+
+    name: str
+    namespace: str
+    watched: tuple[str, ...]
+
+    def documents(self, cluster: Cluster) -> list[dict[str, Any]]:
+        """Return the chart's objects."""
+        rendered = cluster.command(
+            *("helm", "template", self.name, str(ROOT / "charts/agenticrun")),
+            *("--namespace", self.namespace),
+            *("--set", f"watchNamespaces={{{','.join(self.watched)}}}"),
+        )
+        return [document for document in yaml.safe_load_all(rendered) if document]
+
+    def rights(self, inside: Cluster) -> list[dict[str, Any]]:
+        """Return the chart's rights in this namespace."""
+        kinds = ("ServiceAccount", "Role", "RoleBinding")
+        return [
+            document
+            for document in self.documents(inside)
+            if document["kind"] in kinds and document["metadata"]["namespace"] == inside.namespace
+        ]
+
+    def grant(self, inside: Cluster) -> None:
+        """Give the operator its rights in this namespace, as `helm upgrade` would."""
+        inside.apply(*self.rights(inside))
+
+    def lease(self, cluster: Cluster) -> dict[str, str]:
+        """Return the settings of the Lease that the chart gives the operator."""
+        found = [item for item in self.documents(cluster) if item["kind"] == "Deployment"]
+        (container,) = found[0]["spec"]["template"]["spec"]["containers"]
+        names = ("AGENTICRUN_LEASE_NAME", "AGENTICRUN_LEASE_NAMESPACE")
+        return {item["name"]: item["value"] for item in container["env"] if item["name"] in names}
+
+    def kubeconfig(self, cluster: Cluster, server: str = "") -> dict[str, Any]:
+        """Return a kubeconfig of the operator's identity.
+
+        Args:
+            server: the address of the apiserver, if it is another one than the cluster's.
+        """
+        config: dict[str, Any] = yaml.safe_load(Path(cluster.env["KUBECONFIG"]).read_text())
+        inside = cluster.in_namespace(self.namespace)
+        user = {"token": inside.kubectl("create", "token", self.name, "--duration=1h").strip()}
+        config["users"] = [{"name": item["name"], "user": user} for item in config["users"]]
+        for item in config["clusters"] if server else ():
+            item["cluster"] = {"server": server}
+        return config
+
+
+@dataclass
+class OperatorProcess:
+    """`python -m agenticrun_operator`."""
+
+    process: subprocess.Popen[bytes]
+    probe_port: int
+    log: Path
+
+    @classmethod
+    def start(cls, folder: Path, config: dict[str, Any], **settings: str) -> OperatorProcess:
+        """Start it with a kubeconfig and more settings."""
+        kubeconfig, log = folder / "kubeconfig-operator", folder / "operator.log"
+        kubeconfig.write_text(yaml.safe_dump(config))
+        probe_port = free_port()
+        environment = {
+            "KUBECONFIG": str(kubeconfig),
+            "AGENTICRUN_OPERATOR_KEY": "k" * 32,
+            "AGENTICRUN_WORKER_IMAGE": "worker:1",
+            "AGENTICRUN_PROBE_PORT": str(probe_port),
+            "AGENTICRUN_METRICS_PORT": str(free_port()),
+            **settings,
+        }
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "agenticrun_operator"],
+                env=os.environ | environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        return cls(process, probe_port, log)
+
+    def stop(self) -> None:
+        """End it as the kubelet does, and wait."""
+        self.process.terminate()
+        self.process.wait(60)
+
+    def check_alive(self) -> None:
+        assert self.process.poll() is None, self.log.read_text()[-4000:]
+        url = f"http://127.0.0.1:{self.probe_port}/healthz"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            assert json.load(answer)["workers"] == WORKERS
