@@ -43,6 +43,13 @@ class KubeUnavailable(ClusterError):
     """The apiserver did not answer, or its answer is unusable. A retry may help."""
 
 
+class WatchBroken(KubeUnavailable):
+    """The watch cannot begin, its connection broke, or it fell silent.
+
+    It may go on from the version that it has reached.
+    """
+
+
 class HeadUnreachable(ClusterError):
     """The head pod did not answer, or its answer is unusable. A retry may help."""
 

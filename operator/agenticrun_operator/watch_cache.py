@@ -2,7 +2,7 @@
 
 It saves requests, and never decides: the operator acts only on what it has read itself
 (`Reconciler`). Between an event and its arrival the cache is behind; a watch that hangs is replaced
-after `cluster.kube.WATCH_SECONDS`.
+after `cluster.kube.WATCH_SECONDS` and a grace period.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WatchCache:
         Args:
             run_of: returns the run that an object belongs to.
             keep: returns the part of an object to keep.
-            changed: called with the run of each object that was listed, changed or deleted.
+            changed: called with the run of each object that is new, changed or deleted.
         """
         self._run_of = run_of
         self._keep = keep
@@ -54,10 +54,13 @@ class WatchCache:
             self.put(item)
 
     def put(self, item: Manifest) -> None:
-        """Keep a new or changed object."""
+        """Keep a new or changed object. One that is known in this version is no change."""
         name, run = _name(item), self._run_of(item)
         if self._runs.get(name, run) != run:
             self._drop(name)
+        known = self._objects.get(run, {}).get(name)
+        if known and known["metadata"]["resourceVersion"] == item["metadata"]["resourceVersion"]:
+            return
         self._runs[name] = run
         self._objects.setdefault(run, {})[name] = self._keep(item)
         self._changed(run)
@@ -66,8 +69,12 @@ class WatchCache:
         """Drop a deleted object."""
         self._drop(_name(item))
 
+    def resumed(self, namespace: str | None) -> None:
+        """Trust what is known of this namespace again: the watch goes on where it stopped."""
+        self._live.add(namespace)
+
     def lost(self, namespace: str | None) -> None:
-        """Trust nothing of this namespace until it is listed again."""
+        """Trust nothing of this namespace until it is listed again or the watch goes on."""
         self._live.discard(namespace)
 
     def of_run(self, run: Key) -> list[Manifest] | None:

@@ -3,7 +3,8 @@
 What they see goes into a `WatchCache`, which reports the run that it belongs to.
 
 A watch whose namespace or CRD is missing, or that may not list, retries until it can, and delays no
-other watch. kopf's own watches end the whole operator in that case.
+other watch. kopf's own watches end the whole operator in that case. A connection that broke or fell
+silent is replaced, and the watch goes on from the version that it has reached, without a list.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from agenticrun_operator.cluster import (
     Denied,
     NamespaceGone,
     NotServed,
+    WatchBroken,
     WatchExpired,
 )
 from agenticrun_operator.metrics import WATCHES_DOWN
@@ -28,8 +30,8 @@ from agenticrun_operator.watch_cache import WatchCache
 from agenticrun_operator.workqueue import backoff_seconds
 
 FIRST_RETRY_SECONDS = 0.5
-MAX_RETRY_SECONDS = 8.0
-"""Longest delay until a namespace or CRD that is there again is noticed."""
+MAX_RETRY_SECONDS = 4.0
+"""Longest delay until an apiserver, namespace or CRD that is there again is noticed."""
 JITTER = 0.2
 
 log = logging.getLogger(__name__)
@@ -74,6 +76,8 @@ class Watch:
         self._cache = cache
         self._failures = 0
         self._trouble = ""
+        self._version: str | None = None
+        """The newest one that was seen; None: the objects must be listed."""
 
     @property
     def name(self) -> str:
@@ -84,32 +88,41 @@ class Watch:
         """List and watch until cancelled."""
         while True:
             try:
-                await self._list_and_watch()
+                if self._version is None:
+                    await self._list()
+                await self._follow()
+                self._failures = 0  # it ended at its time
+                await asyncio.sleep(FIRST_RETRY_SECONDS)  # not in a tight loop
+                continue
             except Exception as error:  # whatever it is, it must not end the watch
                 self._cache.lost(self._namespace)
+                if not isinstance(error, WatchBroken):
+                    self._version = None
                 if not isinstance(error, WatchExpired):
                     self._note_down(error)
             delay = backoff_seconds(self._failures, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)
             self._failures += 1
             await asyncio.sleep(delay * random.uniform(1 - JITTER, 1 + JITTER))
 
-    async def _list_and_watch(self) -> None:
-        where = (self._kind, self._namespace, self._label)
-        objects, version = await self._client.list_objects(*where)
+    async def _list(self) -> None:
+        objects, version = await self._client.list_objects(self._kind, self._namespace, self._label)
         self._cache.listed(self._namespace, objects)
-        del objects  # a watch may go on for days
-        while True:
-            async with self._client.watch_objects(*where, version) as events:
-                self._note_up()
-                async for kind, item in events:
-                    self._failures = 0
-                    version = item["metadata"]["resourceVersion"]
-                    if kind == "DELETED":
-                        self._cache.deleted(item)
-                    elif kind != "BOOKMARK":
-                        self._cache.put(item)
-            self._failures = 0  # it ended at its time
-            await asyncio.sleep(FIRST_RETRY_SECONDS)  # not in a tight loop
+        self._version = version
+
+    async def _follow(self) -> None:
+        """Watch from the newest version that was seen, until the watch ends."""
+        assert self._version is not None
+        where = (self._kind, self._namespace, self._label)
+        async with self._client.watch_objects(*where, self._version) as events:
+            self._note_up()
+            self._cache.resumed(self._namespace)
+            async for kind, item in events:
+                self._failures = 0
+                if kind == "DELETED":
+                    self._cache.deleted(item)
+                elif kind != "BOOKMARK":
+                    self._cache.put(item)
+                self._version = item["metadata"]["resourceVersion"]
 
     def _note_up(self) -> None:
         if self._trouble:

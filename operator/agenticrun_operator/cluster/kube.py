@@ -10,6 +10,7 @@ import json
 import logging
 import random
 import re
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -32,18 +33,32 @@ from agenticrun_operator.errors import (
     NotFound,
     NotServed,
     Refused,
+    WatchBroken,
     WatchExpired,
 )
 from agenticrun_operator.metrics import API_REQUESTS
 from agenticrun_operator.resources import Event, Manifest
 
 FIELD_MANAGER = "agenticrun-operator"
-TIMEOUT_SECONDS = 15.0
-WATCH_SECONDS = 50
+TIMEOUT_SECONDS = 5.0
+"""Limit of a request about one object. One on a connection that is frozen or half open, which shows
+no error, is repeated on another connection soon enough that the status is true within 10 s."""
+SLOW_SECONDS = 15.0
+"""Limit of a page of a list, and of other requests while the apiserver is slow: since one was not
+answered in `TIMEOUT_SECONDS`, and until one is."""
+IDLE_SECONDS = 2.0
+"""Unused connections are closed after this time: all idle ones may be dead since the last use, and
+a request that has timed out must not meet another dead one."""
+WATCH_SECONDS = 5.0
 """Lifetime of a watch, which the apiserver ends. One that hangs without an error, because its
 connection is frozen or half open, is replaced `WATCH_GRACE_SECONDS` later. It goes on from the
 version of the last bookmark, so that nothing is missed or listed again."""
-WATCH_GRACE_SECONDS = 10
+WATCH_GRACE_SECONDS = 2.0
+WATCHES_PER_SECOND = 10.0
+"""With many namespaces, watches live longer, so that no more than this number begins per second."""
+KINDS_WATCHED = 3
+MAX_LINE_BYTES = 2**21
+"""Longest event of a watch. etcd holds no larger objects."""
 PAGE = 500
 """Objects in one answer to a list."""
 
@@ -80,14 +95,20 @@ async def connect(kubeconfig: Path | None = None) -> client.ApiClient:
         kubeconfig: path of the kubeconfig; None: the one in KUBECONFIG.
     """
     settings = client.Configuration()
-    settings.connection_pool_maxsize = 0  # no limit: every watch holds a connection
     try:
         config.load_incluster_config(client_configuration=settings)
     except config.ConfigException:
         await config.load_kube_config(
             config_file=str(kubeconfig) if kubeconfig else None, client_configuration=settings
         )
-    return client.ApiClient(configuration=settings)
+    api = client.ApiClient(configuration=settings)
+    connector = aiohttp.TCPConnector(
+        limit=0, ssl=api.rest_client.ssl_context, keepalive_timeout=IDLE_SECONDS
+    )
+    api.rest_client.pool_manager = aiohttp.ClientSession(
+        connector=connector, trust_env=True, read_bufsize=MAX_LINE_BYTES
+    )
+    return api
 
 
 class KubeClient:
@@ -97,6 +118,8 @@ class KubeClient:
         self._api = api
         self._namespaces = tuple(namespaces)
         self._told_of_old_crd = False
+        self._slow = False
+        """True if the latest request was not answered in `TIMEOUT_SECONDS`."""
 
     async def close(self) -> None:
         """Close the connection."""
@@ -110,9 +133,17 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
         body: Any = None,
         headers: Mapping[str, str] | None = None,
-        timeout: float = TIMEOUT_SECONDS,
+        timeout: float | None = None,
     ) -> Response:
         """Send one request and return the response with any status.
+
+        Args:
+            method: GET, for example.
+            path: the path of the API.
+            query: the query of the URL.
+            body: sent as JSON.
+            headers: more headers.
+            timeout: the limit in seconds; None: that of a request about one object.
 
         Raises:
             KubeUnavailable: the apiserver did not answer.
@@ -125,11 +156,17 @@ class KubeClient:
             body=body,
             auth_settings=["BearerToken"],
         )
+        began = time.monotonic()
+        limit = timeout or (SLOW_SECONDS if self._slow else TIMEOUT_SECONDS)
         try:
-            response = await self._api.call_api(*serialized, _request_timeout=timeout)
+            response = await self._api.call_api(*serialized, _request_timeout=limit)
             content = await response.read()
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise KubeUnavailable(f"{method} {path}: {error or type(error).__name__}") from error
+            raise KubeUnavailable(
+                f"{method} {path}: {str(error) or type(error).__name__}"
+            ) from error
+        finally:
+            self._slow = time.monotonic() - began >= TIMEOUT_SECONDS
         API_REQUESTS.labels(method=method, status=str(response.status)).inc()
         return Response(response.status, content)
 
@@ -176,7 +213,11 @@ class KubeClient:
         items: list[Manifest] = []
         while True:
             found = await self._request(
-                "GET", object_path(kind, namespace), query=query, headers=_accept(kind, "List")
+                "GET",
+                object_path(kind, namespace),
+                query=query,
+                headers=_accept(kind, "List"),
+                timeout=SLOW_SECONDS,
             )
             items += found["items"] or []  # null, not []
             if not found["metadata"].get("continue"):
@@ -194,11 +235,14 @@ class KubeClient:
             only a version) and the object.
 
         Raises:
+            WatchBroken: go on from the version of the last event.
             WatchExpired: list the objects again.
         """
         path = object_path(kind, namespace)
         query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": since}
-        seconds = int(WATCH_SECONDS * random.uniform(0.8, 1.0))  # watches do not end together
+        watches = KINDS_WATCHED * max(1, len(self._namespaces))
+        longest = max(WATCH_SECONDS, watches / WATCHES_PER_SECOND)
+        seconds = max(1, int(longest * random.uniform(0.8, 1.0)))  # watches do not end together
         query |= {"timeoutSeconds": str(seconds)} | ({"labelSelector": label} if label else {})
         serialized = await self._api.param_serialize(
             "GET",
@@ -207,17 +251,17 @@ class KubeClient:
             header_params=_accept(kind, ""),
             auth_settings=["BearerToken"],
         )
-        timeout = aiohttp.ClientTimeout(
-            total=WATCH_SECONDS + WATCH_GRACE_SECONDS, connect=TIMEOUT_SECONDS
-        )
+        timeout = aiohttp.ClientTimeout(total=seconds + WATCH_GRACE_SECONDS)
         try:
             answer = await self._api.call_api(*serialized, _request_timeout=timeout)
             async with answer.response as response:
+                if response.status == 429 or response.status >= 500:
+                    raise WatchBroken(f"watch {path}: status {response.status}")
                 if response.status != 200:
                     _read_answer(Response(response.status, await response.read()), f"watch {path}")
                 yield _watch_events(response.content)
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise KubeUnavailable(f"watch {path}: {error or type(error).__name__}") from error
+            raise WatchBroken(f"watch {path}: {str(error) or type(error).__name__}") from error
 
     async def create(self, manifest: Manifest) -> None:
         path = object_path(manifest["kind"], manifest["metadata"]["namespace"])

@@ -80,7 +80,7 @@ class DirectTransport:
                 return Response(answer.status, content)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise HeadUnreachable(
-                f"pod {pod.name}, port {port}: {error or type(error).__name__}"
+                f"pod {pod.name}, port {port}: {str(error) or type(error).__name__}"
             ) from error
 
 

@@ -32,6 +32,7 @@ def pod(name: str, run: str = NAME) -> dict[str, Any]:
         "namespace": NAMESPACE,
         "labels": {LABEL_RUN: run},
         "managedFields": ["many"],
+        "resourceVersion": "7",
     }
     containers = [{"name": "ray", "image": "worker:1", "env": ["much"]}]
     return {
