@@ -6,11 +6,16 @@ missing, ends the whole operator. `watches.py` does that instead.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import kopf
 
 from agenticrun_operator.runtime import OperatorRuntime
+
+KOPF_RETRY_SECONDS = 10.0
+"""Delay until kopf repeats a request of its own that failed."""
 
 
 def register(registry: kopf.OperatorRegistry, runtime: OperatorRuntime) -> None:
@@ -42,7 +47,22 @@ def register(registry: kopf.OperatorRegistry, runtime: OperatorRuntime) -> None:
         return round(runtime.seconds_since_event, 1)
 
 
+class Endless:
+    """The same delay again and again, for one that reads it from the beginning."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.repeat(self._seconds)
+
+
 def configure(settings: kopf.OperatorSettings) -> None:
-    """Change kopf's settings: it posts no events and watches neither namespaces nor CRDs."""
+    """Change kopf's settings: it posts no events and watches neither namespaces nor CRDs.
+
+    It reads the list of resources at the start, although nothing here needs it. Unless it goes on
+    trying, an apiserver that is out of order for a minute then would end the operator.
+    """
     settings.posting.enabled = False
     settings.scanning.disabled = True
+    settings.networking.error_backoffs = Endless(KOPF_RETRY_SECONDS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -21,9 +22,9 @@ RENEW_DEADLINE_SECONDS = 10.0
 """Without a renewal for so long, the leader stops. Others take over after `DURATION_SECONDS`."""
 CLOCK_SKEW_SECONDS = 5.0
 """Clocks of two nodes differ by less, as a rule. If they do not, two operators act for a moment."""
-RENEW_SECONDS = 4.0
-RETRY_SECONDS = 2.0
-REQUEST_SECONDS = 2.0
+RENEW_SECONDS = 2.0
+RETRY_SECONDS = 1.0
+REQUEST_SECONDS = 3.5
 """Limit for one attempt. A renewal without an answer can be repeated before the deadline."""
 
 log = logging.getLogger(__name__)
@@ -42,13 +43,34 @@ class LeaseStore(Protocol):
 class Leadership:
     """Acquires and renews the lease. `held` is set only while the lease is certainly ours."""
 
-    def __init__(self, store: LeaseStore, namespace: str, name: str, identity: str):
+    def __init__(
+        self,
+        store: LeaseStore,
+        namespace: str,
+        name: str,
+        identity: str,
+        recovered: Callable[[], None] = lambda: None,
+    ):
+        """Create a candidate.
+
+        Args:
+            store: the apiserver.
+            namespace: the namespace of the lease.
+            name: the name of the lease.
+            identity: the name of this operator.
+            recovered: called when an attempt succeeds after one that got no usable answer. An
+                attempt is made every few seconds, so this is the first to know that the apiserver
+                answers again.
+        """
         self._store = store
         self._namespace = namespace
         self._name = name
         self._identity = f"{identity}_{uuid.uuid4().hex[:8]}"
         self._seen: tuple[str, str] = ("", "")
         self._seen_at = 0.0
+        self._recovered = recovered
+        self._failed = False
+        """True if the latest attempt got no usable answer."""
         self._renewed = False
         """True if the latest attempt acquired or renewed the lease."""
         self._overdue: asyncio.TimerHandle | None = None
@@ -73,6 +95,7 @@ class Leadership:
         except (ClusterError, TimeoutError) as error:
             why = str(error) or f"no answer within {REQUEST_SECONDS:.0f} s"
             log.warning("cannot acquire or renew lease %s: %s", self._name, why)
+            self._failed = True
             return self.held.is_set()  # until it is overdue
         self._tell(mine)
         self._renewed = mine
@@ -80,6 +103,9 @@ class Leadership:
             self._overdue = asyncio.get_running_loop().call_at(
                 clock + RENEW_DEADLINE_SECONDS, self._tell, False
             )
+            if self._failed:
+                self._recovered()
+            self._failed = False
         return self.held.is_set()
 
     async def release(self) -> None:

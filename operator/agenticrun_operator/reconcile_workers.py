@@ -20,6 +20,10 @@ WORKERS = 256
 """Runs that are reconciled at the same time. An unreachable head keeps one of them busy for at most
 10 s of every 40 s, so that healthy runs do not wait for less than 1,000 unreachable ones."""
 MAX_BACKOFF_SECONDS = 60.0
+"""Longest delay after an error that is a bug."""
+MAX_UNAVAILABLE_SECONDS = 4.0
+"""Longest delay after trouble with the apiserver, so that the status is true soon after it. Retries
+are no more load than a run that trains, which is written every 2 s."""
 JITTER = 0.1
 """Relative random spread of requested delays, so that many runs are not reconciled at once."""
 
@@ -56,6 +60,11 @@ class ReconcileWorkers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def retry_failed(self) -> None:
+        """Reconcile the runs that wait after a failure now: its cause may be over."""
+        for key in self._failures:
+            self._queue.add(key)
+
     @property
     def alive(self) -> int:
         """Number of running tasks. If one has ended, that is a bug and the liveness probe fails."""
@@ -82,9 +91,11 @@ class ReconcileWorkers:
 
     def _back_off(self, key: Key, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        delay = backoff_seconds(failures, 0.5, MAX_BACKOFF_SECONDS)
+        unavailable = isinstance(error, ClusterError)
+        longest = MAX_UNAVAILABLE_SECONDS if unavailable else MAX_BACKOFF_SECONDS
+        delay = backoff_seconds(failures, 0.5, longest)
         name = "/".join(key)
-        if isinstance(error, ClusterError):
+        if unavailable:
             RECONCILES.labels(result="unavailable").inc()
             log.warning("%s: %s; retrying in %.0f s", name, error, delay)
         else:

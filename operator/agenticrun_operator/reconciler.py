@@ -40,7 +40,8 @@ from agenticrun_operator.workqueue import Item, Key, backoff_seconds
 
 RETRY_SECONDS = 0.2
 """Delay after a first conflict: the run has changed since it was read, so it is read again."""
-MAX_RETRY_SECONDS = 30.0
+MAX_RETRY_SECONDS = 5.0
+"""Longest delay after many conflicts in a row: the status is to be true 10 s after the last one."""
 FIRST_ACTION_SECONDS = 2.0
 MAX_ACTION_SECONDS = 60.0
 """Longest delay until an action on an attempt that its head does not accept is repeated."""

@@ -59,7 +59,11 @@ class OperatorRuntime:
             asyncio.Semaphore(settings.workers),
         )
         self._leadership = Leadership(
-            self._kube, settings.lease_namespace, settings.lease_name, settings.identity
+            self._kube,
+            settings.lease_namespace,
+            settings.lease_name,
+            settings.identity,
+            recovered=self._apiserver_recovered,
         )
         self.reconcile_workers = ReconcileWorkers(
             self.queue, self._reconciler.reconcile, self._leadership.held
@@ -104,6 +108,9 @@ class OperatorRuntime:
         await self._metrics.cleanup()
         await self._session.close()
         await self._kube.close()
+
+    def _apiserver_recovered(self) -> None:
+        self.reconcile_workers.retry_failed()
 
     def _run_changed(self, run: Key) -> None:
         """Handle a watch event of a run. Events of our own writes are ignored."""

@@ -132,6 +132,21 @@ async def test_an_attempt_that_gets_no_answer_is_repeated(
     assert await attempt(first)
 
 
+async def test_it_tells_when_the_apiserver_answers_again(store: Store) -> None:
+    told = []
+    first = Leadership(store, "system", "agenticrun-operator", "a", lambda: told.append(store.down))
+    await attempt(first)
+    await attempt(first)
+    assert not told, "it has always answered"
+    store.down = True
+    await attempt(first)
+    await attempt(first)
+    store.down = False
+    await attempt(first)
+    await attempt(first)
+    assert told == [False], "once"
+
+
 def test_a_renewal_that_gets_no_answer_can_be_repeated_before_the_deadline() -> None:
     second = module.RENEW_SECONDS + module.REQUEST_SECONDS + module.RETRY_SECONDS
     assert second + module.REQUEST_SECONDS <= module.RENEW_DEADLINE_SECONDS

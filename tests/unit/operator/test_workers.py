@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from agenticrun_operator.cluster import KubeUnavailable
-from agenticrun_operator.reconcile_workers import ReconcileWorkers
+from agenticrun_operator.cluster import kube as kube_client
+from agenticrun_operator.reconcile_workers import (
+    JITTER,
+    MAX_UNAVAILABLE_SECONDS,
+    ReconcileWorkers,
+)
 from agenticrun_operator.workqueue import Item, WorkQueue
 
 GOOD, BAD = ("team", "good"), ("team", "bad")
@@ -46,4 +53,40 @@ async def test_nothing_is_reconciled_without_the_lease() -> None:
     assert seen.empty()
     leading.set()
     assert (await asyncio.wait_for(seen.get(), 60)).key == GOOD
+    await workers.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "longest"), [(KubeUnavailable("down"), 4.0), (ZeroDivisionError("bug"), 60.0)]
+)
+def test_after_an_outage_no_run_waits_for_long(error: Exception, longest: float) -> None:
+    workers = ReconcileWorkers(WorkQueue(), None, asyncio.Event())  # type: ignore[arg-type]
+    delays = [workers._back_off(BAD, error) for _ in range(20)]
+    assert delays[:3] == [1, 2, 4]
+    assert max(delays) == longest
+    request = kube_client.TIMEOUT_SECONDS
+    assert request + MAX_UNAVAILABLE_SECONDS * (1 + JITTER) < 10, "it is true within ten seconds"
+
+
+async def test_runs_that_wait_after_a_failure_can_be_retried_at_once() -> None:
+    queue, leading, seen = WorkQueue(), asyncio.Event(), asyncio.Queue[Item]()
+    leading.set()
+
+    async def reconcile(item: Item) -> float | None:
+        seen.put_nowait(item)
+        if item.key == BAD:
+            raise KubeUnavailable("down")
+        return None
+
+    workers = ReconcileWorkers(queue, reconcile, leading, count=1)
+    workers.start()
+    queue.add(GOOD)
+    queue.add(BAD)
+    for _ in range(4):  # the last one waits for 4 s
+        await asyncio.wait_for(seen.get(), 60)
+    began = asyncio.get_running_loop().time()
+    await asyncio.sleep(0)
+    workers.retry_failed()
+    assert (await asyncio.wait_for(seen.get(), 60)).key == BAD, "not the one that is well"
+    assert asyncio.get_running_loop().time() - began < 3
     await workers.stop()
