@@ -72,6 +72,8 @@ def control_plane(folder: Path) -> Iterator[Cluster]:
 
 @contextmanager
 def _running(argv: tuple[str, ...], log: Path) -> Iterator[None]:
+    # If this process is killed, so is the child.
+    argv = ("setpriv", "--pdeathsig", "KILL", "--", *argv)
     with log.open("wb") as output:
         process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT)
     try:
