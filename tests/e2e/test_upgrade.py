@@ -39,6 +39,9 @@ OURS = {"agenticrun": RELEASE, "agenticrun-system": SYSTEM}
 """What the README calls release and namespace, and what they are called here."""
 TRUE_WITHIN_SECONDS = 10.0
 """The status is true again so long after the new operator is ready."""
+READING_SECONDS = 25.0
+"""A person takes so long between two commands. An operator looks at everything every 20 s, so it
+has seen the CRD of another release then."""
 SPARE_STEPS = 12
 """Steps that a run may make until it is told to go on, so that it does not end too early."""
 
@@ -304,6 +307,7 @@ def test_runs_of_the_previous_release_survive_the_upgrade_and_the_way_back(
             carry_out(cluster, command)
             for run in (saving, bare):
                 run.trains_on()  # without an operator
+        time.sleep(READING_SECONDS)
         carry_out(cluster, upgrade[-1])
         is_ready(operator, this_tree)
         statuses_are_true(saving, bare)
@@ -324,6 +328,8 @@ def test_runs_of_the_previous_release_survive_the_upgrade_and_the_way_back(
         for command in commands("### Back to 0.1.0"):
             carry_out(cluster, command, **the_way_back(cluster, previous))
             bare.trains_on()
+            if command[0] == "kubectl":
+                time.sleep(READING_SECONDS)
         is_ready(operator, previous)
         statuses_are_true(bare, seconds=60)
         assert {run: run.identity() for run in (kept, bare)} == {
