@@ -108,8 +108,8 @@ MUTANTS = (
     Mutant(
         "rollout/gate-capacity",
         f"{WORKERS}/rollout",
-        "math.floor((self.max_staleness + self.version + 1)",
-        "math.floor((self.max_staleness + self.version + 2)",
+        "math.floor((self.max_staleness + self.engine_version + 1)",
+        "math.floor((self.max_staleness + self.engine_version + 2)",
         ("tests/unit/rollout/test_gate.py",),
     ),
     Mutant(
@@ -277,8 +277,8 @@ MUTANTS = (
     Mutant(
         "operator/suspension-without-grace",
         f"{OPERATOR}/planning/attempts.py",
-        "if _is_out_of_time(draft, own_progress(draft.run, observed.progress), seconds):",
-        "if True:",
+        "if force and stopping.is_out_of_time(draft, observed, progress, since):",
+        "if force:",
         ("tests/unit/operator/test_suspension.py",),
     ),
     Mutant(
