@@ -7,9 +7,9 @@ import sys
 import pytest
 import ray
 
-from agenticrun_workers.launch import Launcher
+from agenticrun_workers.launch import ActorDied, ActorHandle, Launcher
 from agenticrun_workers.launch.ray_launcher import RayLauncher
-from launcher_conformance import LauncherConformance
+from launcher_conformance import Counter, Keeper, LauncherConformance
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 ray.cloudpickle.register_pickle_by_value(
@@ -24,3 +24,24 @@ def launcher() -> Launcher:
 
 class TestRayLauncher(LauncherConformance):
     """See `LauncherConformance`."""
+
+    async def test_no_call_after_the_kill_is_answered_although_ray_takes_its_time(
+        self,
+        counter: ActorHandle[Counter],
+        keeper: ActorHandle[Keeper],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        with monkeypatch.context() as slow:
+            slow.setattr(ray, "kill", lambda _: None)
+            counter.kill()
+        for result in (
+            counter.call(lambda actor: actor.add(1)),
+            *counter.call_pair(lambda actor: actor.both()),
+        ):
+            with pytest.raises(ActorDied, match="was killed"):
+                await result
+        with pytest.raises(ActorDied, match="was killed"):
+            await anext(aiter(counter.stream(lambda actor: actor.count(1))))
+        dead = counter.call(lambda actor: actor.add(1))
+        with pytest.raises(ActorDied):
+            keeper.call(lambda actor: actor.put("a", dead.as_argument()))

@@ -72,19 +72,30 @@ class RayHandle(ActorHandle[A_co]):
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
+        self._killed = False
 
     def kill(self) -> None:
-        """See `ActorHandle`."""
+        """See `ActorHandle`.
+
+        Ray ends the process some time later, and until then it could still take calls.
+        """
+        self._killed = True
         ray.kill(self._actor)
 
     def _call(self, call: Invocation) -> Result[Any]:
+        if self._killed:
+            return KilledResult()
         return RayResult(_send(getattr(self._actor, call.method), call))
 
     def _call_pair(self, call: Invocation) -> tuple[Result[Any], Result[Any]]:
+        if self._killed:
+            return KilledResult(), KilledResult()
         first, second = _send(getattr(self._actor, call.method).options(num_returns=2), call)
         return RayResult(first), RayResult(second)
 
     def _stream(self, call: Invocation) -> AsyncIterator[Any]:
+        if self._killed:
+            return _nothing()
         method = getattr(self._actor, call.method).options(num_returns="streaming")
         return _items(_send(method, call))
 
@@ -109,6 +120,22 @@ class RayResult(Result[T_co]):
         except RayError as error:
             _raise_ours(error)
         return value
+
+
+class KilledResult(Result[Any]):
+    """The result of a call to an actor that this process has killed."""
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from ()
+        return self.wait()
+
+    def wait(self) -> NoReturn:
+        """See `Result`."""
+        raise ActorDied("the actor was killed before the call")
+
+
+async def _nothing() -> AsyncIterator[Any]:
+    yield await KilledResult()
 
 
 def ray_node() -> Node:
@@ -139,6 +166,8 @@ def _send(method: Any, call: Invocation) -> Any:
 
 
 def _sendable(argument: Any) -> Any:
+    if isinstance(argument, KilledResult):
+        argument.wait()
     return argument._ref if isinstance(argument, RayResult) else argument
 
 
