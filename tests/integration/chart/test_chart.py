@@ -444,6 +444,17 @@ def test_releases_of_one_name_do_not_collide_if_they_watch_other_namespaces(
     assert set(blue) & set(green) == set()
 
 
+def test_an_upgrade_to_other_namespaces_changes_no_role_of_a_binding(cluster: Cluster) -> None:
+    """The apiserver refuses another roleRef, and the upgrade would stop half-way."""
+    watched: tuple[list[str], ...] = ([], ["blue"], ["blue", "green"], ["green"])
+    roles: dict[tuple[str, str, str], set[str]] = {}
+    for namespaces in watched:
+        for key, item in render(cluster, watchNamespaces=namespaces).items():
+            if "Binding" in key[0] and "roleRef" in item:
+                roles.setdefault(key, set()).add(json.dumps(item["roleRef"]))
+    assert [key for key, found in roles.items() if len(found) > 1] == []
+
+
 def test_two_releases_for_all_namespaces_have_one_cluster_role_so_that_helm_refuses_the_second(
     cluster: Cluster,
 ) -> None:
