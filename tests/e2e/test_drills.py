@@ -214,7 +214,7 @@ def _problems(drill: Drill, report: Report) -> Iterator[str]:
     if report.lost_beyond_checkpoint():
         yield f"{report.lost_beyond_checkpoint()} saved steps were lost"
     if drill.untouched and (report.new_containers() or not report.trained_on()):
-        yield f"the run was touched: {report.new_containers()} containers started anew"
+        yield f"the run was touched: {report.new_containers()} containers were started"
     if drill.says and drill.says not in [word for _, word in report.said()]:
         yield f"the status never said {drill.says!r}"
     for item in untruths(report.samples):

@@ -36,7 +36,7 @@ RELEASE = "agenticrun-upgrade"
 CHART = "charts/agenticrun"
 CRD = f"{CHART}/crds/agenticruns.yaml"
 OURS = {"agenticrun": RELEASE, "agenticrun-system": SYSTEM}
-"""What the README calls release and namespace, and what they are called here."""
+"""Names of the release and its namespace in the README, and those used here."""
 TRUE_WITHIN_SECONDS = 10.0
 """The status is true again so long after the new operator is ready."""
 READING_SECONDS = 25.0

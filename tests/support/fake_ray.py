@@ -1,4 +1,4 @@
-"""What KubeRay, Ray's job API and a driver make: pods, jobs and progress snapshots.
+"""Fakes of what KubeRay, Ray's job API and a driver make: pods, jobs and progress snapshots.
 
 `operator_world.py` keeps them in memory, `simulated_cluster.py` on a real apiserver and behind
 HTTP.

@@ -26,7 +26,7 @@ _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host
 
 
 class Fault(Enum):
-    """What goes wrong until the fault is over."""
+    """The way in which the proxy breaks until the fault is over."""
 
     FROZEN = "all connections freeze, and go on afterwards"
     FROZEN_NEW = "all connections are reset, new ones are accepted, and nothing comes"

@@ -20,7 +20,7 @@ from testcluster import ROOT, Cluster
 
 @dataclass(frozen=True)
 class Release:
-    """What the chart renders for an operator of some namespaces."""
+    """Return what the chart renders for an operator of some namespaces."""
 
     name: str
     namespace: str

@@ -43,7 +43,7 @@ from fake_ray import FakeJob, missing_roles, pod_of, ready_condition
 
 STEP_SECONDS = 1.0
 START_SECONDS = 2.0
-"""Of a pod until it is ready, and of a driver until its first step."""
+"""Time until a pod is ready, and until a driver makes its first step."""
 REJOIN_SECONDS = 3.0
 """Time in which the workers of a lost head notice it and start again."""
 ANSWER_SECONDS = 60.0
@@ -53,7 +53,7 @@ NODE = "simulated"
 
 @dataclass
 class History:
-    """What happened to one run."""
+    """Everything that happened to one run."""
 
     submissions: list[tuple[str, str]] = field(default_factory=list)
     """Submission id and incarnation of the head, of each job that Ray accepted."""

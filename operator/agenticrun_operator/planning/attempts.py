@@ -607,8 +607,7 @@ def _end(draft: Draft, reason: Reason | str, message: str, wait: float = 0.0) ->
         next_retry_time=format_time(draft.now + timedelta(seconds=wait)),
     )
     draft.condition(ConditionType.TRAINING, "False", reason, message)
-    if draft.find(ConditionType.STALLED):
-        draft.condition(ConditionType.STALLED, "False", reason, message)
+    ending.end_stall(draft, reason, message)
 
 
 def _count(draft: Draft, *, failure: bool) -> None:

@@ -23,8 +23,7 @@ def succeed(draft: Draft, message: str) -> None:
     draft.condition(ConditionType.COMPLETE, "True", Reason.RUN_SUCCEEDED, message)
     draft.condition(ConditionType.FAILED, "False", Reason.RUN_SUCCEEDED)
     draft.condition(ConditionType.TRAINING, "False", Reason.RUN_SUCCEEDED)
-    if draft.find(ConditionType.STALLED):
-        draft.condition(ConditionType.STALLED, "False", Reason.RUN_SUCCEEDED)
+    end_stall(draft, Reason.RUN_SUCCEEDED)
     draft.event(Reason.RUN_SUCCEEDED, message)
     _finish(draft)
 
@@ -35,11 +34,16 @@ def fail(draft: Draft, reason: Reason | str, message: str) -> None:
     draft.condition(ConditionType.FAILED, "True", reason, message)
     draft.condition(ConditionType.COMPLETE, "False", reason)
     draft.condition(ConditionType.TRAINING, "False", reason)
-    if draft.find(ConditionType.STALLED):
-        draft.condition(ConditionType.STALLED, "False", reason)
+    end_stall(draft, reason)
     draft.set(activity=None)
     draft.event(reason, message, warning=True)
     _finish(draft)
+
+
+def end_stall(draft: Draft, reason: Reason | str, message: str = "") -> None:
+    """Say that nothing stalls, because nothing trains any more."""
+    if draft.find(ConditionType.STALLED):
+        draft.condition(ConditionType.STALLED, "False", reason, message)
 
 
 def deadline(draft: Draft) -> datetime | None:

@@ -71,7 +71,7 @@ def acts() -> list[Act]:
 
 
 def max_steps() -> int:
-    """Of a run, each of a second."""
+    """Steps of a run; each takes a second."""
     return int(SECONDS * 0.45) if SECONDS else 30
 
 
@@ -163,7 +163,7 @@ class Recording:
 
 
 def late(samples: list[Sample], total: int) -> Iterator[str]:
-    """What the status has not said `TRUE_WITHIN_SECONDS` after it became so."""
+    """Return what the status has not said `TRUE_WITHIN_SECONDS` after it became so."""
     since: dict[str, float] = {}
     for sample in samples:
         trains = sample.driver == "running" and (sample.saved or 0) > 0
@@ -324,7 +324,7 @@ def _problems(cluster: SimulatedCluster, samples: dict[str, list[Sample]]) -> It
 
 
 async def left_over(cluster: SimulatedCluster) -> list[str]:
-    """What is left of the deleted runs after a minute."""
+    """Return what is left of the deleted runs after a minute."""
     found: list[str] = []
     for _ in range(60):
         found = [

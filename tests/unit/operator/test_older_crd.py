@@ -13,7 +13,7 @@ from operator_world import IMAGES, NAME, Operator, World, training
 
 CLAIM = ("PersistentVolumeClaim", f"{NAME}-checkpoints")
 LACKS = ("volumeClaim", "job.version", "failuresWithoutProgress", "job.report", "job.endTime")
-"""What the CRD of release 0.1 does not have of the status."""
+"""Fields of the status that the CRD of release 0.1 does not have."""
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ class GateMachine(RuleBasedStateMachine):
     def start(self, size: int, concurrent: int, staleness: float, frequency: int) -> None:
         self.gate = StalenessGate(size, concurrent, staleness)
         self.frequency = min(frequency, math.floor(staleness) + 1)
-        """Of the weight syncs; the API refuses one above staleness + 1."""
+        """Steps between weight syncs; the API refuses more than staleness + 1."""
         self.running: list[int] = []
         self.ready: list[int] = []
 
