@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,11 +80,15 @@ def test_a_group_that_lost_a_member_trains_with_the_rest() -> None:
 
 def test_mini_batches_are_drawn_anew_each_step_and_the_same_after_a_resume() -> None:
     config = pipeline(actorTrain={"training": {"miniBatchSize": 2}})
-    orders = [
-        plan(config, groups(2, 2, 2, 2), 1, version)[0].mini_batches for version in (1, 2, 3, 4)
-    ]
+
+    def order(version: int) -> tuple[int, ...]:
+        """Return the groups in the order of their mini-batches."""
+        [job] = plan(config, groups(2, 2, 2, 2), 1, version)
+        return tuple(job.items[chosen[0]][0].group for chosen in job.mini_batches)
+
+    orders = [order(version) for version in (1, 2, 3, 4)]
     assert len(set(orders)) > 1
-    assert plan(config, groups(2, 2, 2, 2), 1, 3)[0].mini_batches == orders[2]
+    assert order(3) == orders[2]
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 6))
@@ -94,3 +100,86 @@ def test_a_rank_has_more_tokens_than_another_only_by_its_shortest_trajectory(
     lightest = min(sum(share) for share in shares)
     assert all(sum(share) - min(share) <= lightest for share in shares if share)
     assert sum(sum(share) for share in shares) == sum(lengths)
+
+
+def long_tailed(number: int, seed: int) -> tuple[Group, ...]:
+    """Return groups of 8 whose trajectories have log-normal lengths: median 1000, sigma 0.5."""
+    lengths = np.random.default_rng(seed).lognormal(np.log(1000), 0.5, (number, 8)).round()
+    return tuple(
+        Group(
+            group,
+            "A",
+            tuple(result(group, member, tokens=int(n)) for member, n in enumerate(row)),
+        )
+        for group, row in enumerate(lengths)
+    )
+
+
+def long_tailed_plan(
+    batch: tuple[Group, ...], ranks: int, mini_batches: int, epochs: int = 1
+) -> list[RankPlan]:
+    size = 8 * len(batch)
+    config = pipeline(
+        rolloutBatchSize=size,
+        trainEnvs={"groups": len(batch), "groupSize": 8, "tags": ["A"]},
+        algorithm={"ppoEpochs": epochs},
+        actorTrain={"training": {"miniBatchSize": size // mini_batches}},
+    )
+    return plan(config, batch, ranks)
+
+
+def loads_of(jobs: list[RankPlan], batch: tuple[Group, ...]) -> np.ndarray:
+    """Return the tokens of each rank in each mini-batch, [ranks, mini-batches]."""
+    tokens = {result.key: result.tokens for group in batch for result in group.results}
+    return np.array(
+        [
+            [sum(tokens[job.items[i][0]] for i in chosen) for chosen in job.mini_batches]
+            for job in jobs
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mini_batches", "limit"), [(8, 4, 1.1), (32, 8, 1.15), (64, 8, 1.25)]
+)
+def test_in_each_mini_batch_the_slowest_rank_has_little_more_than_the_mean(
+    ranks: int, mini_batches: int, limit: float
+) -> None:
+    batch = long_tailed(256, seed=ranks)
+    loads = loads_of(long_tailed_plan(batch, ranks, mini_batches), batch)
+    assert (loads.max(0) / loads.mean(0)).mean() <= limit
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mini_batches", "limit"), [(8, 4, 1.1), (32, 8, 1.15), (64, 8, 1.25)]
+)
+def test_with_few_trajectories_per_rank_the_longest_one_is_the_limit(
+    ranks: int, mini_batches: int, limit: float
+) -> None:
+    """64 ranks have one trajectory each in a mini-batch: none can be faster than the longest."""
+    batch = long_tailed(64, seed=ranks)
+    jobs = long_tailed_plan(batch, ranks, mini_batches)
+    loads = loads_of(jobs, batch)
+    longest = [
+        max(r.tokens for group in batch for r in group.results if r.key in keys)
+        for keys in (
+            {job.items[i][0] for job in jobs for i in job.mini_batches[step]}
+            for step in range(mini_batches)
+        )
+    ]
+    assert (loads.max(0) / np.maximum(loads.mean(0), longest)).mean() <= limit
+
+
+def test_ranks_have_even_shares_of_the_whole_batch_too() -> None:
+    batch = long_tailed(256, seed=1)
+    loads = loads_of(long_tailed_plan(batch, 64, 8), batch).sum(1)
+    assert loads.max() / loads.mean() <= 1.05
+
+
+def test_every_epoch_has_the_same_mini_batches_in_another_order() -> None:
+    batch = long_tailed(64, seed=2)
+    jobs = long_tailed_plan(batch, 4, 8, epochs=3)
+    for job in jobs:
+        epochs = [job.mini_batches[8 * epoch :][:8] for epoch in range(3)]
+        assert len(set(epochs)) == 3
+        assert len({frozenset(epoch) for epoch in epochs}) == 1

@@ -231,10 +231,16 @@ class TrainerGroup:
 def plan_batch(
     pipeline: Pipeline, groups: tuple[Group, ...], ranks: int, version: int
 ) -> list[RankPlan]:
-    """Assign each trajectory to a rank and a mini-batch, once per step.
+    """Assign each trajectory to a mini-batch and a rank, once per step.
 
-    Ranks get equal shares of tokens. Mini-batches hold whole groups and are drawn once per epoch;
-    the draw depends on (seed, version, epoch) only.
+    Mini-batches are random sets of whole groups. The trajectories of each mini-batch are spread
+    over the ranks so that all ranks have nearly the same number of tokens: the ranks wait for the
+    slowest in every optimizer step. A trajectory stays whole, because its returns and advantages
+    are computed on one rank. The members of a group may be on different ranks: their baseline
+    comes from the driver.
+
+    Every epoch has the same mini-batches, in another order: a trajectory cannot change its rank
+    between epochs. The draws depend on (seed, version, epoch) only.
 
     Args:
         version: the policy version that this step makes.
@@ -243,27 +249,38 @@ def plan_batch(
         one plan per rank.
     """
     epochs = pipeline.algorithm.ppo_epochs
-    chunks = optimizer_steps_per_batch(pipeline) // epochs
+    count = optimizer_steps_per_batch(pipeline) // epochs
+
+    def draw(epoch: int, size: int) -> list[int]:
+        """Return the numbers below `size` in the random order of an epoch."""
+        seed = derive(pipeline.seed, "mini-batches", version, epoch)
+        return (
+            np.random.default_rng(seed).permutation(size).tolist() if count > 1 else [*range(size)]
+        )
+
     items: list[list[tuple[EpisodeKey, int]]] = [[] for _ in range(ranks)]
-    place: dict[EpisodeKey, tuple[int, int]] = {}
-    for rank, share in enumerate(
-        balance([result for group in groups for result in group.results], ranks)
-    ):
-        for result in share:
-            place[result.key] = (rank, len(items[rank]))
-            items[rank].append((result.key, result.store))
-    mini_batches: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
-    for epoch in range(epochs):
-        order = np.random.default_rng(
-            derive(pipeline.seed, "mini-batches", version, epoch)
-        ).permutation(len(groups))
-        for chunk in np.array_split(order if chunks > 1 else np.arange(len(groups)), chunks):
-            chosen = [
-                place[result.key] for index in sorted(chunk) for result in groups[index].results
-            ]
-            for rank in range(ranks):
-                mini_batches[rank].append(tuple(index for owner, index in chosen if owner == rank))
-    return [RankPlan(tuple(items[rank]), tuple(mini_batches[rank])) for rank in range(ranks)]
+    tokens = [0] * ranks
+    chunks: list[list[tuple[int, ...]]] = []
+    for chunk in np.array_split(draw(0, len(groups)), count):
+        results = [result for index in sorted(chunk) for result in groups[index].results]
+        shares = balance(results, ranks)
+        loads = [sum(result.tokens for result in share) for share in shares]
+        heaviest_first = sorted(range(ranks), key=lambda share: -loads[share])
+        lightest_first = sorted(range(ranks), key=lambda rank: tokens[rank])
+        places: list[tuple[int, ...]] = [()] * ranks
+        for number, rank in zip(heaviest_first, lightest_first, strict=True):
+            first = len(items[rank])
+            items[rank] += [(result.key, result.store) for result in shares[number]]
+            places[rank] = tuple(range(first, len(items[rank])))
+            tokens[rank] += loads[number]
+        chunks.append(places)
+    orders = [list(range(count)), *(draw(epoch, count) for epoch in range(1, epochs))]
+    return [
+        RankPlan(
+            tuple(items[rank]), tuple(chunks[chunk][rank] for order in orders for chunk in order)
+        )
+        for rank in range(ranks)
+    ]
 
 
 def balance(results: list[EpisodeResult], ranks: int) -> list[list[EpisodeResult]]:
