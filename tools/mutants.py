@@ -284,7 +284,7 @@ MUTANTS = (
     Mutant(
         "operator/one-incarnation",
         f"{OPERATOR}/reconciler.py",
-        "head.incarnation == job.incarnation",
+        "str(head.incarnation) == job.incarnation",
         "head.incarnation is not None",
         (
             "tests/unit/operator/test_any_order_of_events.py",

@@ -58,6 +58,10 @@ class ConditionType(StrEnum):
     """Every pod of every role is ready; if not, the message names the pod and the reason."""
     TRAINING = "Training"
     """The driver runs and sends progress snapshots."""
+    PROGRESSING = "Progressing"
+    """Sums up the others. True: the run gets on, or waits for what comes without help, such as its
+    pods or a restart. False: it stands still, and the reason says why: it has ended, is suspended,
+    stalls, or needs a person. Unknown: the operator cannot see it."""
     STALLED = "Stalled"
     """False: no stall is known; the reason is Progressing while the driver trains. True: the driver
     has brought no news for longer than spec.failurePolicy.stall allows. Absent before the first
@@ -128,8 +132,8 @@ class Condition(Model):
     """One aspect of the run's state, as of Kubernetes' standard conditions."""
 
     type: Annotated[str, Field(max_length=64)]
-    """Name of the condition: ClusterProvisioned, RolesReady, Training, Accepted, Stalled,
-    Suspended, Complete or Failed."""
+    """Name of the condition: Accepted, ClusterProvisioned, RolesReady, Training, Progressing,
+    Stalled, Suspended, Complete or Failed."""
     status: Literal["True", "False", "Unknown"]
     """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=64)]
@@ -206,6 +210,8 @@ class JobStatus(Model):
     """Number of the attempt, from 1."""
     submission_id: ShortText
     """Ray's id of the job."""
+    # Do not rename it: helm does not upgrade a CRD. That of 0.1 would drop another name, and the
+    # operator would take every attempt for lost.
     incarnation: ShortText = ""
     """Opaque id of the start of the head that the attempt was submitted to. With another one, Ray
     has lost the attempt."""

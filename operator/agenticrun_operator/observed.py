@@ -41,6 +41,24 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Incarnation:
+    """One start of a pod's Ray container."""
+
+    pod_uid: str
+    restarts: int
+    """Number of starts of the container before this one."""
+
+    def __str__(self) -> str:
+        return f"{self.pod_uid}/{self.restarts}"
+
+    @classmethod
+    def parse(cls, text: str) -> Incarnation | None:
+        """Read what `str` has written; None if it is something else."""
+        uid, _, restarts = text.partition("/")
+        return cls(uid, int(restarts)) if restarts.isdecimal() else None
+
+
+@dataclass(frozen=True)
 class Pod:
     """One pod of a run."""
 
@@ -51,8 +69,8 @@ class Pod:
     ready: bool
     node: str = ""
     ip: str | None = None
-    incarnation: str | None = None
-    """`<pod uid>/<restarts of the Ray container>`, once that container has started."""
+    incarnation: Incarnation | None = None
+    """The newest start of the Ray container, once it has started."""
     created_at: str = ""
     """Time at which the apiserver stored the pod."""
     started_at: str | None = None
@@ -243,9 +261,9 @@ def _has_ended(status: Manifest) -> bool:
     return status.get("phase") in ("Succeeded", "Failed") or ended
 
 
-def _incarnation(uid: str, status: Manifest) -> str | None:
+def _incarnation(uid: str, status: Manifest) -> Incarnation | None:
     container = _ray_container(status)
-    return f"{uid}/{container['restartCount']}" if container.get("containerID") else None
+    return Incarnation(uid, container["restartCount"]) if container.get("containerID") else None
 
 
 def _started_at(status: Manifest) -> str | None:

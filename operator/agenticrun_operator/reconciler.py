@@ -340,7 +340,7 @@ class Reconciler:
             return True
         objects = await self._observer.read_objects(run, fresh=True)
         head = Observed(pods=objects.pods).head(run.metadata.uid)
-        return head is not None and head.incarnation == job.incarnation
+        return head is not None and str(head.incarnation) == job.incarnation
 
     async def _observe(self, cached: RunCache) -> Observed:
         run, ended = cached.run, cached.ended

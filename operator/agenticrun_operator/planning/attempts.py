@@ -23,7 +23,7 @@ from agenticrun_api import (
 )
 from agenticrun_api.names import ExitCode
 from agenticrun_api.status import JobStatus, RayClusterStatus
-from agenticrun_operator.observed import Job, NoJob, Observed, Pod, Problem, Unreachable
+from agenticrun_operator.observed import Job, NoJob, Observed, Problem, Unreachable
 from agenticrun_operator.planning import ending, lost_pods, startup, stopping
 from agenticrun_operator.planning.draft import MAX_TEXT, Draft
 from agenticrun_operator.planning.plan import Configure, Stop, Submit
@@ -130,7 +130,7 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
         if wait > 0:
             draft.look_again(wait)
             return
-    if previous and (lost := lost_pods.lost_head(draft, observed, previous.incarnation)):
+    if previous and (lost := lost_pods.lost_head(draft, observed, previous)):
         _rebuild_cluster(draft, observed, lost)
         return
     head = observed.head(draft.run.metadata.uid)
@@ -172,7 +172,7 @@ def _begin_when_possible(draft: Draft, observed: Observed, roles_ready: bool) ->
     job = JobStatus(
         attempt=attempt,
         submission_id=submission_id(draft.run, attempt),
-        incarnation=head.incarnation,
+        incarnation=str(head.incarnation),
     )
     cluster = RayClusterStatus(name=draft.run.metadata.name)
     draft.set(job=job, ray_cluster=cluster, next_retry_time=None, startup_timeouts=0)
@@ -230,7 +230,7 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
         return
     draft.look_again(_poll_seconds(progress))
     head = observed.head(draft.run.metadata.uid)
-    if _is_lost(head, job):
+    if lost_pods.was_replaced(head, job):
         waits = final is None and head is not None and head.incarnation
         if waits and _waits_for_report(draft, observed):
             return
@@ -243,7 +243,7 @@ def _follow(draft: Draft, observed: Observed, job: JobStatus) -> None:
         )
     elif isinstance(observed.job, NoJob):
         _follow_unknown(draft, observed, job, final)
-    elif lost := lost_pods.lost_head(draft, observed, job.incarnation):
+    elif lost := lost_pods.lost_head(draft, observed, job):
         _fail(draft, observed, final, Reason.NODE_LOST, lost)
         _rebuild_cluster(draft, observed, lost)
     elif isinstance(observed.job, Unreachable):
@@ -332,16 +332,6 @@ def _stop_job(draft: Draft, observed: Observed, job: JobStatus) -> None:
     stop_ = Stop(job.submission_id)
     if stopping.may_act(draft, observed, stop_):
         draft.job = stop_
-
-
-def _is_lost(head: Pod | None, job: JobStatus) -> bool:
-    """Return True if the head that the attempt was submitted to was replaced or restarted.
-
-    Ray keeps its jobs in the head's memory, so the attempt is lost with it.
-    """
-    if head is None or head.uid != job.incarnation.split("/")[0]:
-        return True
-    return head.incarnation is not None and head.incarnation != job.incarnation
 
 
 def _waits_for_report(draft: Draft, observed: Observed) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, Literal
 
@@ -34,6 +35,15 @@ REPEAT_SECONDS = 30.0
 MAX_CONDITION_MESSAGE = 1024
 MAX_TEXT = 4096
 
+_COMES_BY_ITSELF = frozenset(
+    {
+        Reason.CLUSTER_CREATING,
+        Reason.CLUSTER_DELETED,
+        Reason.PODS_PENDING,
+        Reason.WAITING_FOR_PREVIOUS_RUN,
+    }
+)
+"""Reasons of conditions that are not True, and need nobody: the operator or Kubernetes is at it."""
 
 ConditionStatus = Literal["True", "False", "Unknown"]
 
@@ -108,7 +118,7 @@ class Draft:
         generation = self.run.metadata.generation
         after = new_condition(kind, status, reason, message, self.now, generation, before)
         others = [item for item in self.status.conditions if item.type != kind.value]
-        self.set(conditions=sorted([*others, after], key=_place))
+        self.set(conditions=in_order([*others, after]))
 
     def find(self, kind: ConditionType) -> Condition | None:
         """Return the condition of this type, or None."""
@@ -150,6 +160,8 @@ class Draft:
         Args:
             last_write: time of the last status write, or None to write at once.
         """
+        if not self.run.status.phase.finished or not self.find(ConditionType.PROGRESSING):
+            self.condition(ConditionType.PROGRESSING, *_sum_up(self.status))
         self.set(observed_generation=self.run.metadata.generation)
         status: AgenticRunStatus | None = self.status
         interval = _write_interval(self.run.status, self.status)
@@ -173,10 +185,43 @@ class Draft:
         )
 
 
-def _place(condition: Condition) -> int:
-    """Return the place of a condition in the status: in the order of `ConditionType`."""
+def _sum_up(status: AgenticRunStatus) -> tuple[ConditionStatus, str, str]:
+    """Return the status, reason and message of the condition Progressing."""
+    kinds = ConditionType
+    found = {item.type: item for item in status.conditions}
+    states = {kind: found[kind].status for kind in kinds if kind in found}
+
+    def because_of(
+        kind: ConditionType, progresses: ConditionStatus
+    ) -> tuple[ConditionStatus, str, str]:
+        return progresses, found[kind].reason, found[kind].message
+
+    if status.phase.finished:
+        end = found.get(kinds.FAILED)
+        return "False", end.reason if end else status.phase.value, end.message if end else ""
+    if states.get(kinds.SUSPENDED) in ("True", "Unknown"):
+        rescales = found[kinds.SUSPENDED].reason == Reason.RESCALING
+        return because_of(kinds.SUSPENDED, "True" if rescales else "False")
+    if states.get(kinds.STALLED) == "True":
+        return because_of(kinds.STALLED, "False")
+    if states.get(kinds.TRAINING) in ("True", "Unknown"):
+        return because_of(kinds.TRAINING, states[kinds.TRAINING])
+    for kind in (kinds.CLUSTER_PROVISIONED, kinds.ROLES_READY):
+        if states.get(kind) == "False":
+            return because_of(kind, "True" if found[kind].reason in _COMES_BY_ITSELF else "False")
+    if kinds.TRAINING in found:  # it starts, or waits for its restart
+        refused = found[kinds.TRAINING].reason == Reason.SUBMISSION_REFUSED
+        return because_of(kinds.TRAINING, "False" if refused else "True")
+    return "True", Reason.CLUSTER_CREATING, ""
+
+
+def in_order(conditions: Iterable[Condition]) -> list[Condition]:
+    """Return the conditions in the order of `ConditionType`, those of later releases last."""
     types = [kind.value for kind in ConditionType]
-    return types.index(condition.type) if condition.type in types else len(types)
+    return sorted(
+        conditions,
+        key=lambda item: types.index(item.type) if item.type in types else len(types),
+    )
 
 
 def _write_interval(before: AgenticRunStatus, after: AgenticRunStatus) -> float | None:

@@ -18,7 +18,8 @@ from __future__ import annotations
 from datetime import datetime
 
 from agenticrun_api import Reason, Role
-from agenticrun_operator.observed import Observed, Pod, Unreachable
+from agenticrun_api.status import JobStatus
+from agenticrun_operator.observed import Incarnation, Observed, Pod, Unreachable
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.plan import Delete
 from agenticrun_operator.planning.times import format_span, parse_time
@@ -43,7 +44,7 @@ def joined_earlier_head(pod: Pod, head: Pod, now: datetime) -> bool:
     """
     if pod.role is Role.DRIVER or pod.deleting or not (pod.started_at and head.started_at):
         return False
-    restarted = head.incarnation is not None and not head.incarnation.endswith("/0")
+    restarted = head.incarnation is not None and head.incarnation.restarts > 0
     if pod.created_at >= head.created_at and not restarted:
         return False
     start = parse_time(head.started_at)
@@ -80,7 +81,23 @@ def remove_stuck(draft: Draft, observed: Observed) -> None:
             )
 
 
-def lost_head(draft: Draft, observed: Observed, incarnation: str) -> str | None:
+def was_replaced(head: Pod | None, job: JobStatus) -> bool:
+    """Return True if the head that the attempt was submitted to was replaced or restarted.
+
+    Ray keeps its jobs in the head's memory, so the attempt is lost with it.
+    """
+    if head is None or not _is_pod_of(head, job):
+        return True
+    return head.incarnation is not None and str(head.incarnation) != job.incarnation
+
+
+def _is_pod_of(head: Pod, job: JobStatus) -> bool:
+    """Return True if the attempt was submitted to this pod, whichever start of it."""
+    incarnation = Incarnation.parse(job.incarnation)
+    return incarnation is not None and incarnation.pod_uid == head.uid
+
+
+def lost_head(draft: Draft, observed: Observed, job: JobStatus) -> str | None:
     """Return a sentence if the head that the attempt was submitted to is lost, else None.
 
     A head is lost if it is silent and the kubelet or the node controller has long said that it is
@@ -89,10 +106,10 @@ def lost_head(draft: Draft, observed: Observed, incarnation: str) -> str | None:
     Args:
         draft: the draft.
         observed: the observed state.
-        incarnation: that of the attempt.
+        job: the attempt.
     """
     head = observed.head(draft.run.metadata.uid)
-    if head is None or head.uid != incarnation.split("/", maxsplit=1)[0]:
+    if head is None or not _is_pod_of(head, job):
         return None
     seen = (observed.job, observed.progress)
     silent = all(isinstance(item, Unreachable) and not item.tokens for item in seen)

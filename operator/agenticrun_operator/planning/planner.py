@@ -20,7 +20,13 @@ from agenticrun_operator.planning import (
     startup,
     suspension,
 )
-from agenticrun_operator.planning.draft import MAX_TEXT, ConditionStatus, Draft, new_condition
+from agenticrun_operator.planning.draft import (
+    MAX_TEXT,
+    ConditionStatus,
+    Draft,
+    in_order,
+    new_condition,
+)
 from agenticrun_operator.planning.plan import Plan
 from agenticrun_operator.planning.snapshot import own_progress
 from agenticrun_operator.planning.times import format_time
@@ -147,10 +153,14 @@ def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) 
     if not started:
         fields = {"phase": Phase.FAILED, "completion_time": format_time(now)}
         fields["observed_generation"] = metadata.generation
-        wanted = {ConditionType.FAILED: "True", ConditionType.COMPLETE: "False"}
+        wanted = {
+            ConditionType.PROGRESSING: "False",
+            ConditionType.FAILED: "True",
+            ConditionType.COMPLETE: "False",
+        }
     else:
         message = f"this version of the operator cannot read the spec: {message}"
-        wanted = {ConditionType.ACCEPTED: "False"}
+        wanted = {ConditionType.ACCEPTED: "False", ConditionType.PROGRESSING: "Unknown"}
     before = {item.type: item for item in known.conditions}
     after = before | {
         kind: new_condition(
@@ -160,7 +170,7 @@ def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) 
     }
     if before == after:
         return Plan()
-    fields |= {"message": message[:MAX_TEXT], "conditions": list(after.values())}
+    fields |= {"message": message[:MAX_TEXT], "conditions": in_order(after.values())}
     fields["last_update_time"] = format_time(now)
     return Plan(
         status=known.model_copy(update=fields),

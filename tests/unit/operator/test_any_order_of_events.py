@@ -270,6 +270,14 @@ class AnyOrder(RuleBasedStateMachine):
             self.ended = phase
 
     @invariant()
+    def a_run_that_stands_still_does_not_progress(self) -> None:
+        states = {item.type: item.status for item in self.world.status.conditions}
+        if states.get("Stalled") == "True" or self.world.status.phase.finished:
+            assert states["Progressing"] == "False"
+        elif states.get("Training") == "True" and "Unknown" not in states.values():
+            assert states["Progressing"] == "True"
+
+    @invariant()
     def checkpoints_are_never_lost(self) -> None:
         claim = self.world.objects.get(("PersistentVolumeClaim", f"{NAME}-checkpoints"))
         uid = claim["metadata"]["uid"] if claim else None

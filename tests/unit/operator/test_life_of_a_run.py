@@ -206,6 +206,7 @@ async def test_conditions_are_in_the_order_of_a_runs_life(world: World, operator
         "ClusterProvisioned",
         "RolesReady",
         "Training",
+        "Progressing",
         "Stalled",
         "Complete",
         "Failed",
@@ -877,6 +878,8 @@ async def test_a_spec_that_cannot_be_read_pauses_the_run_and_touches_nothing(
     stored = world.run["status"]
     accepted = next(item for item in stored["conditions"] if item["type"] == "Accepted")
     assert (stored["phase"], accepted["status"]) == ("Running", "False")
+    summary = next(item for item in stored["conditions"] if item["type"] == "Progressing")
+    assert (summary["status"], summary["reason"]) == ("Unknown", "InvalidConfig")
     assert "spec.pipeline.trainEnvs.groupSize" in accepted["message"]
     assert happened(world).count("InvalidConfig") == 1
     assert set(world.objects) == objects

@@ -10,7 +10,7 @@ import pytest
 from agenticrun_api import ConditionType, Outcome, Phase, Role
 from agenticrun_api.names import KIND
 from agenticrun_operator.cluster import Denied
-from agenticrun_operator.observed import Pod
+from agenticrun_operator.observed import Incarnation, Pod
 from agenticrun_operator.planning.lost_pods import joined_earlier_head
 from operator_world import NAME, Operator, World, condition, happened, training
 
@@ -223,7 +223,12 @@ async def test_a_worker_whose_clock_is_behind_that_of_the_head_delays_an_attempt
 
 def pod(role: Role, created: int, started: int, **fields: Any) -> Pod:
     at = "2026-01-01T00:00:{:02}Z".format
-    common = {"run_uid": "r", "role": role, "ready": True, "incarnation": f"{role.value}/0"}
+    common = {
+        "run_uid": "r",
+        "role": role,
+        "ready": True,
+        "incarnation": Incarnation(role.value, 0),
+    }
     named = {"name": role.value, "uid": role.value}
     return Pod(
         **{**named, **common, "created_at": at(created), "started_at": at(started), **fields}
@@ -236,7 +241,7 @@ def pod(role: Role, created: int, started: int, **fields: Any) -> Pod:
         (pod(Role.ENV, 0, 5), pod(Role.DRIVER, 20, 25), True),
         (pod(Role.ENV, 0, 27), pod(Role.DRIVER, 20, 25), False),  # it has started again
         (pod(Role.ENV, 21, 15), pod(Role.DRIVER, 20, 25), False),  # its node's clock is behind
-        (pod(Role.ENV, 1, 5), pod(Role.DRIVER, 0, 25, incarnation="driver/1"), True),
+        (pod(Role.ENV, 1, 5), pod(Role.DRIVER, 0, 25, incarnation=Incarnation("driver", 1)), True),
         (pod(Role.ENV, 0, 5, gone_by="x"), pod(Role.DRIVER, 20, 25), False),
         (pod(Role.DRIVER, 0, 5), pod(Role.DRIVER, 20, 25), False),
     ],

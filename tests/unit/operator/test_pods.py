@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agenticrun_api import Reason, Role
-from agenticrun_operator.observed import read_pod
+from agenticrun_operator.observed import Incarnation, read_pod
 from agenticrun_operator.resources import Manifest
 
 
@@ -129,7 +129,7 @@ def test_a_ready_pod_has_no_problem_whatever_happened_before() -> None:
 
 
 def test_the_incarnation_changes_with_the_container_and_with_the_pod() -> None:
-    def incarnation(uid: str, restarts: int) -> str | None:
+    def incarnation(uid: str, restarts: int) -> Incarnation | None:
         manifest = pod(
             {"name": "ray", "containerID": "c", "restartCount": restarts, "state": {"running": {}}}
         )
@@ -138,6 +138,12 @@ def test_the_incarnation_changes_with_the_container_and_with_the_pod() -> None:
 
     assert len({incarnation("a", 0), incarnation("a", 1), incarnation("b", 0)}) == 3
     assert read_pod(pod(waiting("ContainerCreating"))).incarnation is None
+
+
+def test_an_incarnation_is_read_as_it_was_stored() -> None:
+    assert Incarnation.parse(str(Incarnation("a-b", 3))) == Incarnation("a-b", 3)
+    for damaged in ("", "a-b", "a-b/", "a-b/x", "a-b/1/2"):
+        assert Incarnation.parse(damaged) is None
 
 
 @pytest.mark.parametrize(("sidecar_ready", "reason"), [(True, Reason.NODE_LOST), (False, None)])
