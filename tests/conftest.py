@@ -39,6 +39,11 @@ if settings.get_current_profile_name() == "repeatable":
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 
 
+# One thread for each operation of torch: two processes of two threads each on two cores wait for
+# each other inside every operation, which makes tests of tiny models ten times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 ON_THE_CLUSTER = ("api", "chart", "devcluster", "operator")
 """Folders of integration tests that follow each other."""
 
