@@ -189,6 +189,10 @@ class VarianceFilter(Model):
     keep: Annotated[float, Field(gt=0, le=1)] = 0.25
     """Share of a batch's groups to keep."""
 
+    def kept(self, groups: int) -> int:
+        """Return the number of groups to keep, at least one."""
+        return max(1, round(self.keep * groups))
+
 
 class Algorithm(Model):
     """The advantage estimator and the actor's loss."""

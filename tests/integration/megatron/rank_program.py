@@ -107,16 +107,22 @@ def check_broken_gradients(models: Path) -> dict[str, Any]:
     return {}
 
 
-def check_nothing_to_learn(models: Path) -> float:
-    """Skipped steps after a batch without a weighted token, and one without samples."""
+def check_nothing_to_learn(models: Path) -> list[dict[str, float]]:
+    """Metrics of a batch without a weighted token, and of one without samples.
+
+    Neither changes a weight.
+    """
     policy = make(models, BY_NAME["tensor"], "llama")
     nothing: list[Sample] = [
         replace(sample, weight_T=np.zeros_like(sample.weight_T))
         for sample in samples_of(models, "llama")[0]
     ]
-    policy.train_step(nothing, LOSS)
+    before = weights_of(policy)
+    metrics = [dict(policy.train_step(samples, LOSS)) for samples in (nothing, [])]
     assert policy.compute_log_probs([]) == []
-    return policy.train_step([], LOSS)["actor/skipped_steps"]
+    after = weights_of(policy)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    return metrics
 
 
 def check_offload(models: Path) -> dict[str, np.ndarray]:

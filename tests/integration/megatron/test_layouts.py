@@ -194,8 +194,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_ends_the_run_if_it_st
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-def test_a_step_without_anything_to_learn_is_skipped(ranks: Any) -> None:
-    assert [rank["nothing"] for rank in ranks[2]] == [2, 2]
+def test_a_batch_without_anything_to_learn_is_no_step(ranks: Any) -> None:
+    assert [rank["nothing"] for rank in ranks[2]] == [[{"actor/skipped_steps": 0.0}] * 2] * 2
 
 
 def test_memory_that_was_left_to_an_engine_comes_back(ranks: Any, references: Any) -> None:

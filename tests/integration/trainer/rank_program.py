@@ -5,7 +5,7 @@ As a program it is one rank of several, with the arguments MODEL WORK.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,12 +91,26 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
             for name, trained in parts.items():
                 trained.save(str(save / name))
         mine = part(batches[step], rank, world)
+        if step == 2:
+            check_nothing_to_learn(policy, critic, mine)
         actor = policy.supervised_step(mine) if step == 1 else policy.train_step(mine, LOSS)
         metrics.append({**actor, **critic.train_step(mine, VALUE_LOSSES["clipped"])})
     mine = part(batches[0], rank, world)
     logprobs = [*policy.compute_log_probs(mine), *reference.compute_log_probs(mine)]
     values = [np.append(v.values_T, v.final) for v in critic.compute_values(mine)]
     return Result(metrics, logprobs, values, weights(policy), policy.policy_version)
+
+
+def check_nothing_to_learn(
+    policy: PolicyTrainer, critic: CriticTrainer, samples: list[Sample]
+) -> None:
+    """A batch without a weighted token on any rank is no step, and changes no weight."""
+    nothing = [replace(sample, weight_T=np.zeros_like(sample.weight_T)) for sample in samples]
+    before = weights(policy)
+    assert dict(policy.train_step(nothing, LOSS)) == {"actor/skipped_steps": 0.0}
+    assert critic.train_step(nothing, VALUE_LOSSES["clipped"]) == {"critic/skipped_steps": 0.0}
+    after = weights(policy)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
 def everywhere(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_api import Pipeline
+from agenticrun_workers.driver.step import select_groups
 from agenticrun_workers.driver.trainer_group import balance, plan_batch
 from agenticrun_workers.rollout.groups import Group
-from agenticrun_workers.trainer.batch import RankPlan
+from agenticrun_workers.trainer.batch import RankPlan, optimizer_steps_per_batch
 from rollout_fakes import result
 
 
@@ -71,6 +72,23 @@ def test_groups_are_kept_whole_in_a_mini_batch() -> None:
     for step in range(2):
         members = Counter(job.items[i][0].group for job in jobs for i in job.mini_batches[step])
         assert set(members.values()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("keep", "chunk", "sizes"),
+    [(0.25, 2, [2]), (0.5, 2, [2, 2]), (0.75, 4, [4, 2]), (0.25, 8, [2]), (1.0, 4, [4, 4])],
+)
+def test_a_variance_filter_leaves_fewer_mini_batches_and_no_empty_one(
+    keep: float, chunk: int, sizes: list[int]
+) -> None:
+    config = pipeline(
+        algorithm={"varianceFilter": {"keep": keep}, "ppoEpochs": 2},
+        actorTrain={"training": {"miniBatchSize": chunk}},
+    )
+    jobs = plan(config, select_groups(config, groups(2, 2, 2, 2)), ranks=2)
+    steps = zip(*(job.mini_batches for job in jobs), strict=True)
+    assert [sum(map(len, parts)) for parts in steps] == sizes * 2
+    assert optimizer_steps_per_batch(config) == 2 * len(sizes)
 
 
 def test_a_group_that_lost_a_member_trains_with_the_rest() -> None:

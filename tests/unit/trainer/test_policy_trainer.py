@@ -20,6 +20,7 @@ from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import NonFiniteGradient, OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
+from agenticrun_workers.trainer.rank import combine
 from agenticrun_workers.trainer.reference import ReferencePolicy
 from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference, token_log_probs
@@ -257,20 +258,34 @@ def test_a_number_that_is_not_finite_under_weight_zero_breaks_nothing(
     assert largest_difference(policy.gradients(outside, LOSS), policy.gradients(samples, LOSS)) == 0
 
 
-def test_a_batch_without_any_weight_is_a_counted_skip_that_changes_nothing(
+@pytest.mark.parametrize("empty_batch", ["weights of zero", "no samples"])
+def test_a_batch_without_any_weight_is_no_step_and_not_in_the_metrics(
+    load: Load, samples: list[Sample], empty_batch: str
+) -> None:
+    empty = [
+        replace(s, weight_T=np.zeros_like(s.weight_T))
+        for s in samples
+        if empty_batch == "weights of zero"
+    ]
+    policy = fsdp2_policy(load, replace(SPEC, weight_decay=0.1))
+    first = dict(policy.train_step(samples, LOSS))
+    before = weights(policy)
+    nothing = dict(policy.train_step(empty, LOSS))
+    assert nothing == {"actor/skipped_steps": 0}
+    assert combine([nothing, first, nothing]) == first
+    policy.supervised_step(empty)
+    assert policy.strategy.steps.skipped == 0
+    for name, weight in weights(policy).items():
+        np.testing.assert_array_equal(weight, before[name])
+
+
+def test_the_schedule_ends_with_the_run_also_over_batches_without_any_weight(
     load: Load, samples: list[Sample]
 ) -> None:
     empty = [replace(s, weight_T=np.zeros_like(s.weight_T)) for s in samples]
-    policy = fsdp2_policy(load, replace(SPEC, weight_decay=0.1))
-    names = policy.train_step(samples, LOSS).keys()
-    before = weights(policy)
-    metrics = policy.train_step(empty, LOSS)
-    assert metrics["actor/skipped_steps"] == 1
-    assert metrics.keys() == names
-    assert np.isfinite(list(metrics.values())).all()
-    policy.supervised_step(empty)
-    for name, weight in weights(policy).items():
-        np.testing.assert_array_equal(weight, before[name])
+    policy = fsdp2_policy(load, replace(SPEC, schedule="linear", total_steps=4))
+    rates = [policy.train_step(batch, LOSS).get("actor/lr") for batch in (samples, empty, samples)]
+    assert rates == [SPEC.learning_rate, None, SPEC.learning_rate / 2]
 
 
 def test_a_loss_says_which_array_it_lacks(load: Load, samples: list[Sample]) -> None:

@@ -108,18 +108,16 @@ class TrainingStep:
 def select_groups(pipeline: Pipeline, groups: tuple[Group, ...]) -> tuple[Group, ...]:
     """Return the groups to train on: all, or with a variance filter the most uncertain ones."""
     variance_filter = pipeline.algorithm.variance_filter
-    return groups if variance_filter is None else most_uncertain(groups, variance_filter.keep)
+    if variance_filter is None:
+        return groups
+    return most_uncertain(groups, variance_filter.kept(len(groups)))
 
 
-def most_uncertain(groups: tuple[Group, ...], keep: float) -> tuple[Group, ...]:
-    """Return the groups with the largest spread of scores, in their order.
+def most_uncertain(groups: tuple[Group, ...], count: int) -> tuple[Group, ...]:
+    """Return the `count` groups with the largest spread of scores, in their order.
 
     StarPO-S (Wang et al. 2025, arXiv 2504.20073).
-
-    Args:
-        keep: share of the groups to return, at least one.
     """
-    count = max(1, round(keep * len(groups)))
     spread = [float(np.std([result.score for result in group.results])) for group in groups]
     chosen = sorted(range(len(groups)), key=lambda index: (-spread[index], index))[:count]
     return tuple(groups[index] for index in sorted(chosen))

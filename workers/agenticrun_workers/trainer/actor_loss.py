@@ -244,11 +244,3 @@ class ActorMetrics:
         }
         metrics = {f"actor/{name}": value for name, value in (sums | extras).items()}
         return metrics | ({"engine/logprob_gap": gap / gap_share} if gap_share else {})
-
-
-def nothing_learned() -> dict[str, float]:
-    """Return the metrics of a step without a weighted token: no loss, no change."""
-    still = {"ratio_mean": 1.0, "ratio_max": 1.0, "ratio_min": 1.0, "ess": 1.0}
-    return {
-        f"actor/{name}": still.get(name, 0.0) for name in (*SUMS, "ratio_max", "ratio_min", "ess")
-    }

@@ -13,6 +13,7 @@ driver.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -94,9 +95,16 @@ ValueTargets = dict[EpisodeKey, list[tuple[FloatArray | None, FloatArray]]]
 
 
 def optimizer_steps_per_batch(pipeline: Pipeline) -> int:
-    """Return the number of optimizer steps in one training step."""
+    """Return the number of optimizer steps in one training step.
+
+    A variance filter leaves fewer mini-batches, not smaller ones.
+    """
+    group_size, variance_filter = pipeline.train_envs.group_size, pipeline.algorithm.variance_filter
+    groups = pipeline.rollout_batch_size // group_size
+    if variance_filter is not None:
+        groups = variance_filter.kept(groups)
     size = pipeline.actor_train.training.mini_batch_size or pipeline.rollout_batch_size
-    return pipeline.rollout_batch_size // size * pipeline.algorithm.ppo_epochs
+    return math.ceil(groups / (size // group_size)) * pipeline.algorithm.ppo_epochs
 
 
 def sum_gaps(parts: Sequence[LogprobGaps]) -> dict[str, tuple[float, float]]:

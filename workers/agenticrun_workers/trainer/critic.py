@@ -83,26 +83,25 @@ class CriticTrainer:
         """Take one optimizer step towards `returns_T`; skip it as `PolicyTrainer.train_step` does.
 
         Returns:
-            metrics, equal on every rank. Over weighted tokens critic/value is the mean return,
-            critic/vpred the mean value, critic/error the mean (V - G)^2.
+            metrics, equal on every rank; without a weighted token only critic/skipped_steps. Over
+            weighted tokens critic/value is the mean return, critic/vpred the mean value,
+            critic/error the mean (V - G)^2.
 
         Raises:
             NonFiniteGradient: too many in a row.
             ValueError: samples lack an array that the loss reads.
         """
         totals = self._model.batcher.totals(samples)
-        rate, norm, sums = self._optimizer.rate, 0.0, [0.0] * len(SUMS)
+        rate = self._optimizer.rate
+        metrics: dict[str, float] = {}
         if totals.weight == 0:
-            self._optimizer.skip()
+            self._optimizer.pass_over()
         else:
             sums = self._backward(samples, loss, totals)
-            norm = self._optimizer.step(rate)
-        return {
-            **{f"critic/{name}": value for name, value in zip(SUMS, sums, strict=True)},
-            "critic/grad_norm": norm,
-            "critic/lr": rate,
-            "critic/skipped_steps": float(self._optimizer.skipped),
-        }
+            metrics = {f"critic/{name}": value for name, value in zip(SUMS, sums, strict=True)}
+            metrics["critic/grad_norm"] = self._optimizer.step(rate)
+            metrics["critic/lr"] = rate
+        return metrics | {"critic/skipped_steps": float(self._optimizer.skipped)}
 
     def gradients(self, samples: list[Sample], loss: ValueLossSpec) -> dict[str, Tensor]:
         """Return the gradient that `train_step` would use, whole and unclipped, by name."""

@@ -60,9 +60,9 @@ class StepCounts:
     def __init__(self, spec: OptimizerSpec) -> None:
         self.spec = spec
         self.steps = 0
-        """Steps taken so far; the schedule follows this number."""
+        """Steps of the schedule so far: those taken, and those without anything to learn from."""
         self.skipped = 0
-        """Steps skipped because the gradient was not finite or there was nothing to learn from."""
+        """Steps skipped because the gradient was not finite."""
         self._broken = 0
         """Number of the latest gradients in a row that were not finite."""
 
@@ -76,9 +76,12 @@ class StepCounts:
         """True if one more gradient that is not finite ends the run."""
         return self._broken >= self.spec.max_skipped_steps
 
-    def skip(self) -> None:
-        """Count a step that is not taken."""
-        self.skipped += 1
+    def pass_over(self) -> None:
+        """Move the schedule past a step that has nothing to learn from.
+
+        So the learning rate reaches zero with the last step of the run.
+        """
+        self.steps += 1
 
     def record_step(self, norm: float, *, scheduled: bool, first_broken: str | None) -> None:
         """Count a step as taken if its gradient was finite, else as skipped.
@@ -96,7 +99,7 @@ class StepCounts:
             self.steps += scheduled
             self._broken = 0
             return
-        self.skip()
+        self.skipped += 1
         self._broken += 1
         if first_broken is not None:
             raise NonFiniteGradient(

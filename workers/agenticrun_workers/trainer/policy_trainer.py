@@ -28,7 +28,6 @@ from agenticrun_workers.trainer.actor_loss import (
     ActorMetrics,
     LossSpec,
     SupervisedLoss,
-    nothing_learned,
 )
 from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, weighted
 from agenticrun_workers.trainer.optimizer import StepCounts
@@ -161,30 +160,27 @@ class PolicyTrainer:
     def train_step(self, samples: list[Sample], loss: LossSpec) -> Mapping[str, float]:
         """Take one optimizer step on this rank's share of a mini-batch.
 
-        A non-finite gradient, or a mini-batch without a weighted token, changes nothing and is
-        counted in `actor/skipped_steps`.
+        A non-finite gradient changes nothing and is counted in `actor/skipped_steps`. A mini-batch
+        without a weighted token on any rank is no step: it only moves the schedule on.
 
         Returns:
-            metrics `actor/...` and `train/...`, equal on every rank.
+            metrics `actor/...` and `train/...`, equal on every rank; without a weighted token only
+            `actor/skipped_steps`.
 
         Raises:
             NonFiniteGradient: too many in a row.
             ValueError: samples lack an array that the loss reads.
         """
         totals = self.strategy.batcher.totals(samples)
-        rate, norm = self.strategy.steps.rate, 0.0
+        rate = self.strategy.steps.rate
+        metrics: dict[str, float] = {}
         if totals.weight == 0:
-            self.strategy.steps.skip()
-            metrics = nothing_learned() | self.strategy.batcher.balance([])
+            self.strategy.steps.pass_over()
         else:
             metrics = self._forward_backward(samples, loss, totals)
-            norm = self.strategy.optimizer_step(rate)
-        return {
-            **metrics,
-            "actor/grad_norm": norm,
-            "actor/lr": rate,
-            "actor/skipped_steps": float(self.strategy.steps.skipped),
-        }
+            metrics["actor/grad_norm"] = self.strategy.optimizer_step(rate)
+            metrics["actor/lr"] = rate
+        return metrics | {"actor/skipped_steps": float(self.strategy.steps.skipped)}
 
     def supervised_step(self, samples: list[Sample]) -> Mapping[str, float]:
         """Take one optimizer step of weighted next-token cross-entropy (warm-up).
@@ -196,9 +192,7 @@ class PolicyTrainer:
         spec = self.strategy.steps.spec
         rate = spec.supervised_learning_rate or spec.learning_rate
         loss, norm = SupervisedLoss(samples, totals), 0.0
-        if totals.weight == 0:
-            self.strategy.steps.skip()
-        else:
+        if totals.weight:
             batches = self.strategy.batcher.split(samples, weighted)
             self.strategy.forward_backward(batches, self._temperature, loss)
             norm = self.strategy.optimizer_step(rate, scheduled=False)

@@ -160,13 +160,16 @@ class ReferenceUpdateMixin(RankActor):
 
 
 def combine(steps: list[Metrics]) -> Metrics:
-    """Combine the metrics of several optimizer steps.
+    """Combine the metrics of several optimizer steps, each over the steps that measured it.
 
     Learning rate and skipped steps: the last value. `_max` and `_min`: the extremes. Else the mean.
     """
+    measured: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        for name, value in step.items():
+            measured[name].append(value)
     combined: Metrics = {}
-    for name in steps[0]:
-        values = [step[name] for step in steps]
+    for name, values in measured.items():
         if name.endswith(("/lr", "/skipped_steps")):
             combined[name] = values[-1]
         elif name.endswith("_max"):
