@@ -47,7 +47,7 @@ class Staleness(Model):
     sampled again from its start."""
     off_policy: Literal["Refuse", "Ignore"] = "Refuse"
     """Ignore: accept the bias of the gradient from rollouts of older policies. Refuse: require a
-    correction (pgVariant decoupled, or isWeight)."""
+    correction (pgVariant decoupled, isWeight, or oldLogProbs Rollout with a ratio)."""
 
 
 class Record(Model):
@@ -110,6 +110,10 @@ class Pipeline(Model):
     algorithm: Algorithm = Algorithm()
     reward_normalization: RewardNormalization | None = None
     train_infer_correction: TrainInferCorrection | None = None
+    old_log_probs: Literal["Recompute", "Rollout"] = "Recompute"
+    """The old policy of ratios and of rewardKl. Recompute: the policy at the start of the batch.
+    Rollout: the policies that sampled, by the log-probs that the engines recorded, so that clips
+    act on rollouts of older policies. It saves a forward pass."""
     staleness: Staleness = Staleness()
     guards: Guards = Guards()
     warmup: Warmup | None = None

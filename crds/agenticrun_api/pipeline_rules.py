@@ -11,12 +11,17 @@ OWN_NORMALIZATION = ("grpo", "rloo", "dr_grpo", "gigpo", "reinforce_plus_plus_ba
 _OWN = "['grpo', 'rloo', 'dr_grpo', 'gigpo', 'reinforce_plus_plus_baseline']"
 _MINI = "self.actorTrain.training.miniBatchSize"
 _ALGORITHM = "self.algorithm"
+WITH_RATIO = ("ppo", "tis", "topr", "cispo")
+"""Losses that weight a token with the ratio of its probabilities, new to old."""
+_WITH_RATIO = "['ppo', 'tis', 'topr', 'cispo']"
 
 
 def _corrects(p: Any) -> bool:
     correction = p.train_infer_correction
-    return p.algorithm.pg_variant == "decoupled" or (
-        correction is not None and correction.is_weight is not None
+    return (
+        p.algorithm.pg_variant == "decoupled"
+        or (correction is not None and correction.is_weight is not None)
+        or (p.old_log_probs == "Rollout" and p.algorithm.pg_variant in WITH_RATIO)
     )
 
 
@@ -29,7 +34,8 @@ def _whitens(p: Any) -> bool:
 
 _CORRECTS = (
     f"({_ALGORITHM}.pgVariant == 'decoupled' || "
-    "(has(self.trainInferCorrection) && has(self.trainInferCorrection.isWeight)))"
+    "(has(self.trainInferCorrection) && has(self.trainInferCorrection.isWeight)) || "
+    f"(self.oldLogProbs == 'Rollout' && {_ALGORITHM}.pgVariant in {_WITH_RATIO}))"
 )
 _WHITENS = (
     f"({_ALGORITHM}.whitenAdvantages || {_ALGORITHM}.whitenRewards || "
@@ -188,8 +194,8 @@ WARMUP_RULES = (
 OFF_POLICY_RULES = (
     Rule(
         f"self.staleness.max == 0.0 || self.staleness.offPolicy == 'Ignore' || {_CORRECTS}",
-        "rollouts of older policies bias the gradient: set algorithm.pgVariant: decoupled or "
-        "trainInferCorrection.isWeight, or accept it "
+        "rollouts of older policies bias the gradient: set algorithm.pgVariant: decoupled, "
+        "trainInferCorrection.isWeight or oldLogProbs: Rollout, or accept it "
         "with offPolicy: Ignore",
         ".staleness.offPolicy",
         lambda p: p.staleness.max == 0 or p.staleness.off_policy == "Ignore" or _corrects(p),
@@ -214,14 +220,34 @@ OFF_POLICY_RULES = (
         ),
     ),
     Rule(
+        f"self.oldLogProbs == 'Recompute' || !({_ALGORITHM}.pgVariant in ['vanilla', 'decoupled'])",
+        "oldLogProbs Rollout needs a loss that compares with the policy that sampled: vanilla "
+        "reads no old log-probs, and decoupled needs those of the batch's start",
+        ".oldLogProbs",
+        lambda p: (
+            p.old_log_probs == "Recompute" or p.algorithm.pg_variant not in ("vanilla", "decoupled")
+        ),
+    ),
+    Rule(
+        "self.oldLogProbs == 'Recompute' || !has(self.trainInferCorrection)",
+        "trainInferCorrection compares recomputed log-probs with the recorded ones, which "
+        "oldLogProbs Rollout takes in their place: leave one of them out",
+        ".oldLogProbs",
+        lambda p: p.old_log_probs == "Recompute" or p.train_infer_correction is None,
+    ),
+    Rule(
         "!self.actorInfer.generating.allowTruncatedSampling || (!has(self.trainInferCorrection) "
-        f"&& {_ALGORITHM}.pgVariant != 'decoupled')",
+        f"&& {_ALGORITHM}.pgVariant != 'decoupled' && self.oldLogProbs == 'Recompute')",
         "truncated sampling and corrections by log-probs exclude each other: the recorded "
         "log-probs are not those of the sampling",
         ".actorInfer.generating.allowTruncatedSampling",
         lambda p: (
             not p.actor_infer.generating.allow_truncated_sampling
-            or (p.train_infer_correction is None and p.algorithm.pg_variant != "decoupled")
+            or (
+                p.train_infer_correction is None
+                and p.algorithm.pg_variant != "decoupled"
+                and p.old_log_probs == "Recompute"
+            )
         ),
     ),
 )

@@ -502,6 +502,23 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
+        "oldLogProbs Rollout needs a loss",
+        f"{_P}.oldLogProbs",
+        ((f"{_P}.oldLogProbs", "Rollout"), (f"{_P}.algorithm.pgVariant", "vanilla")),
+        ((f"{_P}.oldLogProbs", "Rollout"), (f"{_P}.algorithm.pgVariant", "kimi15")),
+    ),
+    RuleCase(
+        Pipeline,
+        "trainInferCorrection compares recomputed log-probs",
+        f"{_P}.oldLogProbs",
+        (
+            (f"{_P}.oldLogProbs", "Rollout"),
+            (f"{_P}.trainInferCorrection", {"filters": [{"ratioHigh": 2}]}),
+        ),
+        ((f"{_P}.trainInferCorrection", {"filters": [{"ratioHigh": 2}]}),),
+    ),
+    RuleCase(
+        Pipeline,
         "truncated sampling and corrections",
         f"{_P}.actorInfer.generating.allowTruncatedSampling",
         (

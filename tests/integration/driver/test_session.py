@@ -149,15 +149,26 @@ async def test_two_of_every_role_train_as_one(tmp_path: Path) -> None:
         ), step
 
 
-async def test_rollout_ahead_of_training_stays_within_the_limit(tmp_path: Path) -> None:
-    config = {"maxSteps": 4, "staleness": {"max": 1, "offPolicy": "Ignore"}}
+@pytest.mark.parametrize("old", ["Recompute", "Rollout"])
+async def test_rollout_ahead_of_training_stays_within_the_limit(tmp_path: Path, old: str) -> None:
+    config = {
+        "maxSteps": 4,
+        "staleness": {"max": 1, "offPolicy": "Ignore"},
+        "oldLogProbs": old,
+        "actorTrain": {"training": {"learningRate": 0.003}},  # one optimizer step for each batch
+    }
     session = InProcessAttempt(
         tiny_run(**config, trainEnvs={"groups": 8, "groupSize": 2, "tags": ["Lake"]}), tmp_path
     )
     report = await execute(session)
     assert report.outcome is Outcome.SUCCEEDED, report.message
-    ages = [line["staleness/max"] for line in session.training_steps().values()]
-    assert max(ages) == 1.0
+    steps = session.training_steps().values()
+    assert max(step["staleness/max"] for step in steps) == 1.0
+    assert all(step.get("engine/logprob_gap", 0.0) < 1e-3 for step in steps), "no stale tokens"
+    changed = [
+        abs(step["actor/ratio_max"] - 1) > 1e-3 for step in steps if step["staleness/max"] == 1
+    ]
+    assert set(changed) == {old == "Rollout"}
 
 
 async def test_an_environment_that_does_not_import_is_a_config_error(tmp_path: Path) -> None:

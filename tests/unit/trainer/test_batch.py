@@ -108,6 +108,36 @@ def test_scores_of_other_pods_arrive_as_they_were_computed_there() -> None:
     assert len(here.values) == 2
 
 
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_the_first_step_s_samples_say_which_tokens_its_weights_sampled(stepwise: bool) -> None:
+    first, second = (turn([1, 2], [3]), turn([4], [5, 6]))
+    mixed = replace(second, versions_T=np.array([1, 2], np.int32))
+    trajectories = [
+        Trajectory(
+            EpisodeKey(Stream.TRAIN, 0, member),
+            "A",
+            (first, mixed),
+            StopReason.COMPLETED,
+            stepwise=stepwise,
+        )
+        for member in range(2)
+    ]
+    batch = RankBatch(trajectories, mini_batches=[(1,), (0,)])
+    now, later = batch.mini_batch_samples(version=2)
+    marks = [s.current_T for s in now if s.current_T is not None]
+    assert np.concatenate(marks).tolist() == [False] * 5 + [True]
+    assert all(s.current_T is None for s in later)
+    assert [s.current_T for step in batch.mini_batch_samples() for s in step] == [None] * len(
+        batch.samples
+    )
+
+
+def test_the_rollouts_log_probs_are_those_that_the_engines_recorded() -> None:
+    batch = RankBatch([cut_trajectory(stepwise=True)])
+    assert [part.tolist() for part in batch.rollout_logprobs()] == [[0, 0, -1], [0, -1, -1]]
+    assert RankBatch([]).rollout_logprobs() == []
+
+
 def test_the_gap_of_each_engine_counts_tokens_that_it_sampled_with_the_weights_of_now() -> None:
     trajectory = cut_trajectory(stepwise=False)
     turns = tuple(

@@ -193,6 +193,7 @@ def test_the_credit_of_turns() -> None:
         ({"algorithm": {"lossKl": {}}}, False),
         ({"algorithm": {"pgVariant": "decoupled"}}, True),
         ({"trainInferCorrection": {"filters": [{"ratioHigh": 2}]}}, True),
+        ({"oldLogProbs": "Rollout", "algorithm": {"ppoEpochs": 2, "rewardKl": {}}}, False),
     ],
     ids=str,
 )

@@ -12,10 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedModel
 
-from agenticrun_workers.algorithms.losses import Decoupled, Vanilla
+from agenticrun_workers.algorithms.losses import Decoupled, Ppo, Vanilla
+from agenticrun_workers.algorithms.token_advantages import TokenSpec
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer.actor_loss import LossSpec
+from agenticrun_workers.trainer.batch import RankBatch, TurnCredits
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import NonFiniteGradient, OptimizerSpec
@@ -23,6 +25,7 @@ from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.rank import combine
 from agenticrun_workers.trainer.reference import ReferencePolicy
 from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference, token_log_probs
 from slow_losses import actor_loss
 
@@ -166,22 +169,113 @@ def test_metrics_say_what_the_step_did(load: Load) -> None:
     assert 0 < metrics["train/padding_waste"] < 1
 
 
-def test_the_gap_to_the_engine_is_told_where_both_speak_of_the_same_weights(load: Load) -> None:
+@pytest.mark.parametrize("old", ["current", "given"])
+def test_the_gap_to_the_engine_is_that_of_the_tokens_of_the_current_weights(
+    load: Load, old: str
+) -> None:
     loss = replace(LOSSES["ppo"], kl_coef=0.0)
-    samples = batch(load(), loss)
-    bare = [replace(s, old_logprobs_T=None) for s in samples]
+    rng = np.random.default_rng(1)
+    samples = [
+        replace(s, old_logprobs_T=None if old == "current" else s.old_logprobs_T)
+        for s in batch(load(), loss)
+    ]
+    marked = [replace(s, current_T=rng.random(len(s.tokens_T)) < 0.5) for s in samples]
     gaps: list[float] = []
-    for s in samples:
+    for s in marked:
         assert s.engine_logprobs_T is not None
+        assert s.current_T is not None
         new_T = token_log_probs(load(), s.tokens_T, loss.temperature).detach().numpy()
         gaps += [
             abs(new_T[t] - float(s.engine_logprobs_T[t]))
-            for t in np.flatnonzero(s.weight_T[1:]) + 1
+            for t in np.flatnonzero((s.weight_T * s.current_T)[1:]) + 1
         ]
-    assert fsdp2_policy(load, SPEC, max_tokens=30).train_step(bare, loss)[
+    assert gaps
+    assert fsdp2_policy(load, SPEC, max_tokens=30).train_step(marked, loss)[
         "engine/logprob_gap"
     ] == pytest.approx(np.mean(gaps))
-    assert "engine/logprob_gap" not in fsdp2_policy(load, SPEC).train_step(samples, loss)
+    none_current = [replace(s, current_T=np.zeros(len(s.tokens_T), np.bool_)) for s in samples]
+    for unmeasured in (samples, none_current):
+        assert "engine/logprob_gap" not in fsdp2_policy(load, SPEC).train_step(unmeasured, loss)
+
+
+def sampled_before(model: PreTrainedModel, count: int = 6) -> list[Trajectory]:
+    """Trajectories of two turns; version 3 sampled the first, and version 4, `model`, the second.
+
+    The log-probs of the first turns differ from those of `model`.
+    """
+    rng = np.random.default_rng(0)
+    trajectories = []
+    for member in range(count):
+        turns: list[Turn] = []
+        for version in (3, 4):
+            prompt_T, response_T = (
+                rng.integers(VOCABULARY, size=size).astype(np.int32) for size in (3, 5)
+            )
+            before = [t for turn in turns for t in (*turn.prompt_T, *turn.response_T)]
+            text_T = np.array([*before, *prompt_T, *response_T], np.int32)
+            logprobs_T = token_log_probs(model, text_T, 1.0).detach().numpy()[-5:]
+            noise_T = rng.normal(size=5) * 0.5 * (version == 3)
+            turns.append(
+                Turn(
+                    prompt_T,
+                    response_T,
+                    (logprobs_T + noise_T).astype(np.float32),
+                    np.full(5, version, np.int32),
+                    0.0,
+                    engine="engine-0",
+                )
+            )
+        key = EpisodeKey(Stream.TRAIN, 0, member)
+        trajectories.append(Trajectory(key, "A", tuple(turns), StopReason.COMPLETED))
+    return trajectories
+
+
+def trained_on(
+    policy: PolicyTrainer, trajectories: list[Trajectory], *, rollout: bool, epochs: int = 1
+) -> list[dict[str, float]]:
+    """Take the optimizer steps of a batch, as a rank does; return the metrics of each."""
+    mini_batches = [range(len(trajectories))] * epochs
+    batch = RankBatch(trajectories, mini_batches=mini_batches)
+    if rollout:
+        batch.old_logprobs = batch.rollout_logprobs()
+    per_turn = {t.key: np.full(2, 1.0 - 2 * (t.key.member % 2)) for t in trajectories}
+    credits = TurnCredits("advantage", per_turn, {t.key: True for t in trajectories}, 0.0, {})
+    batch.compute_advantages(TokenSpec("grpo"), credits, lambda values: values)
+    loss = LossSpec(Ppo(0.2, 0.2), aggregation="token-mean")
+    steps = batch.mini_batch_samples(version=4)
+    return [dict(policy.train_step(samples, loss)) for samples in steps]
+
+
+def test_the_clip_acts_on_stale_tokens_where_the_rollouts_log_probs_are_the_old_ones(
+    load: Load,
+) -> None:
+    trajectories = sampled_before(load())
+    [found] = trained_on(fsdp2_policy(load, SPEC), trajectories, rollout=True)
+    losses, clipped, ratios = [], [], []
+    for t in trajectories:
+        new_T = token_log_probs(load(), t.tokens_T, 1.0).detach().numpy()
+        advantage = 1.0 - 2 * (t.key.member % 2)
+        for i in np.flatnonzero(t.response_mask_T):
+            ratio = np.exp(new_T[i] - float(t.logprobs_T[i]))
+            bounded = min(max(ratio, 0.8), 1.2)
+            losses.append(-min(ratio * advantage, bounded * advantage))
+            clipped.append(bounded * advantage < ratio * advantage)
+            ratios.append(ratio)
+    assert 0 < np.mean(clipped) < 0.5
+    assert found["actor/clipfrac"] == pytest.approx(np.mean(clipped))
+    assert found["actor/pg_loss"] == pytest.approx(np.mean(losses))
+    assert found["actor/ratio_max"] == pytest.approx(np.max(ratios))
+    [without] = trained_on(fsdp2_policy(load, SPEC), trajectories, rollout=False)
+    assert (without["actor/clipfrac"], without["actor/ratio_max"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("rollout", [False, True])
+def test_stale_tokens_are_no_gap_between_trainer_and_engine(load: Load, rollout: bool) -> None:
+    first, second = trained_on(
+        fsdp2_policy(load, SPEC), sampled_before(load()), rollout=rollout, epochs=2
+    )
+    assert first["engine/logprob_gap"] < 1e-6
+    assert "engine/logprob_gap" not in second, "the weights have changed since"
 
 
 def test_the_gradient_is_clipped_to_its_norm(load: Load, samples: list[Sample]) -> None:

@@ -244,7 +244,7 @@ def _staleness(top: View, corrects: Spec | None, notes: Notes) -> Spec | None:
         "async_generation_ratio",
         ahead,
         f"staleness {{max: {bound}, offPolicy: Ignore}}, as in ROLL; better: "
-        "train_infer_correction.is_weight or pgVariant: decoupled",
+        "train_infer_correction.is_weight, pgVariant: decoupled or oldLogProbs: Rollout",
     )
     return {"max": bound, "partialRollout": False, "offPolicy": "Ignore"}
 

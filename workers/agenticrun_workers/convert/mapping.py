@@ -237,10 +237,14 @@ _ALGORITHM: dict[str, Field | Section] = {
     "critic_warmup": mapped("spec.pipeline.criticWarmup", 0, only("gae")),
     "enable_reference": dropped("the reference exists exactly when a KL penalty needs it", False),
     "enable_old_logprobs_recompute": changed(
-        "old log-probs are recomputed exactly when something reads them", False
+        "old log-probs are recomputed exactly when something reads them "
+        "(spec.pipeline.oldLogProbs: Recompute)",
+        False,
     ),
     "force_disable_old_logprobs_recompute": changed(
-        "old log-probs are recomputed exactly when something reads them", False
+        "old log-probs are recomputed exactly when something reads them "
+        "(spec.pipeline.oldLogProbs: Recompute)",
+        False,
     ),
     "train_infer_correction": Section(
         {"is_weight": Section(IS_WEIGHT), "filters": Section(FILTERS, "in a list")}

@@ -27,7 +27,7 @@ from agenticrun_workers.trainer.micro_batch import MicroBatch
 from agenticrun_workers.trainer.ranks import Ranks
 from agenticrun_workers.trainer.samples import Sample
 
-OPTIONAL = ("old_logprobs_T", "engine_logprobs_T", "is_weights_T")
+OPTIONAL = ("old_logprobs_T", "engine_logprobs_T", "is_weights_T", "current_T")
 """Arrays that the loss reads if the samples have them: all samples of a step, or none."""
 SUMS = (
     "pg_loss",
@@ -125,7 +125,7 @@ class ActorLoss:
             weight_N,
             entropies_N,
             tokens,
-            on_policy="old_logprobs_T" not in self._given,
+            batch.pick(samples, "current_T", dtype) if "current_T" in self._given else None,
         )
         return total
 
@@ -176,7 +176,7 @@ class ActorMetrics:
     Losses have the step's aggregation; everything else is a mean over the weighted tokens.
     approxkl and policykl estimate KL(old || current) as the mean of (lp - old)^2 / 2 and of
     old - lp. ess is the effective sample size of the ratios, (sum r)^2 / (n sum r^2), as a share of
-    the tokens. engine/logprob_gap is the mean of |lp - engine| for the same weights.
+    the tokens. engine/logprob_gap is the mean of |lp - engine| over tokens of the same weights.
     """
 
     def __init__(self, totals: StepTotals, device: torch.device) -> None:
@@ -192,8 +192,7 @@ class ActorMetrics:
         weight_N: Tensor,
         entropy_N: Tensor,
         tokens: LossTokens,
-        *,
-        on_policy: bool,
+        current_N: Tensor | None,
     ) -> None:
         """Add a micro-batch.
 
@@ -203,7 +202,8 @@ class ActorMetrics:
             weight_N: the loss mask.
             entropy_N: of each token's distribution.
             tokens: inputs of the loss.
-            on_policy: the weights have not changed since the tokens were sampled.
+            current_N: 1 on tokens that these weights sampled, else 0; None: the gap to the engine
+                is not measured.
         """
         share_N = weight_N.double() / self._totals.weight
         ratio_N = policy.ratio_N.double()
@@ -216,11 +216,11 @@ class ActorMetrics:
             ratio_N,
             ratio_N.square(),
         ]
-        engine_N = tokens.engine_logprobs_N if on_policy else None
-        gap_N = (
-            torch.zeros_like(ratio_N) if engine_N is None else (tokens.logprobs_N - engine_N).abs()
-        )
-        per_token += [gap_N, torch.full_like(ratio_N, float(engine_N is not None))]
+        engine_N = tokens.engine_logprobs_N
+        if current_N is None or engine_N is None:
+            per_token += [torch.zeros_like(ratio_N), torch.zeros_like(ratio_N)]
+        else:
+            per_token += [current_N * (tokens.logprobs_N - engine_N).abs(), current_N]
         self._sums += torch.stack(
             [
                 *(loss.double() for loss in losses),

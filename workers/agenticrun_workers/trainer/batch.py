@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.algorithms.credit import Kind
@@ -32,7 +33,7 @@ from agenticrun_workers.algorithms.token_advantages import (
     turn_kl,
 )
 from agenticrun_workers.trainer.samples import Sample, Values, policy_samples
-from agenticrun_workers.types import EpisodeKey, FloatArray, IntArray, Trajectory
+from agenticrun_workers.types import EpisodeKey, FloatArray, IntArray, Scalar, Trajectory
 
 LogprobGaps = Mapping[str, tuple[float, float]]
 """By engine: sum of |trainer's - engine's log-prob| on the same weights, and number of tokens."""
@@ -213,10 +214,12 @@ class RankBatch:
         return dict(zip(keys, np.split(kl_K, np.cumsum(turns)[:-1]), strict=True))
 
     def logprob_gaps(self, version: int) -> dict[str, tuple[float, float]]:
-        """Compare trainer and engines on the tokens that were sampled with weights `version`."""
+        """Compare trainer and engines on the tokens that were sampled with weights `version`.
+
+        `old_logprobs` must be the trainer's.
+        """
         gaps: dict[str, tuple[float, float]] = {}
-        if self.old_logprobs is None:
-            return gaps
+        assert self.old_logprobs is not None
         ends = np.cumsum([trajectory.num_tokens for trajectory in self.trajectories])[:-1]
         for trajectory, old_T in zip(
             self.trajectories, np.split(_joined(self.old_logprobs, np.float32), ends), strict=True
@@ -229,6 +232,10 @@ class RankBatch:
                 total, tokens = gaps.get(turn.engine, (0.0, 0.0))
                 gaps[turn.engine] = total + float(summed), tokens + float(count)
         return gaps
+
+    def rollout_logprobs(self) -> list[FloatArray]:
+        """Return the log-probs that the engines recorded, [T] for each sample."""
+        return self._per_sample([trajectory.logprobs_T for trajectory in self.trajectories])
 
     def compute_advantages(
         self, spec: TokenSpec, credits: TurnCredits, reduce: Reduce
@@ -269,12 +276,32 @@ class RankBatch:
             )
         ]
 
-    def mini_batch_samples(self) -> list[list[Sample]]:
-        """Return the samples of each optimizer step."""
-        return [
+    def mini_batch_samples(self, version: int | None = None) -> list[list[Sample]]:
+        """Return the samples of each optimizer step.
+
+        Args:
+            version: of the weights before the first step. Its samples get `current_T`; later steps
+                have other weights. None: no step gets it.
+        """
+        steps = [
             [self.samples[sequence] for index in indices for sequence in self._sequences[index]]
             for indices in self.mini_batches
         ]
+        if version is not None:
+            current = self._per_sample([t.versions_T == version for t in self.trajectories])
+            steps[0] = [
+                replace(self.samples[sequence], current_T=current[sequence])
+                for index in self.mini_batches[0]
+                for sequence in self._sequences[index]
+            ]
+        return steps
+
+    def _per_sample(self, arrays: list[NDArray[Scalar]]) -> list[NDArray[Scalar]]:
+        """Split one array per trajectory, [T], into one per sample."""
+        if not arrays:
+            return []
+        ends = np.cumsum([len(sample.tokens_T) for sample in self.samples])[:-1]
+        return np.split(np.concatenate(arrays), ends)
 
     def _filled(self, result: TokenAdvantages) -> list[Sample]:
         ends = np.cumsum([len(sample.tokens_T) for sample in self.samples])[:-1]

@@ -27,10 +27,10 @@ from agenticrun_workers.trainer.optimizer import OptimizerSpec
 def needs_old_logprobs(pipeline: Pipeline) -> bool:
     """Return True if old log-probs must be computed at the start of a batch.
 
-    Otherwise the detached current ones are the old ones.
+    Otherwise those of the rollout are the old ones, or the detached current ones.
     """
     algorithm = pipeline.algorithm
-    return (
+    return pipeline.old_log_probs == "Recompute" and (
         optimizer_steps_per_batch(pipeline) > 1
         or algorithm.reward_kl is not None
         or algorithm.pg_variant == "decoupled"

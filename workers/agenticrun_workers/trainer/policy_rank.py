@@ -14,7 +14,7 @@ from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
 from agenticrun_workers.models.source import ModelSources, TokenizerCorpus
 from agenticrun_workers.serialization import pack, unpack
-from agenticrun_workers.trainer.batch import RankBatch, RankPlan, ScoredBatch
+from agenticrun_workers.trainer.batch import LogprobGaps, RankBatch, RankPlan, ScoredBatch
 from agenticrun_workers.trainer.rank import (
     ACTOR,
     CRITIC,
@@ -92,7 +92,7 @@ class TrainerActor(ReferenceUpdateMixin):
         self._loss = specs.loss_spec(pipeline)
         self._value_loss = specs.value_loss_spec(pipeline)
         self._token_spec = specs.token_spec(pipeline)
-        self._needs_old = specs.needs_old_logprobs(pipeline)
+        self._recomputes_old = specs.needs_old_logprobs(pipeline)
         return self._strategy.data_rank
 
     def warm_up(self, keys: list[tuple[EpisodeKey, int]]) -> Metrics:
@@ -128,15 +128,19 @@ class TrainerActor(ReferenceUpdateMixin):
         batch = self._batch = RankBatch(
             self._fetch(plan.items), algorithm.bootstrap_truncated, plan.mini_batches
         )
-        if self._needs_old:
+        gaps: LogprobGaps = {}
+        if self._recomputes_old:
             batch.old_logprobs = self._strategy.compute_log_probs(batch.samples)
+            gaps = batch.logprob_gaps(self._strategy.policy_version)
+        elif self._pipeline.old_log_probs == "Rollout":
+            batch.old_logprobs = batch.rollout_logprobs()
         if self._reference is not None:
             batch.ref_logprobs = self._reference.compute_log_probs(batch.samples)
         if self._critic is not None:
             batch.compute_values(self._critic.compute_values)
         batch.merge_scores([unpack(part) for part in scores])
         kl = batch.turn_kl(algorithm.reward_kl.kind) if algorithm.reward_kl else None
-        return pack(ScoredBatch(kl, batch.logprob_gaps(self._strategy.policy_version)))
+        return pack(ScoredBatch(kl, gaps))
 
     def compute_advantages(self, packed: bytes) -> tuple[Metrics, bytes]:
         """Turn the credits of the turns into an advantage per token. Collective.
@@ -177,12 +181,14 @@ class TrainerActor(ReferenceUpdateMixin):
             update: False leaves the weights alone, while the critic warms up.
         """
         batch, self._batch = self._scored_batch(), None
+        # `score` has measured the gap to the engines if it recomputed log-probs.
+        before = None if self._recomputes_old else self._strategy.policy_version
         metrics: Metrics = {}
         if update:
             metrics = combine(
                 [
                     dict(self._strategy.train_step(samples, self._loss))
-                    for samples in batch.mini_batch_samples()
+                    for samples in batch.mini_batch_samples(before)
                 ]
             )
         self._strategy.policy_version = version

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agenticrun_workers.types import FloatArray, IntArray, Trajectory
+from agenticrun_workers.types import BoolArray, FloatArray, IntArray, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,14 @@ class Sample:
     turns_T: IntArray
     """Number of the turn on response tokens, not falling; -1 elsewhere."""
     old_logprobs_T: FloatArray | None = None
-    """Recomputed by the trainer when the batch starts. Without them the loss uses the current ones,
-    detached (ratio 1)."""
+    """Recomputed by the trainer when the batch starts, or recorded by the engine. Without them the
+    loss uses the current ones, detached (ratio 1)."""
     ref_logprobs_T: FloatArray | None = None
     engine_logprobs_T: FloatArray | None = None
     """Recorded while sampling."""
+    current_T: BoolArray | None = None
+    """True on tokens that were sampled with the weights before this optimizer step. On them the
+    loss measures the gap between trainer and engine; None: it does not."""
     is_weights_T: FloatArray | None = None
     """Factor of each token's loss (train-inference correction)."""
     returns_T: FloatArray | None = None
