@@ -162,6 +162,8 @@ class Learner:
             played = await self._play(Stream.WARMUP, groups, 1, random=True)
             self._trainer.held = {trajectory.key: trajectory for trajectory in played}
             self._trainer.warm_up([(key, 0) for key in self._trainer.held])
+        if warmup:
+            self._trainer.end_warm_up()
         if self._pipeline.uses_reference:
             self._trainer.begin_update(0)
             for written in self._trainer.export_weights():

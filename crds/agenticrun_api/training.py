@@ -228,7 +228,7 @@ class WarmupDataset(DatasetSpec):
 
 
 class Warmup(Model):
-    """Supervised warm-up before the first RL step."""
+    """Supervised warm-up before the first RL step, which starts with a new optimizer state."""
 
     RULES = (
         Rule(

@@ -192,6 +192,8 @@ def run_step(policy: Any, steps: list[list[Sample]], number: int) -> Mapping[str
     result: Mapping[str, float] = (
         policy.supervised_step(mine) if number == 1 else policy.train_step(mine, LOSS)
     )
+    if number == 1:
+        policy.end_warm_up()
     return result
 
 

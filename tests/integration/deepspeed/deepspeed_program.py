@@ -128,6 +128,16 @@ def train(
     }
 
 
+def warmed_up(policy: PolicyTrainer, model: Path) -> dict[str, np.ndarray]:
+    """Return the weights after two supervised steps, the end of the warm-up, and an RL step."""
+    mine = part(batch(load_model(str(model)), LOSS), policy, 1)
+    for _ in range(2):
+        policy.supervised_step(mine)
+    policy.end_warm_up()
+    policy.train_step(mine, LOSS)
+    return weights(policy)
+
+
 def gradients(policy: PolicyTrainer, model: Path) -> dict[str, dict[str, Tensor]]:
     """By loss. Every rank computes it; the whole is the same on all."""
     plain = load_model(str(model))
@@ -174,6 +184,7 @@ def two_ranks(model: Path, work: Path) -> dict[str, Any]:
         results[f"training {stage}"] = train(
             policy, model, save=work / f"zero{stage}-by-2", offload=True
         )
+        results[f"warmed up {stage}"] = warmed_up(make_zero(model, zero(stage)), model)
         results[f"broken {stage}"] = broken_steps(make_zero(model, zero(stage)), model)
     for name, (config, dtype) in VARIANTS.items():
         policy = make_zero(model, config, dtype)

@@ -44,6 +44,7 @@ def reference(program: ModuleType, work: Path) -> Runs:
     return {
         "gradients": program.gradients(policy, model),
         "training": program.train(policy, model, save=work / "torch"),
+        "warmed up": program.warmed_up(program.make_torch(model), model),
         "half": program.train(program.make_torch(model), model, steps=program.STEPS),
         "bfloat16": bfloat16,
     }
@@ -100,6 +101,14 @@ def test_steps_lead_to_the_weights_log_probs_and_metrics_of_one_process(
         assert {name: together[name] for name in about_the_loss} == pytest.approx(
             {name: alone[name] for name in about_the_loss}, rel=1e-4, abs=1e-4
         )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_first_rl_step_starts_with_a_new_optimizer(
+    reference: Runs, two_ranks: list[Runs], stage: int
+) -> None:
+    """The tolerance is larger than elsewhere: AdamW's first step divides a gradient by itself."""
+    assert_same_weights(two_ranks[0][f"warmed up {stage}"], reference["warmed up"], 2e-5)
 
 
 def test_one_rank_trains_too(reference: Runs, one_rank: Runs) -> None:

@@ -94,6 +94,8 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
         if step == 2:
             check_nothing_to_learn(policy, critic, mine)
         actor = policy.supervised_step(mine) if step == 1 else policy.train_step(mine, LOSS)
+        if step == 1:
+            policy.end_warm_up()
         metrics.append({**actor, **critic.train_step(mine, VALUE_LOSSES["clipped"])})
     mine = part(batches[0], rank, world)
     logprobs = [*policy.compute_log_probs(mine), *reference.compute_log_probs(mine)]

@@ -38,6 +38,7 @@ class Run:
             )
         )
         self.trained: list[Keys] = []
+        self.trained_at_end: int | None = None
         self.kept: set[EpisodeKey] = set()
         self.most_kept = 0
         self.warmup = Warmup(self, self, pipeline, self.discard)  # type: ignore[arg-type]
@@ -53,6 +54,9 @@ class Run:
     async def warm_up(self, keys: Keys) -> dict[str, float]:
         self.trained.append(keys)
         return {"warmup/loss": 1.0}
+
+    async def end_warm_up(self) -> None:
+        self.trained_at_end = len(self.trained)
 
     async def discard(self, results: list[EpisodeResult]) -> None:
         self.kept -= {result.key for result in results}
@@ -108,6 +112,12 @@ async def test_stores_are_emptied_chunk_by_chunk() -> None:
     assert len(run.trained) == 2 * CHUNK_STEPS + 1
     assert run.kept == set()
     assert run.most_kept == 2 * CHUNK_STEPS
+
+
+async def test_the_optimizer_starts_again_after_the_last_step() -> None:
+    run = Run(steps=CHUNK_STEPS + 2, batchSize=2)
+    await run.metrics()
+    assert run.trained_at_end == CHUNK_STEPS + 2
 
 
 async def test_without_warmup_nothing_happens() -> None:

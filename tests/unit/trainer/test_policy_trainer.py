@@ -131,6 +131,38 @@ def test_the_supervised_gradient_is_the_mean_cross_entropy_of_weighted_tokens(
         np.testing.assert_allclose(weights(policy)[name], before[name] - step.numpy(), atol=1e-5)
 
 
+def test_the_first_rl_step_starts_with_a_new_optimizer(
+    load: Load, samples: list[Sample], tmp_path: Path
+) -> None:
+    spec = OptimizerSpec(1e-2, schedule="linear", total_steps=10, max_grad_norm=1e9)
+
+    def after_rl(model: PreTrainedModel | None, folder: Path | None = None) -> PolicyTrainer:
+        """Train one step, from this model or from the checkpoint at the end of a warm-up."""
+        policy = fsdp2_policy((lambda: model) if model is not None else load, spec)
+        if folder is not None:
+            policy.load(str(folder))
+        policy.train_step(samples, LOSS)
+        return policy
+
+    warm = fsdp2_policy(load, spec)
+    for _ in range(3):
+        warm.supervised_step(samples)
+    warm.end_warm_up()
+    assert warm.strategy.steps.steps == 0
+    start = weights(warm)
+    warm.save(str(tmp_path / "end"))
+    model = load()
+    values = {name: torch.from_numpy(value) for name, value in start.items()}
+    model.load_state_dict(values, strict=False)  # the second name of a tied parameter is missing
+    expected = weights(after_rl(model))
+    warm.train_step(samples, LOSS)
+    resumed = after_rl(None, tmp_path / "end")
+    for name, value in expected.items():
+        assert (value != start[name]).any()
+        np.testing.assert_allclose(weights(warm)[name], value, atol=1e-12)
+        np.testing.assert_allclose(weights(resumed)[name], value, atol=1e-12)
+
+
 def test_metrics_say_what_the_step_did(load: Load) -> None:
     loss = replace(LOSSES["ppo"], aggregation="token-mean")
     samples = batch(load(), loss)

@@ -105,6 +105,12 @@ class TrainerGroup:
         answers = await asyncio.gather(*calls)
         return answers[0]
 
+    async def end_warm_up(self) -> None:
+        """Forget the optimizer's state, after the last supervised step."""
+        await asyncio.gather(
+            *(actor.call(lambda rank: rank.end_warm_up()) for actor in self._trainers)
+        )
+
     async def freeze_reference(self) -> None:
         """Make the policy of now the reference, unless the run names another one or has none."""
         if REFERENCE in self._modules():

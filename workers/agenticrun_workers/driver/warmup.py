@@ -37,6 +37,8 @@ class Warmup:
     async def steps(self) -> AsyncIterator[Metrics]:
         """Take the supervised steps and yield the metrics of each; nothing without a warm-up.
 
+        The optimizer forgets its state after the last one.
+
         Raises:
             InvalidConfig: no episode of a step can be trained on.
         """
@@ -50,6 +52,7 @@ class Warmup:
             for start in range(0, len(played), size):
                 yield await self._step(played[start : start + size])
             await self._discard([result for result in every_trajectory(played) if result.trainable])
+        await self._trainers.end_warm_up()
 
     async def _step(self, played: list[EpisodeResult]) -> Metrics:
         good = [result for result in every_trajectory(played) if result.trainable]

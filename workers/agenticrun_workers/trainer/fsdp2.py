@@ -262,6 +262,10 @@ class Fsdp2Strategy:
         """See `Strategy`."""
         return self.steps.step(rate, scheduled=scheduled)
 
+    def reset_optimizer(self) -> None:
+        """See `Strategy`."""
+        self.steps.adamw.state.clear()
+
     def gradients(self) -> dict[str, Tensor]:
         """See `Strategy`."""
         return {

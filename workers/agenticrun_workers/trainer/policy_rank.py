@@ -111,6 +111,10 @@ class TrainerActor(ReferenceUpdateMixin):
         ]
         return dict(self._strategy.supervised_step(samples))
 
+    def end_warm_up(self) -> None:
+        """See `PolicyTrainer.end_warm_up`. Call it after the last `warm_up`. Collective."""
+        self._strategy.end_warm_up()
+
     def score(self, packed: bytes, *scores: bytes) -> bytes:
         """Fetch this rank's share of a batch and compute old and reference log-probs and values.
 

@@ -99,6 +99,10 @@ class Strategy(Protocol):
         """
         ...
 
+    def reset_optimizer(self) -> None:
+        """Forget AdamW's moments and its number of steps."""
+        ...
+
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients so far, whole, by Hugging Face's names, and clear them."""
         ...
@@ -201,6 +205,14 @@ class PolicyTrainer:
             "warmup/grad_norm": norm,
             "warmup/lr": rate,
         }
+
+    def end_warm_up(self) -> None:
+        """Forget the optimizer's state: it is about the cross-entropy of other texts.
+
+        AdamW's second moments would shrink or enlarge the first RL steps, its first moments would
+        go on with the warm-up.
+        """
+        self.strategy.reset_optimizer()
 
     def gradients(self, samples: list[Sample], loss: LossSpec) -> dict[str, Tensor]:
         """Return the gradient that `train_step` would use, whole and unclipped, by name.

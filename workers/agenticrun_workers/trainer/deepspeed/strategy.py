@@ -138,6 +138,12 @@ class ZeroEngine(StepCounts):
         self.record_step(norm, scheduled=scheduled, first_broken=first_broken)
         return norm
 
+    def reset_adam(self) -> None:
+        """Set AdamW's moments and number of steps to zero, in place: ZeRO holds views of them."""
+        for flat in self._flat_masters():
+            for value in self.adam.state[flat].values():
+                value.zero_()
+
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that the optimizer has, each once."""
         return (
@@ -361,6 +367,10 @@ class DeepSpeedStrategy:
     def optimizer_step(self, rate: float, *, scheduled: bool = True) -> float:
         """See `Strategy`."""
         return self.steps.step(rate, scheduled=scheduled)
+
+    def reset_optimizer(self) -> None:
+        """See `Strategy`."""
+        self.steps.reset_adam()
 
     def gradients(self) -> dict[str, Tensor]:
         """See `Strategy`."""

@@ -105,6 +105,10 @@ class MegatronStrategy:
         with megatron_device():
             return self.steps.step(rate, scheduled=scheduled)
 
+    def reset_optimizer(self) -> None:
+        """See `Strategy`."""
+        self.steps.adam.state.clear()
+
     def gradients(self) -> dict[str, Tensor]:
         """See `Strategy`. Whole on rank 0 only."""
         with megatron_device():
