@@ -106,6 +106,13 @@ MUTANTS = (
         ("tests/unit/algorithms/test_losses.py",),
     ),
     Mutant(
+        "launch/frozen-actors-live",
+        f"{WORKERS}/launch/handle.py",
+        "may_freeze: ClassVar[bool] = True",
+        "may_freeze: ClassVar[bool] = False",
+        ("tests/unit/launch/test_liveness.py",),
+    ),
+    Mutant(
         "rollout/gate-capacity",
         f"{WORKERS}/rollout",
         "math.floor((self.max_staleness + self.engine_version + 1)",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from agenticrun_workers.inference.request_port import Address, RequestPort
-from agenticrun_workers.launch import ActorHandle, Result
+from agenticrun_workers.launch import ActorDied, ActorHandle, Result
 from agenticrun_workers.launch.handle import Invocation
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
 from agenticrun_workers.types import (
@@ -104,13 +104,13 @@ class FakeBackend:
 
 
 class Pending(Result[Any]):
-    """The result of a task in this event loop."""
+    """The result of a call in this event loop."""
 
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        self._task = task
+    def __init__(self, outcome: asyncio.Future[Any]) -> None:
+        self._outcome = outcome
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._task.__await__()
+        return asyncio.shield(self._outcome).__await__()
 
     def wait(self) -> Any:
         raise AssertionError("it would block its own event loop")
@@ -121,20 +121,51 @@ class Remote(ActorHandle[Any]):
 
     def __init__(self, target: Any) -> None:
         self._target = target
+        self._outcomes: set[asyncio.Future[Any]] = set()
         self.killed = False
 
     def kill(self) -> None:
         self.killed = True
+        while self._outcomes:
+            self._outcomes.pop().set_exception(ActorDied("it was killed"))
 
     def _call(self, call: Invocation) -> Result[Any]:
+        outcome = asyncio.get_running_loop().create_future()
+        if self.killed:
+            outcome.set_exception(ActorDied("it was killed"))
+            return Pending(outcome)
+        self._outcomes.add(outcome)
         method = getattr(self._target, call.method)
-        return Pending(asyncio.ensure_future(method(*call.arguments, **call.options)))
+        task = asyncio.ensure_future(method(*call.arguments, **call.options))
+        task.add_done_callback(lambda done: self._pass_on(done, outcome))
+        return Pending(outcome)
+
+    def _pass_on(self, task: asyncio.Task[Any], outcome: asyncio.Future[Any]) -> None:
+        if outcome not in self._outcomes:
+            return  # it was killed
+        self._outcomes.remove(outcome)
+        if task.cancelled():
+            outcome.cancel()
+        elif (error := task.exception()) is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(task.result())
 
     def _call_pair(self, call: Invocation) -> tuple[Result[Any], Result[Any]]:
         raise NotImplementedError
 
     def _stream(self, call: Invocation) -> AsyncIterator[Any]:
         raise NotImplementedError
+
+
+class Mute:
+    """Answers no call, like an actor whose process is stopped."""
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        async def silent(*_: Any) -> None:
+            await asyncio.Event().wait()
+
+        return silent
 
 
 class FakeEngine:

@@ -208,6 +208,13 @@ class LossyAdapterNode(Lossy, AdapterNode):
     """A lossy node of adapters."""
 
 
+class NamedNode(NodeWeights):
+    """A node whose process can be found."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
 Spawn = Callable[..., Any]
 
 

@@ -17,7 +17,7 @@ import ray
 
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.pool import EnginePool
-from agenticrun_workers.launch import ActorDied
+from agenticrun_workers.launch import ActorDied, liveness
 from agenticrun_workers.weights.node import NodeWeights
 from agenticrun_workers.weights.sync import Receiver
 from sync_actors import (
@@ -25,6 +25,7 @@ from sync_actors import (
     Engine,
     Exporter,
     LossyNode,
+    NamedNode,
     drills,
     killed,
     make_model,
@@ -170,6 +171,34 @@ async def test_an_engine_killed_in_mid_sync_does_not_fail_it(
     assert isinstance(report.failed["victim"], ActorDied)
     for engine in engines.values():
         await check(engine, folder, 5)
+
+
+async def test_a_node_frozen_in_mid_sync_fails_its_engines_only(
+    drill: Any,
+    engines: dict[str, Any],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the next sync makes another actor for the node."""
+    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.5)
+    monkeypatch.setattr(liveness, "FROZEN_POLLS", 4)
+    syncing = drill(node=NamedNode, transport="ObjectStore")
+    far = spawn(Engine, "far")
+    await far.call(lambda actor: actor.serve(folder))
+    places = {"near": (engines["near"], "home"), "far": (far, "away")}
+    await syncing.update(places, 8)
+    pid = await syncing.sync._whole._nodes["away"].handle.call(lambda node: node.pid())
+    running = asyncio.create_task(syncing.update(places, 9, 1.0, 0.2, tmp_path / "exporting"))
+    await exporting(running, tmp_path)
+    os.kill(pid, signal.SIGSTOP)
+    report = await running
+    assert list(report.failed) == ["far"]
+    await check(engines["near"], folder, 9)
+    far.kill()  # as the pool does
+    report = await syncing.update({"near": (engines["near"], "away")}, 10)
+    assert report.failed == {}
+    await check(engines["near"], folder, 10)
 
 
 async def test_a_replaced_engine_serves_the_current_version_from_the_first_token(

@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
+from agenticrun_workers.inference import EngineError
+from agenticrun_workers.inference import actor as actor_module
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.request_port import (
     LENGTH_BYTES,
@@ -45,6 +47,11 @@ class Engine:
     def __init__(self) -> None:
         self.begun = 0
         self.in_flight: dict[str, asyncio.Event] = {}
+        self.illness: Exception | None = None
+
+    async def check_health(self) -> None:
+        if self.illness is not None:
+            raise self.illness
 
     async def generate(self, request: GenerationRequest) -> Generation:
         if request.request_id in self.in_flight:
@@ -228,3 +235,18 @@ async def test_a_request_that_is_given_up_as_its_engine_gets_its_weights_is_stop
     await idle(lambda: made._port.load)
     assert engine.in_flight == {}
     frames.close()
+
+
+async def test_an_engine_that_is_not_healthy_any_more_makes_its_actor_fail(
+    closing: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while nobody asks it for anything."""
+    monkeypatch.setattr(actor_module, "POLL_SECONDS", 0.02)
+    engine = Engine()
+    made = actor(engine, closing)
+    watching = asyncio.create_task(made._watch())
+    await made.health()
+    engine.illness = EngineError("the server is frozen")
+    await watching
+    with pytest.raises(EngineError, match="the server is frozen"):
+        await made.health()

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from agenticrun_workers.inference import EngineError, InvalidRequest
+from agenticrun_workers.inference import EngineError, InvalidRequest, server_process
 from agenticrun_workers.inference.server_process import ServerClient, ServerProcess, ServerSpec
+from agenticrun_workers.launch import liveness
+from processes import family
 
 SERVER = """
 import http.server, json, os, sys, time
@@ -105,3 +107,32 @@ async def test_last_words_are_waited_for_while_a_supervisor_is_slow_to_end(
     os.kill(process._supervisor.pid, signal.SIGCONT)
     with pytest.raises(EngineError, match=r"toy ended with status 3[\s\S]*last words"):
         await dying
+
+
+async def test_a_healthy_server_is_left_alone(http: ServerClient, process: ServerProcess) -> None:
+    await http.check("/")
+    assert process.alive
+
+
+async def test_a_frozen_server_is_killed_and_its_requests_fail(
+    http: ServerClient, process: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is sampled has no time limit: the server may be slow."""
+    monkeypatch.setattr(server_process, "STEP_SECONDS", 0.3)
+    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.1)
+    slow = asyncio.create_task(http.post("/slow", {}))
+    await asyncio.sleep(0.1)
+    assert process._supervisor is not None
+    for pid in family(process._supervisor.pid)[2:]:
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match=r"/health .*not answered in 0 s: the server is frozen"):
+        await http.check("/health")
+    with pytest.raises(EngineError, match="toy was killed"):
+        await asyncio.wait_for(slow, 60)
+
+
+async def test_a_server_that_has_ended_is_not_healthy(http: ServerClient) -> None:
+    with pytest.raises(EngineError, match="last words"):
+        await http.post("/dies", {})
+    with pytest.raises(EngineError, match="last words"):
+        await http.check("/health")

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agenticrun_workers.errors import RolloutFailed
-from agenticrun_workers.launch import ActorDied, ActorUnavailable, OtherActorDied
+from agenticrun_workers.launch import ActorDied, ActorUnavailable, OtherActorDied, liveness
 from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
 from agenticrun_workers.rollout.env_worker import ResultMailbox
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream
-from rollout_fakes import Remote, result
+from rollout_fakes import Mute, Remote, result
 
 Kills = Callable[[GroupTask], bool]
 
@@ -177,6 +177,25 @@ async def test_a_worker_that_ray_cannot_reach_is_ended_before_others_play_its_gr
 
     async def spawn() -> Remote:
         made.append(Remote((MortalWorker if made else OutOfReach)(lambda task: False)))
+        return made[-1]
+
+    pool = EnvPool(spawn, 1)
+    await pool.start()
+    played = await asyncio.wait_for(pool.run(groups(1)[0]), 20)
+    await pool.stop()
+    assert reasons([played]) == [{StopReason.COMPLETED}]
+    assert [worker.killed for worker in made] == [True, False]
+
+
+async def test_a_frozen_worker_is_killed_and_others_play_its_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its `collect` would never fail."""
+    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.05)
+    made: list[Remote] = []
+
+    async def spawn() -> Remote:
+        made.append(Remote(MortalWorker(lambda task: False) if made else Mute()))
         return made[-1]
 
     pool = EnvPool(spawn, 1)

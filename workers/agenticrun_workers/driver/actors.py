@@ -26,6 +26,7 @@ from agenticrun_workers.types import EpisodeKey
 from agenticrun_workers.weights.buckets import Bucket, MergePlan
 from agenticrun_workers.weights.node import AdapterNode, NodeWeights
 from agenticrun_workers.weights.sync import WeightSync
+from agenticrun_workers.weights.transports import NODE_CALLS
 
 log = logging.getLogger(__name__)
 
@@ -294,6 +295,16 @@ class RunActors:
             max_concurrency=MANY_CALLS,
         )
         actor = self._start(options, EngineActor, engine_id)
+        try:
+            await self._start_engine(actor, shared)
+        except BaseException:
+            actor.kill()  # it may live, and would keep its place on the pod
+            raise
+        return actor
+
+    async def _start_engine(
+        self, actor: ActorHandle[EngineActor], shared: ColocatedSlot | None
+    ) -> None:
         self._check(await actor.call(lambda engine: engine.placement()))
         if shared:
             gpus = shared.gpus
@@ -304,7 +315,6 @@ class RunActors:
                 self._pipeline, source, self._gpus_of_engine, self._threads(Role.INFERENCE)
             )
         )
-        return actor
 
     async def _colocated_slot(self, number: int) -> ColocatedSlot:
         """Return the node and GPUs of a colocated engine.
@@ -364,8 +374,10 @@ def cpus(quantity: str) -> float:
 
 
 def _memory_of(node_id: str) -> ActorOptions:
-    return ActorOptions(node_id=node_id, max_concurrency=4)
+    return ActorOptions(node_id=node_id, max_concurrency=NODE_CALLS)
 
 
 async def _until_death(store: ActorHandle[TrajectoryStore]) -> None:
-    await store.call(lambda keeper: keeper.until_death())
+    """Raise `ActorDied` when a store dies. It takes trajectories along that the run counts on."""
+    while True:
+        await store.poll(lambda keeper: keeper.health())

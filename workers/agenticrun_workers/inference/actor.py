@@ -21,6 +21,7 @@ from agenticrun_workers.inference.engine import (
 )
 from agenticrun_workers.inference.request_port import Address, RequestPort
 from agenticrun_workers.launch import current_node
+from agenticrun_workers.launch.liveness import POLL_SECONDS
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.types import Generation, GenerationRequest
@@ -59,6 +60,7 @@ class EngineActor:
         it sets the event."""
         self._sampling: set[asyncio.Task[None]] = set()
         """Tasks of the requests that have reached the engine."""
+        self._watcher: asyncio.Task[None] | None = None
 
     async def placement(self) -> Placement:
         return current_placement(self._name, Role.INFERENCE)
@@ -66,12 +68,20 @@ class EngineActor:
     async def close(self) -> None:
         """Stop the engine. Needed only where the actor is not a process of its own."""
         await self._port.close()
+        if self._watcher is not None:
+            self._watcher.cancel()
         if hasattr(self, "_engine"):
             await self._engine.stop()
 
-    async def until_death(self) -> None:
-        """Fail when this process dies or its engine stops serving. Never returns."""
-        await self._broken
+    async def health(self) -> None:
+        """Return after some seconds: a poll that fails at once when this process dies.
+
+        Raises:
+            EngineError: the engine has stopped serving.
+        """
+        await asyncio.wait({self._broken}, timeout=POLL_SECONDS)
+        if self._broken.done():
+            self._broken.result()
 
     async def use_gpus(self, gpus: tuple[str, ...]) -> None:
         """Compute on exactly these GPUs, which Ray has assigned to a trainer's ranks.
@@ -105,6 +115,7 @@ class EngineActor:
                 raise InvalidConfig("spec.model.path", str(error)) from error
             except EngineStartError as error:
                 raise InvalidConfig("spec.pipeline.actorInfer.strategy", str(error)) from error
+        self._watcher = asyncio.create_task(self._watch(), name="engine-health")
 
     async def sleep(self) -> None:
         """Leave the device to a trainer.
@@ -198,6 +209,15 @@ class EngineActor:
             if woken := self._waiting.pop(request_id, None):
                 woken.set()
         await self._engine.abort(request_ids)
+
+    async def _watch(self) -> None:
+        """Poll the engine until it fails, because one that is frozen fails no request."""
+        while not self._broken.done():
+            await asyncio.sleep(POLL_SECONDS)
+            try:
+                await self._engine.check_health()
+            except Exception as error:
+                self._record_failure(error)
 
     def _broadcast_engine(self) -> SupportsBroadcast:
         if not isinstance(self._engine, SupportsBroadcast):

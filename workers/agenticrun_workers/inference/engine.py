@@ -128,6 +128,14 @@ class InferenceEngine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    async def check_health(self) -> None:
+        """Return when the engine's own processes have answered, during an update after it.
+
+        Raises:
+            EngineError: they do not answer, and were killed; or the engine has failed.
+        """
+        ...
+
     async def stop(self) -> None:
         """Abort all requests and release everything. Safe to call twice."""
         ...

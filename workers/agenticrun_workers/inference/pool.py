@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.inference.engine import EngineStats
-from agenticrun_workers.launch import ActorHandle
+from agenticrun_workers.launch import ActorDied, ActorHandle
 from agenticrun_workers.placement import Placement
 from agenticrun_workers.weights.sync import Receiver, SyncReport, WeightSync
 
@@ -174,28 +174,47 @@ class EnginePool:
         engine_id = f"engine-{self._spawned}"
         self._spawned += 1
         handle = await self._spawn(engine_id, slot)
-        placement = await handle.call(lambda engine: engine.placement())
-        receiver = Receiver(handle, placement.node_id)
-        async with self._changing:
-            if self._weights is not None and self._weights.version is not None:
-                await self._weights.join(receiver)
-            self._receivers[engine_id] = receiver
+        # Polled from here on, so that a frozen engine fails the calls below, too.
+        death = asyncio.create_task(_death_of(handle), name=f"poll-{engine_id}")
+        try:
+            placement = await handle.call(lambda engine: engine.placement())
+            receiver = Receiver(handle, placement.node_id)
+            async with self._changing:
+                if self._weights is not None and self._weights.version is not None:
+                    await self._weights.join(receiver)
+                self._receivers[engine_id] = receiver
+        except BaseException:
+            death.cancel()
+            handle.kill()
+            raise
         self.engines[engine_id] = handle
-        watcher = asyncio.create_task(self._watch(engine_id, handle, slot), name=engine_id)
+        watcher = asyncio.create_task(self._watch(engine_id, death, slot), name=engine_id)
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
         await self._on_change(dict(self.engines))
 
-    async def _watch(self, engine_id: str, handle: ActorHandle[EngineActor], slot: int) -> None:
+    async def _watch(self, engine_id: str, death: asyncio.Task[Exception], slot: int) -> None:
+        """Replace an engine when it dies."""
         try:
-            await handle.call(lambda engine: engine.until_death())
-        except Exception as error:
-            log.warning("%s died and is replaced: %s", engine_id, error)
-        handle.kill()
+            log.warning("%s died and is replaced: %s", engine_id, await death)
+        finally:
+            death.cancel()
         del self.engines[engine_id], self._receivers[engine_id]
-        self._deaths += 1
         await self._on_change(dict(self.engines))
         try:
+            await self._replace(engine_id, slot)
+        except Exception as error:  # an engine that cannot be replaced ends the attempt
+            if not self.failure.done():
+                self.failure.set_exception(error)
+
+    async def _replace(self, engine_id: str, slot: int) -> None:
+        """Add another engine, also if the first ones die before they serve.
+
+        Raises:
+            RolloutFailed: too many engines died in a row.
+        """
+        while True:
+            self._deaths += 1
             if self._deaths >= MAX_DEATHS:
                 raise RolloutFailed(f"{self._deaths} engines died in a row")
             while not self._awake.is_set():
@@ -203,7 +222,17 @@ class EnginePool:
             replacing = asyncio.create_task(self._add(slot), name=f"replace-{engine_id}")
             self._replacing.add(replacing)
             replacing.add_done_callback(self._replacing.discard)
-            await replacing
-        except Exception as error:  # an engine that cannot be replaced ends the attempt
-            if not self.failure.done():
-                self.failure.set_exception(error)
+            try:
+                return await replacing
+            except ActorDied as error:
+                log.warning("the replacement of %s died before it served: %s", engine_id, error)
+
+
+async def _death_of(engine: ActorHandle[EngineActor]) -> Exception:
+    """Poll an engine until it dies, freezes or serves no more. Kill it, and return the error."""
+    try:
+        while True:
+            await engine.poll(lambda actor: actor.health())
+    except Exception as error:
+        engine.kill()
+        return error

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -32,6 +33,7 @@ import psutil
 from packaging.specifiers import SpecifierSet
 
 from agenticrun_workers.inference.engine import EngineError, EngineStartError, InvalidRequest
+from agenticrun_workers.launch import liveness
 from agenticrun_workers.processes import descendants
 
 HOST = "127.0.0.1"
@@ -51,6 +53,14 @@ KEEP_ALIVE_SECONDS = 2.0
 STALE = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 """Raised if the server closed an idle connection just as we used it. It has read nothing, so the
 request is sent once more. If the server has ended, the second try cannot connect."""
+STEP_SECONDS = 300.0
+"""Longest time that a server may need for one step: it answers polls between two steps.
+
+A first step may compile. The limits of SGLang (`watchdog_timeout`) and vLLM
+(`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`) are the same.
+"""
+UPDATE_SECONDS = 600.0
+"""Longest time that a server may need for one request of a weight update."""
 END_SECONDS = 60.0
 """Longest time that a server's processes may outlive its connections.
 
@@ -278,8 +288,33 @@ class ServerClient:
         kind = InvalidRequest if status == 400 else EngineError
         raise kind(f"{path} was answered {status}: {data.decode(errors='replace')[:2000]}")
 
+    async def check(self, path: str) -> None:
+        """Return when the server has answered a GET; kill it if it does not in `STEP_SECONDS`.
+
+        Raises:
+            EngineError: the server does not answer, or answers with an error.
+        """
+        polls = math.ceil(STEP_SECONDS / liveness.POLL_SECONDS)
+        try:
+            status = await liveness.answered(self._get(path), polls)
+        except liveness.NoAnswer:
+            self._process.kill()
+            raise EngineError(
+                f"{path} of {self._process.url} was not answered in {STEP_SECONDS:.0f} s: "
+                "the server is frozen"
+            ) from None
+        except aiohttp.ClientError as error:
+            raise EngineError(await self._cause(path, error)) from error
+        if status != 200:
+            raise EngineError(f"{path} of {self._process.url} was answered {status}")
+
     async def close(self) -> None:
         await self._session.close()
+
+    async def _get(self, path: str) -> int:
+        async with self._session.get(path) as answer:
+            await answer.read()
+            return answer.status
 
     async def _send(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json"}

@@ -12,7 +12,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, ClassVar, Generic, TypeVar, cast, overload
+
+from agenticrun_workers.launch import liveness
 
 A_co = TypeVar("A_co", covariant=True)
 T = TypeVar("T")
@@ -72,6 +74,9 @@ class ActorHandle(ABC, Generic[A_co]):
     may start in any order, and the caller awaits what must be in order.
     """
 
+    may_freeze: ClassVar[bool] = True
+    """False where a debugger may stop the actor."""
+
     @overload
     def call(self, method: Callable[[A_co], Coroutine[Any, Any, T]]) -> Result[T]: ...
     @overload
@@ -82,6 +87,31 @@ class ActorHandle(ABC, Generic[A_co]):
         A call need not be awaited. Its failure is then lost.
         """
         return self._call(_record(method))
+
+    @overload
+    async def poll(self, method: Callable[[A_co], Coroutine[Any, Any, T]]) -> T: ...
+    @overload
+    async def poll(self, method: Callable[[A_co], T]) -> T: ...
+    async def poll(self, method: Callable[[A_co], Any]) -> Any:
+        """Call a method that returns within `POLL_SECONDS`; kill the actor if it does not answer.
+
+        See `liveness`.
+
+        Raises:
+            ActorUnavailable: it did not answer, and was killed.
+        """
+        result = self.call(method)
+        try:
+            return await (liveness.answered(result) if self.may_freeze else result)
+        except liveness.NoAnswer:
+            self.kill()
+            seconds = liveness.FROZEN_POLLS * liveness.POLL_SECONDS
+            raise ActorUnavailable(
+                f"the actor has not answered for {seconds:.0f} s: it is frozen or out of reach"
+            ) from None
+        except ActorUnavailable:
+            self.kill()
+            raise
 
     def call_pair(self, method: Callable[[A_co], tuple[T, U]]) -> tuple[Result[T], Result[U]]:
         """Call a method that returns a pair, and return its two items as separate results."""

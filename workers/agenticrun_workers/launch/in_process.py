@@ -127,6 +127,8 @@ class InProcessResult(Result[T_co]):
 class InProcessHandle(ActorHandle[A_co]):
     """A handle of an actor in this process."""
 
+    may_freeze = False
+
     def __init__(self, actor: _Actor) -> None:
         self._actor = actor
 

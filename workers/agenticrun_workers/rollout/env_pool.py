@@ -20,7 +20,6 @@ from agenticrun_workers.inference.client import RequestServer
 from agenticrun_workers.launch import (
     ActorDied,
     ActorHandle,
-    ActorUnavailable,
     OtherActorDied,
     Result,
 )
@@ -242,7 +241,7 @@ class EnvPool:
         """
         while True:
             try:
-                collected = await worker.handle.call(lambda actor: actor.collect())
+                collected = await worker.handle.poll(lambda actor: actor.collect())
             except OtherActorDied:
                 raise  # the worker is alive
             except ActorDied as death:
@@ -256,9 +255,6 @@ class EnvPool:
         Raises:
             RolloutFailed: too many workers died in a row.
         """
-        if isinstance(death, ActorUnavailable):
-            # It may be alive, and must not store episodes that other workers now run again.
-            worker.handle.kill()
         self._deaths += 1
         self._workers.remove(worker)
         log.warning(

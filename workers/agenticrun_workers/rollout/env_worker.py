@@ -13,6 +13,7 @@ from agenticrun_workers.agents import Agent, AgentLimits, ChatFormat, agent_text
 from agenticrun_workers.envs import HasVocabulary, TakesItem, make_env
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.client import GenerationClient
+from agenticrun_workers.launch.liveness import POLL_SECONDS
 from agenticrun_workers.models.source import TokenizerCorpus, TokenizerSource
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.plugins import PluginConfigError, PluginError
@@ -64,10 +65,6 @@ class EnvWorker:
 
     async def placement(self) -> Placement:
         return current_placement(self._name, Role.ENV)
-
-    async def until_death(self) -> None:
-        """Wait for ever, so that the caller's future fails when this process dies."""
-        await asyncio.Event().wait()
 
     async def describe(self) -> TokenizerCorpus:
         """Build each environment, data set and judge once. Raises `InvalidConfig` if one fails."""
@@ -264,7 +261,7 @@ class ResultMailbox(Generic[T]):
         self._failure = self._failure or error
         self._filled.set()
 
-    async def take(self, patience: float = 5.0) -> list[T]:
+    async def take(self, patience: float = POLL_SECONDS) -> list[T]:
         """Return all results, waiting at most `patience` seconds for the first one.
 
         Raises the error passed to `fail`.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+from agenticrun_workers.launch.liveness import POLL_SECONDS
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, Trajectory
 
@@ -37,6 +38,6 @@ class TrajectoryStore:
     async def size(self) -> int:
         return len(self._kept)
 
-    async def until_death(self) -> None:
-        """Never returns: the caller's future fails when this process dies."""
-        await asyncio.Event().wait()
+    async def health(self) -> None:
+        """Return after some seconds: a poll that fails at once when this process dies."""
+        await asyncio.sleep(POLL_SECONDS)

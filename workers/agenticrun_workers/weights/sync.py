@@ -21,13 +21,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.launch import ActorHandle, Result
+from agenticrun_workers.launch import ActorDied, ActorHandle, Result
 from agenticrun_workers.weights.broadcast import BroadcastSync
 from agenticrun_workers.weights.buckets import (
     Bucket,
@@ -61,6 +70,9 @@ from agenticrun_workers.weights.transports import (
 __all__ = ["Receiver", "SyncReport", "WeightSync"]
 
 log = logging.getLogger(__name__)
+
+STOP_SECONDS = 300.0
+"""Time to delete the versions on disk at the end of a run."""
 
 SpawnNode = Callable[[str, str, tuple[Bucket, ...]], ActorHandle[NodeWeights]]
 """Makes the `NodeWeights` actor of a node, from the node's id, the run and the buckets."""
@@ -343,32 +355,35 @@ class FileSync:
             handover: see `WeightSync.update`.
         """
         places = {receiver.node_id for receiver in receivers.values()}
-        nodes = {node_id: await self._node(node_id) for node_id in places | {self._home}}
+        nodes, unreachable = await self._nodes_of(places | {self._home})
         home = nodes[self._home]
         away = [node for node in nodes.values() if node is not home]
         arrivals: dict[str, ReplayStream[WrittenBucket]] = {
             node_id: ReplayStream() for node_id in nodes
         }
         files: dict[str, ReplayStream[WeightFile]] = {node_id: ReplayStream() for node_id in places}
+        for place, error in unreachable.items():
+            files[place].close(error)
         loading: list[asyncio.Task[None]] = []
         sending = [asyncio.create_task(self._export(home, arrivals[self._home]))]
         if away:
             sending.append(asyncio.create_task(self._transfer(transport, arrivals, home, away)))
         preparing = [
             asyncio.create_task(self._prepare_files(nodes[place], arrivals[place], files[place]))
-            for place in places
+            for place in places - unreachable.keys()
         ]
         try:
-            if handover is not None:
-                await sending[0]
-                await handover()
-            loading += [
-                asyncio.create_task(_load(receiver, files[receiver.node_id], version))
-                for receiver in receivers.values()
-            ]
-            outcomes = await asyncio.gather(*loading, return_exceptions=True)
-            exported, *transferred = [await task for task in sending]
-            await asyncio.gather(*preparing)
+            async with _watched(nodes.values()):
+                if handover is not None:
+                    await sending[0]
+                    await handover()
+                loading += [
+                    asyncio.create_task(_load(receiver, files[receiver.node_id], version))
+                    for receiver in receivers.values()
+                ]
+                outcomes = await asyncio.gather(*loading, return_exceptions=True)
+                exported, *transferred = [await task for task in sending]
+                await asyncio.gather(*preparing)
         finally:
             for task in (*loading, *sending, *preparing):
                 task.cancel()
@@ -391,18 +406,19 @@ class FileSync:
         """
         home, node = await self._node(self._home), await self._node(receiver.node_id)
         missing = [written for written in self._written if not node.holds(written)]
-        if node is not home and missing:
-            arrivals = {node.node_id: ReplayStream[WrittenBucket]()}
-            await transport.transfer(ReplayStream(missing), home, [node], arrivals)
-        files: ReplayStream[WeightFile] = ReplayStream()
-        preparing = asyncio.create_task(
-            self._prepare_files(node, ReplayStream(self._written), files)
-        )
-        try:
-            await _load(receiver, files, version)
-            await preparing
-        finally:
-            preparing.cancel()
+        async with _watched((home, node)):
+            if node is not home and missing:
+                arrivals = {node.node_id: ReplayStream[WrittenBucket]()}
+                await transport.transfer(ReplayStream(missing), home, [node], arrivals)
+            files: ReplayStream[WeightFile] = ReplayStream()
+            preparing = asyncio.create_task(
+                self._prepare_files(node, ReplayStream(self._written), files)
+            )
+            try:
+                await _load(receiver, files, version)
+                await preparing
+            finally:
+                preparing.cancel()
 
     def forget_contents(self) -> None:
         """Assume that nodes hold nothing, so that the next export is sent as a whole."""
@@ -415,14 +431,16 @@ class FileSync:
         if published is not None and self._home in self._nodes:
             home = self._nodes[self._home].handle
             calls.append(home.call(lambda actor: actor.delete(published)))
-        await asyncio.gather(*calls, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                await asyncio.gather(*calls, return_exceptions=True)
 
     async def release(self) -> None:
         """Free the memory of all nodes until the next export, and the trainer's mapping of it."""
         nodes, self._nodes, self._opened = list(self._nodes.values()), {}, None
         await self._trainers[0].call(lambda trainer: trainer.close_whole_buckets())
         await asyncio.gather(
-            *(node.handle.call(lambda actor: actor.release()) for node in nodes),
+            *(node.handle.poll(lambda actor: actor.release()) for node in nodes),
             return_exceptions=True,
         )
         for node in nodes:
@@ -499,6 +517,28 @@ class FileSync:
         async for file in self._merge(node.node_id, checksums):
             yield file
 
+    async def _nodes_of(
+        self, places: Collection[str]
+    ) -> tuple[dict[str, NodeHandle], dict[str, Exception]]:
+        """Return the node of each place, and the errors of places that cannot be reached.
+
+        Raises:
+            ActorDied: the home node cannot be reached.
+        """
+        if self._buckets is None:
+            self._buckets = buckets_of(await self.tensor_specs(), self._bucket_bytes)
+        found = await asyncio.gather(*map(self._node, places), return_exceptions=True)
+        nodes: dict[str, NodeHandle] = {}
+        unreachable: dict[str, Exception] = {}
+        for place, node in zip(places, found, strict=True):
+            if isinstance(node, NodeHandle):
+                nodes[place] = node
+            elif isinstance(node, ActorDied) and place != self._home:
+                unreachable[place] = node
+            else:
+                raise node
+        return nodes, unreachable
+
     async def _node(self, node_id: str) -> NodeHandle:
         """Return the living actor of a node. A new one holds no weights."""
         if self._buckets is None:
@@ -510,6 +550,17 @@ class FileSync:
         folder = Path(await handle.call(lambda actor: actor.folder()))
         self._nodes[node_id] = NodeHandle(node_id, handle, folder)
         return self._nodes[node_id]
+
+
+@asynccontextmanager
+async def _watched(nodes: Iterable[NodeHandle]) -> AsyncIterator[None]:
+    """Poll these nodes inside the `with` block: calls to a frozen one fail."""
+    watching = [asyncio.create_task(node.watch()) for node in nodes]
+    try:
+        yield
+    finally:
+        for task in watching:
+            task.cancel()
 
 
 async def _load(

@@ -15,10 +15,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from agenticrun_workers.launch import ActorDied, ActorHandle, Result
+from agenticrun_workers.launch import ActorDied, ActorHandle, Result, liveness
 from agenticrun_workers.weights.buckets import WrittenBucket
 from agenticrun_workers.weights.node import NodeWeights, PublishedBucket
 from agenticrun_workers.weights.protocols import WeightReceiver
+
+NODE_CALLS = 4
+"""Calls of a node's actor that run at the same time. One of them is left to polls."""
 
 MAX_IN_FLIGHT = 2
 """Buckets that travel at once. One leaves the object store when it has reached all nodes."""
@@ -90,11 +93,17 @@ class NodeHandle:
         )
 
     async def is_alive(self) -> bool:
+        """Poll the node once. One that does not answer is killed."""
         try:
-            await self.handle.call(lambda node: node.folder())
+            await self.handle.poll(lambda node: node.folder())
         except ActorDied:
             return False
         return True
+
+    async def watch(self) -> None:
+        """Poll the node until it is dead. Calls to it fail then."""
+        while await self.is_alive():
+            await asyncio.sleep(liveness.POLL_SECONDS)
 
 
 class ReplayStream(Generic[T]):
@@ -202,6 +211,8 @@ class ObjectStoreTransport:
     ) -> int:
         """Send one bucket to all nodes in `alive`, and remove the dead ones from it."""
         index, nodes = written.bucket.index, list(alive)
+        if not nodes:
+            return 0
         delta = all(node.can_patch(written) for node in nodes)
         payload = home.handle.call(lambda actor: actor.read(index, delta))
         outcomes = await asyncio.gather(
@@ -247,6 +258,8 @@ class DiskTransport:
             delta = all(node.can_patch(bucket) for node in nodes)
             buckets.append((bucket, delta))
             index = bucket.bucket.index
+            if len(files) >= NODE_CALLS - 1:
+                await files[1 - NODE_CALLS]
             files.append(home.handle.call(lambda actor: actor.publish(folder, index, delta)))
         published = await asyncio.gather(*files)
         await home.handle.call(lambda actor: actor.seal(folder, published))

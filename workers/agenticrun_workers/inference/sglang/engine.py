@@ -269,6 +269,11 @@ class SglangEngine:
             self._aborted,
         )
 
+    async def check_health(self) -> None:
+        """See `InferenceEngine`. Its scheduler answers between two steps, also while it sleeps."""
+        async with self._changing:
+            await self._http.check("/server_info")
+
     async def stop(self) -> None:
         """See `InferenceEngine`."""
         process, self._process = self._process, None

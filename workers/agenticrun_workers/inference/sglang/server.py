@@ -14,6 +14,8 @@ import numpy as np
 from agenticrun_workers.inference.engine import EngineError, InvalidRequest
 from agenticrun_workers.inference.server_process import (
     HOST,
+    STEP_SECONDS,
+    UPDATE_SECONDS,
     ServerClient,
     ServerSpec,
     command_line,
@@ -170,8 +172,6 @@ class SglangOptions:
         return environment
 
 
-SECONDS = 600.0
-"""Longest wait for an answer: the server answers between two steps."""
 GROUP = "agenticrun"
 SEED_BITS = 63
 
@@ -232,24 +232,24 @@ class SglangControl:
 
     async def pause(self) -> None:
         """Stop sampling; requests keep their keys and values."""
-        await self._post("/pause_generation", {"mode": "in_place"})
+        await self._post("/pause_generation", {"mode": "in_place"}, STEP_SECONDS)
 
     async def retract(self) -> None:
         """Stop sampling; requests keep their tokens, and lose their keys and values."""
-        await self._post("/pause_generation", {"mode": "retract"})
+        await self._post("/pause_generation", {"mode": "retract"}, STEP_SECONDS)
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+        await self._post("/continue_generation", {}, STEP_SECONDS)
 
     async def abort(self, rid: str) -> None:
         """End every request with an id that begins with `rid`.
 
         The server ignores the call if it has not read the request yet.
         """
-        await self._post("/abort_request", {"rid": rid})
+        await self._post("/abort_request", {"rid": rid}, STEP_SECONDS)
 
     async def abort_all(self) -> None:
-        await self._post("/abort_request", {"abort_all": True})
+        await self._post("/abort_request", {"abort_all": True}, STEP_SECONDS)
 
     async def load_folder(self, folder: Path, version: int) -> None:
         """Load all weights from safetensors files, and drop the cache."""
@@ -296,9 +296,11 @@ class SglangControl:
     async def _update(self, path: str, body: Mapping[str, Any], version: int) -> None:
         await self._post(path, {**body, "weight_version": str(version), "flush_cache": True})
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> None:
+    async def _post(
+        self, path: str, body: Mapping[str, Any], seconds: float = UPDATE_SECONDS
+    ) -> None:
         try:
-            answer = await self._http.post(path, body, seconds=SECONDS)
+            answer = await self._http.post(path, body, seconds=seconds)
         except InvalidRequest as error:
             raise EngineError(str(error)) from error
         if isinstance(answer, dict) and answer.get("success") is False:

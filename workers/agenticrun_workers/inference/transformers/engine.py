@@ -191,6 +191,10 @@ class TransformersEngine:
             self._aborted,
         )
 
+    async def check_health(self) -> None:
+        """See `InferenceEngine`. It has no process of its own."""
+        self._check_running()
+
     async def stop(self) -> None:
         """See `InferenceEngine`."""
         if self._server is not None:
@@ -231,11 +235,14 @@ class TransformersEngine:
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
-    def _check(self, request: GenerationRequest) -> None:
+    def _check_running(self) -> None:
         if self._server is None:
             raise EngineError("the engine is not running")
         if self._server.done():
             raise EngineError("the engine has failed") from self._server.exception()
+
+    def _check(self, request: GenerationRequest) -> None:
+        self._check_running()
         if self._refusal is not None:
             raise EngineError(f"{self._refusal}: nothing is served until an update succeeds")
         self._limits.check(request, ChainMap(self._waiting, self._running))

@@ -23,7 +23,12 @@ from agenticrun_workers.inference.engine import (
     EngineStats,
 )
 from agenticrun_workers.inference.model_files import UpdateCheck, is_tied, shapes_of_model
-from agenticrun_workers.inference.server_process import ServerClient, ServerProcess
+from agenticrun_workers.inference.server_process import (
+    STEP_SECONDS,
+    UPDATE_SECONDS,
+    ServerClient,
+    ServerProcess,
+)
 from agenticrun_workers.inference.vllm.server import STOP_SECONDS, VllmServer
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
@@ -151,7 +156,7 @@ class VllmEngine:
         while ids := [
             ID_PREFIX + flight.server_id for flight in flights if not flight.done.is_set()
         ]:
-            await self._http.post("/abort_requests", {"request_ids": ids})
+            await self._http.post("/abort_requests", {"request_ids": ids}, seconds=STEP_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_SECONDS):
                     await asyncio.gather(*(flight.done.wait() for flight in flights))
@@ -160,7 +165,7 @@ class VllmEngine:
         """See `InferenceEngine`."""
         async with self._changing:
             self._paused = True
-            await self._http.post("/pause?mode=keep&clear_cache=false", {})
+            await self._http.post("/pause?mode=keep&clear_cache=false", {}, seconds=STEP_SECONDS)
 
     async def resume(self) -> None:
         """See `InferenceEngine`."""
@@ -209,18 +214,18 @@ class VllmEngine:
                     f"{len(self._in_flight)} requests are in flight: the engine cannot sleep"
                 )
             self._refusal = "the engine sleeps"
-            await self._http.post("/pause?mode=keep", {})
+            await self._http.post("/pause?mode=keep", {}, seconds=STEP_SECONDS)
             if self._server.gpus:
-                await self._http.post("/sleep?level=2&mode=keep", {})
+                await self._http.post("/sleep?level=2&mode=keep", {}, seconds=UPDATE_SECONDS)
 
     async def wake(self) -> None:
         """See `InferenceEngine`."""
         async with self._changing:
             self._refusal = "the engine has no weights since it slept"
             if self._server.gpus:
-                await self._http.post("/wake_up", {})
+                await self._http.post("/wake_up", {}, seconds=UPDATE_SECONDS)
                 # Waking resumes the server, with uninitialised weights.
-                await self._http.post("/pause?mode=keep", {})
+                await self._http.post("/pause?mode=keep", {}, seconds=STEP_SECONDS)
 
     def stats(self) -> EngineStats:
         """See `InferenceEngine`. Counts tokens when their response is finished."""
@@ -235,6 +240,11 @@ class VllmEngine:
             self._busy.seconds,
             self._aborted,
         )
+
+    async def check_health(self) -> None:
+        """See `InferenceEngine`. Its core answers between two steps, also while it sleeps."""
+        async with self._changing:
+            await self._http.check("/is_paused")
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""
@@ -287,23 +297,26 @@ class VllmEngine:
     async def _hold(self) -> None:
         """Stop sampling, and drop the cache of the old weights."""
         if not self._restart_on_update:
-            await self._http.post("/pause?mode=keep", {})
+            await self._http.post("/pause?mode=keep", {}, seconds=STEP_SECONDS)
             return
         for flight in self._in_flight.values():
             flight.restarts = True
-        await self._http.post("/pause?mode=abort", {})
+        await self._http.post("/pause?mode=abort", {}, seconds=STEP_SECONDS)
 
     async def _label(self, version: int) -> None:
         """Set the version of the tokens from now on."""
-        await self._http.post("/update_weight_version", {"new_version": str(version)})
+        await self._http.post(
+            "/update_weight_version", {"new_version": str(version)}, seconds=STEP_SECONDS
+        )
 
     async def _resume_server(self) -> None:
         if not self._paused and self._refusal is None:
-            await self._http.post("/resume", {})
+            await self._http.post("/resume", {}, seconds=STEP_SECONDS)
 
     async def _workers(self, method: str, **arguments: Any) -> None:
         """Call a method of the plug-in in every worker."""
-        await self._http.post("/collective_rpc", {"method": method, "kwargs": arguments})
+        body = {"method": method, "kwargs": arguments}
+        await self._http.post("/collective_rpc", body, seconds=UPDATE_SECONDS)
 
 
 def to_vllm(request: GenerationRequest, server_id: str) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""When a process counts as frozen, and what happens then.
+
+A process that is stopped, deadlocked or out of reach fails no call: whoever awaits it would wait
+for ever. A time limit on each call would end long work that is healthy: one token per second is
+slow, not dead. So the rule is:
+
+- **Polls alone have a deadline.** The owner of an actor polls it: `ActorHandle.poll` calls a method
+  that returns within `POLL_SECONDS`, whatever else the actor does. After `FROZEN_POLLS` without an
+  answer the actor is killed. Its death fails all calls to it, wherever they are awaited.
+- **Who polls whom.** `EnvPool` its env workers, `EnginePool` its engines, `RunActors` the stores,
+  `FileSync` the nodes that a sync uses. Env workers and engines are replaced. A node fails its
+  receivers. A store ends the attempt.
+- **An engine's server** is polled by its `EngineActor`, with a longer limit (`STEP_SECONDS` of
+  `server_process`), because it answers between two steps. What a weight update asks of it has time
+  limits of its own. A frozen server is killed, and its actor is replaced.
+- **A lost network** breaks the connections of the generation clients by TCP's own probes
+  (`request_port`).
+- **Ranks of trainers are not polled**: a rank runs one call at a time, and a training step may take
+  any time. The same holds for an actor that is still starting. If one hangs, no step ends, and the
+  operator's stall detection (`failurePolicy.stall`) gives the attempt up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+POLL_SECONDS = 5.0
+FROZEN_POLLS = 12
+"""A minute. Imports and the code of environments may block an event loop for many seconds."""
+
+
+class NoAnswer(Exception):
+    """A process has missed too many polls."""
+
+
+async def answered(answer: Awaitable[T], polls: int | None = None) -> T:
+    """Wait for an answer for `polls` times `POLL_SECONDS`; by default `FROZEN_POLLS`.
+
+    Counts waits instead of seconds: if this process itself was stopped, the answer may be there,
+    and nobody has missed more than one poll.
+
+    Raises:
+        NoAnswer: it has not come.
+    """
+    waiting = asyncio.ensure_future(answer)
+    try:
+        for _ in range(FROZEN_POLLS if polls is None else polls):
+            await asyncio.wait({waiting}, timeout=POLL_SECONDS)
+            if waiting.done():
+                return waiting.result()
+    finally:
+        waiting.cancel()
+    raise NoAnswer
