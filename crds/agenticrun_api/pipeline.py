@@ -86,7 +86,7 @@ class Pipeline(Model):
     and batches are sorted. Slower."""
     max_steps: Positive
     """Number of training steps of the run. May change while the run trains; the schedule of the
-    learning rate keeps its length."""
+    learning rate then ends at the new one."""
     rollout_batch_size: Annotated[int, Field(ge=1, le=1_048_576)]
     """Trajectories of one training step."""
     val_batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = 128

@@ -18,7 +18,7 @@ class Training(Model):
     """Learning rate of AdamW, after the warm-up of `warmupSteps`."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after the linear warm-up of `warmupSteps`: constant, or decay to zero at
-    maxSteps."""
+    maxSteps. If maxSteps changes, the rest of the decay is stretched: the rate never jumps."""
     warmup_steps: Count = 0
     """In optimizer steps."""
     weight_decay: Coefficient = 0.0

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -96,6 +97,42 @@ async def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) 
         assert {k: found[k] for k in COMPARED} == pytest.approx(
             {k: expected[k] for k in COMPARED}, rel=1e-3, abs=1e-5
         ), step
+
+
+async def test_the_learning_rate_does_not_jump_when_the_run_gets_longer(tmp_path: Path) -> None:
+    """The critic's schedule spans all steps, the actor's those after the critic's warm-up."""
+    training = {"learningRate": 0.01, "lrSchedulerType": "linear"}
+    config: dict[str, Any] = {
+        "criticWarmup": 1,
+        "evalSteps": 0,
+        "warmup": None,
+        "algorithm": {"name": "gae"},
+        "actorTrain": {"training": {"miniBatchSize": 4} | training},
+        "critic": {"training": training},
+    }
+    short = tiny_run(maxSteps=4, **config)
+    first = InProcessAttempt(short, tmp_path)
+    running = asyncio.create_task(execute(first))
+    while first.sink.step < 2 and not running.done():
+        await asyncio.sleep(0.01)
+    first.requests.stop.set()
+    assert (await running).outcome is Outcome.STOPPED
+    done = max(first.training_steps())
+    assert done < 4
+    longer = InProcessAttempt(tiny_run(maxSteps=done + 4, **config), tmp_path, attempt=2)
+    report = await execute(longer)
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    steps = longer.training_steps()
+    # The rate of a step's last optimizer step: of two for the actor, of one for the critic.
+    actor, critic = 0.01 * (1 - (done - 1) / 3), 0.01 * (1 - done / 4)
+    for step in range(done + 1, done + 5):
+        taken = step - done - 1
+        assert steps[step]["actor/lr"] == pytest.approx(actor * (1 - (2 * taken + 1) / 8))
+        assert steps[step]["critic/lr"] == pytest.approx(critic * (1 - (2 * taken + 1) / 8))
+    again = InProcessAttempt(tiny_run(maxSteps=done + 5, **config), tmp_path, attempt=3)
+    report = await execute(again)
+    assert (report.outcome, report.reason) == (Outcome.FAILED, "InvalidConfig")
+    assert "actor_train: the linear schedule has brought the learning rate to 0" in report.message
 
 
 async def test_a_killed_env_worker_is_replaced(

@@ -127,6 +127,9 @@ class Run:
     async def freeze_reference(self) -> None:
         self.events.append("freeze the reference")
 
+    async def stretch_schedules(self, step: int, max_steps: int) -> None:
+        self.events.append(f"stretch the schedules at step {step} to {max_steps}")
+
     async def score(self, groups: tuple[Group, ...], version: int) -> ScoredBatch:
         self.scored = groups
         if self.kl is None:
@@ -261,12 +264,47 @@ async def test_settings_that_change_take_effect_after_the_current_step(tmp_path:
         "save step-4",
         "save step-6",
     ]
+    assert [event for event in run.events if event.startswith("stretch")] == [
+        "stretch the schedules at step 2 to 6"
+    ]
     told = [
         (shown.step, shown.max_steps, shown.observed_generation) for shown in run.sink.snapshots
     ]
     assert (1, 3, 1) in told
     assert told[-1] == (6, 6, 2)
     assert run.sink.snapshots[-1].metrics["val/A/success"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "stretched"),
+    [
+        ({}, []),
+        ({"saveSteps": 7}, []),
+        ({"maxSteps": 9}, ["stretch the schedules at step 3 to 9"]),
+        (
+            {"maxSteps": 9, "actorTrain": {"training": {"miniBatchSize": 2}}},
+            ["stretch the schedules at step 3 to 9"],
+        ),
+    ],
+)
+async def test_a_resume_with_another_number_of_steps_stretches_the_schedules(
+    tmp_path: Path, changes: dict[str, Any], stretched: list[str]
+) -> None:
+    await Run(tmp_path, maxSteps=3, evalSteps=0).loop.run()
+    saved = CheckpointStore(tmp_path, "uid", keep=5).newest()
+    assert saved is not None
+    again = Run(
+        tmp_path, resume=saved.driver_state(), **({"maxSteps": 3, "evalSteps": 0} | changes)
+    )
+    await again.loop.run()
+    assert [event for event in again.events if event.startswith("stretch")] == stretched
+    saved = again.store.newest()
+    assert saved is not None
+    once_more = Run(
+        tmp_path, resume=saved.driver_state(), **({"maxSteps": 3, "evalSteps": 0} | changes)
+    )
+    await once_more.loop.run()
+    assert [event for event in once_more.events if event.startswith("stretch")] == []
 
 
 async def test_a_run_may_be_shortened_below_the_step_that_it_has_reached(tmp_path: Path) -> None:

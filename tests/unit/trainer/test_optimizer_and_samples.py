@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 
-from agenticrun_workers.trainer.optimizer import OptimizerSpec
+from agenticrun_workers.trainer.optimizer import OptimizerSpec, ScheduleEnded, StepCounts
 from agenticrun_workers.trainer.samples import policy_samples, supervised_samples
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 
@@ -28,6 +30,72 @@ def test_cosine_is_half_way_down_in_the_middle() -> None:
 def test_a_falling_schedule_needs_its_end() -> None:
     with pytest.raises(ValueError, match="needs total_steps"):
         OptimizerSpec(1.0, "linear")
+
+
+def rates(counts: StepCounts, number: int) -> list[float]:
+    """Return the rates of the next optimizer steps, and take these."""
+    found = []
+    for _ in range(number):
+        found.append(counts.rate)
+        counts.record_step(1.0, scheduled=True, first_broken=None)
+    return found
+
+
+@pytest.mark.parametrize("steps_left", [3, 8, 20])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_stretched_schedule_goes_on_from_its_rate_and_ends_at_zero(
+    schedule: Literal["linear", "cosine"], steps_left: int
+) -> None:
+    counts = StepCounts(OptimizerSpec(1.0, schedule, warmup_steps=2, total_steps=10))
+    rates(counts, 5)
+    before = counts.rate
+    counts.stretch(steps_left)
+    assert counts.rate == before
+    rest = rates(counts, steps_left)
+    assert rest == sorted(rest, reverse=True)
+    assert rest[-1] > 0
+    assert counts.rate == 0
+
+
+def test_a_linear_schedule_is_stretched_twice() -> None:
+    counts = StepCounts(OptimizerSpec(1.0, "linear", total_steps=4))
+    assert rates(counts, 2) == [1.0, 0.75]
+    counts.stretch(4)
+    assert rates(counts, 2) == [0.5, 0.375]
+    counts.stretch(1)
+    assert rates(counts, 2) == [0.25, 0.0]
+
+
+def test_a_schedule_that_is_stretched_while_it_rises_falls_from_its_peak() -> None:
+    counts = StepCounts(OptimizerSpec(1.0, "linear", warmup_steps=2, total_steps=4))
+    assert rates(counts, 1) == [0.5]
+    counts.stretch(5)
+    assert rates(counts, 6) == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+def test_a_schedule_that_has_ended_cannot_be_stretched() -> None:
+    counts = StepCounts(OptimizerSpec(1.0, "cosine", total_steps=2))
+    rates(counts, 2)
+    counts.stretch(0)
+    with pytest.raises(ScheduleEnded, match="cosine"):
+        counts.stretch(1)
+
+
+def test_a_constant_rate_is_never_stretched() -> None:
+    counts = StepCounts(OptimizerSpec(1.0, total_steps=2))
+    rates(counts, 2)
+    counts.stretch(1)
+    assert counts.rate == 1.0
+
+
+def test_a_checkpoint_holds_the_schedule() -> None:
+    spec = OptimizerSpec(1.0, "cosine", warmup_steps=1, total_steps=10)
+    counts, resumed = (StepCounts(spec) for _ in range(2))
+    rates(counts, 4)
+    counts.stretch(17)
+    rates(counts, 4)
+    resumed.restore(counts.counts())
+    assert rates(resumed, 13) == rates(counts, 13)
 
 
 def trajectory(*, stepwise: bool = False) -> Trajectory:

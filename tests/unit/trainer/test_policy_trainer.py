@@ -506,6 +506,21 @@ def test_a_resumed_trainer_goes_on_as_if_it_had_never_stopped(load: Load, tmp_pa
         np.testing.assert_array_equal(weight, weights(resumed)[name], err_msg=name)
 
 
+def test_a_schedule_of_another_length_goes_on_from_the_rate_of_the_checkpoint(
+    load: Load, samples: list[Sample], tmp_path: Path
+) -> None:
+    first = fsdp2_policy(load, OptimizerSpec(1.0, "linear", total_steps=4))
+    first.train_step(samples, LOSS)
+    first.save(str(tmp_path))
+    resumed = fsdp2_policy(load, OptimizerSpec(1.0, "linear", total_steps=31))
+    resumed.load(str(tmp_path))
+    resumed.stretch_schedule(30)
+    assert [resumed.train_step(samples, LOSS)["actor/lr"] for _ in range(2)] == [
+        0.75,
+        pytest.approx(0.725),
+    ]
+
+
 def test_a_checkpoint_of_another_model_is_refused_by_parameter(load: Load, tmp_path: Path) -> None:
     fsdp2_policy(load, SPEC).save(str(tmp_path / "checkpoint"))
     initialize_model(

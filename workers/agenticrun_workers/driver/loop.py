@@ -48,6 +48,7 @@ from agenticrun_workers.driver.trainer_group import SharedDevices
 from agenticrun_workers.driver.warmup import Warmup
 from agenticrun_workers.reporting.trackers import Tracker
 from agenticrun_workers.rollout.controller import Batch, Discard, RolloutPosition
+from agenticrun_workers.trainer.batch import optimizer_steps_per_batch
 from agenticrun_workers.weights.sync import SyncReport, WeightSync
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Trainer(Trainers, Protocol):
     def weights(self) -> WeightSync: ...
 
     async def freeze_reference(self) -> None: ...
+
+    async def stretch_schedules(self, step: int, max_steps: int) -> None: ...
 
 
 class Rollout(Protocol):
@@ -137,6 +140,8 @@ class Loop:
             self._pipeline, parts.trainers, kept.get(KL_PART), self._stopwatch
         )
         self._guards = GuardWatch(self._pipeline.guards, kept.get(GUARDS_PART))
+        self._schedule: list[int] = kept.get(SCHEDULE_PART, schedule_plan(self._pipeline))
+        """What the schedules of the learning rates were planned for last."""
         self._synced: int | None = None
         """The policy version of the engines; None before the first sync of this attempt."""
         self._sync: SyncReport | None = None
@@ -160,14 +165,15 @@ class Loop:
         try:
             if self._fresh:
                 await self._begin()
+            await self._plan_schedules()
             self._parts.progress.started()
             while True:
-                while self._has_steps():
+                while await self._has_steps():
                     await self._run_step()
                 await self._sync_weights_if_due()
                 await self._validate_if_due()
                 await self._save()
-                if not self._has_steps():  # maxSteps may have been raised meanwhile
+                if not await self._has_steps():  # maxSteps may have been raised meanwhile
                     return
         except StopRequested:
             self._parts.progress.activity(Activity.STOPPING)
@@ -186,13 +192,14 @@ class Loop:
         await self._save_if_due()
         self._guards.enforce()
 
-    def _has_steps(self) -> bool:
+    async def _has_steps(self) -> bool:
         """Take changed settings over, and return True if there are steps left."""
         config = self._parts.requests.config
         if config is not None and config.generation > self._parts.progress.generation:
             self._pipeline = config.applied_to(self._pipeline)
             self._parts.validator.configure(self._pipeline)
             self._guards = GuardWatch(self._pipeline.guards, self._guards.state)
+            await self._plan_schedules()
             self._parts.progress.configured(config)
             log.info(
                 "settings of generation %d: maxSteps %d, evalSteps %d, saveSteps %d, guards %s",
@@ -203,6 +210,13 @@ class Loop:
                 config.guards.to_dict(),
             )
         return self._step < self._pipeline.max_steps
+
+    async def _plan_schedules(self) -> None:
+        """Stretch the schedules of the learning rates if the number of steps has changed."""
+        plan = schedule_plan(self._pipeline)
+        if plan != self._schedule:
+            await self._parts.trainers.stretch_schedules(self._step, self._pipeline.max_steps)
+            self._schedule = plan
 
     async def _begin(self) -> None:
         """Prepare a fresh run: supervised warm-up, frozen reference, success of random play."""
@@ -323,7 +337,11 @@ class Loop:
             again=position.pending_groups,
             best_success=self._best,
             baselines=self._baselines,
-            parts={KL_PART: self._training_step.kl_coef, GUARDS_PART: self._guards.state},
+            parts={
+                KL_PART: self._training_step.kl_coef,
+                GUARDS_PART: self._guards.state,
+                SCHEDULE_PART: self._schedule,
+            },
         )
         with self._stopwatch.phase("checkpoint"):
             saved = await self._parts.checkpoints.save(state, self._parts.trainers.savers)
@@ -340,8 +358,13 @@ class Loop:
         return await self._parts.requests.unless_stopped(work, self._parts.failures)
 
 
-KL_PART, GUARDS_PART = "kl_coef", "guards"
+KL_PART, GUARDS_PART, SCHEDULE_PART = "kl_coef", "guards", "schedule"
 """Keys of `DriverState.parts`."""
+
+
+def schedule_plan(pipeline: Pipeline) -> list[int]:
+    """Return what decides when the schedules of the learning rates end."""
+    return [pipeline.max_steps, pipeline.critic_warmup, optimizer_steps_per_batch(pipeline)]
 
 
 def checkpoint_status(checkpoint: Checkpoint) -> CheckpointStatus:

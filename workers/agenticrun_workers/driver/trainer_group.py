@@ -188,6 +188,25 @@ class TrainerGroup:
         answers = await asyncio.gather(*calls)
         return answers[0]
 
+    async def stretch_schedules(self, step: int, max_steps: int) -> None:
+        """Let the learning rates reach zero at another `maxSteps`, without a jump now.
+
+        Args:
+            step: completed training steps.
+        """
+        per_batch = optimizer_steps_per_batch(self._pipeline)
+        starts = {ACTOR: max(step, self._pipeline.critic_warmup), CRITIC: step}
+        await asyncio.gather(
+            *(
+                actor.call(
+                    lambda rank: rank.stretch_schedule(module, (max_steps - start) * per_batch)
+                )
+                for module, start in starts.items()
+                if module in self._modules()
+                for actor in self._ranks_of(module)
+            )
+        )
+
     async def offload(self) -> None:
         """Free the devices: the policy, and models on its pods, move to host memory."""
         await asyncio.gather(*(actor.call(lambda rank: rank.offload()) for actor in self._trainers))

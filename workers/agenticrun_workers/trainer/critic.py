@@ -108,6 +108,10 @@ class CriticTrainer:
         self._backward(samples, loss, self._model.batcher.totals(samples))
         return self._optimizer.gradients()
 
+    def stretch_schedule(self, steps_left: int) -> None:
+        """See `StepCounts.stretch`."""
+        self._optimizer.stretch(steps_left)
+
     def offload(self) -> None:
         """See `PolicyTrainer.offload`."""
         self._optimizer.move(torch.device("cpu"))

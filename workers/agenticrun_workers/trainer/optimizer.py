@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -14,6 +15,27 @@ from agenticrun_workers.trainer.ranks import Ranks, local, whole
 
 class NonFiniteGradient(Exception):
     """Too many optimizer steps in a row were skipped; names the first parameter that broke."""
+
+
+class ScheduleEnded(Exception):
+    """The learning rate has fallen to zero, so further steps would learn nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decay:
+    """The falling part of a linear or cosine schedule; steps are optimizer steps."""
+
+    start: int
+    end: int
+    """Step at which the rate is zero."""
+    left: Fraction = Fraction(1)
+    """Share of the whole fall that is left at `start`."""
+
+    def at(self, step: int) -> Fraction:
+        """Return the share of the fall that is left at a step: 1 before the fall, 0 after it."""
+        if step <= self.start:
+            return self.left
+        return self.left * max(0, self.end - step) / max(1, self.end - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +64,25 @@ class OptimizerSpec:
         if self.schedule != "constant" and not self.total_steps:
             raise ValueError(f"the schedule {self.schedule} needs total_steps")
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate of optimizer step number `step` (from 0)."""
+    @property
+    def decay(self) -> Decay | None:
+        """The fall of the rate as it is planned at the start; None for a constant rate."""
+        if self.schedule == "constant" or self.total_steps is None:
+            return None
+        return Decay(self.warmup_steps, self.total_steps)
+
+    def rate(self, step: int, decay: Decay | None = None) -> float:
+        """Return the learning rate of optimizer step number `step` (from 0).
+
+        Args:
+            decay: default: the one planned at the start.
+        """
+        decay = decay or self.decay
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
-        if self.schedule == "constant" or self.total_steps is None:
+        if decay is None:
             return self.learning_rate
-        left = max(0.0, (self.total_steps - step) / max(1, self.total_steps - self.warmup_steps))
+        left = float(decay.at(step))
         return self.learning_rate * (
             left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
         )
@@ -65,11 +99,29 @@ class StepCounts:
         """Steps skipped because the gradient was not finite."""
         self._broken = 0
         """Number of the latest gradients in a row that were not finite."""
+        self._decay = spec.decay
 
     @property
     def rate(self) -> float:
         """Return the learning rate of the next step."""
-        return self.spec.rate(self.steps)
+        return self.spec.rate(self.steps, self._decay)
+
+    def stretch(self, steps_left: int) -> None:
+        """Plan the rest of the schedule anew: the rate goes on from here and reaches zero then.
+
+        Args:
+            steps_left: number of steps until the rate is zero; without any nothing changes.
+
+        Raises:
+            ScheduleEnded: the rate is zero already.
+        """
+        if self._decay is None or steps_left <= 0:
+            return
+        if not (left := self._decay.at(self.steps)):
+            raise ScheduleEnded(
+                f"the {self.spec.schedule} schedule has brought the learning rate to 0"
+            )
+        self._decay = Decay(max(self.steps, self._decay.start), self.steps + steps_left, left)
 
     @property
     def skip_budget_exhausted(self) -> bool:
@@ -109,14 +161,26 @@ class StepCounts:
 
     def counts(self) -> dict[str, int]:
         """Return the counters that a checkpoint stores besides the optimizer's state."""
-        return {"steps": self.steps, "skipped": self.skipped, "broken": self._broken}
+        counts = {"steps": self.steps, "skipped": self.skipped, "broken": self._broken}
+        if self._decay is None:
+            return counts
+        return counts | {
+            "decay_start": self._decay.start,
+            "decay_end": self._decay.end,
+            "decay_left": self._decay.left.numerator,
+            "decay_left_of": self._decay.left.denominator,
+        }
 
     def restore(self, counts: dict[str, int]) -> None:
+        """Set the counters; a schedule that does not fall stays constant."""
         self.steps, self.skipped, self._broken = (
             counts["steps"],
             counts["skipped"],
             counts["broken"],
         )
+        if self._decay is not None:
+            left = Fraction(counts["decay_left"], counts["decay_left_of"])
+            self._decay = Decay(counts["decay_start"], counts["decay_end"], left)
 
 
 class Optimizer(StepCounts):

@@ -263,6 +263,10 @@ class PolicyTrainer:
         self.strategy.steps.restore(progress)
         self.policy_version = progress["policy_version"]
 
+    def stretch_schedule(self, steps_left: int) -> None:
+        """See `StepCounts.stretch`."""
+        self.strategy.steps.stretch(steps_left)
+
     def offload(self) -> None:
         """Free the device for an engine that shares it. Train again only after `onload`."""
         self.strategy.offload()

@@ -95,6 +95,23 @@ class RankActor:
         except CheckpointMismatch as error:
             raise InvalidConfig("spec.checkpoint.resume", f"{folder}: {error}") from error
 
+    def stretch_schedule(self, part: str, steps_left: int) -> None:
+        """Let the learning rate of one model reach zero after so many more optimizer steps.
+
+        Raises:
+            InvalidConfig: it is zero already.
+        """
+        from agenticrun_workers.trainer.optimizer import ScheduleEnded
+
+        try:
+            self._part(part).stretch_schedule(steps_left)
+        except ScheduleEnded as error:
+            raise InvalidConfig(
+                "spec.pipeline.maxSteps",
+                f"{part}: {error}, so more steps would learn nothing. Raise maxSteps while the run "
+                "trains, or go on from its checkpoint in a run with lrSchedulerType: constant",
+            ) from error
+
     def _part(self, name: str) -> Any:
         """Return the strategy that holds a model."""
         raise NotImplementedError
