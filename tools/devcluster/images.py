@@ -62,6 +62,7 @@ class NodeImages:
                 reference = references[recipe.name]
                 if reference not in present:
                     self._build_and_deliver(recipe, reference)
+                self._forget_old(recipe, reference)
             return references
 
     def build(self, recipes: Sequence[Recipe]) -> None:
@@ -82,7 +83,6 @@ class NodeImages:
         if not self._in_registry(reference):
             self._build(recipe, local)
         self._deliver(local, reference)
-        self._forget_old(recipe, reference)
 
     def _build(self, recipe: Recipe, local: str) -> None:
         if not self._buildah.has(local):

@@ -132,3 +132,34 @@ def test_images_are_built_without_a_cluster_and_only_once(
     images.build([_RECIPE])
     base = Buildah(settings).base
     assert done == ["base", f"localhost/agenticrun/worker:{_RECIPE.tag(tree, base)}"]
+
+
+def test_an_image_that_is_asked_for_again_is_not_forgotten_for_the_next_one(
+    settings: Settings, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade's old and new images are published one after the other; both stay."""
+    here: set[str] = set()
+
+    def deliver(self: NodeImages, recipe: Recipe, reference: str) -> None:
+        here.add(reference)
+
+    monkeypatch.setattr(NodeImages, "_build_and_deliver", deliver)
+    monkeypatch.setattr(NodeImages, "_delete_from_registry", lambda self, reference: None)
+    monkeypatch.setattr(Buildah, "has", lambda self, image: False)
+    monkeypatch.setattr(Buildah, "make_base", lambda self: None)
+    monkeypatch.setattr(NodeImages, "_deliver", lambda self, local, reference: None)
+    monkeypatch.setattr(Containerd, "images", lambda self: here)
+    monkeypatch.setattr(Containerd, "images_in_use", lambda self: set())
+    monkeypatch.setattr(
+        Containerd, "remove_images", lambda self, gone: here.difference_update(gone)
+    )
+    images = NodeImages(replace(settings, repository=tree), Containerd(settings, Path("imagectl")))
+    first = images.publish([_RECIPE])["worker"]
+    for number in range(3):
+        (tree / "code/a.py").write_text(f"a = {number + 2}")
+        images.publish([_RECIPE])
+    (tree / "code/a.py").write_text("a = 1")
+    assert images.publish([_RECIPE])["worker"] == first, "it was there"
+    (tree / "code/a.py").write_text("a = 9")
+    images.publish([_RECIPE])
+    assert first in here
