@@ -140,19 +140,22 @@ def test_an_image_that_is_asked_for_again_is_not_forgotten_for_the_next_one(
     """An upgrade's old and new images are published one after the other; both stay."""
     here: set[str] = set()
 
-    def deliver(self: NodeImages, recipe: Recipe, reference: str) -> None:
+    def deliver(self: NodeImages, local: str, reference: str) -> None:
         here.add(reference)
 
-    monkeypatch.setattr(NodeImages, "_build_and_deliver", deliver)
+    def remove(self: Containerd, references: list[str]) -> None:
+        here.difference_update(references)
+
+    monkeypatch.setattr(NodeImages, "_deliver", deliver)
+    monkeypatch.setattr(NodeImages, "_in_registry", lambda self, reference: False)
     monkeypatch.setattr(NodeImages, "_delete_from_registry", lambda self, reference: None)
     monkeypatch.setattr(Buildah, "has", lambda self, image: False)
     monkeypatch.setattr(Buildah, "make_base", lambda self: None)
-    monkeypatch.setattr(NodeImages, "_deliver", lambda self, local, reference: None)
+    monkeypatch.setattr(Buildah, "build", lambda self, recipe, image: None)
+    monkeypatch.setattr(Buildah, "remove", lambda self, image: None)
     monkeypatch.setattr(Containerd, "images", lambda self: here)
     monkeypatch.setattr(Containerd, "images_in_use", lambda self: set())
-    monkeypatch.setattr(
-        Containerd, "remove_images", lambda self, gone: here.difference_update(gone)
-    )
+    monkeypatch.setattr(Containerd, "remove_images", remove)
     images = NodeImages(replace(settings, repository=tree), Containerd(settings, Path("imagectl")))
     first = images.publish([_RECIPE])["worker"]
     for number in range(3):
