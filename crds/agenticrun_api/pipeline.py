@@ -136,6 +136,11 @@ class Pipeline(Model):
         return next(env for env in self.envs if env.tag == tag)
 
     @property
+    def groups_per_batch(self) -> int:
+        """Number of groups that a training step takes."""
+        return self.rollout_batch_size // self.train_envs.group_size
+
+    @property
     def uses_reference(self) -> bool:
         """True if a KL penalty needs the reference policy."""
         return self.algorithm.reward_kl is not None or self.algorithm.loss_kl is not None

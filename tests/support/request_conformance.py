@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,9 @@ abort: then the test tries again. A server that never aborts fails every time.""
 class RequestConformance(SamplingConformance):
     """Requests that are wrong, aborted, or wait."""
 
+    SEATS = 64
+    """Number of requests that the engine runs at once."""
+
     @pytest.mark.parametrize(
         ("ids", "new"),
         [
@@ -41,6 +45,20 @@ class RequestConformance(SamplingConformance):
         with pytest.raises(InvalidRequest):
             await engine.generate(ask(np.asarray(ids, np.int32), new))
         assert len((await engine.generate(ask(prompt(4), 2))).tokens_T) == 2
+
+    async def test_waiting_requests_with_the_smallest_priority_begin_first(
+        self, engine: InferenceEngine
+    ) -> None:
+        ended: list[int] = []
+
+        async def sample(priority: int, new: int) -> None:
+            await engine.generate(replace(ask(prompt(4), new), priority=priority))
+            ended.append(priority)
+
+        crowd = [(0, 24)] * self.SEATS + [(2, 6)] * (2 * self.SEATS) + [(1, 6)] * 4
+        await asyncio.gather(*(sample(priority, new) for priority, new in crowd))
+        last = {priority: len(ended) - ended[::-1].index(priority) for priority in (1, 2)}
+        assert last[1] < last[2] - self.SEATS // 2, "those with 2 arrived first"
 
     async def test_an_id_in_flight_cannot_be_used_again(self, engine: InferenceEngine) -> None:
         request = ask(prompt(4), 200)

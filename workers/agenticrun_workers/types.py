@@ -105,6 +105,8 @@ class GenerationRequest:
     prompt_tokens: IntArray
     sampling: SamplingParams
     seed: int = 0
+    priority: int = 0
+    """An engine with more requests than it can run begins with the smallest, then the earliest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -23,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-async def serving(folder: Path, **options: bool) -> AsyncIterator[InferenceEngine]:
+async def serving(folder: Path, **options: Any) -> AsyncIterator[InferenceEngine]:
     engine = TransformersEngine(partial(load_model, str(folder)), max_length=CONTEXT, **options)
     await engine.start()
     yield engine
@@ -32,7 +33,7 @@ async def serving(folder: Path, **options: bool) -> AsyncIterator[InferenceEngin
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(models: Models) -> AsyncIterator[InferenceEngine]:
-    async for engine in serving(models.a):
+    async for engine in serving(models.a, max_sessions=EngineConformance.SEATS):
         yield engine
 
 

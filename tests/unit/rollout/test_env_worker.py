@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -421,3 +422,17 @@ async def test_isolated_environments_play_and_are_filmed_like_others(tmp_path: P
         (r.stop_reason, r.transcript, r.frames) for r in results[False]
     ]
     assert results[True][0].frames
+
+
+async def test_engines_are_asked_to_serve_earlier_batches_and_shorter_episodes_first(
+    tmp_path: Path,
+) -> None:
+    world = World(pipeline(), tmp_path)  # two groups a batch, three turns an episode
+    tasks = [replace(task(members=1), group=group) for group in (0, 1, 2)]
+    await world.play(*tasks, task(Stream.VALIDATION, members=1))
+    ranks: dict[str, list[int]] = {}
+    for request in world.engine.requests:
+        ranks.setdefault(request.session.rpartition("/")[2], []).append(request.priority)
+    assert ranks["train-0-0"] == ranks["train-1-0"] == sorted(set(ranks["train-0-0"]))
+    assert max(ranks["train-1-0"]) < min(ranks["train-2-0"])
+    assert max(ranks["validation-0-0"]) < min(ranks["train-0-0"])

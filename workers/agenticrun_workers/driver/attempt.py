@@ -170,9 +170,11 @@ def _controller(
     run: AgenticRun, actors: RunActors, plan: GroupPlan, state: DriverState | None
 ) -> RolloutController:
     pipeline = run.spec.pipeline
-    per_batch = pipeline.rollout_batch_size // plan.group_size
     gate = StalenessGate.resumed(
-        per_batch, pipeline.train_envs.groups, pipeline.staleness.max, state.step if state else 0
+        pipeline.groups_per_batch,
+        pipeline.train_envs.groups,
+        pipeline.staleness.max,
+        state.step if state else 0,
     )
     position = RolloutPosition(state.next_group, state.again) if state else RolloutPosition()
     return RolloutController(actors.envs, gate, plan, discard=actors.discard, position=position)

@@ -144,7 +144,7 @@ class EpisodeRunner:
             )
             agent = self._agents[task.tag, task.stream]
             made = await agent.collect_trajectory(
-                episode, self._recorded(env, running), _counted(generate, running)
+                episode, self._recorded(env, running), self._ranked(generate, running)
             )
             trajectories = _numbered(key, made)
             whole = all(trajectory.stop_reason.trainable for trajectory in trajectories)
@@ -154,6 +154,21 @@ class EpisodeRunner:
                 self._envs.release(task.tag, env)
             else:
                 self._envs.discard(env)
+
+    def _ranked(self, generate: Generate, running: RunningEpisode) -> Generate:
+        """Wrap `generate` to rank requests, and to record generations.
+
+        The tokens of a stopped episode count, too.
+        """
+        groups = self._pipeline.groups_per_batch
+
+        async def ranked(request: GenerationRequest) -> Generation:
+            priority = request_priority(running.task, groups, len(running.answers))
+            generation = await generate(replace(request, priority=priority))
+            running.answers.append(generation)
+            return generation
+
+        return ranked
 
     async def judge(self, running: RunningEpisode) -> None:
         """Add the judges' scores to each trajectory. Random episodes are not judged."""
@@ -238,15 +253,18 @@ def _nothing(running: RunningEpisode, reason: StopReason, error: str) -> Traject
     return Trajectory(running.key, running.task.tag, (), reason, error=error)
 
 
-def _counted(generate: Generate, running: RunningEpisode) -> Generate:
-    """Wrap `generate` to record generations, so that tokens of a stopped episode are counted."""
+MAX_TURNS_RANKED = 1024
 
-    async def counting(request: GenerationRequest) -> Generation:
-        generation = await generate(request)
-        running.answers.append(generation)
-        return generation
 
-    return counting
+def request_priority(task: GroupTask, groups_per_batch: int, turn: int) -> int:
+    """Return the priority of a request: earlier batches first, then episodes with fewer turns.
+
+    The training step waits for the last episode of its batch. Validation and warm-up go before all
+    training episodes, because training waits for them.
+    """
+    if task.stream is not Stream.TRAIN:
+        return 0
+    return (1 + task.group // groups_per_batch) * MAX_TURNS_RANKED + min(turn, MAX_TURNS_RANKED - 1)
 
 
 STEP_TIMEOUT_SECONDS = 60.0

@@ -339,7 +339,7 @@ class ReplayRollout:
         return cls(
             recording,
             stores,
-            pipeline.rollout_batch_size // pipeline.train_envs.group_size,
+            pipeline.groups_per_batch,
             position,
         )
 

@@ -101,7 +101,7 @@ def optimizer_steps_per_batch(pipeline: Pipeline) -> int:
     A variance filter leaves fewer mini-batches, not smaller ones.
     """
     group_size, variance_filter = pipeline.train_envs.group_size, pipeline.algorithm.variance_filter
-    groups = pipeline.rollout_batch_size // group_size
+    groups = pipeline.groups_per_batch
     if variance_filter is not None:
         groups = variance_filter.kept(groups)
     size = pipeline.actor_train.training.mini_batch_size or pipeline.rollout_batch_size

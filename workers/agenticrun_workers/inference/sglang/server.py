@@ -52,7 +52,15 @@ OWNED = {
     "node_rank": "AgenticRun (an engine lives in one pod)",
     "tokenizer_worker_num": "AgenticRun (one process handles aborts and updates)",
 }
+PRIORITIES: Mapping[str, Any] = {
+    "enable_priority_scheduling": True,
+    "schedule_low_priority_values_first": True,
+    "priority_scheduling_preemption_threshold": (1 << 31) - 1,
+}
+"""The smallest `GenerationRequest.priority` first. What runs is never preempted for it, because its
+keys and values would have to be computed again."""
 CPU_DEFAULTS: Mapping[str, Any] = {
+    **PRIORITIES,
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "disable_overlap_schedule": True,
@@ -66,7 +74,7 @@ CPU_DEFAULTS: Mapping[str, Any] = {
 a fixed size, `max_total_tokens`. A small fraction would only make the start fail for larger models,
 or while other processes allocate memory.
 """
-GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
+GPU_DEFAULTS: Mapping[str, Any] = {**PRIORITIES, "enable_memory_saver": True}
 """`enable_memory_saver`: lets `sleep` free the memory for a trainer."""
 DTYPES = ("float32", "bfloat16", "float16")
 UNLIMITED = 1 << 30
@@ -187,6 +195,7 @@ def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
     return {
         "rid": rid,
         "input_ids": request.prompt_tokens.tolist(),
+        "priority": request.priority,
         "return_logprob": True,
         "sampling_params": {
             "max_new_tokens": sampling.max_new_tokens,

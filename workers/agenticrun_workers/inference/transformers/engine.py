@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import ChainMap, OrderedDict
+from collections import ChainMap
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -77,7 +77,7 @@ class TransformersEngine:
         self._restart_on_update = restart_on_update
         self._caches = self._new_caches()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._waiting: OrderedDict[str, RunningRequest] = OrderedDict()
+        self._waiting: dict[str, RunningRequest] = {}
         self._running: dict[str, RunningRequest] = {}
         self._work = asyncio.Event()
         self._open = asyncio.Event()
@@ -278,7 +278,8 @@ class TransformersEngine:
     def _admit(self) -> None:
         """Admit waiting requests to the next step."""
         while self._waiting and len(self._running) < self._max_sessions:
-            request_id, running = self._waiting.popitem(last=False)
+            request_id = min(self._waiting, key=lambda each: self._waiting[each].request.priority)
+            running = self._waiting.pop(request_id)
             if running.done.done():
                 continue
             self._caches.open(running)

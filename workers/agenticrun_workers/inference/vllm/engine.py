@@ -325,6 +325,7 @@ def to_vllm(request: GenerationRequest, server_id: str) -> dict[str, Any]:
     return {
         "request_id": server_id,
         "token_ids": request.prompt_tokens.tolist(),
+        "priority": request.priority,
         "sampling_params": {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,

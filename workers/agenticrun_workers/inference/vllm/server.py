@@ -179,6 +179,7 @@ def defaults(*, gpu: bool) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "disable_uvicorn_access_log": True,
         "max_num_seqs": MAX_REQUESTS,
+        "scheduling_policy": "priority",
     }
     if gpu:
         return common | {"enable_sleep_mode": True}
