@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import combinations
 from typing import Any
 
@@ -11,13 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agenticrun_api import Role, parse_run
+from agenticrun_api import AgenticRun, Role, parse_run
 from agenticrun_workers.cli.evaluate import table
 from agenticrun_workers.driver import evaluation
-from agenticrun_workers.driver.evaluation import evaluation_run, pass_at, summarize
+from agenticrun_workers.driver.evaluation import evaluate, evaluation_run, pass_at, summarize
 from agenticrun_workers.driver.metrics import Metrics, validation_metrics
-from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.rollout.groups import EpisodeResult
+from agenticrun_workers.errors import InvalidConfig, RolloutFailed
+from agenticrun_workers.launch import Launcher
+from agenticrun_workers.launch.in_process import InProcessLauncher
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream
 from tiny_runs import tiny_document
 
@@ -147,3 +150,29 @@ def test_without_a_validation_set_or_weights_there_is_nothing_to_play() -> None:
         evaluation_run(run_with({}, evalSteps=0, valEnvs=None), "x")
     with pytest.raises(InvalidConfig, match=r"spec\.model\.initialize"):
         evaluation_run(run_with({}), None)
+
+
+async def test_an_evaluation_whose_engines_cannot_be_kept_alive_ends_with_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its episodes would wait for an engine for ever."""
+
+    class Waiting:
+        async def run(self, task: GroupTask) -> list[EpisodeResult]:
+            await asyncio.Event().wait()
+            return []
+
+    class Actors:
+        def __init__(self, run: AgenticRun, launcher: Launcher) -> None:
+            self.envs = Waiting()
+            self.failures = [asyncio.get_running_loop().create_future()]
+            self.failures[0].set_exception(RolloutFailed("5 engines died in a row"))
+
+        async def start(self) -> None: ...
+
+        async def stop(self) -> None: ...
+
+    monkeypatch.setattr(evaluation, "_PlayingActors", Actors)
+    playing = evaluation_run(run_with({}), "x")
+    with pytest.raises(RolloutFailed, match="5 engines died in a row"):
+        await asyncio.wait_for(evaluate(playing, InProcessLauncher(), lambda _: None), 20)

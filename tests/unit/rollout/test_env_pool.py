@@ -17,9 +17,10 @@ from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.launch import ActorDied, ActorUnavailable, OtherActorDied, liveness
 from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
 from agenticrun_workers.rollout.env_worker import ResultMailbox
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupTask
+from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack, unpack
-from agenticrun_workers.types import StopReason, Stream
+from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory
 from rollout_fakes import Mute, Remote, result
 
 Kills = Callable[[GroupTask], bool]
@@ -204,3 +205,40 @@ async def test_a_frozen_worker_is_killed_and_others_play_its_groups(
     await pool.stop()
     assert reasons([played]) == [{StopReason.COMPLETED}]
     assert [worker.killed for worker in made] == [True, False]
+
+
+async def test_a_replaced_worker_that_goes_on_stores_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its trajectory would replace the one of which the driver has the rewards."""
+    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.05)
+    numbers: list[int] = []
+
+    class Numbered(MortalWorker):
+        async def set_endpoints(self, endpoints: Endpoints) -> None:
+            numbers.append(endpoints.worker)
+
+    class Frozen(Numbered):
+        async def collect(self) -> bytes:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def spawn() -> Remote:
+        return Remote((Numbered if numbers else Frozen)(lambda task: False))
+
+    store, key = TrajectoryStore(), EpisodeKey(Stream.TRAIN, 0, 0)
+    pool = EnvPool(spawn, 1)
+    await pool.start()
+    await pool.set_endpoints({}, [Remote(store)])
+    await asyncio.wait_for(pool.run(groups(1)[0]), 20)
+    await pool.stop()
+    assert numbers == [1, 2]
+    late, rerun = (
+        Trajectory(key, "A", (), StopReason.COMPLETED, {"success": success})
+        for success in (0.0, 1.0)
+    )
+    await store.put(pack([rerun]), 2)
+    with pytest.raises(PermissionError, match="env worker 1 was replaced"):
+        await store.put(pack([late]), 1)
+    (kept,) = unpack(await store.get([key]))
+    assert kept.metrics == {"success": 1.0}

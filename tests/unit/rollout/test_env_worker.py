@@ -208,7 +208,7 @@ class Mumbling:
 
 
 class BrokenStore:
-    async def put(self, trajectories: bytes) -> None:
+    async def put(self, trajectories: bytes, worker: int) -> None:
         raise OSError("no memory left")
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from agenticrun_api import AgenticRun, Pipeline
 from agenticrun_workers.driver.actors import RunActors
 from agenticrun_workers.driver.metrics import Metrics, validation_metrics
+from agenticrun_workers.driver.progress import Requests
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import Launcher
 from agenticrun_workers.models.source import ModelSource
@@ -271,7 +272,8 @@ async def evaluate(
     actors = _PlayingActors(run, launcher)
     try:
         await actors.start()
-        results = await Validator(_Counted(actors.envs, progressed), run.spec.pipeline).run()
+        validator = Validator(_Counted(actors.envs, progressed), run.spec.pipeline)
+        results = await Requests().unless_stopped(validator.run(), actors.failures)
     finally:
         await actors.stop()
     return summarize(results, run.spec.pipeline.eval.pass_at)

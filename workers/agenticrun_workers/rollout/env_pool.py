@@ -10,6 +10,7 @@ death the suspect is given up. So a crashing episode costs three workers and no 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -103,6 +104,8 @@ class _Open:
 @dataclass(slots=True, eq=False)
 class _Worker:
     handle: ActorHandle[EnvWorker]
+    number: int
+    """From 1, and never used again."""
     open: dict[tuple[str, int, int], _Open] = field(default_factory=dict)
     outgoing: list[GroupTask] = field(default_factory=list)
     episodes: int = 0
@@ -132,6 +135,7 @@ class EnvPool:
         self._spawn = spawn
         self._count = count
         self._workers: list[_Worker] = []
+        self._numbers = itertools.count(1)
         self._waiting: list[_Open] = []
         self._flush_planned = False
         self._endpoints = Endpoints()
@@ -172,7 +176,7 @@ class EnvPool:
     ) -> None:
         """Set the engines and stores of current and later workers. No group runs before this."""
         self._endpoints = Endpoints(self._endpoints.number + 1, engines, stores)
-        calls = (self._send_endpoints(worker.handle) for worker in self._workers)
+        calls = map(self._send_endpoints, self._workers)
         # `_watch` handles dead workers.
         await asyncio.gather(*calls, return_exceptions=True)
 
@@ -182,14 +186,15 @@ class EnvPool:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
-    def _send_endpoints(self, handle: ActorHandle[EnvWorker]) -> Result[None]:
-        return handle.call(lambda worker: worker.set_endpoints(self._endpoints))
+    def _send_endpoints(self, worker: _Worker) -> Result[None]:
+        endpoints = replace(self._endpoints, worker=worker.number)
+        return worker.handle.call(lambda actor: actor.set_endpoints(endpoints))
 
     def _add(self, handle: ActorHandle[EnvWorker]) -> None:
-        worker = _Worker(handle)
+        worker = _Worker(handle, next(self._numbers))
         self._workers.append(worker)
         if self._endpoints.number:
-            self._send_endpoints(handle)
+            self._send_endpoints(worker)
         watcher = asyncio.create_task(self._watch(worker), name="env-worker")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
@@ -228,7 +233,15 @@ class EnvPool:
         An error of a live worker or a failed replacement ends the attempt.
         """
         try:
-            self._remove_dead(worker, await self._collect_until_death(worker))
+            death = await self._collect_until_death(worker)
+            self._remove_dead(worker, death)
+            await asyncio.gather(
+                *(
+                    store.call(lambda keeper: keeper.refuse(worker.number))
+                    for store in self._endpoints.stores
+                )
+            )
+            self._reassign(worker, death)
             self._add(await self._spawn())
         except Exception as error:
             self._fail(worker, error)
@@ -250,7 +263,7 @@ class EnvPool:
                 self._deliver(worker, result)
 
     def _remove_dead(self, worker: _Worker, death: ActorDied) -> None:
-        """Remove a dead worker and reassign its groups.
+        """Remove a dead worker.
 
         Raises:
             RolloutFailed: too many workers died in a row.
@@ -266,7 +279,6 @@ class EnvPool:
             raise RolloutFailed(
                 f"{self._deaths} env workers died in a row without finishing an episode: {death}"
             )
-        self._reassign(worker, death)
 
     def _reassign(self, worker: _Worker, error: BaseException) -> None:
         """Assign the tasks of a dead worker to others. A suspect is given up."""

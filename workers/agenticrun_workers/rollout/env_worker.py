@@ -158,9 +158,10 @@ class EnvWorker:
             by_store: dict[int, list[Trajectory]] = defaultdict(list)
             for trajectories, result in finished:
                 by_store[result.store] += trajectories
+            number, stores = self._endpoints.worker, self._endpoints.stores
             await asyncio.gather(
                 *(
-                    self._endpoints.stores[store].call(lambda keeper: keeper.put(pack(kept)))
+                    stores[store].call(lambda keeper: keeper.put(pack(kept), number))
                     for store, kept in by_store.items()
                 )
             )

@@ -198,6 +198,8 @@ class Endpoints:
     number: int = 0
     engines: Mapping[str, ActorHandle[RequestServer]] = field(default_factory=dict)
     stores: Stores = ()
+    worker: int = 0
+    """Number of the env worker that gets them, by which the stores know it."""
 
 
 Refuses = Callable[[list[float]], bool]

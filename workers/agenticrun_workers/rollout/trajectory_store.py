@@ -20,11 +20,30 @@ class TrajectoryStore:
 
     def __init__(self) -> None:
         self._kept: dict[EpisodeKey, Trajectory] = {}
+        self._replaced: set[int] = set()
 
-    async def put(self, trajectories: bytes) -> None:
-        """Store a packed `list[Trajectory]`. A rerun episode replaces its earlier trajectory."""
+    async def put(self, trajectories: bytes, worker: int = 0) -> None:
+        """Store a packed `list[Trajectory]`. A rerun episode replaces its earlier trajectory.
+
+        Args:
+            trajectories: packed.
+            worker: number of the env worker (`Endpoints.worker`).
+
+        Raises:
+            PermissionError: others rerun the worker's episodes.
+        """
+        if worker in self._replaced:
+            raise PermissionError(f"env worker {worker} was replaced")
         for trajectory in unpack(trajectories):
             self._kept[trajectory.key] = trajectory
+
+    async def refuse(self, worker: int) -> None:
+        """Take nothing from an env worker any more.
+
+        One that was given up as frozen or out of reach may go on. Its trajectory must not replace
+        the one of which the driver has the rewards.
+        """
+        self._replaced.add(worker)
 
     async def get(self, keys: list[EpisodeKey]) -> bytes:
         """Return a packed `list[Trajectory]` in the order of `keys`. Raises `KeyError`."""
