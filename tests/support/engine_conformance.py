@@ -21,10 +21,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agenticrun_workers.inference import EngineError, InferenceEngine
+from agenticrun_workers.inference import EngineError, InferenceEngine, server_process
 from agenticrun_workers.inference.engine import SupportsBroadcast
 from agenticrun_workers.inference.server_process import ServerProcess, listeners
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
+from agenticrun_workers.launch import liveness
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import FinishReason
 from agenticrun_workers.weights.collective import WeightGroup
@@ -136,14 +137,24 @@ class ServerConformance(EngineConformance):
         request = ask(prompt(5), 6, 0.0)
         same_logprobs(models.plain_a, request, await engine.generate(request))
 
-    async def test_a_server_that_is_killed_fails_the_requests_in_flight_and_those_after(
-        self, engine: ServerEngine
+    async def test_a_server_whose_inner_processes_are_frozen_is_killed_and_its_requests_fail(
+        self, engine: ServerEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """It is healthy while it samples, and while it is paused."""
+        sampling = asyncio.create_task(engine.generate(ask(prompt(4), 100)))
+        await engine.check_health()
+        await sampling
         await engine.pause()  # so that none is finished before the kill
         responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(3)]
         await asyncio.sleep(0.3)
+        await engine.check_health()
         pids = processes(engine)
-        os.kill(pids[2], signal.SIGKILL)
+        for pid in pids[3:] or pids[2:]:
+            os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(liveness, "POLL_SECONDS", 0.5)
+        monkeypatch.setattr(server_process, "STEP_SECONDS", 5.0)
+        with pytest.raises(EngineError, match="not answered in 5 s: the server is frozen"):
+            await engine.check_health()
         for response in responses:
             with pytest.raises(EngineError, match="was killed"):
                 await asyncio.wait_for(response, 90)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from agenticrun_workers.inference import EngineError, UnusableModel
+from agenticrun_workers.inference import EngineError, InvalidRequest, UnusableModel
+from agenticrun_workers.inference.engine import ABORTED_UNSAMPLED
 from agenticrun_workers.inference.model_files import (
+    RequestLimits,
     UpdateCheck,
     is_tied,
     read_limits,
     shapes_of_file,
     shapes_of_model,
 )
+from agenticrun_workers.types import FinishReason, Generation
 from tiny_model import CONTEXT, VOCABULARY, tiny_model, weight_parts
 
 
@@ -110,3 +114,39 @@ def test_a_tied_output_layer_may_come_or_stay_away(model: Path, tmp_path: Path) 
     given(model, first, second)
     with pytest.raises(EngineError, match=r"lm_head\.weight"):
         given(model, first, second, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "versions", "words"),
+    [
+        ([1, VOCABULARY], 2, [3, 3], rf"token ids outside \[0, {VOCABULARY}\)"),
+        ([1, -1], 2, [3, 3], "token ids outside"),
+        ([1, 2], 1, [3, 3], "2 tokens, 1 log-probs and 2 versions"),
+        ([1, 2], 2, [3, -1], "tokens without a version"),
+    ],
+)
+def test_an_answer_that_no_working_server_gives_is_an_error_of_the_engine(
+    tokens: list[int], logprobs: int, versions: list[int], words: str
+) -> None:
+    limits = RequestLimits(VOCABULARY, CONTEXT)
+    generation = Generation(
+        np.array(tokens, np.int32),
+        np.zeros(logprobs, np.float32),
+        np.array(versions, np.int32),
+        FinishReason.STOP,
+    )
+    with pytest.raises(EngineError, match=words) as caught:
+        limits.check_generation(generation)
+    assert not isinstance(caught.value, InvalidRequest)
+
+
+def test_good_and_empty_answers_pass() -> None:
+    limits = RequestLimits(VOCABULARY, CONTEXT)
+    good = Generation(
+        np.array([0, VOCABULARY - 1], np.int32),
+        np.zeros(2, np.float32),
+        np.array([0, 1], np.int32),
+        FinishReason.LENGTH,
+    )
+    assert limits.check_generation(good) is good
+    assert limits.check_generation(ABORTED_UNSAMPLED) is ABORTED_UNSAMPLED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
@@ -146,6 +147,11 @@ class Written:
 
     def close(self) -> None: ...
 
+    def get_extra_info(self, name: str) -> Written:
+        return self
+
+    def setsockopt(self, *option: int) -> None: ...
+
 
 async def test_a_request_whose_client_leaves_in_the_same_breath_is_stopped(
     closing: AsyncExitStack,
@@ -250,3 +256,40 @@ async def test_an_engine_that_is_not_healthy_any_more_makes_its_actor_fail(
     await watching
     with pytest.raises(EngineError, match="the server is frozen"):
         await made.health()
+
+
+async def test_tcp_probes_both_ends_so_that_a_lost_network_breaks_the_connection(
+    closing: AsyncExitStack,
+) -> None:
+    port = port_of(Engine(), closing)
+    frames = await connect(await port.address(), "w")
+    await eventually_in_loop(lambda: bool(port._connections), 60, "the port serves")
+    for writer in (frames._writer, *port._connections.values()):
+        connection = writer.get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        found = {
+            option: connection.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        }
+        assert list(found.values()) == [15, 15, 3]
+    frames.close()
+
+
+async def test_a_broken_engine_answers_nothing_so_that_its_clients_ask_another_one(
+    closing: AsyncExitStack,
+) -> None:
+    """An answer with the error would cost the episode."""
+    engine = Engine()
+    made = actor(engine, closing)
+    frames = await connect(await made.requests_address(), "w")
+    engine.generate = failing  # type: ignore[method-assign]
+    frames.write(ask("a", 7))
+    with pytest.raises(EngineError, match="out of memory"):
+        await made.health()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(frames.read(), 0.2)
+    frames.close()
+
+
+async def failing(request: GenerationRequest) -> Generation:
+    raise EngineError("out of memory")

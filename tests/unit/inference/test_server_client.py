@@ -29,6 +29,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             print("last words", flush=True); os._exit(3)
         if self.path == "/slow":
             time.sleep(600)
+        if self.path == "/garbage":
+            return self.answer(200, b"<html>")
         if self.path == "/once":  # closes the connection without a word when it is used again
             if getattr(self, "used", False):
                 self.close_connection = True
@@ -71,6 +73,11 @@ async def test_a_refused_request_is_told_from_a_failure(http: ServerClient) -> N
     with pytest.raises(EngineError, match="/echo was answered 500") as caught:
         await http.post("/echo", {"status": 500})
     assert not isinstance(caught.value, InvalidRequest)
+
+
+async def test_an_answer_that_is_no_json_is_a_failure(http: ServerClient) -> None:
+    with pytest.raises(EngineError, match="the server's answer cannot be read"):
+        await http.post("/garbage", {})
 
 
 async def test_a_connection_that_the_server_has_closed_meanwhile_does_not_fail_a_request(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from agenticrun_workers.inference import EngineError
+from agenticrun_workers.inference.server_process import readable_answer
 from agenticrun_workers.inference.vllm.engine import from_vllm, to_vllm
 from agenticrun_workers.types import FinishReason, GenerationRequest, SamplingParams
 
@@ -76,3 +80,14 @@ def test_an_answer_without_tokens_has_empty_arrays() -> None:
     }
     generation = from_vllm({"choices": [choice]})
     assert len(generation.tokens_T) == len(generation.logprobs_T) == len(generation.versions_T) == 0
+
+
+def test_an_answer_of_another_form_is_an_error_of_the_engine() -> None:
+    answers: list[dict[str, Any]] = [
+        {},
+        {"choices": []},
+        {"choices": [{"token_ids": ["a"], "logprobs": None}]},
+    ]
+    for answer in answers:
+        with pytest.raises(EngineError, match="cannot be read"), readable_answer():
+            from_vllm(answer)

@@ -202,6 +202,9 @@ class EngineActor:
             return await self._engine.generate(request)
         except Exception as error:
             self._record_failure(error)
+            if self._broken.done():
+                # This process will be killed. Only then its clients ask another engine.
+                await asyncio.Event().wait()
             raise
 
     async def _abort(self, request_ids: list[str]) -> None:

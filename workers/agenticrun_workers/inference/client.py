@@ -2,8 +2,8 @@
 
 Requests of one tick of the event loop travel in one message (`request_port`). A session stays on
 its engine, which caches its prefix; a new session goes to the less loaded of two random engines.
-When an engine dies, its requests go to another engine or wait for its replacement. Only the
-responses in flight are lost, because a prompt holds all tokens so far.
+When an engine dies or cannot be reached, its requests go to another engine or wait for its
+replacement. Only the responses in flight are lost, because a prompt holds all tokens so far.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from agenticrun_workers.types import Generation, GenerationRequest
 log = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 0.5
+MAX_LOST_ENGINES = 3
+"""Engines that may die of a request. Otherwise one that crashes them would end all of them."""
 
 
 class RequestRefused(Exception):
@@ -38,6 +40,8 @@ class RequestServer(Protocol):
 class _Waiting:
     request: GenerationRequest
     done: asyncio.Future[Generation]
+    lost_engines: int = 0
+    """Number of engines that died while they had the request."""
 
 
 class _EngineLink:
@@ -51,6 +55,8 @@ class _EngineLink:
         self.reported_load = 0
         self.frames: Frames | None = None
         """The connection, if there is one. Without it requests wait in `in_flight`."""
+        self.reachable = True
+        """False from a connection that failed to one that succeeds."""
         self.listener: asyncio.Task[None] | None = None
 
     @property
@@ -94,7 +100,7 @@ class GenerationClient:
         """Sample one response. Cancel the call to stop the sampling.
 
         Raises:
-            RequestRefused: the engine refused or failed the request.
+            RequestRefused: the engine refused the request, or several engines died of it.
         """
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._unsent.append(waiting)
@@ -138,10 +144,12 @@ class GenerationClient:
                 link.frames.write(requests)
 
     def _choose(self, session: str) -> _EngineLink:
-        held = self._sessions.get(session)
-        if held in self._links:
-            return self._links[held]
-        candidates = self._random.sample(list(self._links.values()), k=min(2, len(self._links)))
+        reachable = [link for link in self._links.values() if link.reachable]
+        held = self._links.get(self._sessions.get(session, ""))
+        if held is not None and (held.reachable or not reachable):
+            return held
+        links = reachable or list(self._links.values())
+        candidates = self._random.sample(links, k=min(2, len(links)))
         link = min(candidates, key=lambda candidate: candidate.load)
         self._sessions[session] = link.engine_id
         return link
@@ -171,7 +179,11 @@ class GenerationClient:
                     address.port,
                     error,
                 )
+                link.reachable = False
+                if any(other.reachable for other in self._links.values()):
+                    self._withdraw(link)
             else:
+                link.reachable = True
                 await self._listen_to(link, frames)
             await asyncio.sleep(RECONNECT_SECONDS)
 
@@ -198,8 +210,20 @@ class GenerationClient:
         del self._links[link.engine_id]
         if link.listener is not None and link.listener is not asyncio.current_task():
             link.listener.cancel()
-        self._unsent += link.in_flight.values()
-        link.in_flight = {}
+        for waiting in link.in_flight.values():
+            waiting.lost_engines += 1
+        self._withdraw(link)
+
+    def _withdraw(self, link: _EngineLink) -> None:
+        """Send the requests of an engine to others."""
+        for waiting in link.in_flight.values():
+            if waiting.lost_engines < MAX_LOST_ENGINES:
+                self._unsent.append(waiting)
+            elif not waiting.done.done():
+                waiting.done.set_exception(
+                    RequestRefused(f"{waiting.lost_engines} engines died while they sampled it")
+                )
+        link.in_flight, link.outgoing = {}, []
         self._plan_flush()
 
     def _deliver(self, link: _EngineLink, answer: Answer) -> None:

@@ -19,7 +19,7 @@ from agenticrun_workers.inference.engine import (
     InvalidRequest,
     UnusableModel,
 )
-from agenticrun_workers.types import GenerationRequest
+from agenticrun_workers.types import Generation, GenerationRequest
 
 Shapes = Mapping[str, tuple[int, ...]]
 HEADER_LIMIT = 100 * 2**20
@@ -77,6 +77,23 @@ class RequestLimits:
             raise InvalidRequest(
                 f"{len(ids_T)} prompt tokens and {new} new ones do not fit into {self.max_length}"
             )
+
+    def check_generation(self, generation: Generation) -> Generation:
+        """Return a server's generation. Raises `EngineError` if no working engine returns it."""
+        tokens_T = generation.tokens_T
+        if not len(tokens_T) == len(generation.logprobs_T) == len(generation.versions_T):
+            raise EngineError(
+                f"the server returned {len(tokens_T)} tokens, {len(generation.logprobs_T)} "
+                f"log-probs and {len(generation.versions_T)} versions"
+            )
+        if (generation.versions_T < 0).any():
+            raise EngineError("the server returned tokens without a version")
+        if len(tokens_T) and not 0 <= int(tokens_T.min()) <= int(tokens_T.max()) < self.vocabulary:
+            raise EngineError(
+                f"the server returned token ids outside [0, {self.vocabulary}): "
+                f"{int(tokens_T.min())}..{int(tokens_T.max())}"
+            )
+        return generation
 
 
 def read_limits(folder: Path) -> tuple[int, int | None]:

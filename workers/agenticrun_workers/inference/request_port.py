@@ -5,7 +5,8 @@ add up to 5 % of the engine's time on busy cores (benchmarks/engines.py). A mess
 write and one wake-up.
 
 A connection begins with the engine's secret and the client's name. The engine unpickles nothing
-before it has checked the secret. When a connection breaks, the engine aborts its requests.
+before it has checked the secret. When a connection breaks, the engine aborts its requests. A lost
+network breaks it, too: both ends let TCP probe each other (`launch.liveness` has the whole rule).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hmac
 import itertools
 import logging
 import secrets
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +30,14 @@ SECRET_BYTES = 32
 LENGTH_BYTES = 8
 HANDSHAKE_SECONDS = 10.0
 MAX_NAME_BYTES = 1024
+PROBES = {
+    socket.SO_KEEPALIVE: (socket.SOL_SOCKET, 1),
+    socket.TCP_KEEPIDLE: (socket.IPPROTO_TCP, 15),
+    socket.TCP_KEEPINTVL: (socket.IPPROTO_TCP, 15),
+    socket.TCP_KEEPCNT: (socket.IPPROTO_TCP, 3),
+    socket.TCP_USER_TIMEOUT: (socket.IPPROTO_TCP, 60_000),
+}
+"""Socket options, with level and value: a connection breaks a minute after the network is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +88,18 @@ class Frames:
 
 async def connect(address: Address, name: str) -> Frames:
     """Connect to an engine as the client `name`. Raises `OSError`."""
-    reader, writer = await asyncio.open_connection(address.host, address.port)
+    async with asyncio.timeout(HANDSHAKE_SECONDS):
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+    _probe(writer)
     encoded = name.encode()
     writer.write(address.secret + len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
     return Frames(reader, writer)
+
+
+def _probe(writer: asyncio.StreamWriter) -> None:
+    connection = writer.get_extra_info("socket")
+    for option, (level, value) in PROBES.items():
+        connection.setsockopt(level, option, value)
 
 
 class RequestPort:
@@ -136,6 +154,7 @@ class RequestPort:
         assert task is not None
         self._connections[task] = writer
         task.add_done_callback(lambda done: self._connections.pop(done, None))
+        _probe(writer)
         try:
             name = await self._handshake(reader)
         except (OSError, EOFError, TimeoutError, ValueError) as error:

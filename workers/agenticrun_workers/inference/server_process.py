@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
@@ -284,7 +284,8 @@ class ServerClient:
                 f"{path} of {self._process.url} was not answered in {seconds:.0f} s"
             ) from None
         if status == 200:
-            return json.loads(data) if data else None
+            with readable_answer():
+                return json.loads(data) if data else None
         kind = InvalidRequest if status == 400 else EngineError
         raise kind(f"{path} was answered {status}: {data.decode(errors='replace')[:2000]}")
 
@@ -327,6 +328,15 @@ class ServerClient:
             return await asyncio.wait_for(self._process.wait(), END_SECONDS)
         except TimeoutError:
             return f"{path} of {self._process.url} failed: {error!r}"
+
+
+@contextlib.contextmanager
+def readable_answer() -> Iterator[None]:
+    """Raise `EngineError` if an answer that is read inside the `with` block has another form."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"the server's answer cannot be read: {error!r}") from error
 
 
 def free_port(host: str) -> int:

@@ -38,7 +38,11 @@ from agenticrun_workers.inference.model_files import (
     is_tied,
     shapes_of_model,
 )
-from agenticrun_workers.inference.server_process import ServerClient, ServerProcess
+from agenticrun_workers.inference.server_process import (
+    ServerClient,
+    ServerProcess,
+    readable_answer,
+)
 from agenticrun_workers.inference.sglang.server import (
     SglangControl,
     SglangOptions,
@@ -313,9 +317,10 @@ class SglangEngine:
             self._background.add(task := asyncio.create_task(self._server.abort(flight.rid)))
             task.add_done_callback(self._background.discard)
             raise
-        generation = read_generation(request, answer)
+        with readable_answer():
+            generation = self._limits.check_generation(read_generation(request, answer))
+            self._prompted += computed_prompt_tokens(answer)
         self._generated += len(generation.tokens_T)
-        self._prompted += computed_prompt_tokens(answer)
         if generation.finish is FinishReason.ABORT:
             self._aborted += len(generation.tokens_T)
         return generation

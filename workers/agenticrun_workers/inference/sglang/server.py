@@ -214,7 +214,7 @@ def read_generation(request: GenerationRequest, answer: dict[str, Any]) -> Gener
     meta = answer["meta_info"]
     tokens = answer["output_ids"]
     logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
-    versions_T = np.zeros(len(tokens), np.int32)
+    versions_T = np.full(len(tokens), -1, np.int32)
     for span in meta.get("weight_versions") or [
         {"version": meta["weight_version"], "start": 0, "end": len(tokens)}
     ]:

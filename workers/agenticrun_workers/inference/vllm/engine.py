@@ -28,6 +28,7 @@ from agenticrun_workers.inference.server_process import (
     UPDATE_SECONDS,
     ServerClient,
     ServerProcess,
+    readable_answer,
 )
 from agenticrun_workers.inference.vllm.server import STOP_SECONDS, VllmServer
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
@@ -265,9 +266,9 @@ class VllmEngine:
             flight.restarts = False
             flight.server_id = str(self._sent)
             self._sent += 1
-            generation = from_vllm(
-                await self._http.post(GENERATE, to_vllm(flight.request, flight.server_id))
-            )
+            answer = await self._http.post(GENERATE, to_vllm(flight.request, flight.server_id))
+            with readable_answer():
+                generation = self._limits.check_generation(from_vllm(answer))
             self._prompted += len(flight.request.prompt_tokens)
             self._generated += len(generation.tokens_T)
             if generation.finish is FinishReason.ABORT:
@@ -351,7 +352,7 @@ def from_vllm(answer: Mapping[str, Any]) -> Generation:
     logprobs_T = np.asarray(
         [token["logprob"] for token in choice["logprobs"]["content"]], np.float32
     )
-    versions_T = np.empty(len(tokens_T), np.int32)
+    versions_T = np.full(len(tokens_T), -1, np.int32)
     for span in choice["weight_versions"] or []:
         versions_T[span["start"] : span["end"]] = int(span["version"])
     return Generation(tokens_T, logprobs_T, versions_T, FinishReason(choice["finish_reason"]))
