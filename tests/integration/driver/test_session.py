@@ -135,26 +135,6 @@ async def test_the_learning_rate_does_not_jump_when_the_run_gets_longer(tmp_path
     assert "actor_train: the linear schedule has brought the learning rate to 0" in report.message
 
 
-async def test_a_killed_env_worker_is_replaced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    session = TinyAttempt(tiny_run(maxSteps=4), tmp_path)
-    report = await kill_after_step(session, 1, caplog, "env-worker")
-    assert report.outcome is Outcome.SUCCEEDED, report.message
-    assert len(pids(caplog, "env-worker")) == 2
-    assert sorted(session.training_steps()) == [1, 2, 3, 4]
-
-
-async def test_a_killed_engine_is_replaced_and_serves_the_current_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    session = TinyAttempt(tiny_run(maxSteps=4), tmp_path)
-    report = await kill_after_step(session, 1, caplog, "engine")
-    assert report.outcome is Outcome.SUCCEEDED, report.message
-    assert len(pids(caplog, "engine")) == 2
-    assert {line["staleness/max"] for line in session.training_steps().values()} == {0.0}
-
-
 async def test_a_killed_rank_ends_the_attempt_and_the_next_one_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

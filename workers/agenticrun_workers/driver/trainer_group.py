@@ -50,6 +50,9 @@ class Advantages:
 class TrainerGroup:
     """All ranks, called together. A rank that dies fails the call, and with it the attempt.
 
+    A call may take any time. One that hangs is found by the operator's stall detection: see
+    `launch.liveness`.
+
     Args:
         trainers: ranks of the policy.
         parts: the share of each batch that each of them gets; ranks that split one model get the

@@ -1,0 +1,158 @@
+"""A run whose processes are killed and frozen at any moment computes what an undisturbed one does.
+
+`make drills` sets AGENTICRUN_PROCESS_FAULTS to the number of faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agenticrun_api import AgenticRun, Outcome, parse_run
+from agenticrun_workers.launch import liveness
+from agenticrun_workers.rollout.controller import Batch, RolloutController
+from sync_actors import left_in_memory
+from tiny_runs import InProcessAttempt, TinyAttempt, tiny_document
+from waiting import eventually_in_loop
+
+pytestmark = pytest.mark.usefixtures("ray_node")
+
+FAULTS = int(os.environ.get("AGENTICRUN_PROCESS_FAULTS", "0"))
+CORE = (
+    ("EnvWorker", signal.SIGSTOP),
+    ("EngineActor", signal.SIGSTOP),
+    ("EngineActor", signal.SIGKILL),
+    ("EnvWorker", signal.SIGKILL),
+)
+"""The faults of `make test`."""
+REPLACED = ("EnvWorker", "EngineActor", "NodeWeights")
+ENDS_THE_ATTEMPT = ("TrajectoryStore",)
+
+Fault = tuple[str, signal.Signals]
+
+
+def faults(rng: random.Random) -> list[Fault]:
+    """The class of an actor and the signal that its process gets."""
+    kinds = (signal.SIGKILL, signal.SIGSTOP)
+    classes = (*REPLACED, *ENDS_THE_ATTEMPT)
+    return [(rng.choice(classes), rng.choice(kinds)) for _ in range(FAULTS)] or list(CORE)
+
+
+def run_of(steps: int) -> AgenticRun:
+    document = tiny_document(deterministic=True, maxSteps=steps, evalSteps=0)
+    document["metadata"]["name"] = f"faults-{os.getpid()}"
+    return parse_run(document)
+
+
+def processes_of(cls: str, but: Collection[psutil.Process]) -> list[psutil.Process]:
+    """The living processes of a class of actors, except those in `but`."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            if title.startswith(f"ray::{cls}") and process not in but:
+                found.append(process)
+    return found
+
+
+class Drill:
+    """Attempts of one run, one after the other, and the groups that it trained on."""
+
+    def __init__(self, run: AgenticRun, folder: Path) -> None:
+        self._run = run
+        self._folder = folder
+        self._others = psutil.Process().children(recursive=True)
+        self.attempts: list[TinyAttempt] = []
+
+    @property
+    def step(self) -> int:
+        return max((attempt.sink.step for attempt in self.attempts), default=0)
+
+    async def execute(self) -> None:
+        """Train until `stop`. Another attempt follows one that lost an actor."""
+        while True:
+            self.attempts.append(
+                TinyAttempt(self._run, self._folder, attempt=len(self.attempts) + 1)
+            )
+            report = await self.attempts[-1].execute()
+            if report.outcome is Outcome.STOPPED:
+                return
+            assert report.reason == "WorkerLost", report.message
+
+    async def another_step(self, running: asyncio.Task[None], told: str) -> None:
+        """Wait until a step begins and ends."""
+        step = self.step + 2
+        await eventually_in_loop(lambda: self.step >= step or running.done(), 120, told)
+        if running.done():
+            await running
+
+    async def strike(self, fault: Fault, delay: float) -> psutil.Process:
+        """Send the signal after `delay` seconds, and return the process."""
+        cls, number = fault
+        await asyncio.sleep(delay)
+        victims: list[psutil.Process] = []
+
+        def there() -> bool:
+            victims[:] = processes_of(cls, self._others)
+            return bool(victims)
+
+        await eventually_in_loop(there, 60, f"there is a {cls}")
+        self._others.append(victims[0])  # its successor is another one
+        victims[0].send_signal(number)
+        return victims[0]
+
+
+async def test_faults_change_nothing_that_a_run_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "FROZEN_POLLS", 2)
+    served: list[int] = []
+    batch = RolloutController.batch
+
+    async def noted(controller: RolloutController) -> Batch:
+        made = await batch(controller)
+        served.extend(group.group for group in made.groups)
+        return made
+
+    monkeypatch.setattr(RolloutController, "batch", noted)
+    seed = random.SystemRandom().randrange(2**32)
+    rng = random.Random(seed)
+    planned = faults(rng)
+    run = run_of(100_000)
+    drill = Drill(run, tmp_path / "drilled")
+    running = asyncio.create_task(drill.execute())
+    for number, fault in enumerate(planned):
+        told = f"seed {seed}: a step before fault {number}, {fault}"
+        await drill.another_step(running, told)
+        victim = await drill.strike(fault, rng.uniform(0.0, 1.0))
+        await drill.another_step(running, f"seed {seed}: a step after fault {number}, {fault}")
+        with suppress(psutil.NoSuchProcess):
+            victim.send_signal(signal.SIGCONT)
+    await drill.another_step(running, f"seed {seed}: a last step")
+    drill.attempts[-1].requests.stop.set()
+    await running
+    assert len(asyncio.all_tasks()) == 1, asyncio.all_tasks()
+    name = f"{run.metadata.name}-{run.metadata.uid}"
+    await eventually_in_loop(lambda: not left_in_memory(name), 60, "the memory of nodes is free")
+
+    steps = drill.attempts[-1].training_steps()
+    if len(drill.attempts) == 1:
+        assert sorted(served) == list(range(4 * len(steps))), f"seed {seed}"
+    monkeypatch.setattr(RolloutController, "batch", batch)
+    undisturbed = InProcessAttempt(run_of(max(steps)), tmp_path / "undisturbed")
+    await undisturbed.execute()
+    expected = undisturbed.training_steps()
+    assert steps.keys() == expected.keys()
+    for step, metrics in expected.items():
+        for metric in ("rollout/score/mean", "tokens/response", "actor/pg_loss", "actor/grad_norm"):
+            assert steps[step][metric] == metrics[metric], f"seed {seed}, step {step}: {metric}"
+    assert {metrics["staleness/max"] for metrics in steps.values()} == {0.0}
+    assert steps[max(steps)]["time/step"] < 10, f"seed {seed}: the last step waits for nobody"
