@@ -163,6 +163,19 @@ class SamplingConformance:
             same_logprobs(models.plain_a, request, generation, 0.8)
             context_T = np.concatenate([context_T, generation.tokens_T, prompt(5, turn)])
 
+    async def test_polls_tell_how_full_the_cache_is(
+        self, engine: InferenceEngine, models: Models
+    ) -> None:
+        before = engine.stats()
+        requests = [ask(prompt(CONTEXT // 2, n), CONTEXT // 2, seed=n) for n in range(4)]
+        responses = [asyncio.create_task(engine.generate(request)) for request in requests]
+        while not any(response.done() for response in responses):
+            await engine.check_health()
+            await asyncio.sleep(0.001)
+        await asyncio.gather(*responses)
+        after = engine.stats()
+        assert 0 < after.kv_used - before.kv_used < after.kv_polls - before.kv_polls
+
     async def test_many_requests_at_once_each_get_their_own_response(
         self, engine: InferenceEngine, models: Models
     ) -> None:
@@ -177,4 +190,6 @@ class SamplingConformance:
             len(generation.tokens_T) for generation in generations
         )
         assert after.busy_seconds > before.busy_seconds
+        busy = after.busy_seconds - before.busy_seconds
+        assert busy < after.seat_seconds - before.seat_seconds <= busy * after.seats
         assert after.running == after.waiting == 0

@@ -21,6 +21,8 @@ WALL_CLOCK = (
     "weight_sync/",
     "engine/",
     "rollout/utilization",
+    "rollout/engine_busy",
+    "rollout/kv_usage",
     "train/tokens_per_second",
 )
 """Metrics that are about the machine."""

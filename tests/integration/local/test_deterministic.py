@@ -46,6 +46,8 @@ WALL_CLOCK = (
     "train/tokens_per_second",
     "engine/engine-",
     "rollout/utilization",
+    "rollout/engine_busy",
+    "rollout/kv_usage",
 )
 """Metrics that are about the machine and not about the run."""
 

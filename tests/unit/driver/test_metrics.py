@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,21 +162,49 @@ def test_speed_does_not_count_the_validation_inside_a_step() -> None:
     }
 
 
-def test_engines_tell_speed_queue_and_how_busy_they_were_also_one_that_is_new() -> None:
-    def stats(generated: int, busy: float, waiting: int = 0) -> EngineStats:
-        fields = {"policy_version": 1, "running": 0, "waiting": waiting, "prompt_tokens": 0}
-        return EngineStats(**fields, generated_tokens=generated, busy_seconds=busy)
+def engine_stats(generated: int, busy: float, **fields: Any) -> EngineStats:
+    unused = {"policy_version": 1, "running": 0, "waiting": 0, "prompt_tokens": 0}
+    return EngineStats(**unused | fields, generated_tokens=generated, busy_seconds=busy)
 
-    before = {"engine-0": stats(100, 5.0), "engine-1": stats(70, 5.0)}
-    after = {"engine-0": stats(300, 9.0, waiting=3), "engine-2": stats(50, 2.0)}
-    assert engine_metrics(before, after, seconds=10.0) == {
+
+def test_engines_tell_speed_queue_and_how_busy_they_were_also_one_that_is_new() -> None:
+    before = {"engine-0": engine_stats(100, 5.0), "engine-1": engine_stats(70, 5.0)}
+    after = {"engine-0": engine_stats(300, 9.0, waiting=3), "engine-2": engine_stats(50, 2.0)}
+    found = engine_metrics(before, after, seconds=10.0)
+    assert found.pop("rollout/utilization") == 0.0
+    assert found == {
         "engine/engine-0/tokens_per_second": 20.0,
         "engine/engine-0/queue": 3.0,
         "engine/engine-2/tokens_per_second": 5.0,
         "engine/engine-2/queue": 0.0,
-        "rollout/utilization": pytest.approx(0.3),
+        "rollout/engine_busy": pytest.approx(0.3),
     }
     assert engine_metrics(before, {}, seconds=10.0) == {}
+
+
+def test_utilization_counts_seats_and_not_engines_with_a_request() -> None:
+    before = {"engine-0": engine_stats(0, 5.0, seats=30, seat_seconds=40.0)}
+    after = {
+        "engine-0": engine_stats(0, 15.0, seats=30, seat_seconds=70.0),
+        "engine-1": engine_stats(0, 10.0, seats=10, seat_seconds=90.0),
+    }
+    found = engine_metrics(before, after, seconds=10.0)
+    assert found["rollout/engine_busy"] == 1.0
+    assert found["rollout/utilization"] == pytest.approx((30 + 90) / (40 * 10))
+
+
+def test_the_use_of_the_caches_is_the_mean_of_the_step_s_polls() -> None:
+    before = {"engine-0": engine_stats(0, 0.0, kv_used=3.0, kv_polls=10)}
+    after = {
+        "engine-0": engine_stats(0, 0.0, kv_used=4.0, kv_polls=12),
+        "engine-1": engine_stats(0, 0.0, kv_used=0.6, kv_polls=2),
+        "engine-2": engine_stats(0, 0.0),
+    }
+    found = engine_metrics(before, after, seconds=10.0)
+    assert found["engine/engine-0/kv_usage"] == 0.5
+    assert found["engine/engine-1/kv_usage"] == 0.3
+    assert "engine/engine-2/kv_usage" not in found
+    assert found["rollout/kv_usage"] == pytest.approx(0.4)
 
 
 def test_a_snapshot_holds_the_most_telling_metrics_and_nothing_that_the_api_refuses() -> None:

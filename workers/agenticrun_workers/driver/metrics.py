@@ -6,6 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -150,6 +151,8 @@ def engine_metrics(
 ) -> Metrics:
     """Return speed, queue and utilization of the engines between two measurements.
 
+    Utilization weighs each engine by its seats.
+
     An engine that started in between counts from its start.
 
     Args:
@@ -157,13 +160,26 @@ def engine_metrics(
     """
     metrics: Metrics = {}
     busy: list[float] = []
+    kv_used: list[float] = []
+    used = seats = 0.0
     for engine, now in after.items():
-        then = before.get(engine)
-        tokens = now.generated_tokens - (then.generated_tokens if then else 0)
-        busy.append((now.busy_seconds - (then.busy_seconds if then else 0.0)) / seconds)
-        metrics[f"engine/{engine}/tokens_per_second"] = tokens / seconds
+        then = before.get(engine) or replace(
+            now, generated_tokens=0, busy_seconds=0.0, seat_seconds=0.0, kv_used=0.0, kv_polls=0
+        )
+        metrics[f"engine/{engine}/tokens_per_second"] = (
+            now.generated_tokens - then.generated_tokens
+        ) / seconds
         metrics[f"engine/{engine}/queue"] = float(now.waiting)
-    return metrics | ({"rollout/utilization": float(np.mean(busy))} if busy else {})
+        busy.append((now.busy_seconds - then.busy_seconds) / seconds)
+        used += now.seat_seconds - then.seat_seconds
+        seats += now.seats
+        if polls := now.kv_polls - then.kv_polls:
+            kv_used.append((now.kv_used - then.kv_used) / polls)
+            metrics[f"engine/{engine}/kv_usage"] = kv_used[-1]
+    if after:
+        metrics["rollout/utilization"] = used / (seats * seconds)
+        metrics["rollout/engine_busy"] = float(np.mean(busy))
+    return metrics | ({"rollout/kv_usage": float(np.mean(kv_used))} if kv_used else {})
 
 
 def gap_metrics(gaps: Mapping[str, tuple[float, float]]) -> Metrics:

@@ -32,33 +32,68 @@ class EngineStats:
     generated_tokens: int
     prompt_tokens: int
     busy_seconds: float
+    """Time with at least one request in computation."""
     aborted_tokens: int = 0
     """Sampled tokens of requests that were aborted, or restarted because of new weights."""
+    seats: int = 1
+    """Largest number of requests that the engine computes at once."""
+    seat_seconds: float = 0.0
+    """Sum over seats of the time with a request in computation."""
+    kv_used: float = 0.0
+    """Sum over polls (`check_health`) of the share of the KV cache that is in use."""
+    kv_polls: int = 0
 
 
-class BusyClock:
-    """Measures `EngineStats.busy_seconds` of a server: the time with a request in flight."""
+class LoadMeter:
+    """Measures how much of an engine is used.
 
-    def __init__(self) -> None:
-        self._in_flight = 0
-        self._began = self._total = 0.0
+    Args:
+        seats: largest number of requests that the engine computes at once.
+    """
+
+    def __init__(self, seats: int) -> None:
+        self.seats = seats
+        self.kv_used = 0.0
+        """As in `EngineStats`."""
+        self.kv_polls = 0
+        self._running = 0
+        self._changed = time.perf_counter()
+        self._busy_seconds = self._seat_seconds = 0.0
 
     @property
-    def seconds(self) -> float:
-        return self._total + (time.perf_counter() - self._began if self._in_flight else 0.0)
+    def busy_seconds(self) -> float:
+        """As in `EngineStats`."""
+        self._count()
+        return self._busy_seconds
+
+    @property
+    def seat_seconds(self) -> float:
+        """As in `EngineStats`."""
+        self._count()
+        return self._seat_seconds
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count one request as in flight inside the `with` block."""
-        if not self._in_flight:
-            self._began = time.perf_counter()
-        self._in_flight += 1
+    def running(self, requests: int = 1) -> Iterator[None]:
+        """Count requests as in computation inside the `with` block; those above `seats` wait."""
+        self._count()
+        self._running += requests
         try:
             yield
         finally:
-            self._in_flight -= 1
-            if not self._in_flight:
-                self._total += time.perf_counter() - self._began
+            self._count()
+            self._running -= requests
+
+    def poll_kv(self, share: float) -> None:
+        """Record the share of the KV cache that is in use now."""
+        self.kv_used += share
+        self.kv_polls += 1
+
+    def _count(self) -> None:
+        """Add the time since the last change."""
+        now = time.perf_counter()
+        self._busy_seconds += (now - self._changed) * (self._running > 0)
+        self._seat_seconds += (now - self._changed) * min(self._running, self.seats)
+        self._changed = now
 
 
 class InferenceEngine(Protocol):

@@ -289,15 +289,15 @@ class ServerClient:
         kind = InvalidRequest if status == 400 else EngineError
         raise kind(f"{path} was answered {status}: {data.decode(errors='replace')[:2000]}")
 
-    async def check(self, path: str) -> None:
-        """Return when the server has answered a GET; kill it if it does not in `STEP_SECONDS`.
+    async def check(self, path: str) -> bytes:
+        """Return the answer to a GET; kill the server if it does not answer in `STEP_SECONDS`.
 
         Raises:
             EngineError: the server does not answer, or answers with an error.
         """
         polls = math.ceil(STEP_SECONDS / liveness.POLL_SECONDS)
         try:
-            status = await liveness.answered(self._get(path), polls)
+            status, body = await liveness.answered(self._get(path), polls)
         except liveness.NoAnswer:
             self._process.kill()
             raise EngineError(
@@ -308,14 +308,14 @@ class ServerClient:
             raise EngineError(await self._cause(path, error)) from error
         if status != 200:
             raise EngineError(f"{path} of {self._process.url} was answered {status}")
+        return body
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def _get(self, path: str) -> int:
+    async def _get(self, path: str) -> tuple[int, bytes]:
         async with self._session.get(path) as answer:
-            await answer.read()
-            return answer.status
+            return answer.status, await answer.read()
 
     async def _send(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json"}

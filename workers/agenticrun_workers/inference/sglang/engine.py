@@ -27,10 +27,10 @@ import numpy as np
 
 from agenticrun_workers.inference.engine import (
     ABORTED_UNSAMPLED,
-    BusyClock,
     EngineError,
     EngineStartError,
     EngineStats,
+    LoadMeter,
 )
 from agenticrun_workers.inference.model_files import (
     RequestLimits,
@@ -44,11 +44,13 @@ from agenticrun_workers.inference.server_process import (
     readable_answer,
 )
 from agenticrun_workers.inference.sglang.server import (
+    LOADS,
     SglangControl,
     SglangOptions,
     computed_prompt_tokens,
     generate_body,
     read_generation,
+    read_load,
 )
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
@@ -128,7 +130,7 @@ class SglangEngine:
         self._paused = False
         self._changing = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
-        self._busy = BusyClock()
+        self._load = LoadMeter(self._options.max_requests)
         self._generated = self._prompted = self._aborted = 0
 
     @property
@@ -148,6 +150,7 @@ class SglangEngine:
         self._server = SglangControl(self._http)
         self._refusal = ""
         try:
+            self._load.seats = read_load(await self._http.check(LOADS)).seats
             await self._check_plugin(self._process.log)
         except BaseException:
             await self.stop()
@@ -161,7 +164,7 @@ class SglangEngine:
         caller = asyncio.current_task()
         assert caller is not None, "a coroutine runs in a task"
         flight = self._in_flight[request.request_id] = _InFlight("", caller)
-        with self._busy.running():
+        with self._load.running():
             try:
                 while True:
                     # Ids have one length: SGLang aborts every request with the given prefix.
@@ -261,7 +264,7 @@ class SglangEngine:
 
     def stats(self) -> EngineStats:
         """See `InferenceEngine`. Counts tokens when their response is finished."""
-        running = min(len(self._in_flight), self._options.max_requests)
+        running = min(len(self._in_flight), self._load.seats)
         waiting = len(self._in_flight) - running
         return EngineStats(
             self._version,
@@ -269,14 +272,21 @@ class SglangEngine:
             waiting,
             self._generated,
             self._prompted,
-            self._busy.seconds,
+            self._load.busy_seconds,
             self._aborted,
+            self._load.seats,
+            self._load.seat_seconds,
+            self._load.kv_used,
+            self._load.kv_polls,
         )
 
     async def check_health(self) -> None:
         """See `InferenceEngine`. Its scheduler answers between two steps, also while it sleeps."""
         async with self._changing:
             await self._http.check("/server_info")
+            load = read_load(await self._http.check(LOADS))
+        self._load.seats = load.seats
+        self._load.poll_kv(load.kv_used)
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""

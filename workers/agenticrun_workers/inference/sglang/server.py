@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -78,6 +79,8 @@ GPU_DEFAULTS: Mapping[str, Any] = {**PRIORITIES, "enable_memory_saver": True}
 """`enable_memory_saver`: lets `sleep` free the memory for a trainer."""
 DTYPES = ("float32", "bfloat16", "float16")
 UNLIMITED = 1 << 30
+LOADS = "/v1/loads?include=core"
+"""Path of the server's load: requests, tokens, and their limits."""
 CPU_CACHED_TOKENS = 16384
 """Smallest KV cache on a CPU, in tokens."""
 
@@ -231,6 +234,25 @@ def computed_prompt_tokens(answer: dict[str, Any]) -> int:
     """Return the number of prompt tokens that were not in the prefix cache."""
     meta = answer["meta_info"]
     return int(meta.get("prompt_tokens", 0) - meta.get("cached_tokens", 0))
+
+
+@dataclass(frozen=True)
+class Load:
+    """Use of a server, over all its schedulers."""
+
+    seats: int
+    """Largest number of requests that are computed at once."""
+    kv_used: float
+    """Share of the KV cache that is in use."""
+
+
+def read_load(answer: bytes) -> Load:
+    """Read the answer of `LOADS`."""
+    loads = json.loads(answer)["loads"]
+    return Load(
+        sum(load["max_running_requests"] for load in loads),
+        sum(load["token_usage"] for load in loads) / len(loads),
+    )
 
 
 class SglangControl:

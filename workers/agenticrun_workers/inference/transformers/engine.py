@@ -13,7 +13,6 @@ vLLM.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import ChainMap
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agenticrun_workers.inference.engine import EngineError, EngineStats, UnusableModel
+from agenticrun_workers.inference.engine import EngineError, EngineStats, LoadMeter, UnusableModel
 from agenticrun_workers.inference.model_files import RequestLimits
 from agenticrun_workers.inference.transformers.caches import (
     Caches,
@@ -89,7 +88,7 @@ class TransformersEngine:
         self._between_steps = asyncio.Lock()
         self._server: asyncio.Task[None] | None = None
         self._generated = self._prompted = self._aborted = 0
-        self._busy = 0.0
+        self._load_meter = LoadMeter(max_sessions)
 
     async def start(self) -> None:
         """See `InferenceEngine`."""
@@ -187,13 +186,19 @@ class TransformersEngine:
             len(self._waiting),
             self._generated,
             self._prompted,
-            self._busy,
+            self._load_meter.busy_seconds,
             self._aborted,
+            self._load_meter.seats,
+            self._load_meter.seat_seconds,
+            self._load_meter.kv_used,
+            self._load_meter.kv_polls,
         )
 
     async def check_health(self) -> None:
         """See `InferenceEngine`. It has no process of its own."""
         self._check_running()
+        held = sum(running.cached for running in self._running.values())
+        self._load_meter.poll_kv(held / (self._max_sessions * self._max_length))
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""
@@ -265,9 +270,9 @@ class TransformersEngine:
                             self._max_step_tokens,
                             one_by_one=self._batch_invariant,
                         )
-                        for batch, sampled in zip(
-                            batches, await self._in_thread(self._forward, batches), strict=True
-                        ):
+                        with self._load_meter.running(len(self._running)):
+                            results = await self._in_thread(self._forward, batches)
+                        for batch, sampled in zip(batches, results, strict=True):
                             self._deliver(batch, *sampled)
         except Exception as error:
             for running in [*self._waiting.values(), *self._running.values()]:
@@ -291,10 +296,7 @@ class TransformersEngine:
 
         Runs in the engine's thread, once for all batches.
         """
-        began = time.perf_counter()
-        sampled = [self._compute(batch) for batch in batches]
-        self._busy += time.perf_counter() - began
-        return sampled
+        return [self._compute(batch) for batch in batches]
 
     def _deliver(
         self, batch: list[RunningRequest], tokens: list[int], logprobs: list[float]

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from agenticrun_workers.inference.engine import (
-    BusyClock,
     EngineError,
     EngineStartError,
     EngineStats,
+    LoadMeter,
 )
 from agenticrun_workers.inference.model_files import UpdateCheck, is_tied, shapes_of_model
 from agenticrun_workers.inference.server_process import (
@@ -33,6 +33,7 @@ from agenticrun_workers.inference.server_process import (
 from agenticrun_workers.inference.vllm.server import STOP_SECONDS, VllmServer
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
+KV_USAGE = "vllm:kv_cache_usage_perc{"
 GENERATE = "/inference/v1/generate"
 ID_PREFIX = "generate-tokens-"
 """The server's prefix of request ids. `/abort_requests` ignores ids without it."""
@@ -102,7 +103,7 @@ class VllmEngine:
         self._refusal: str | None = None
         """Why new requests are refused until an update succeeds, or None."""
         self._sent = self._generated = self._prompted = self._aborted = 0
-        self._busy = BusyClock()
+        self._load = LoadMeter(self._server.max_requests)
 
     async def start(self) -> None:
         """See `InferenceEngine`."""
@@ -141,7 +142,7 @@ class VllmEngine:
             raise EngineError(f"{self._refusal}: nothing is served until an update succeeds")
         self._limits.check(request, self._in_flight)
         flight = self._in_flight[request.request_id] = _InFlight(request)
-        with self._busy.running():
+        with self._load.running():
             try:
                 return await self._sample(flight)
             finally:
@@ -230,7 +231,7 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         """See `InferenceEngine`. Counts tokens when their response is finished."""
-        running = min(len(self._in_flight), self._server.max_requests)
+        running = min(len(self._in_flight), self._load.seats)
         waiting = len(self._in_flight) - running
         return EngineStats(
             self._version,
@@ -238,14 +239,19 @@ class VllmEngine:
             waiting,
             self._generated,
             self._prompted,
-            self._busy.seconds,
+            self._load.busy_seconds,
             self._aborted,
+            self._load.seats,
+            self._load.seat_seconds,
+            self._load.kv_used,
+            self._load.kv_polls,
         )
 
     async def check_health(self) -> None:
         """See `InferenceEngine`. Its core answers between two steps, also while it sleeps."""
         async with self._changing:
             await self._http.check("/is_paused")
+            self._load.poll_kv(read_kv_usage(await self._http.check("/metrics")))
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""
@@ -318,6 +324,16 @@ class VllmEngine:
         """Call a method of the plug-in in every worker."""
         body = {"method": method, "kwargs": arguments}
         await self._http.post("/collective_rpc", body, seconds=UPDATE_SECONDS)
+
+
+def read_kv_usage(metrics: bytes) -> float:
+    """Return the share of the KV cache in use, from Prometheus' text; the mean over its cores."""
+    found = [
+        float(line.rsplit(None, 1)[1])
+        for line in metrics.decode().splitlines()
+        if line.startswith(KV_USAGE)
+    ]
+    return sum(found) / len(found) if found else 0.0
 
 
 def to_vllm(request: GenerationRequest, server_id: str) -> dict[str, Any]:

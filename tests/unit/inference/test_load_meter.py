@@ -1,0 +1,33 @@
+"""How much of an engine is used: its time, its seats, its cache."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from agenticrun_workers.inference.engine import LoadMeter
+
+
+def test_seats_are_counted_while_requests_run_and_no_more_than_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    meter = LoadMeter(seats=2)
+    now = 1.0
+    with meter.running():
+        now = 2.0  # one request for a second
+        with meter.running(), meter.running():
+            now = 6.0  # two seats for four seconds; the third request waits
+            assert (meter.busy_seconds, meter.seat_seconds) == (5.0, 9.0)
+        now = 9.0
+    now = 20.0
+    assert (meter.busy_seconds, meter.seat_seconds) == (8.0, 12.0)
+
+
+def test_polls_of_the_cache_add_up() -> None:
+    meter = LoadMeter(seats=1)
+    meter.poll_kv(0.5)
+    meter.poll_kv(0.25)
+    assert (meter.kv_used, meter.kv_polls) == (0.75, 2)
