@@ -427,6 +427,30 @@ def test_waiting_for_a_free_thread_is_not_the_environments_fault(
     assert begun == [60.0] * 14
 
 
+def test_all_calls_of_a_process_share_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each episode of random play has `EnvCalls` of its own."""
+    monkeypatch.setattr(env_calls, "MAX_BLOCKING_CALLS", 3)
+    release, running = threading.Event(), []
+
+    def wait() -> StepResult:
+        running.append(threading.current_thread())
+        release.wait()
+        return GOOD
+
+    async def play() -> list[StepResult]:
+        steps = [asyncio.create_task(EnvCalls(60.0).step(Does(wait), "go")) for _ in range(14)]
+        while len(running) < 3:
+            await asyncio.sleep(0.01)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(running) == 3
+        release.set()
+        return await asyncio.gather(*steps)
+
+    assert asyncio.run(play()) == [GOOD] * 14
+    assert len(set(running)) == 3
+
+
 def test_an_endless_loop_is_stopped() -> None:
     counted = [0]
 

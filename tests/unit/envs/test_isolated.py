@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import io
 import os
 import signal
@@ -304,6 +305,57 @@ async def test_what_the_environments_module_started_may_end(
         )
         await isolation.start()
         await calls.step(env, "go")
+
+
+SLOW = """
+import os, time
+while not os.path.exists({path!r}):
+    time.sleep(0.01)
+
+class Slow:
+    def reset(self, seed, split):
+        return "seen"
+
+    def step(self, action):
+        return "seen", 0.0, False, False, {{}}
+"""
+
+
+@pytest.mark.timeout(120)
+async def test_400_starts_at_once_wait_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the module is imported nothing is forked, so requests would fill the socket."""
+    go = tmp_path / "go"
+    (tmp_path / "slow.py").write_text(SLOW.format(path=str(go)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def start_and_end(isolation: Isolation) -> None:
+        (await isolation.start()).end()
+
+    with isolated("slow:Slow") as isolation:
+        starts = [asyncio.create_task(start_and_end(isolation)) for _ in range(400)]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        go.touch()
+        await asyncio.gather(*starts)
+
+
+async def test_no_file_left_for_a_start_leaves_other_environments_alone(
+    suicidal: Isolation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = await suicidal.start()
+    assert suicidal._server is not None
+
+    def refuse(files: Sequence[int]) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(suicidal._server, "fork", refuse)
+        with pytest.raises(EnvFault, match=r"Suicidal cannot be started: .*Too many open files"):
+            await suicidal.start()
+    await EnvCalls(60.0).step(env, "look")
+    await suicidal.start()
 
 
 async def test_a_process_that_has_grown_is_worn_out(suicidal: Isolation) -> None:

@@ -25,6 +25,7 @@ from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast, get_args
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -207,13 +208,24 @@ def _idle_thread() -> _CallThread:
 
 
 MAX_BLOCKING_CALLS = 64
-"""Calls of sync environments that one `EnvCalls` runs at once.
+"""Calls of sync environments that an event loop, such as an env worker's, runs at once.
 
 Others wait, and their timeout does not run meanwhile.
 """
 
 MAX_HANGING = 1024
 """Abandoned threads of a process at which sync environments are refused: each keeps some memory."""
+
+
+_rooms: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+def _room() -> asyncio.Semaphore:
+    """Return the room for blocking calls of the running event loop.
+
+    All `EnvCalls` share it: random play has one for each episode.
+    """
+    return _rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_BLOCKING_CALLS))
 
 
 class EnvCalls:
@@ -225,7 +237,6 @@ class EnvCalls:
 
     def __init__(self, timeout: float | None = None) -> None:
         self._timeout = timeout
-        self._room = asyncio.Semaphore(MAX_BLOCKING_CALLS)
 
     async def reset(
         self, env: Env, seed: int, stream: Stream, item: Mapping[str, Any] | None = None
@@ -249,7 +260,7 @@ class EnvCalls:
         calling = partial(attempt, call, *places, **names)
         if inspect.iscoroutinefunction(call) or not getattr(env, "blocking", True):
             return await self._in_time(call, calling, threaded=False)
-        async with self._room:
+        async with _room():
             if hanging() >= MAX_HANGING:
                 raise EnvFault(
                     StopReason.TIMEOUT,

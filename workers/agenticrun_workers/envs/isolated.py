@@ -80,6 +80,13 @@ def _exactly(end: socket.socket, count: int) -> bytes:
 STATUS_SECONDS = 10.0
 """Time for the server to report how a process ended."""
 
+MAX_STARTS = 64
+"""Processes of one kind of environment that start at once; others wait.
+
+The requests for them must fit into the server's socket while it imports the environment's module:
+it holds about 280, and the next one would block the whole worker.
+"""
+
 MAX_GROWTH = 512 * 1024 * 1024
 """Bytes that a process may grow by before it is replaced, between two episodes."""
 
@@ -225,19 +232,37 @@ class Isolation:
         self._config = dict(config)
         self._timeout = timeout
         self._server: ForkServer | None = None
+        self._starting = asyncio.Semaphore(MAX_STARTS)
 
     async def start(self) -> IsolatedEnv:
-        """Start a new environment. Raises `EnvFault` if it cannot be built."""
-        ours, theirs = socket.socketpair()
+        """Start a new environment, after a wait if many start. Raises `EnvFault` if it fails."""
+        async with self._starting:
+            return await self._start()
+
+    def stop(self) -> None:
+        """End all environments. The next `start` begins with a new server."""
+        if self._server is not None:
+            self._server.close()
+            self._server.process.wait()
+            self._server = None
+
+    async def _start(self) -> IsolatedEnv:
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise self._refused(error) from error
         with theirs:
             try:
                 call = self._running_server().fork([theirs.fileno()])
-            except OSError:  # it died, for example while it imported the environment's module
+            except ConnectionError:  # for example while it imported the environment's module
                 ours.close()
                 self.stop()
                 raise EnvFault(
                     StopReason.ENV_ERROR, f"the process that imports {self._type} ended"
                 ) from None
+            except OSError as error:  # no more files, for example: others may play on
+                ours.close()
+                raise self._refused(error) from error
             try:
                 pipe = _Pipe(*await asyncio.open_connection(sock=ours), call)
             except BaseException:  # cancelled: the caller gets no environment to end
@@ -258,12 +283,8 @@ class Isolation:
             raise
         return (DrawingIsolatedEnv if facts["draws"] else IsolatedEnv)(pipe, facts)
 
-    def stop(self) -> None:
-        """End all environments. The next `start` begins with a new server."""
-        if self._server is not None:
-            self._server.close()
-            self._server.process.wait()
-            self._server = None
+    def _refused(self, error: OSError) -> EnvFault:
+        return EnvFault(StopReason.ENV_ERROR, f"{self._type} cannot be started: {error}")
 
     def _running_server(self) -> ForkServer:
         if self._server is None:
