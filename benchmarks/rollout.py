@@ -1,126 +1,617 @@
-"""Measure how evenly the trajectories of a step are spread over ranks and mini-batches.
+"""How busy rollout keeps the engines, and what one turn costs the env worker.
 
-    python benchmarks/rollout.py [--json FILE]
+    python benchmarks/rollout.py [--quick] [--json FILE]
 
-Trajectories have log-normal lengths (median 1,000 tokens, sigma 0.5), in groups of 8. Figures are
-means over the mini-batches of ten steps; `<r>_<m>` stands for r ranks and m mini-batches:
+**Utilization**, in virtual time: our controller, gate, env pool, env workers and clients play
+batches of 64 groups of 8 on 4 simulated engines. An engine samples for 32 requests at once, 50
+tokens per second each; others wait. Tokens per turn and the environment's seconds per turn are
+log-normal; one episode in 100 has a turn whose environment takes 20 times the mean. A training step
+takes 0.9 of the time in which engines that never wait play a batch.
 
-    balance_<r>_<m>         256 groups: tokens of the fullest rank / mean of the ranks
-    balance_<r>_<m>_whole   the same if only the whole batch is balanced over the ranks
-    balance_<r>_<m>_few     64 groups: the fullest rank / the best possible, which is the mean of
-                            the ranks or the longest trajectory, as that cannot be split
-    balance_<r>_<m>_few_mean, _few_whole: against the mean, with both ways
+- `utilization_eta<n>`: the least time in which an oracle, which knows all episodes beforehand,
+  could have done the same steps, divided by the time taken with `staleness.max: <n>`. The oracle's
+  time is a lower bound: engines never idle, or the longest episode decides.
+- `baseline_utilization`: the same for a barrier with ROLL's synchronous rules: one thread for each
+  environment, tied to the engine with the fewest environments; all groups begin together; the
+  training step waits for the slowest one, and the engines for the training step.
+- `speedup_over_barrier`: time of the barrier over our time with `staleness.max: 1`.
+
+**Hand-offs**, in real time: one env worker runs 10,000 episodes at once against an engine that
+answers at once, from another process. A hand-off is one request and its answer, with the agent's
+and the environment's part of the turn. `handoff_p99_ms` is the time from the request to the
+agent's next line at half of that load. `bytes_per_500_token_trajectory`: what a trajectory of 4
+turns takes on its way to its store.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import heapq
+import itertools
+import multiprocessing
+import random
+import resource
+import selectors
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
-from record import write_record
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.driver.trainer_group import balance, plan_batch
-from agenticrun_workers.rollout.groups import EpisodeResult, Group
-from agenticrun_workers.types import EpisodeKey, StopReason, Stream
+from agenticrun_workers.agents import Episode, Generate, register_agent
+from agenticrun_workers.envs import FrozenLake
+from agenticrun_workers.envs.env import Env
+from agenticrun_workers.inference.engine import ABORTED_UNSAMPLED
+from agenticrun_workers.inference.request_port import Address, RequestPort
+from agenticrun_workers.models.source import TokenizerSource
+from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
+from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
+from agenticrun_workers.rollout.env_pool import EnvPool
+from agenticrun_workers.rollout.env_worker import EnvWorker
+from agenticrun_workers.rollout.gate import StalenessGate
+from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupPlan, GroupTask
+from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
+from agenticrun_workers.serialization import pack
+from agenticrun_workers.types import (
+    EpisodeKey,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    IntArray,
+    SamplingParams,
+    StopReason,
+    Stream,
+    Trajectory,
+    Turn,
+)
 
-CASES = {(8, 4): 1.10, (32, 8): 1.15, (64, 8): 1.25}
-"""Largest `balance` for ranks and mini-batches."""
-MEMBERS, STEPS = 8, 10
+sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
+from rollout_fakes import Remote
+
+GROUPS, GROUP_SIZE = 64, 8
+ENGINES, SEATS = 4, 32
+TOKENS_PER_SECOND = 50.0
+MEAN_TOKENS, MEAN_WAIT, SIGMA = 64.0, 1.0, 1.0
+STRAGGLERS, STRAGGLER_FACTOR = 0.01, 20.0
+WORKERS = 4
+TRAINING_SHARE = 0.9
+SEED = 7
+
+T = TypeVar("T")
 
 
-def make_groups(number: int, seed: int) -> tuple[Group, ...]:
-    lengths = np.random.default_rng(seed).lognormal(np.log(1000), 0.5, (number, MEMBERS)).round()
-    return tuple(
-        Group(group, "A", tuple(_result(group, member, int(n)) for member, n in enumerate(row)))
-        for group, row in enumerate(lengths)
+class VirtualClock(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer whenever nothing is left to do."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        selector = selectors.DefaultSelector()
+        self._really = selector.select
+        selector.select = self._jump  # type: ignore[method-assign]
+        super().__init__(selector)
+
+    def time(self) -> float:
+        """Return the seconds of the virtual clock."""
+        return self._now
+
+    def _jump(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = self._really(None if timeout is None else 0)
+        if not ready and timeout:
+            self._now += timeout
+        return ready
+
+
+def in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a virtual clock."""
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        return runner.run(work)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What happens in one episode: the tokens of each turn, and the environment's seconds."""
+
+    tokens_K: tuple[int, ...]
+    waits_K: tuple[float, ...]
+
+    @property
+    def seat_seconds(self) -> float:
+        """Seconds for which the episode uses an engine."""
+        return sum(self.tokens_K) / TOKENS_PER_SECOND
+
+    @property
+    def seconds(self) -> float:
+        """Duration on engines that are never full."""
+        return self.seat_seconds + sum(self.waits_K)
+
+
+@cache
+def script(group: int, member: int) -> Script:
+    """Return the script of an episode: the same for us, the baseline and the oracle."""
+    rng = np.random.default_rng((SEED, group, member))
+    turns = int(rng.integers(2, 9))
+    shift = -SIGMA * SIGMA / 2  # so that the means are 1
+    tokens = MEAN_TOKENS * rng.lognormal(shift, SIGMA, turns)
+    waits = MEAN_WAIT * rng.lognormal(shift, SIGMA, turns)
+    if rng.random() < STRAGGLERS:
+        waits[rng.integers(turns)] = STRAGGLER_FACTOR * MEAN_WAIT
+    return Script(tuple(int(n) for n in np.clip(tokens, 1, 2048)), tuple(waits.tolist()))
+
+
+def scripts(step: int) -> list[Script]:
+    """Return the episodes of the groups that are started for a step."""
+    groups = range(step * GROUPS, (step + 1) * GROUPS)
+    return [script(group, member) for group in groups for member in range(GROUP_SIZE)]
+
+
+def ideal_seconds(step: int) -> float:
+    """Return the time of engines that never idle for the episodes of a step."""
+    return sum(each.seat_seconds for each in scripts(step)) / (ENGINES * SEATS)
+
+
+TRAINING_SECONDS = TRAINING_SHARE * float(np.mean([ideal_seconds(step) for step in range(10)]))
+
+
+def oracle_seconds(steps: int, staleness: int) -> float:
+    """Return a lower bound of the time of these steps for whoever knows all scripts.
+
+    The groups of step v may begin when the engines have version v - staleness, as for us. From then
+    on it ends no earlier than its longest episode, and no earlier than engines that never idle
+    finish all episodes of the steps from then on up to v.
+    """
+    work = [ideal_seconds(step) for step in range(steps)]
+    longest = [max(each.seconds for each in scripts(step)) for step in range(steps)]
+    ends: list[float] = []
+
+    def may_begin(step: int) -> float:
+        return ends[step - staleness - 1] if step > staleness else 0.0
+
+    for step in range(steps):
+        played = max(
+            ends[-1] if ends else 0.0,
+            may_begin(step) + longest[step],
+            *(may_begin(first) + sum(work[first : step + 1]) for first in range(step + 1)),
+        )
+        ends.append(played + TRAINING_SECONDS)
+    return ends[-1]
+
+
+class SimulatedEngine:
+    """An engine that samples for so many requests at once; others wait by their priority."""
+
+    def __init__(self, in_order_of_arrival: bool = False) -> None:
+        self.version = 0
+        self._in_order_of_arrival = in_order_of_arrival
+        self._free = SEATS
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._arrivals = itertools.count()
+        self._sampling: dict[str, asyncio.Task[int]] = {}
+        self._port = RequestPort(self._generate, self._abort)
+
+    async def requests_address(self) -> Address:
+        """See `EngineActor`."""
+        return await self._port.address()
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._port.close()
+
+    async def sample(self, tokens: int, priority: int = 0) -> int:
+        """Wait for a seat and sample; return the policy version of the first token."""
+        await self._seat(0 if self._in_order_of_arrival else priority)
+        try:
+            version = self.version
+            await asyncio.sleep(tokens / TOKENS_PER_SECOND)
+        finally:
+            self._leave()
+        return version
+
+    async def _seat(self, priority: int) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        called = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._arrivals), called))
+        await called
+
+    def _leave(self) -> None:
+        self._free += 1
+        while self._free and self._waiting:
+            _, _, called = heapq.heappop(self._waiting)
+            if not called.done():
+                self._free -= 1
+                called.set_result(None)
+
+    async def _generate(self, request: GenerationRequest) -> Generation:
+        tokens = request.sampling.max_new_tokens
+        sampling = asyncio.create_task(self.sample(tokens, request.priority))
+        self._sampling[request.request_id] = sampling
+        try:
+            return answer(tokens, await sampling)
+        except asyncio.CancelledError:  # `_abort`
+            return ABORTED_UNSAMPLED
+        finally:
+            del self._sampling[request.request_id]
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._sampling:
+                self._sampling[request_id].cancel()
+
+
+def answer(tokens: int, version: int = 0) -> Generation:
+    """Return a response of so many tokens."""
+    return Generation(
+        np.full(tokens, 5, np.int32),
+        np.full(tokens, -1.0, np.float32),
+        np.full(tokens, version, np.int32),
+        FinishReason.STOP,
     )
 
 
-def _result(group: int, member: int, tokens: int) -> EpisodeResult:
-    return EpisodeResult(
-        key=EpisodeKey(Stream.TRAIN, group, member),
-        tag="A",
-        attempt=0,
-        stop_reason=StopReason.COMPLETED,
-        rewards_K=np.zeros(1, np.float32),
-        valid_K=np.ones(1, np.bool_),
-        response_tokens_K=np.array([tokens], np.int32),
-        states_K=b"",
-        tokens=tokens,
-        oldest_version=0,
-    )
+PROMPT_T = np.arange(20, dtype=np.int32)
 
 
-def pipeline(groups: int, mini_batches: int) -> Pipeline:
-    size = groups * MEMBERS
+@register_agent("scripted")
+class ScriptedAgent:
+    """Plays the script of its episode."""
+
+    def __init__(self, tokenizer: object, limits: object) -> None:
+        pass
+
+    async def collect_trajectory(
+        self,
+        episode: Episode,
+        env: Env,  # noqa: ARG002  # the protocol has it
+        generate: Generate,
+    ) -> Trajectory:
+        """See `Agent`."""
+        plan, turns = script(episode.key.group, episode.key.member), []
+        for number, (tokens, wait) in enumerate(zip(plan.tokens_K, plan.waits_K, strict=True)):
+            sampling = SamplingParams(max_new_tokens=tokens)
+            request = episode.request(str(number), PROMPT_T, sampling, (number,))
+            made = await generate(request)
+            await asyncio.sleep(wait)
+            turns.append(Turn(PROMPT_T, made.tokens_T, made.logprobs_T, made.versions_T, 1.0))
+        return Trajectory(episode.key, episode.tag, tuple(turns), StopReason.COMPLETED)
+
+
+def pipeline(agent: str, groups: int, places: int, agent_config: Any = None) -> Pipeline:
+    """Return the settings of a run on FrozenLake.
+
+    Args:
+        agent: type of the agent.
+        groups: groups of a batch.
+        places: episodes that an env worker runs at once.
+        agent_config: of the agent.
+    """
     return Pipeline.model_validate(
         {
-            "maxSteps": STEPS,
-            "rolloutBatchSize": size,
+            "maxSteps": 1,
+            "rolloutBatchSize": groups * GROUP_SIZE,
+            "sequenceLength": 4096,
             "evalSteps": 0,
-            "envs": [{"tag": "A", "type": "frozen_lake"}],
-            "trainEnvs": {"groups": groups, "groupSize": MEMBERS, "tags": ["A"]},
-            "actorTrain": {"training": {"miniBatchSize": size // mini_batches}},
+            "envs": [
+                {
+                    "tag": "A",
+                    "type": "frozen_lake",
+                    "maxSteps": 1000,
+                    "agent": {"type": agent, "config": agent_config or {}},
+                }
+            ],
+            "trainEnvs": {
+                "groups": groups,
+                "groupSize": GROUP_SIZE,
+                "tags": ["A"],
+                "maxEnvsPerWorker": places,
+            },
         }
     )
 
 
-def measure_balance(groups: int, ranks: int, mini_batches: int) -> dict[str, float]:
-    """Return the fullest rank's tokens, against the best possible and the mean of the ranks.
+async def env_worker(name: str, asked: Pipeline) -> EnvWorker:
+    """Return an env worker that is ready."""
+    lake = FrozenLake()
+    words = [*lake.vocabulary(), *words_of(lake.instruction), *map(str, range(10))]
+    worker = EnvWorker(name, asked)
+    await worker.describe()
+    with tempfile.TemporaryDirectory() as folder:
+        build_task_tokenizer(words, 512).save_pretrained(folder)
+        await worker.setup(TokenizerSource(folder))
+    return worker
 
-    `whole` is against the mean, if the ranks' shares are even only over the whole batch.
-    """
-    config = pipeline(groups, mini_batches)
-    ratios: dict[str, list[float]] = {"best": [], "mean": [], "whole": []}
-    for step in range(STEPS):
-        batch = make_groups(groups, step)
-        results = [result for group in batch for result in group.results]
-        tokens = {result.key: result.tokens for result in results}
-        plans = plan_batch(config, batch, ranks, step)
-        whole = {
-            result.key: rank
-            for rank, share in enumerate(balance(results, ranks))
-            for result in share
+
+@dataclass(frozen=True)
+class Played:
+    """What a run of some steps took."""
+
+    seconds: float
+    largest_age: int
+    stale: int
+    """Groups that were too old, and were played for nothing."""
+
+
+async def play(staleness: int, steps: int, in_order_of_arrival: bool = False) -> Played:
+    """Train for some steps with our rollout, in virtual time."""
+    engines = [SimulatedEngine(in_order_of_arrival) for _ in range(ENGINES)]
+    store, numbers = TrajectoryStore(), itertools.count()
+    asked = pipeline("scripted", GROUPS, (1 + staleness) * GROUPS * GROUP_SIZE // WORKERS)
+
+    async def spawn() -> Any:
+        return Remote(await env_worker(f"env-worker-{next(numbers)}", asked))
+
+    async def discard(results: list[EpisodeResult]) -> None:
+        await store.discard([result.key for result in results])
+
+    pool = EnvPool(spawn, WORKERS)
+    await pool.start()
+    handles = {f"engine-{number}": Remote(engine) for number, engine in enumerate(engines)}
+    await pool.set_endpoints(handles, [Remote(store)])
+    controller = RolloutController(
+        pool,
+        StalenessGate.resumed(GROUPS, (1 + staleness) * GROUPS, staleness, 0),
+        GroupPlan.of(asked),
+        discard=discard,
+        position=RolloutPosition(),
+    )
+    loop, largest_age, stale = asyncio.get_running_loop(), 0, 0
+    began = loop.time()
+    for step in range(steps):
+        for engine in engines:
+            engine.version = step
+        controller.advance(step, step)
+        batch = await controller.batch()
+        largest_age = max(largest_age, *(step - group.oldest_version for group in batch.groups))
+        stale += batch.counts.stale
+        await asyncio.sleep(TRAINING_SECONDS)
+        await discard(batch.results)
+    seconds = loop.time() - began
+    await controller.stop()
+    await pool.stop()
+    for engine in engines:
+        await engine.close()
+    return Played(seconds, largest_age, stale)
+
+
+async def play_with_barrier(steps: int) -> float:
+    """Train for some steps as ROLL does without `async_generation_ratio`; returns the seconds."""
+    engines = [SimulatedEngine(in_order_of_arrival=True) for _ in range(ENGINES)]
+
+    async def episode(number: int, plan: Script) -> None:
+        engine = engines[number % ENGINES]  # the one with the fewest environments
+        for tokens, wait in zip(plan.tokens_K, plan.waits_K, strict=True):
+            await engine.sample(tokens)
+            await asyncio.sleep(wait)
+
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    for step in range(steps):
+        await asyncio.gather(*(episode(n, plan) for n, plan in enumerate(scripts(step))))
+        await asyncio.sleep(TRAINING_SECONDS)
+    return loop.time() - began
+
+
+def measure_utilization(steps: int) -> dict[str, float]:
+    """Return the figures in virtual time."""
+    figures: dict[str, float] = {}
+    ours: dict[int, Played] = {}
+    for staleness in (0, 1, 2):
+        played = ours[staleness] = in_virtual_time(play(staleness, steps))
+        assert played.largest_age <= staleness, played
+        oracle = oracle_seconds(steps, staleness)
+        arrival = in_virtual_time(play(staleness, steps, in_order_of_arrival=True))
+        figures |= {
+            f"utilization_eta{staleness}": oracle / played.seconds,
+            f"utilization_eta{staleness}_in_order_of_arrival": oracle / arrival.seconds,
+            f"stale_groups_eta{staleness}": float(played.stale),
+            f"seconds_per_step_eta{staleness}": played.seconds / steps,
         }
-        for number in range(mini_batches):
-            shares = [[plan.items[i][0] for i in plan.mini_batches[number]] for plan in plans]
-            keys = [key for share in shares for key in share]
-            mean = sum(tokens[key] for key in keys) / ranks
-            fullest = max(sum(tokens[key] for key in share) for share in shares)
-            by_rank = np.bincount([whole[key] for key in keys], [tokens[key] for key in keys])
-            ratios["best"].append(fullest / max(mean, *(tokens[key] for key in keys)))
-            ratios["mean"].append(fullest / mean)
-            ratios["whole"].append(float(by_rank.max()) / mean)
-    return {name: float(np.mean(values)) for name, values in ratios.items()}
+    barrier = in_virtual_time(play_with_barrier(steps))
+    return figures | {
+        "baseline_utilization": oracle_seconds(steps, 1) / barrier,
+        "seconds_per_step_baseline": barrier / steps,
+        "speedup_over_barrier": barrier / ours[1].seconds,
+    }
+
+
+@dataclass
+class Load:
+    """What the endless agents of this process do, and what they have seen."""
+
+    pause: float = 0.0
+    """Mean seconds between two turns of an episode."""
+    ended: bool = False
+    turns: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """Of each hand-off."""
+
+
+LOAD = Load()
+
+
+@register_agent("endless")
+class EndlessAgent:
+    """Asks for one short response after the other."""
+
+    def __init__(self, tokenizer: object, limits: object) -> None:
+        pass
+
+    async def collect_trajectory(
+        self,
+        episode: Episode,
+        env: Env,  # noqa: ARG002  # the protocol has it
+        generate: Generate,
+    ) -> Trajectory:
+        """See `Agent`."""
+        rng = random.Random(str(episode.key))
+        for number in itertools.count():
+            if LOAD.ended:
+                break
+            if LOAD.pause:
+                await asyncio.sleep(rng.uniform(0, 2 * LOAD.pause))
+            await generate(episode.request(str(number), PROMPT_T, SamplingParams(8), (number,)))
+        return Trajectory(episode.key, episode.tag, (), StopReason.ABORTED)
+
+
+class NullEngine:
+    """Answers at once, always the same."""
+
+    def __init__(self, response: Generation) -> None:
+        self._response = response
+        self._port = RequestPort(self._generate, self._abort)
+
+    async def serve(self, addresses: Any) -> None:
+        """Send the address through the pipe, and serve until the process is ended."""
+        addresses.send(await self._port.address())
+        await asyncio.Event().wait()
+
+    async def _generate(self, _: GenerationRequest) -> Generation:
+        return self._response
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        pass
+
+
+def serve_null_engine(addresses: Any, response: Generation) -> None:
+    """Run a null engine in this process."""
+    asyncio.run(NullEngine(response).serve(addresses))
+
+
+class Elsewhere:
+    """The handle's end of an engine in another process."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    async def requests_address(self) -> Address:
+        """See `EngineActor`."""
+        return self._address
+
+
+def worker_process(results: Any, agent: str, episodes: int, seconds: float) -> None:
+    """Measure hand-offs in this process, which is one env worker."""
+    results.send(asyncio.run(hand_over(agent, episodes, seconds)))
+
+
+async def hand_over(agent: str, episodes: int, seconds: float) -> dict[str, float]:
+    """Run so many episodes at once, and measure for some seconds.
+
+    Returns:
+        `rate` of hand-offs per second, `mib` of the process at its largest, and with the endless
+        agent `p99` in seconds at half of that rate.
+    """
+    worker = await env_worker("env-worker", pipeline(agent, episodes // GROUP_SIZE, episodes))
+    generate = worker._client.generate
+
+    async def timed(request: GenerationRequest) -> Generation:
+        began = time.perf_counter()
+        generation = await generate(request)
+        LOAD.seconds.append(time.perf_counter() - began)
+        LOAD.turns += 1
+        return generation
+
+    worker._client.generate = timed  # type: ignore[method-assign]
+    up_T = worker._runner._chat.answer("Up")  # which never leaves the first field of the lake
+    response = replace(answer(len(up_T)), tokens_T=up_T)
+    mine, its = multiprocessing.Pipe()
+    engine = multiprocessing.Process(target=serve_null_engine, args=(its, response), daemon=True)
+    engine.start()
+    address = await asyncio.to_thread(mine.recv)
+    endpoints = Endpoints(1, {"engine": Remote(Elsewhere(address))}, [Remote(TrajectoryStore())])
+    await worker.set_endpoints(endpoints)
+    members = tuple(range(GROUP_SIZE))
+    tasks = [GroupTask(Stream.TRAIN, n, "A", members) for n in range(episodes // GROUP_SIZE)]
+    await worker.submit(pack(tasks))
+    await asyncio.sleep(seconds / 2)
+    figures = {"rate": await measured_rate(seconds)}
+    if agent == "endless":
+        LOAD.pause = 2 * episodes / figures["rate"]
+        await asyncio.sleep(2 * LOAD.pause)
+        LOAD.seconds.clear()
+        await measured_rate(seconds)
+        figures["p99"] = float(np.percentile(LOAD.seconds, 99))
+        LOAD.ended = True
+    engine.kill()
+    figures["mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return figures
+
+
+async def measured_rate(seconds: float) -> float:
+    """Return the hand-offs per second of the next seconds."""
+    began, before = time.perf_counter(), LOAD.turns
+    await asyncio.sleep(seconds)
+    return (LOAD.turns - before) / (time.perf_counter() - began)
+
+
+def measure_hand_offs(episodes: int, seconds: float) -> dict[str, float]:
+    """Return the figures in real time."""
+    figures: dict[str, float] = {}
+    for agent, name in (("endless", ""), ("multi_turn", "_with_tokenizer")):
+        mine, its = multiprocessing.Pipe()
+        work = multiprocessing.Process(target=worker_process, args=(its, agent, episodes, seconds))
+        work.start()
+        found = mine.recv()
+        work.kill()
+        figures[f"handoffs_per_second{name}"] = found["rate"]
+        figures[f"env_worker_mib{name}"] = found["mib"]
+        if "p99" in found:
+            figures["handoff_p99_ms"] = 1000 * found["p99"]
+    return figures
+
+
+def bytes_per_trajectory() -> float:
+    """Return the size of a trajectory of 4 turns and 500 tokens on its way to a store."""
+    rng = np.random.default_rng(SEED)
+
+    def tokens(number: int) -> IntArray:
+        return rng.integers(0, 50_000, number).astype(np.int32)
+
+    turns = tuple(
+        Turn(
+            tokens(93),
+            tokens(32),
+            -rng.random(32, np.float32),
+            np.full(32, 3, np.int32),
+            float(number),
+            state=rng.bytes(32),
+            action="Right",
+            engine="engine-1",
+        )
+        for number in range(4)
+    )
+    key = EpisodeKey(Stream.TRAIN, 1, 2)
+    trajectory = Trajectory(key, "FrozenLake", turns, StopReason.COMPLETED, {"success": 1.0})
+    assert trajectory.num_tokens == 500
+    return float(len(pack([trajectory])))
 
 
 def main() -> None:
+    """Measure, and print the figures."""
+    from record import write_record  # imports torch, which no env worker has
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few steps and episodes")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
-    figures: dict[str, float] = {}
-    failed = False
-    for (ranks, mini_batches), limit in CASES.items():
-        name = f"balance_{ranks}_{mini_batches}"
-        many = measure_balance(256, ranks, mini_batches)
-        few = measure_balance(64, ranks, mini_batches)
-        figures |= {
-            name: many["mean"],
-            f"{name}_whole": many["whole"],
-            f"{name}_few": few["best"],
-            f"{name}_few_mean": few["mean"],
-            f"{name}_few_whole": few["whole"],
-        }
-        failed |= max(many["mean"], few["best"]) > limit
+    quick = arguments.quick
+    figures = {
+        **measure_utilization(4 if quick else 16),
+        **measure_hand_offs(1000 if quick else 10_000, 2.0 if quick else 10.0),
+        "bytes_per_500_token_trajectory": bytes_per_trajectory(),
+    }
     for name, figure in figures.items():
-        print(f"{name:28} {figure:.3f}")
+        print(f"{name:44} {figure:10.3f}")
     if arguments.json:
         write_record(arguments.json, figures)
-    if failed:
-        raise SystemExit("a rank has too much of a mini-batch")
 
 
 if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
     main()
