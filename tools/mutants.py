@@ -122,9 +122,16 @@ MUTANTS = (
     Mutant(
         "rollout/age-of-what-is-served",
         f"{WORKERS}/rollout",
-        "self._gate.version - group.oldest_version > self._max_age",
-        "self._gate.version - group.oldest_version > self._max_age + 1",
-        ("tests/unit/rollout/test_controller.py",),
+        "VersionBounds(next_batch - self._max_age,",
+        "VersionBounds(next_batch - self._max_age - 1,",
+        ("tests/unit/rollout/test_staleness.py",),
+    ),
+    Mutant(
+        "rollout/slow-groups-starve",
+        f"{WORKERS}/rollout",
+        "return fits or not any(run.requeued for run in unfinished)",
+        "return True",
+        ("tests/unit/rollout/test_staleness.py",),
     ),
     Mutant(
         "rollout/poisoned-numbers",

@@ -12,7 +12,7 @@ import numpy as np
 from agenticrun_workers.inference.request_port import Address, RequestPort
 from agenticrun_workers.launch import ActorDied, ActorHandle, Result
 from agenticrun_workers.launch.handle import Invocation
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, VersionBounds
 from agenticrun_workers.types import (
     STATE_BYTES,
     EpisodeKey,
@@ -59,7 +59,8 @@ class FakeBackend:
     """Plays at once, or when `release` says so for groups in `held`.
 
     Members finish in the order of their numbers, with `scores(task, member)`. Beyond
-    `task.stop_after` they are aborted after half of their tokens.
+    `task.stop_after` they are aborted after half of their tokens, and so are held ones that grow
+    too old.
     """
 
     def __init__(
@@ -73,6 +74,15 @@ class FakeBackend:
         self.version = 0
         self.tasks: list[GroupTask] = []
         self.held: dict[int, asyncio.Event] = {}
+        self.bounds = VersionBounds()
+        self._stops: list[tuple[int, asyncio.Event]] = []
+        """Policy version of each held task, and what stops it."""
+
+    def set_bounds(self, bounds: VersionBounds) -> None:
+        self.bounds = bounds
+        for version, stop in self._stops:
+            if version < bounds.oldest:
+                stop.set()
 
     def hold(self, *groups: int) -> None:
         self.held = {group: asyncio.Event() for group in groups}
@@ -80,27 +90,42 @@ class FakeBackend:
     async def run(self, task: GroupTask) -> list[EpisodeResult]:
         self.tasks.append(task)
         version = self.version
+        stop = asyncio.Event()
         if task.stream is Stream.TRAIN and task.group in self.held:
-            await self.held[task.group].wait()
+            self._stops.append((version, stop))
+            await self._released(task.group, stop)
         await asyncio.sleep(0)
         played: list[EpisodeResult] = []
         for member in task.members:
             late = (
                 task.stop_after is not None and sum(r.trainable for r in played) >= task.stop_after
             )
+            if stop.is_set():
+                ended = StopReason.STALE
+            else:
+                ended = StopReason.ABORTED if late else self.fate(task, member)
             played.append(
                 result(
                     task.group,
                     member,
-                    stop=StopReason.ABORTED if late else self.fate(task, member),
+                    stop=ended,
                     score=self.scores(task, member),
                     version=version,
-                    tokens=self.tokens // 2 if late else self.tokens,
+                    tokens=self.tokens // 2 if late or stop.is_set() else self.tokens,
                     tag=task.tag,
                     attempt=task.attempt,
                 )
             )
         return played
+
+    async def _released(self, group: int, stop: asyncio.Event) -> None:
+        """Wait until a held group is released or stopped."""
+        either = {asyncio.ensure_future(event.wait()) for event in (self.held[group], stop)}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiting in either:
+                waiting.cancel()
 
 
 class Pending(Result[Any]):

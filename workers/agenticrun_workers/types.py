@@ -44,11 +44,18 @@ class StopReason(StrEnum):
     """The environment or the episode took longer than allowed."""
     ABORTED = "aborted"
     """The run stopped, or an engine gave the request up."""
+    STALE = "stale"
+    """Stopped because it could no longer be trained on within `staleness.max`; it runs again."""
 
     @property
     def trainable(self) -> bool:
         """True if the trajectory counts in group statistics and in the loss."""
-        return self not in (StopReason.ENV_ERROR, StopReason.TIMEOUT, StopReason.ABORTED)
+        return self not in (
+            StopReason.ENV_ERROR,
+            StopReason.TIMEOUT,
+            StopReason.ABORTED,
+            StopReason.STALE,
+        )
 
     @property
     def truncated(self) -> bool:

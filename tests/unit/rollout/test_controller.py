@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from agenticrun_workers.rollout.controller import (
+    GroupRun,
     RolloutController,
     RolloutPosition,
     TooManyDropped,
@@ -23,10 +24,11 @@ from agenticrun_workers.rollout.groups import (
     GroupFilter,
     GroupPlan,
     GroupTask,
+    VersionBounds,
     zero_variance,
 )
 from agenticrun_workers.types import StopReason
-from rollout_fakes import FakeBackend
+from rollout_fakes import FakeBackend, result
 
 
 class Run:
@@ -44,8 +46,6 @@ class Run:
     ) -> None:
         self.backend = backend
         self.discarded: list[EpisodeResult] = []
-        self.when_discarding: asyncio.Event | None = None
-        """Set while the controller waits until trajectories are thrown away."""
         self.controller = RolloutController(
             backend,
             StalenessGate(size, 16, staleness),
@@ -56,9 +56,6 @@ class Run:
 
     async def _discard(self, results: list[EpisodeResult]) -> None:
         self.discarded += results
-        if results and self.when_discarding:
-            self.when_discarding.set()
-            await settled()
 
     def advance(self, version: int, engine_version: int | None = None) -> None:
         self.backend.version = version if engine_version is None else engine_version
@@ -103,26 +100,117 @@ async def test_finished_groups_do_not_wait_for_an_older_one_that_is_slow() -> No
     run.advance(0)
     assert await run.batch() == [1, 2]
     backend.held[0].set()
+    await settled()
     run.advance(1)
     assert await run.batch() == [0, 3]
 
 
-async def test_a_group_that_grew_too_old_is_thrown_away_and_replaced() -> None:
+async def test_a_group_that_grows_too_old_is_stopped_and_runs_again_under_its_number() -> None:
     backend = FakeBackend()
     backend.hold(0)
     run = Run(backend, staleness=1)
     run.advance(0)
-    await run.batch()
+    assert await run.batch() == [1, 2]
     run.advance(1)
-    await run.batch()
+    assert await run.batch() == [3, 4]
+    await settled()
+    assert [(t.attempt, t.members) for t in backend.tasks if t.group == 0] == [
+        (0, (0, 1)),
+        (1, (0, 1)),
+    ]
+    assert 0 in run.controller.position.pending_groups
+    backend.held[0].set()
+    run.advance(2)
+    batch = await asyncio.wait_for(run.controller.batch(), 60)
+    assert [group.group for group in batch.groups] == [0, 5]
+    assert all(2 - group.oldest_version <= 1 for group in batch.groups)
+    assert (batch.counts.stale, len(batch.counts.stale_episodes)) == (1, 2)
+    assert run.discarded == [], "nothing was stored of the stopped members"
+
+
+async def test_a_batch_waits_for_a_group_that_would_grow_too_old_again() -> None:
+    """Else no episode that is slower than the trainer would ever be trained on."""
+    backend = FakeBackend()
+    backend.hold(0)
+    run = Run(backend, staleness=1)
+    for version, served in [(0, [1, 2]), (1, [3, 4])]:
+        run.advance(version)
+        assert await run.batch() == served
+        await settled()
+    run.advance(2)
+    waiting = asyncio.create_task(run.batch())
+    await settled()
+    assert not waiting.done()
+    backend.held[0].set()
+    assert await waiting == [0, 5]
+
+
+async def test_a_member_that_ends_before_it_hears_that_it_is_too_old_is_discarded() -> None:
+    class Deaf(FakeBackend):
+        def set_bounds(self, bounds: VersionBounds) -> None: ...
+
+    backend = Deaf()
+    backend.hold(0)
+    run = Run(backend, staleness=1)
+    for version in range(2):
+        run.advance(version)
+        await run.batch()
     backend.held[0].set()
     await settled()
     run.advance(2)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
-    assert 0 not in [group.group for group in batch.groups]
-    assert batch.counts.stale == 1
-    assert {result.key.group for result in run.discarded} == {0}
+    assert 0 in [group.group for group in batch.groups]
     assert all(2 - group.oldest_version <= 1 for group in batch.groups)
+    assert [(r.key.group, r.key.member, r.attempt) for r in run.discarded] == [(0, 0, 0), (0, 1, 0)]
+    assert (batch.counts.stale, batch.counts.stale_episodes) == (1, run.discarded)
+
+
+async def test_only_the_members_that_are_too_old_run_again() -> None:
+    class Scripted(FakeBackend):
+        async def run(self, task: GroupTask) -> list[EpisodeResult]:
+            self.tasks.append(task)
+            self.bounds = VersionBounds(oldest=1, newest=2)
+            stops = {2: StopReason.STALE} if task.attempt == 0 else {}
+            versions = [0, 1, 0] if task.attempt == 0 else [2, 2, 2]
+            return [
+                result(0, m, version=versions[m], stop=stops.get(m, StopReason.COMPLETED))
+                for m in task.members
+            ]
+
+    dropped: list[EpisodeResult] = []
+
+    async def drop(stale: list[EpisodeResult]) -> None:
+        assert len(backend.tasks) == 1, "before they run again, because keys are the same"
+        dropped.extend(stale)
+
+    backend = Scripted()
+    finished = await GroupRun(0, GroupPlan(("A",), 3)).play(backend, lambda: backend.bounds, drop)
+    assert [(task.attempt, task.members) for task in backend.tasks] == [(0, (0, 1, 2)), (1, (0, 2))]
+    assert finished.group is not None
+    assert [r.oldest_version for r in finished.group.results] == [2, 1, 2]
+    assert sorted(r.key.member for r in dropped) == [0, 2]
+    assert (finished.rerolled, finished.untrainable) == (0, [])
+
+
+async def test_growing_too_old_uses_up_no_reroll() -> None:
+    class Scripted(FakeBackend):
+        async def run(self, task: GroupTask) -> list[EpisodeResult]:
+            self.tasks.append(task)
+            stop = [StopReason.STALE, StopReason.TIMEOUT] * 2
+            return [
+                result(0, m, stop=(stop[task.attempt] if m == 1 else StopReason.COMPLETED))
+                for m in task.members
+            ]
+
+    async def drop(stale: list[EpisodeResult]) -> None: ...
+
+    backend = Scripted()
+    run = GroupRun(0, GroupPlan(("A",), 3, max_rerolls=1))
+    finished = await run.play(backend, VersionBounds, drop)
+    assert [task.members for task in backend.tasks] == [(0, 1, 2), (1,), (1,), (1,)]
+    assert finished.rerolled == 1
+    assert finished.group is not None
+    assert [r.key.member for r in finished.group.results] == [0, 2]
 
 
 @pytest.mark.parametrize(("frequency", "staleness"), [(2, 1), (3, 2), (3, 4), (2, 1.5)])
@@ -137,24 +225,6 @@ async def test_engines_that_lag_behind_cost_no_group(frequency: int, staleness: 
         assert all(version - g.oldest_version <= math.ceil(staleness) for g in batch.groups)
         served += [group.group for group in batch.groups]
     assert served == list(range(48)), "no group number is lost"
-
-
-async def test_a_straggler_that_ends_while_others_are_thrown_away_is_thrown_away_too() -> None:
-    backend = FakeBackend()
-    backend.hold(0, 1)
-    run = Run(backend, staleness=1)
-    run.advance(0)
-    await run.batch()
-    run.advance(1)
-    await run.batch()
-    backend.held[0].set()
-    await settled()
-    run.advance(2)
-    await settled()
-    run.when_discarding = backend.held[1]
-    batch = await asyncio.wait_for(run.controller.batch(), 60)
-    assert all(2 - group.oldest_version <= 1 for group in batch.groups)
-    assert (batch.counts.stale, {result.key.group for result in run.discarded}) == (2, {0, 1})
 
 
 async def test_an_episode_that_fails_is_played_again_with_another_seed() -> None:
@@ -401,6 +471,7 @@ async def test_a_resumed_controller_plays_again_what_was_begun_and_not_trained_o
     assert position == RolloutPosition(next_group=4, pending_groups=(0, 3))
 
     resumed = Run(FakeBackend(), position=position)
+    assert resumed.controller.position == position
     resumed.advance(0)
     assert await resumed.batch() == [0, 3]
     resumed.advance(1)

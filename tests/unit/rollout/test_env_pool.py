@@ -17,7 +17,12 @@ from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.launch import ActorDied, ActorUnavailable, OtherActorDied, liveness
 from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
 from agenticrun_workers.rollout.env_worker import ResultMailbox
-from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupTask
+from agenticrun_workers.rollout.groups import (
+    Endpoints,
+    EpisodeResult,
+    GroupTask,
+    VersionBounds,
+)
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory
@@ -35,6 +40,9 @@ class MortalWorker:
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def abort(self, episodes: Any) -> None: ...
+
+    async def set_bounds(self, bounds: VersionBounds) -> None:
+        self.bounds = bounds
 
     async def submit(self, tasks: bytes) -> None:
         for task in unpack(tasks):
@@ -135,6 +143,21 @@ async def test_a_worker_that_dies_of_something_else_costs_no_episode() -> None:
         return False
 
     assert reasons(await World(once_each, 2).play(*groups(8))) == [{StopReason.COMPLETED}] * 8
+
+
+async def test_a_worker_that_replaces_a_dead_one_hears_which_tokens_are_too_old() -> None:
+    made: list[MortalWorker] = []
+
+    async def spawn() -> Remote:
+        made.append(MortalWorker(lambda task: len(made) == 1))
+        return Remote(made[-1])
+
+    pool = EnvPool(spawn, 1)
+    await pool.start()
+    pool.set_bounds(VersionBounds(2, 3))
+    await asyncio.wait_for(pool.run(groups(1)[0]), 20)
+    await pool.stop()
+    assert [worker.bounds for worker in made] == [VersionBounds(2, 3)] * 2
 
 
 async def test_workers_that_only_die_end_the_run() -> None:

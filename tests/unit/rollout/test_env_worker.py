@@ -22,7 +22,7 @@ from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker, agent_limits, describe_envs
-from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupTask
+from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupTask, VersionBounds
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory, Turn
@@ -257,6 +257,69 @@ async def test_members_beyond_enough_are_stopped_also_in_the_engine_and_their_to
     await eventually_in_loop(lambda: len(world.engine.aborted) == 2, 60, "the engine hears of both")
     assert sorted(world.engine.aborted) == ["train-0-1-2", "train-0-3-2"]
     assert await world.store.size() == 2
+
+
+async def until_asked(engine: FakeEngine, *request_ids: str) -> None:
+    await eventually_in_loop(
+        lambda: {request.request_id for request in engine.requests} >= set(request_ids),
+        60,
+        f"{request_ids} are asked for",
+    )
+
+
+async def test_training_episodes_with_tokens_that_are_too_old_are_stopped_and_run_again(
+    tmp_path: Path,
+) -> None:
+    world = World(pipeline(), tmp_path)
+    slow = ("train-0-1-2", "train-0-2-1", "validation-0-0-1")
+    world.engine.ignores = lambda request: request.request_id in slow
+    pool = await world.pool()
+    training = asyncio.create_task(pool.run(task(members=3)))
+    validating = asyncio.create_task(pool.run(task(Stream.VALIDATION, members=1)))
+    await until_asked(world.engine, *slow)
+    pool.set_bounds(VersionBounds(oldest=1, newest=1))
+    results = await asyncio.wait_for(training, 60)
+    assert [(r.key.member, r.stop_reason, r.response_tokens) for r in results] == [
+        (0, "max_turns", 6),
+        (1, "stale", 2),
+        (2, "stale", 0),
+    ]
+    await eventually_in_loop(lambda: len(world.engine.aborted) == 2, 60, "the engine hears of both")
+    assert sorted(world.engine.aborted) == sorted(slow[:2])
+    assert not validating.done()
+    again = asyncio.create_task(pool.run(GroupTask(Stream.TRAIN, 0, "A", (2,), attempt=1)))
+    await until_asked(world.engine, "train-0-2-try1-1")
+    assert [r.stop_reason for r in await asyncio.wait_for(again, 60)] == ["stale"], (
+        "the engine still samples with version 0"
+    )
+    validating.cancel()
+    await pool.stop()
+
+
+async def test_an_answer_of_an_old_version_ends_its_episode(tmp_path: Path) -> None:
+    world = World(pipeline(), tmp_path)
+    pool = await world.pool()
+    pool.set_bounds(VersionBounds(oldest=1, newest=1))
+    results = await asyncio.wait_for(pool.run(task()), 60)
+    assert [(r.stop_reason, r.response_tokens) for r in results] == [("stale", 2)] * 2
+    await pool.stop()
+
+
+async def test_a_response_that_will_start_again_with_new_weights_is_not_too_old(
+    tmp_path: Path,
+) -> None:
+    staleness = {"max": 1, "partialRollout": False, "offPolicy": "Ignore"}
+    world = World(pipeline(staleness=staleness), tmp_path)
+    world.engine.ignores = lambda request: request.request_id == "train-0-0-1"
+    pool = await world.pool()
+    training = asyncio.create_task(pool.run(task()))
+    await until_asked(world.engine, "train-0-0-1", "train-0-1-1")
+    pool.set_bounds(VersionBounds(oldest=1, newest=1))
+    await asyncio.sleep(0.1)
+    assert world.engine.aborted == []
+    assert not training.done()
+    training.cancel()
+    await pool.stop()
 
 
 async def test_the_judges_of_a_run_add_to_the_reward_of_its_policy_and_not_of_random_play(

@@ -23,10 +23,16 @@ from agenticrun_workers.driver.step import credit_turns
 from agenticrun_workers.envs import FrozenLake
 from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
-from agenticrun_workers.rollout.controller import FinishedGroup, run_group
+from agenticrun_workers.rollout.controller import FinishedGroup, GroupRun
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, GroupTask, as_episode
+from agenticrun_workers.rollout.groups import (
+    EpisodeResult,
+    GroupPlan,
+    GroupTask,
+    VersionBounds,
+    as_episode,
+)
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
@@ -65,8 +71,12 @@ class Branching:
 def played(
     scores: Scores, *broken: tuple[int, int], size: int | None = None
 ) -> tuple[FinishedGroup, Branching]:
+    async def nothing_is_stale(stale: list[EpisodeResult]) -> None:
+        raise AssertionError(stale)
+
     backend = Branching(scores, frozenset(broken))
-    return asyncio.run(run_group(backend, GroupPlan(("A",), size or len(scores)), 7)), backend
+    run = GroupRun(7, GroupPlan(("A",), size or len(scores)))
+    return asyncio.run(run.play(backend, VersionBounds, nothing_is_stale)), backend
 
 
 def pipeline(name: str, agent: str = "multi_turn") -> Pipeline:

@@ -38,6 +38,16 @@ class Episode:
     """Different for every member."""
     item: Mapping[str, Any] | None = None
     """The item of `envs[].dataset` that the episode is about."""
+    attempt: int = 0
+    """Number of the try; 0 = first."""
+
+    @property
+    def session(self) -> str:
+        """Name of the session of its requests.
+
+        Each try has its own, because requests of a stopped one may still be in flight.
+        """
+        return f"{self.key}-try{self.attempt}" if self.attempt else str(self.key)
 
     @classmethod
     def seeded(
@@ -50,7 +60,12 @@ class Episode:
     ) -> Episode:
         """Return the episode `key` with its seeds derived from `pipeline.seed`."""
         return cls(
-            key, tag, env_seed(seed, key.stream, key.group), sampling_seed(seed, key, attempt), item
+            key,
+            tag,
+            env_seed(seed, key.stream, key.group),
+            sampling_seed(seed, key, attempt),
+            item,
+            attempt,
         )
 
     def request(
@@ -60,7 +75,7 @@ class Episode:
         seed = int(
             np.random.SeedSequence([self.sampling_seed, *seed_path]).generate_state(1, np.uint64)[0]
         )
-        return GenerationRequest(f"{self.key}-{name}", str(self.key), prompt_T, sampling, seed)
+        return GenerationRequest(f"{self.session}-{name}", self.session, prompt_T, sampling, seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from agenticrun_workers.rollout.controller import Batch
-from agenticrun_workers.rollout.groups import EpisodeResult
+from agenticrun_workers.rollout.groups import EpisodeResult, every_trajectory
 from agenticrun_workers.types import StopReason
 from agenticrun_workers.weights.transports import Transport
 
@@ -30,7 +30,7 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
     Args:
         version: the policy version that is about to be trained.
     """
-    results = batch.results
+    results, stale = batch.results, every_trajectory(batch.counts.stale_episodes)
     response = sum(result.response_tokens for result in results)
     turns_K = np.concatenate([result.response_tokens_K for result in results])
     return {
@@ -41,6 +41,8 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
         "rollout/queue_depth": float(batch.queue_depth),
         **{f"staleness/{name}": value for name, value in _ages(results, version).items()},
         "rollout/aborted_tokens": float(batch.counts.aborted_tokens),
+        "rollout/stale": float(len(batch.counts.stale_episodes)),
+        "rollout/stale_tokens": float(sum(result.response_tokens for result in stale)),
         "group/filtered": float(batch.counts.filtered),
         "group/length_bias": batch.counts.length_bias,
         "group/rerolled": float(batch.counts.rerolled),
@@ -54,7 +56,7 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
         **_spread("tokens/response_length", [result.response_tokens for result in results]),
         **_spread("tokens/turn_response_length", turns_K),
         "system/samples": float(sum(result.samples for result in results)),
-        **_stop_reasons([*results, *batch.counts.untrainable]),
+        **_stop_reasons([*results, *batch.counts.untrainable, *stale]),
         **_of_envs("env", results),
         **_judge_failures(batch.counts.untrainable),
     }

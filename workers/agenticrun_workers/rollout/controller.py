@@ -1,6 +1,12 @@
 """RolloutController: starts groups and assembles training batches. Runs in the driver.
 
-`run_group` runs one group to its end, with re-rolls of untrainable members and redundant members.
+`GroupRun` runs one group to its end, with re-rolls of untrainable members and redundant members.
+
+Staleness. A token of policy version t can be trained on up to step t + staleness.max. Once a batch
+is taken, the env workers stop members that would miss that step, and finished groups drop theirs.
+Only these members run again, under the same group number: no data item is lost. Batches do not
+wait for a slow group the first time. The second time they do: else episodes that are slower than
+the trainer would never be trained on, and short ones would be preferred.
 """
 
 from __future__ import annotations
@@ -8,19 +14,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from agenticrun_workers.errors import RolloutFailed
-from agenticrun_workers.rollout.env_pool import RolloutBackend
+from agenticrun_workers.rollout.env_pool import RolloutBackend, TrainingBackend
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
     Group,
     GroupPlan,
     GroupTask,
+    VersionBounds,
     every_trajectory,
 )
 from agenticrun_workers.rollout.log_once import LogOnce
@@ -42,63 +50,146 @@ class FinishedGroup:
     """Tokens sampled for redundant members that were stopped."""
 
 
-async def run_group(
-    backend: RolloutBackend, plan: GroupPlan, number: int, *, transcript: bool = False
-) -> FinishedGroup:
-    """Run group `number` until `plan.group_size` members are trainable or no re-roll is left."""
-    finished = FinishedGroup()
-    good: list[EpisodeResult] = []
-    late: list[EpisodeResult] = []
-    members = tuple(range(plan.group_size + plan.redundancy))
-    for attempt in range(plan.max_rerolls + 1):
-        needed = plan.group_size - len(good)
+Drop = Callable[[list[EpisodeResult]], Awaitable[None]]
+"""Called with the members of a group that have grown too old."""
+
+
+@dataclass(eq=False)
+class GroupRun:
+    """A training group from its start until it is trained on or given up."""
+
+    number: int
+    plan: GroupPlan
+    group: Group | None = None
+    """Set when enough members have finished."""
+    kept: list[EpisodeResult] = field(default_factory=list)
+    """Finished episodes that can be trained on, in the order of finishing."""
+    attempts: int = 0
+    requeued: bool = False
+    """True once a member has grown too old: batches wait for the group from then on."""
+    task: asyncio.Task[None] | None = None
+    _started_version: int | None = None
+    """Policy version of the engines when the running episodes began."""
+
+    def __post_init__(self) -> None:
+        self._missing = set(range(self.plan.group_size + self.plan.redundancy))
+        self._failures: Counter[int] = Counter()
+        self._rerolls: set[int] = set()
+        """Members of `_missing` that failed."""
+        self._unneeded: list[EpisodeResult] = []
+
+    def oldest_version(self, newest: int) -> int:
+        """Return the oldest policy version in its finished and running episodes.
+
+        Args:
+            newest: version of the engines, with which further episodes would begin.
+        """
+        running = newest if self._started_version is None else self._started_version
+        finished = [result.episode_version for result in self.kept]
+        return min(finished if self.group else [*finished, running])
+
+    async def play(
+        self,
+        backend: RolloutBackend,
+        bounds: Callable[[], VersionBounds],
+        drop: Drop,
+        *,
+        transcript: bool = False,
+    ) -> FinishedGroup:
+        """Run the missing members until enough are trainable or no re-roll is left.
+
+        Args:
+            backend: runs the episodes.
+            bounds: returns the policy versions of now.
+            drop: called with members that have grown too old, before they run again.
+            transcript: return the first try of the first member as text.
+        """
+        finished = FinishedGroup()
+        self.group = None
+        while True:
+            await self._drop_stale(bounds().oldest, [], drop)
+            needed = self.plan.group_size - len(self.kept)
+            if needed <= 0 or not self._missing:
+                break
+            members = tuple(sorted(self._missing))
+            finished.rerolled += len(self._rerolls)
+            self._missing, self._rerolls = set(), set()
+            self._started_version = bounds().newest
+            results = await backend.run(self._next_task(members, needed, transcript=transcript))
+            self._started_version = None
+            await self._drop_stale(bounds().oldest, self._take(results, finished), drop)
+        return self._finish(finished)
+
+    def _next_task(self, members: tuple[int, ...], needed: int, *, transcript: bool) -> GroupTask:
+        attempt, self.attempts = self.attempts, self.attempts + 1
         told = transcript and attempt == 0
-        task = GroupTask(
+        return GroupTask(
             Stream.TRAIN,
-            number,
-            plan.tag(number),
+            self.number,
+            self.plan.tag(self.number),
             members,
             attempt,
             transcript=told,
-            frames=told and plan.frames,
+            frames=told and self.plan.frames,
             stop_after=needed if needed < len(members) else None,
         )
-        results = await backend.run(task)
-        good += [result for result in results if result.trainable]
-        too_late = _too_late(results) if len(good) >= plan.group_size else []
-        late += too_late
-        failed = [result for result in results if not result.trainable and result not in too_late]
-        finished.untrainable += every_trajectory(failed)
-        members = tuple(result.key.member for result in failed)
-        if len(good) >= plan.group_size or attempt == plan.max_rerolls:
-            break
-        finished.rerolled += len(members)
-    kept, finished.surplus = (
-        _trainable(good[: plan.group_size]),
-        _trainable(good[plan.group_size :]),
-    )
-    finished.untrainable += [result for result in every_trajectory(good) if not result.trainable]
-    finished.aborted_tokens = sum(result.response_tokens for result in late)
-    if len(kept) < min(2, plan.group_size):
-        finished.surplus = _trainable(good)
-    else:
-        in_order = tuple(sorted(kept, key=lambda result: result.key))
-        finished.group = Group(
-            number,
-            plan.tag(number),
-            in_order,
-            length_bias=_length_bias(kept, [*finished.surplus, *late]),
-        )
-    return finished
+
+    def _take(self, results: list[EpisodeResult], finished: FinishedGroup) -> list[EpisodeResult]:
+        """Sort finished episodes; return those that were stopped because they grew too old."""
+        good = [result for result in results if result.trainable]
+        self.kept += good
+        finished.untrainable += [r for r in every_trajectory(good) if not r.trainable]
+        enough = len(self.kept) >= self.plan.group_size
+        stale: list[EpisodeResult] = []
+        for result in results:
+            if result.trainable:
+                continue
+            if result.stop_reason is StopReason.STALE:
+                stale.append(result)
+            elif result.stop_reason is StopReason.ABORTED and enough:
+                self._unneeded.append(result)
+                finished.aborted_tokens += result.response_tokens
+            else:
+                self._count_failure(result.key.member)
+                finished.untrainable += result.trajectories
+        return stale
+
+    def _count_failure(self, member: int) -> None:
+        self._failures[member] += 1
+        if self._failures[member] <= self.plan.max_rerolls:
+            self._missing.add(member)
+            self._rerolls.add(member)
+
+    async def _drop_stale(self, oldest: int, stopped: list[EpisodeResult], drop: Drop) -> None:
+        """Let members run again that are older than `oldest`, or were stopped for it."""
+        stale = [*stopped, *(r for r in self.kept if r.episode_version < oldest)]
+        if not stale:
+            return
+        self.kept = [result for result in self.kept if result not in stale]
+        self._missing |= {result.key.member for result in stale}
+        self.requeued = True
+        await drop(stale)
+
+    def _finish(self, finished: FinishedGroup) -> FinishedGroup:
+        surplus = self.kept[self.plan.group_size :]
+        self.kept = self.kept[: self.plan.group_size]
+        finished.surplus = _trainable(surplus)
+        self._unneeded += finished.surplus
+        kept = _trainable(self.kept)
+        if len(kept) < min(2, self.plan.group_size):
+            finished.surplus += kept
+        else:
+            finished.group = self.group = Group(
+                self.number,
+                self.plan.tag(self.number),
+                tuple(sorted(kept, key=lambda result: result.key)),
+                length_bias=_length_bias(kept, self._unneeded),
+            )
+        return finished
 
 
 def _trainable(episodes: list[EpisodeResult]) -> list[EpisodeResult]:
     return [result for result in every_trajectory(episodes) if result.trainable]
-
-
-def _too_late(results: list[EpisodeResult]) -> list[EpisodeResult]:
-    """Return the members that were stopped because enough others had finished."""
-    return [result for result in results if result.stop_reason is StopReason.ABORTED]
 
 
 def _length_bias(kept: list[EpisodeResult], others: list[EpisodeResult]) -> float:
@@ -141,7 +232,9 @@ class RolloutCounts:
     dropped: int = 0
     """Groups with fewer than two trainable members (one, for groups of one)."""
     stale: int = 0
-    """Finished groups discarded because their policy version was too old."""
+    """Groups of which members ran again because they had grown too old."""
+    stale_episodes: list[EpisodeResult] = field(default_factory=list)
+    """These members: stopped, or finished and discarded."""
     filtered: int = 0
     """Groups rejected by `groupFilter`."""
     aborted_tokens: int = 0
@@ -197,7 +290,7 @@ class RolloutController:
 
     def __init__(
         self,
-        backend: RolloutBackend,
+        backend: TrainingBackend,
         gate: StalenessGate,
         plan: GroupPlan,
         *,
@@ -210,9 +303,10 @@ class RolloutController:
         self._discard = discard
         self._max_age = math.ceil(gate.max_staleness)
         self._next_group = position.next_group
-        self._pending = sorted(position.pending_groups)
-        self._running: dict[int, asyncio.Task[None]] = {}
-        self._ready: list[Group] = []
+        self._bounds = VersionBounds()
+        self._pending = [GroupRun(number, plan) for number in sorted(position.pending_groups)]
+        self._running: dict[int, GroupRun] = {}
+        self._ready: list[GroupRun] = []
         self._changed = asyncio.Event()
         self._counts = RolloutCounts()
         self._failure: BaseException | None = None
@@ -221,8 +315,8 @@ class RolloutController:
     @property
     def position(self) -> RolloutPosition:
         """The position to save. Groups that are not yet in a batch run again after a resume."""
-        unfinished = {*self._pending, *self._running, *(group.group for group in self._ready)}
-        return RolloutPosition(self._next_group, tuple(sorted(unfinished)))
+        unfinished = (*self._pending, *self._running.values(), *self._ready)
+        return RolloutPosition(self._next_group, tuple(sorted(run.number for run in unfinished)))
 
     def advance(self, version: int, engine_version: int) -> None:
         """Start the groups that the gate now allows.
@@ -232,10 +326,11 @@ class RolloutController:
             engine_version: policy version that the engines have.
         """
         self._gate.version, self._gate.engine_version = version, engine_version
+        self._set_bounds(version)
         self._begin()
 
     async def batch(self) -> Batch:
-        """Return the oldest finished groups that are within the staleness limit.
+        """Return finished groups that are within the staleness limit, oldest first.
 
         Raises:
             TooManyDropped: nearly all groups fail.
@@ -244,22 +339,67 @@ class RolloutController:
         """
         size = self._gate.groups_per_batch
         while True:
-            while await self._drop_stale():  # others may have finished meanwhile
-                pass
-            if len(self._ready) >= size:
+            self._requeue_stale()
+            if self._batch_ready():
                 break
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
             await self._changed.wait()
-        groups, self._ready = self._ready[:size], self._ready[size:]
+        groups = [run.group for run in self._ready[:size] if run.group is not None]
+        self._ready = self._ready[size:]
         counts, self._counts = self._counts, RolloutCounts()
         counts.length_bias = float(np.mean([group.length_bias for group in groups]))
+        self._set_bounds(self._gate.version + 1)
+        self._requeue_stale()
         return Batch(tuple(groups), counts, len(self._ready))
+
+    def _batch_ready(self) -> bool:
+        """Sort the ready groups by age. Return True if the oldest ones may be taken as a batch.
+
+        Groups with members that ran again must still fit into the batches of their last steps.
+        """
+        size, newest = self._gate.groups_per_batch, self._bounds.newest
+        self._ready.sort(key=lambda r: (r.oldest_version(newest), not r.requeued, r.number))
+        if len(self._ready) < size:
+            return False
+        unfinished = [*self._running.values(), *self._pending]
+        waited_for = [run for run in (*self._ready[size:], *unfinished) if run.requeued]
+        last_steps = sorted(run.oldest_version(newest) + self._max_age for run in waited_for)
+        fits = all(
+            place <= (last_step - self._gate.version) * size
+            for place, last_step in enumerate(last_steps, start=1)
+        )
+        return fits or not any(run.requeued for run in unfinished)
+
+    def _set_bounds(self, next_batch: int) -> None:
+        """Tell the backend which tokens the next batch can still have.
+
+        Args:
+            next_batch: policy version that will be trained on it.
+        """
+        self._bounds = VersionBounds(next_batch - self._max_age, self._gate.engine_version)
+        self._backend.set_bounds(self._bounds)
+
+    def _requeue_stale(self) -> None:
+        """Let ready groups run again of which a member has grown too old."""
+        stale = [
+            run
+            for run in self._ready
+            if run.oldest_version(self._bounds.newest) < self._bounds.oldest
+        ]
+        if not stale:
+            return
+        self._ready = [run for run in self._ready if run not in stale]
+        self._pending = sorted([*self._pending, *stale], key=lambda run: run.number)
+        for run in stale:
+            run.requeued = True
+            self._gate.reject()
+        self._begin()
 
     async def stop(self) -> None:
         """Cancel all running groups."""
-        tasks = list(self._running.values())
+        tasks = [run.task for run in self._running.values() if run.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -267,28 +407,38 @@ class RolloutController:
     def _begin(self) -> None:
         for _ in range(self._gate.capacity):
             if self._pending:
-                number = self._pending.pop(0)
+                run = self._pending.pop(0)
             else:
-                number, self._next_group = self._next_group, self._next_group + 1
+                run = GroupRun(self._next_group, self._plan)
+                self._next_group += 1
             self._gate.begin()
-            self._running[number] = asyncio.create_task(self._run(number), name=f"group-{number}")
+            self._running[run.number] = run
+            run.task = asyncio.create_task(self._run(run), name=f"group-{run.number}")
 
-    async def _run(self, number: int) -> None:
-        transcript = number % self._gate.groups_per_batch < self._plan.transcripts
+    async def _run(self, run: GroupRun) -> None:
+        transcript = run.number % self._gate.groups_per_batch < self._plan.transcripts
         try:
-            finished = await run_group(self._backend, self._plan, number, transcript=transcript)
-            await self._record_group(finished)
+            finished = await run.play(
+                self._backend, lambda: self._bounds, self._drop, transcript=transcript
+            )
+            await self._record_group(run, finished)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # `batch` raises it
             self._failure = error
         else:
-            del self._running[number]
+            del self._running[run.number]
             if self._failure is None:
                 self._begin()
         self._changed.set()
 
-    async def _record_group(self, finished: FinishedGroup) -> None:
+    async def _drop(self, stale: list[EpisodeResult]) -> None:
+        """Count and discard members of a group that have grown too old."""
+        self._counts.stale += 1
+        self._counts.stale_episodes += stale
+        await self._discard(_trainable(stale))
+
+    async def _record_group(self, run: GroupRun, finished: FinishedGroup) -> None:
         """Count a finished group. It becomes ready, or another group may start in its place."""
         self._counts.rerolled += finished.rerolled
         self._counts.aborted_tokens += finished.aborted_tokens
@@ -305,28 +455,7 @@ class RolloutController:
             self._check_bounds(finished.untrainable)
         else:
             self._gate.accept()
-            self._ready.append(group)
-            self._ready.sort(key=lambda ready: ready.group)
-
-    async def _drop_stale(self) -> bool:
-        """Discard ready groups that exceed the staleness limit. Return True if there were some.
-
-        A fractional limit is rounded up: ages are whole versions.
-        """
-        too_old = [
-            group
-            for group in self._ready
-            if self._gate.version - group.oldest_version > self._max_age
-        ]
-        if not too_old:
-            return False
-        self._ready = [group for group in self._ready if group not in too_old]
-        self._counts.stale += len(too_old)
-        for group in too_old:
-            self._gate.reject()
-            await self._discard(list(group.results))
-        self._begin()
-        return True
+            self._ready.append(run)
 
     def _check_bounds(self, untrainable: list[EpisodeResult]) -> None:
         counts, chosen = self._counts, self._plan.filter

@@ -24,7 +24,13 @@ from agenticrun_workers.launch import (
     OtherActorDied,
     Result,
 )
-from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupTask, Stores
+from agenticrun_workers.rollout.groups import (
+    Endpoints,
+    EpisodeResult,
+    GroupTask,
+    Stores,
+    VersionBounds,
+)
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory
 
@@ -51,6 +57,14 @@ class RolloutBackend(Protocol):
         Raises:
             RolloutFailed: the workers cannot run episodes any more.
         """
+        ...
+
+
+class TrainingBackend(RolloutBackend, Protocol):
+    """Backend that also stops episodes that have grown too old to be trained on."""
+
+    def set_bounds(self, bounds: VersionBounds) -> None:
+        """Stop training episodes with a token older than `bounds.oldest`; they end as `STALE`."""
         ...
 
 
@@ -139,6 +153,7 @@ class EnvPool:
         self._waiting: list[_Open] = []
         self._flush_planned = False
         self._endpoints = Endpoints()
+        self._bounds = VersionBounds()
         self._deaths = 0
         self._given_up: set[tuple[Stream, int]] = set()
         """Groups that were given up. A re-roll of one is a suspect from the start."""
@@ -180,6 +195,12 @@ class EnvPool:
         # `_watch` handles dead workers.
         await asyncio.gather(*calls, return_exceptions=True)
 
+    def set_bounds(self, bounds: VersionBounds) -> None:
+        """See `TrainingBackend`."""
+        self._bounds = bounds
+        for worker in self._workers:
+            self._send_bounds(worker)
+
     async def stop(self) -> None:
         """Stop watching. The actors end with the Ray session."""
         for watcher in self._watchers:
@@ -190,11 +211,16 @@ class EnvPool:
         endpoints = replace(self._endpoints, worker=worker.number)
         return worker.handle.call(lambda actor: actor.set_endpoints(endpoints))
 
+    def _send_bounds(self, worker: _Worker) -> None:
+        worker.handle.call(lambda actor: actor.set_bounds(self._bounds))
+
     def _add(self, handle: ActorHandle[EnvWorker]) -> None:
         worker = _Worker(handle, next(self._numbers))
         self._workers.append(worker)
         if self._endpoints.number:
             self._send_endpoints(worker)
+        if self._bounds != VersionBounds():
+            self._send_bounds(worker)
         watcher = asyncio.create_task(self._watch(worker), name="env-worker")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)

@@ -23,7 +23,7 @@ from agenticrun_workers.rollout.episode_runner import (
     Sources,
     step_timeout,
 )
-from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult
+from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, VersionBounds
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class EnvWorker:
     """Actor that runs episodes.
 
-    Call `describe`, then `setup`; then `set_endpoints`, `submit`, `abort` and `collect` in any
-    order.
+    Call `describe`, then `setup`; then `set_endpoints`, `set_bounds`, `submit`, `abort` and
+    `collect` in any order.
 
     Args:
         name: unique among the env workers of a run, including replaced ones.
@@ -60,7 +60,7 @@ class EnvWorker:
             name, derive(pipeline.seed, "engine-choice", name), self._keep
         )
         self._tasks: set[asyncio.Task[None]] = set()
-        self._running: dict[tuple[EpisodeKey, int], asyncio.Task[None]] = {}
+        self._running: dict[tuple[EpisodeKey, int], RunningEpisode] = {}
         """Running episodes by key and attempt."""
 
     async def placement(self) -> Placement:
@@ -94,15 +94,21 @@ class EnvWorker:
         for task in unpack(tasks):
             for member in task.members:
                 episode = RunningEpisode(task, task.key(member))
-                running = asyncio.create_task(self._run_episode(episode))
-                self._running[episode.key, task.attempt] = running
-                self._keep(running)
+                episode.coroutine = asyncio.create_task(self._run_episode(episode))
+                self._running[episode.key, task.attempt] = episode
+                self._keep(episode.coroutine)
 
     async def abort(self, episodes: list[tuple[EpisodeKey, int]]) -> None:
         """Stop these (episode, attempt) pairs; they end as aborted. Unknown ones are ignored."""
         for name in episodes:
             if name in self._running:
                 self._running[name].cancel()
+
+    async def set_bounds(self, bounds: VersionBounds) -> None:
+        """Stop training episodes with a token older than `bounds.oldest`; they end as stale."""
+        self._runner.bounds = self._runner.bounds.later(bounds)
+        for episode in list(self._running.values()):
+            episode.stop_if_older(self._runner.bounds.oldest)
 
     async def collect(self) -> bytes:
         """Return finished episodes as a packed `list[EpisodeResult]`; empty after idle seconds.
@@ -128,7 +134,7 @@ class EnvWorker:
             async with self._limit:
                 await self._runner.run(episode)
             await self._runner.judge(episode)
-        except asyncio.CancelledError:  # only `abort` cancels it
+        except asyncio.CancelledError:  # only `abort` and `set_bounds` cancel it
             episode.trajectories = [episode.abandoned()]
         finally:
             del self._running[episode.key, task.attempt]

@@ -19,7 +19,7 @@ from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.rollout.camera import FrameRecorder, animated_gif
 from agenticrun_workers.rollout.datasets import EpisodeItems
 from agenticrun_workers.rollout.demonstrations import Demonstrations
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, as_episode
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, VersionBounds, as_episode
 from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.rollout.rewards import JudgePanel, judged_episode
 from agenticrun_workers.types import (
@@ -57,6 +57,11 @@ class RunningEpisode:
     key: EpisodeKey
     answers: list[Generation] = field(default_factory=list)
     """Generations sampled so far."""
+    asked_version: int | None = None
+    """Policy version of the engines when the first response was requested."""
+    stale: bool = False
+    """True if it was stopped because its tokens are too old to be trained on."""
+    coroutine: asyncio.Task[None] | None = None
     recorder: FrameRecorder | None = None
     trajectories: list[Trajectory] = field(default_factory=list)
     """At least one when the episode has ended."""
@@ -65,6 +70,29 @@ class RunningEpisode:
     def shown(self) -> bool:
         """True for the first member of the group, which transcripts and frames show."""
         return self.key.member == self.task.members[0]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Lower bound of the policy versions of its tokens; None before the first request."""
+        versions = [int(a.versions_T.min()) for a in self.answers if len(a.versions_T)]
+        return min(versions, default=self.asked_version)
+
+    def stop_if_older(self, version: int) -> None:
+        """Stop a training episode that has a token older than this version."""
+        oldest = self.oldest_version
+        if (
+            self.task.stream is Stream.TRAIN
+            and not self.stale
+            and oldest is not None
+            and oldest < version
+        ):
+            self.stale = True
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Stop the episode."""
+        if self.coroutine is not None:
+            self.coroutine.cancel()
 
     def abandoned(self) -> Trajectory:
         """Return the trajectory of a stopped episode. Its sampled tokens still count in metrics."""
@@ -75,8 +103,10 @@ class RunningEpisode:
             self.key,
             self.task.tag,
             turns,
-            StopReason.ABORTED,
-            error="enough other members had finished",
+            StopReason.STALE if self.stale else StopReason.ABORTED,
+            error="its tokens are older than staleness.max allows"
+            if self.stale
+            else "enough other members had finished",
         )
 
 
@@ -89,6 +119,9 @@ class EpisodeRunner:
         agents: agents by tag and stream.
         sources: data sets, judges and demonstrations.
         client: sends generation requests to the engines.
+
+    Attributes:
+        bounds: the latest policy versions that are known here.
     """
 
     def __init__(
@@ -105,6 +138,7 @@ class EpisodeRunner:
         self._sources = sources
         self._client = client
         self._envs = EnvCache(pipeline)
+        self.bounds = VersionBounds()
         self._report = LogOnce(log.exception)
 
     async def run(self, running: RunningEpisode) -> None:
@@ -126,11 +160,10 @@ class EpisodeRunner:
             message = one_line(error)
             self._report(f"an agent failed in {task.tag}: {message}")
             running.trajectories = [_nothing(running, StopReason.ENV_ERROR, message)]
-        finally:
-            self._client.end_session(str(key))
 
     async def _collected(self, running: RunningEpisode) -> list[Trajectory]:
         task, key = running.task, running.key
+        episode = Episode.seeded(self._pipeline.seed, key, task.tag, task.attempt, self._item(task))
         env, whole = await self._envs.take(task.tag), False
         try:
             timeout = step_timeout(self._pipeline, self._pipeline.env(task.tag))
@@ -138,9 +171,6 @@ class EpisodeRunner:
                 random_valid_policy(env, self._chat, timeout)
                 if task.random_policy
                 else self._client.generate
-            )
-            episode = Episode.seeded(
-                self._pipeline.seed, key, task.tag, task.attempt, self._item(task)
             )
             agent = self._agents[task.tag, task.stream]
             made = await agent.collect_trajectory(
@@ -150,22 +180,31 @@ class EpisodeRunner:
             whole = all(trajectory.stop_reason.trainable for trajectory in trajectories)
             return trajectories
         finally:
+            self._client.end_session(episode.session)
             if whole:
                 self._envs.release(task.tag, env)
             else:
                 self._envs.discard(env)
 
     def _ranked(self, generate: Generate, running: RunningEpisode) -> Generate:
-        """Wrap `generate` to rank requests, and to record generations.
+        """Wrap `generate` to rank requests, to record generations, and to stop a stale episode.
 
-        The tokens of a stopped episode count, too.
+        The tokens of a stopped episode count, too. A response that starts again with new weights
+        (`partialRollout: false`) has no tokens of the version that it was requested with.
         """
         groups = self._pipeline.groups_per_batch
+        partial = self._pipeline.staleness.partial_rollout
 
         async def ranked(request: GenerationRequest) -> Generation:
+            if partial and running.asked_version is None:
+                running.asked_version = self.bounds.newest
             priority = request_priority(running.task, groups, len(running.answers))
             generation = await generate(replace(request, priority=priority))
             running.answers.append(generation)
+            if len(generation.versions_T):
+                seen = VersionBounds(newest=int(generation.versions_T.max()))
+                self.bounds = self.bounds.later(seen)
+            running.stop_if_older(self.bounds.oldest)
             return generation
 
         return ranked

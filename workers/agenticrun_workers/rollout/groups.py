@@ -38,7 +38,7 @@ class GroupTask:
     tag: str
     members: tuple[int, ...]
     attempt: int = 0
-    """Number of the re-roll; 0 = first try."""
+    """Number of the try, after re-rolls and members that grew too old; 0 = first."""
     random_policy: bool = False
     """Sample uniformly random valid actions instead of asking the policy."""
     transcript: bool = False
@@ -52,6 +52,20 @@ class GroupTask:
 
     def key(self, member: int) -> EpisodeKey:
         return EpisodeKey(self.stream, self.group, member)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionBounds:
+    """Policy versions that matter to running episodes. Both only grow."""
+
+    oldest: int = 0
+    """Tokens of older versions can no longer be trained on within `staleness.max`."""
+    newest: int = 0
+    """Version that the engines have."""
+
+    def later(self, other: VersionBounds) -> VersionBounds:
+        """Return the later bounds of both."""
+        return VersionBounds(max(self.oldest, other.oldest), max(self.newest, other.newest))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,6 +136,11 @@ class EpisodeResult:
     def trajectories(self) -> tuple[EpisodeResult, ...]:
         """All trajectories of the episode, this one first."""
         return (self, *self.others)
+
+    @property
+    def episode_version(self) -> int:
+        """Oldest policy version in the trainable trajectories of the episode."""
+        return min(each.oldest_version for each in self.trajectories if each.trainable)
 
     @property
     def turns(self) -> int:
