@@ -173,6 +173,7 @@ async def test_rollout_ahead_of_training_stays_within_the_limit(tmp_path: Path, 
         "staleness": {"max": 1, "offPolicy": "Ignore"},
         "oldLogProbs": old,
         "actorTrain": {"training": {"learningRate": 0.003}},  # one optimizer step for each batch
+        "algorithm": {"entropyLossCoef": 0.1},  # the policy moves without any reward
     }
     session = InProcessAttempt(
         tiny_run(**config, trainEnvs={"groups": 8, "groupSize": 2, "tags": ["Lake"]}), tmp_path
