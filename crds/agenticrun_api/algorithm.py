@@ -361,6 +361,18 @@ class RatioFilter(Model):
                 bound is not None for bound in (f.ratio_low, f.ratio_high, f.diff_low, f.diff_high)
             ),
         ),
+        Rule(
+            "self.level == 'sequence' || ((!has(self.diffLow) || "
+            "(self.diffLow >= -1.0 && self.diffLow <= 1.0)) && (!has(self.diffHigh) || "
+            "(self.diffHigh >= -1.0 && self.diffHigh <= 1.0)))",
+            "diffLow and diffHigh are between -1 and 1: only at level sequence is the difference "
+            "a sum",
+            "",
+            lambda f: (
+                f.level == "sequence"
+                or all(abs(bound) <= 1 for bound in (f.diff_low or 0.0, f.diff_high or 0.0))
+            ),
+        ),
     )
 
     level: Level = "token"
@@ -370,9 +382,10 @@ class RatioFilter(Model):
     """Smallest ratio exp(trainer - engine) to keep."""
     ratio_high: Coefficient | None = None
     """Largest ratio exp(trainer - engine) to keep."""
-    diff_low: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """Smallest difference of probabilities (trainer - engine) to keep."""
-    diff_high: Annotated[float, Field(ge=-1, le=1)] | None = None
+    diff_low: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
+    """Smallest difference of probabilities (trainer - engine) to keep: the token's, the mean of the
+    turn (segment) or sample (geometric), or the sample's sum (sequence)."""
+    diff_high: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
     """Largest difference of probabilities (trainer - engine) to keep."""
 
 

@@ -291,6 +291,13 @@ RULE_CASES: tuple[RuleCase, ...] = (
         ((f"{_P}.trainInferCorrection", {"filters": [{"level": "sequence", "ratioHigh": 2}]}),),
     ),
     RuleCase(
+        RatioFilter,
+        "diffLow and diffHigh are between -1 and 1",
+        f"{_P}.trainInferCorrection.filters[0]",
+        ((f"{_P}.trainInferCorrection", {"filters": [{"level": "token", "diffLow": -1.5}]}),),
+        ((f"{_P}.trainInferCorrection", {"filters": [{"level": "sequence", "diffLow": -1.5}]}),),
+    ),
+    RuleCase(
         TrainInferCorrection,
         "set isWeight or filters",
         f"{_P}.trainInferCorrection.isWeight",

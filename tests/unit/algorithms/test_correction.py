@@ -180,6 +180,23 @@ def test_the_sum_over_a_long_sequence_stays_a_number() -> None:
     assert result.weights_L[1] == pytest.approx(exp(20.0))
 
 
+def test_a_token_that_the_engine_held_impossible_differs_by_the_trainers_probability() -> None:
+    response = (Token(-750.0, -1.0, 0.0, 0.0), Token(-750.0, -0.1, 0.0, 0.0))
+    batch = [Trajectory(((Turn(1.0, 0, response),),), 0.0, True)]
+    result = corrected(CorrectionSpec(filters=(FilterSpec("token", diff_high=0.5),)), batch)
+    assert result.mask_L.tolist() == [True, False]
+    assert result.metrics["actor/train_infer_diff_token_mean"] == pytest.approx(
+        (exp(-1.0) + exp(-0.1)) / 2
+    )
+
+
+def test_the_difference_of_a_sequence_is_a_sum_and_may_have_bounds_above_1() -> None:
+    response = (Token(-1.0, -0.1, 0.0, 0.0),) * 5
+    batch = [Trajectory(((Turn(1.0, 0, response[:length]),),), 0.0, True) for length in (2, 5)]
+    spec = CorrectionSpec(filters=(FilterSpec("sequence", diff_high=1.5),))
+    assert corrected(spec, batch).mask_L.tolist() == [True] * 2 + [False] * 5
+
+
 def test_filters_of_one_level_hold_together() -> None:
     response = (
         Token(-1.0, -1.5, 0.0, 0.0),

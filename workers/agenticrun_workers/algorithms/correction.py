@@ -242,10 +242,9 @@ def token_level(
     """
     for i in range(stop - start):
         old, engine = np.float64(old_L[start + i]), np.float64(engine_L[start + i])
-        ratio = fast_exp(old - engine)
         blocks[0, i] = old - engine
-        blocks[1, i] = min(max(ratio, RATIO_FLOOR), RATIO_CEILING)
-        blocks[2, i] = fast_exp(engine) * (ratio - 1.0)
+        blocks[1, i] = min(max(fast_exp(old - engine), RATIO_FLOOR), RATIO_CEILING)
+        blocks[2, i] = fast_exp(old) - fast_exp(engine)
     ratio_low, ratio_high = bounds.ratio_low[0], bounds.ratio_high[0]
     diff_low, diff_high = bounds.diff_low[0], bounds.diff_high[0]
     log_sum, gap, ratio_sum, diff_sum, ratios_kept, diffs_kept = 0.0, 0.0, 0.0, 0.0, 0, 0
