@@ -260,6 +260,18 @@ async def test_an_engine_that_joins_on_a_new_node_gets_the_last_version_while_th
     await check(engines["far"], folder, 3, 0.02)
 
 
+@pytest.mark.parametrize("place", ["home", "away"])
+async def test_an_engine_that_joins_after_all_copies_are_lost_gets_the_trainers_weights(
+    drill: Any, engines: dict[str, Any], folder: Path, place: str
+) -> None:
+    syncing = drill(transport="ObjectStore")
+    await syncing.update({"near": (engines["near"], "home")}, 6)
+    for node in syncing.nodes:
+        await killed(node)
+    await asyncio.wait_for(syncing.sync.join(Receiver(engines["far"], place)), 60)
+    await check(engines["far"], folder, 6)
+
+
 async def test_a_bucket_damaged_on_the_way_is_found_and_sent_again(
     drill: Any, engines: dict[str, Any], folder: Path
 ) -> None:

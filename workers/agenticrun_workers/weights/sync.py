@@ -188,18 +188,20 @@ class WeightSync:
     async def join(self, receiver: Receiver[WeightReceiver]) -> None:
         """Load the version of the last sync into one engine, while the trainers may be busy.
 
-        The weights come from the engine's node, or from the first trainer's. A broadcast leaves no
-        copy on nodes: after one, this waits for the trainers and loads their version.
+        The weights come from the engine's node, or from the first trainer's. If no copy is left
+        there, this waits for the trainers and loads their version. A broadcast leaves none.
         """
         assert self.version is not None, "there was no sync yet"
-        if self._spec.transport == "Broadcast":
-            version = await self._trainers[0].call(lambda trainer: trainer.policy_version())
-            report = await self._whole.publish(self._object_store, {"": receiver}, version)
-            _raise_failure(report, BaseException)
-            return
-        files = await self._files_for_engines()
-        by = self._weight_transport(self._transport({receiver.node_id}))
-        await files.republish(by, receiver, self.version)
+        files: FileSync = self._whole
+        by: WeightTransport = self._object_store
+        if self._spec.transport != "Broadcast":
+            files = await self._files_for_engines()
+            by = self._weight_transport(self._transport({receiver.node_id}))
+            if await files.republish(by, receiver, self.version):
+                return
+        version = await self._trainers[0].call(lambda trainer: trainer.policy_version())
+        report = await files.publish(by, {"": receiver}, version)
+        _raise_failure(report, BaseException)
 
     async def stop(self) -> None:
         """Free the memory of all nodes, and delete the folder on disk."""
@@ -399,13 +401,18 @@ class FileSync:
 
     async def republish(
         self, transport: WeightTransport, receiver: Receiver[WeightReceiver], version: int
-    ) -> None:
+    ) -> bool:
         """Load the last export into one receiver, from its node's memory or the first trainer's.
 
         The trainers may be busy.
+
+        Returns:
+            False if both have lost the export, because their actors died.
         """
         home, node = await self._node(self._home), await self._node(receiver.node_id)
         missing = [written for written in self._written if not node.holds(written)]
+        if not all(map(home.holds, missing)):
+            return False
         async with _watched((home, node)):
             if node is not home and missing:
                 arrivals = {node.node_id: ReplayStream[WrittenBucket]()}
@@ -419,6 +426,7 @@ class FileSync:
                 await preparing
             finally:
                 preparing.cancel()
+        return True
 
     def forget_contents(self) -> None:
         """Assume that nodes hold nothing, so that the next export is sent as a whole."""
