@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -17,8 +18,11 @@ import psutil
 import pytest
 
 from agenticrun_api import AgenticRun, Outcome, parse_run
+from agenticrun_workers.inference import EngineError
+from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.launch import liveness
 from agenticrun_workers.rollout.controller import Batch, RolloutController
+from agenticrun_workers.types import Generation, GenerationRequest
 from sync_actors import left_in_memory
 from tiny_runs import InProcessAttempt, TinyAttempt, tiny_document
 from waiting import eventually_in_loop
@@ -110,6 +114,42 @@ class Drill:
         return victims[0]
 
 
+COMPARED = ("rollout/score/mean", "tokens/response", "actor/pg_loss", "actor/grad_norm")
+
+
+async def undisturbed(steps: int, folder: Path) -> dict[int, dict[str, float]]:
+    """The metrics of each step without faults."""
+    attempt = InProcessAttempt(run_of(steps), folder)
+    report = await attempt.execute()
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    return {
+        step: {name: metrics[name] for name in COMPARED}
+        for step, metrics in attempt.training_steps().items()
+    }
+
+
+async def test_engines_that_fail_requests_cost_no_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each failure comes in the middle of many responses, which go on at the next engine."""
+    expected = await undisturbed(6, tmp_path / "undisturbed")
+    sample, asked, failing = TransformersEngine.generate, itertools.count(1), {3, 40, 41, 90}
+
+    async def generate(engine: TransformersEngine, request: GenerationRequest) -> Generation:
+        if next(asked) in failing:
+            raise EngineError("CUDA error: an illegal memory access was encountered")
+        return await sample(engine, request)
+
+    monkeypatch.setattr(TransformersEngine, "generate", generate)
+    attempt = InProcessAttempt(run_of(6), tmp_path / "failing")
+    report = await attempt.execute()
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    assert next(asked) > max(failing)
+    for step, metrics in attempt.training_steps().items():
+        assert {name: metrics[name] for name in COMPARED} == expected[step], step
+        assert metrics["group/rerolled"] == 0
+
+
 async def test_faults_change_nothing_that_a_run_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,12 +187,9 @@ async def test_faults_change_nothing_that_a_run_computes(
     if len(drill.attempts) == 1:
         assert sorted(served) == list(range(4 * len(steps))), f"seed {seed}"
     monkeypatch.setattr(RolloutController, "batch", batch)
-    undisturbed = InProcessAttempt(run_of(max(steps)), tmp_path / "undisturbed")
-    await undisturbed.execute()
-    expected = undisturbed.training_steps()
+    expected = await undisturbed(max(steps), tmp_path / "undisturbed")
     assert steps.keys() == expected.keys()
     for step, metrics in expected.items():
-        for metric in ("rollout/score/mean", "tokens/response", "actor/pg_loss", "actor/grad_norm"):
-            assert steps[step][metric] == metrics[metric], f"seed {seed}, step {step}: {metric}"
+        assert {name: steps[step][name] for name in COMPARED} == metrics, f"seed {seed}: {step}"
     assert {metrics["staleness/max"] for metrics in steps.values()} == {0.0}
     assert steps[max(steps)]["time/step"] < 10, f"seed {seed}: the last step waits for nobody"

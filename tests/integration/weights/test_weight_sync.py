@@ -182,7 +182,7 @@ async def test_a_node_frozen_in_mid_sync_fails_its_engines_only(
 ) -> None:
     """And the next sync makes another actor for the node."""
     monkeypatch.setattr(liveness, "POLL_SECONDS", 0.5)
-    monkeypatch.setattr(liveness, "FROZEN_POLLS", 4)
+    monkeypatch.setattr(liveness, "FROZEN_POLLS", 12)
     syncing = drill(node=NamedNode, transport="ObjectStore")
     far = spawn(Engine, "far")
     await far.call(lambda actor: actor.serve(folder))
