@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import ray
 
 from agenticrun_api import AgenticRun, FinalReport, Outcome, parse_run
 from agenticrun_workers.driver.checkpoints import CheckpointStore
+from agenticrun_workers.envs import FrozenLake, StepResult
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.actor import EngineActor, log_folder
 from agenticrun_workers.launch import ActorOptions
 from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.rollout.recording import Recording
+from agenticrun_workers.types import Stream
 from tiny_runs import InProcessAttempt, TinyAttempt, tiny_document, tiny_run
 
 pytestmark = pytest.mark.usefixtures("ray_node")
@@ -187,6 +191,47 @@ async def test_rollout_ahead_of_training_stays_within_the_limit(tmp_path: Path, 
         abs(step["actor/ratio_max"] - 1) > 1e-3 for step in steps if step["staleness/max"] == 1
     ]
     assert set(changed) == {old == "Rollout"}
+
+
+class SlowLake(FrozenLake):
+    """Some training levels take much longer than a training step."""
+
+    blocking = True
+
+    def reset(self, seed: int, split: Stream) -> str:
+        self._slow = split is Stream.TRAIN and seed % 4 == 0
+        return super().reset(seed, split)
+
+    def step(self, action: str) -> StepResult:
+        time.sleep(0.5 * self._slow)
+        return super().step(action)
+
+
+async def test_slow_episodes_that_grow_too_old_run_again_and_are_trained_on(tmp_path: Path) -> None:
+    lake = tiny_document()["spec"]["pipeline"]["envs"][0]
+    run = tiny_run(
+        maxSteps=12,
+        evalSteps=0,
+        saveSteps=0,
+        staleness={"max": 1},
+        oldLogProbs="Rollout",
+        envs=[{**lake, "type": f"{__name__}:SlowLake"}],
+        trainEnvs={"groups": 8, "groupSize": 2, "tags": ["Lake"]},
+        record={"to": str(tmp_path / "record")},
+    )
+    session = InProcessAttempt(run, tmp_path)
+    report = await execute(session)
+    assert report.outcome is Outcome.SUCCEEDED, report.message
+    assert sum(line["rollout/stale"] for line in session.training_steps().values()) > 0
+    recording = Recording(str(tmp_path / "record"))
+    trained = [(step, t) for step in recording.steps() for t in recording.read(step).trajectories]
+    assert all(step - 1 - t.oldest_version <= 1 for step, t in trained)
+    newest = CheckpointStore(tmp_path / "checkpoints", "tiny-uid", keep=1).newest()
+    assert newest is not None
+    state = newest.driver_state()
+    numbers = sorted({t.key.group for _, t in trained} | set(state.again))
+    assert numbers == list(range(state.next_group)), "no group is lost"
+    assert len(trained) == len({t.key for _, t in trained}) == 12 * 8
 
 
 async def test_an_environment_that_does_not_import_is_a_config_error(tmp_path: Path) -> None:
