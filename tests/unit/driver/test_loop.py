@@ -115,6 +115,7 @@ class Run:
                 self.sink, AttemptId("uid", "run-1", 1), self.pipeline.max_steps, generation=1
             ),
             requests=self.requests,
+            idle_seconds=lambda: 0.0,
             failures=[self.failure],
         )
         self.loop = Loop(parts, resume)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import pytest
 
 import agenticrun_workers
 from agenticrun_api.algorithm import Guards
+from agenticrun_workers.driver.engine_time import EngineTime, engine_metrics
 from agenticrun_workers.driver.guards import guards_of
 from agenticrun_workers.driver.metrics import (
-    engine_metrics,
     rollout_metrics,
     success_of,
     sync_metrics,
@@ -217,6 +218,59 @@ def test_the_use_of_the_caches_is_the_mean_of_the_step_s_polls() -> None:
     assert found["engine/engine-1/kv_usage"] == 0.3
     assert "engine/engine-2/kv_usage" not in found
     assert found["rollout/kv_usage"] == pytest.approx(0.4)
+
+
+async def test_the_time_of_idle_engines_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines for ten seconds: 2 of a sync, 3 without an episode, 5 with."""
+    now = without = 0.0
+    stats: dict[str, EngineStats] = {
+        "engine-0": engine_stats(0, 0.0, seats=3),
+        "engine-1": engine_stats(0, 0.0, seats=1),
+    }
+
+    async def read() -> dict[str, EngineStats]:
+        return dict(stats)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    measured = EngineTime(read, lambda: without)
+    async with measured.syncing():
+        now = without = 2.0  # nothing is in flight during the sync
+    now, without = 10.0, 5.0
+    stats["engine-0"] = engine_stats(0, 4.0, seats=3, seat_seconds=6.0)
+    found = await measured.metrics()
+    shares = {name: share for name, share in found.items() if name.startswith("rollout/idle/")}
+    assert shares == {
+        "rollout/idle/few_requests": pytest.approx(0.3 - 0.15),  # busy less utilization
+        "rollout/idle/weights": pytest.approx(0.2),
+        "rollout/idle/gate": pytest.approx(0.3),
+        "rollout/idle/env": pytest.approx(0.2),
+    }
+    assert sum(shares.values()) + found["rollout/utilization"] == pytest.approx(1)
+    now = 20.0
+    found = await measured.metrics()
+    assert found["rollout/idle/env"] == pytest.approx(1), "the first ten seconds are told"
+
+
+async def test_a_sync_beside_running_episodes_leaves_the_engines_only_for_its_own_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    stats = {"engine-0": engine_stats(0, 0.0, seat_seconds=0.0)}
+
+    async def read() -> dict[str, EngineStats]:
+        return dict(stats)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    measured = EngineTime(read, lambda: 0.0)
+    async with measured.syncing():
+        now = 4.0  # the engine samples while weights travel, and is held for a second
+        stats["engine-0"] = engine_stats(0, 3.0, seat_seconds=3.0)
+    now = 10.0
+    stats["engine-0"] = engine_stats(0, 8.0, seat_seconds=8.0)
+    found = await measured.metrics()
+    assert found["rollout/idle/weights"] == pytest.approx(0.1)
+    assert found["rollout/idle/env"] == pytest.approx(0.1)
+    assert found["rollout/idle/gate"] == 0.0
 
 
 def test_a_snapshot_holds_the_most_telling_metrics_and_nothing_that_the_api_refuses() -> None:

@@ -26,6 +26,20 @@ def test_seats_are_counted_while_requests_run_and_no_more_than_there_are(
     assert (meter.busy_seconds, meter.seat_seconds) == (8.0, 12.0)
 
 
+def test_requests_that_wait_for_new_weights_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    meter = LoadMeter(seats=2)
+    with meter.running():
+        now = 2.0
+        with meter.held():
+            now = 5.0
+        now = 6.0
+    assert (meter.busy_seconds, meter.seat_seconds) == (3.0, 3.0)
+
+
 def test_polls_of_the_cache_add_up() -> None:
     meter = LoadMeter(seats=1)
     meter.poll_kv(0.5)

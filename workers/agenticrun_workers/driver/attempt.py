@@ -144,6 +144,7 @@ class AttemptRunner:
                 samples=samples,
                 progress=progress,
                 requests=self.requests,
+                idle_seconds=lambda: actors.envs.idle_seconds,
                 devices=SharedDevices(actors.trainers, actors.engines) if spec.colocated else None,
                 failures=actors.failures,
             )

@@ -28,13 +28,12 @@ from agenticrun_workers.driver.checkpoints import (
     DriverState,
     SaveModule,
 )
+from agenticrun_workers.driver.engine_time import EngineTime
 from agenticrun_workers.driver.evaluation import Validator, warmup_success
 from agenticrun_workers.driver.guards import GuardWatch
 from agenticrun_workers.driver.metrics import (
     Metrics,
     Stopwatch,
-    engine_metrics,
-    restarted_tokens,
     rollout_metrics,
     success_of,
     sync_metrics,
@@ -113,6 +112,8 @@ class LoopParts:
     samples: SampleWriter
     progress: ProgressReporter
     requests: Requests
+    idle_seconds: Callable[[], float]
+    """Returns the time so far without an episode in flight."""
     devices: SharedDevices | None = None
     """Set where engines and trainers use the same GPUs in turn."""
     failures: list[asyncio.Future[None]] = field(default_factory=list)
@@ -146,7 +147,7 @@ class Loop:
         """The policy version of the engines; None before the first sync of this attempt."""
         self._sync: SyncReport | None = None
         """The weight sync of this step, if it had one."""
-        self._engine_stats: Mapping[str, EngineStats] = {}
+        self._engine_time = EngineTime(parts.engines.stats, parts.idle_seconds)
         self.last_validation: Metrics = {}
         """The val/... metrics of the last validation."""
 
@@ -245,9 +246,10 @@ class Loop:
             with self._stopwatch.phase("sync"):
                 await self._trainers_compute()
                 handover = self._parts.devices.to_engines if self._parts.devices else None
-                self._sync = await self._parts.engines.update_weights(
-                    self._parts.trainers.weights, self._step, handover
-                )
+                async with self._engine_time.syncing():
+                    self._sync = await self._parts.engines.update_weights(
+                        self._parts.trainers.weights, self._step, handover
+                    )
             self._synced = self._step
 
     async def _validate_if_due(self) -> None:
@@ -296,16 +298,15 @@ class Loop:
         return metrics
 
     async def _log(self, batch: Batch, metrics: Metrics) -> None:
-        engine_stats = await self._parts.engines.stats()
+        engines = await self._engine_time.metrics()
         seconds = self._stopwatch.reset()
         metrics |= timing_metrics(seconds, metrics["tokens/prompt"] + metrics["tokens/response"])
         metrics |= sync_metrics(self._sync, lora=self._pipeline.actor_train.lora is not None)
         if self._parts.devices:
             metrics["system/handovers"] = float(self._parts.devices.handovers)
         self._sync = None
-        metrics |= engine_metrics(self._engine_stats, engine_stats, seconds["step"])
-        metrics["rollout/aborted_tokens"] += restarted_tokens(self._engine_stats, engine_stats)
-        self._engine_stats = engine_stats
+        metrics["rollout/aborted_tokens"] += engines.pop("rollout/aborted_tokens")
+        metrics |= engines
         watched = self._guards.observe(metrics)
         metrics |= watched.metrics
         for tracker in self._parts.trackers:

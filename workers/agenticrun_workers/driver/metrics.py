@@ -6,7 +6,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,6 @@ from agenticrun_workers.types import StopReason
 from agenticrun_workers.weights.transports import Transport
 
 if TYPE_CHECKING:
-    from agenticrun_workers.inference import EngineStats
     from agenticrun_workers.weights.sync import SyncReport
 
 Metrics = dict[str, float]
@@ -148,42 +146,6 @@ def sync_metrics(report: SyncReport | None, *, lora: bool) -> Metrics:
     }
 
 
-def engine_metrics(
-    before: Mapping[str, EngineStats], after: Mapping[str, EngineStats], seconds: float
-) -> Metrics:
-    """Return speed, queue and utilization of the engines between two measurements.
-
-    Utilization weighs each engine by its seats.
-
-    An engine that started in between counts from its start.
-
-    Args:
-        seconds: time between the measurements.
-    """
-    metrics: Metrics = {}
-    busy: list[float] = []
-    kv_used: list[float] = []
-    used = seats = 0.0
-    for engine, now in after.items():
-        then = before.get(engine) or replace(
-            now, generated_tokens=0, busy_seconds=0.0, seat_seconds=0.0, kv_used=0.0, kv_polls=0
-        )
-        metrics[f"engine/{engine}/tokens_per_second"] = (
-            now.generated_tokens - then.generated_tokens
-        ) / seconds
-        metrics[f"engine/{engine}/queue"] = float(now.waiting)
-        busy.append((now.busy_seconds - then.busy_seconds) / seconds)
-        used += now.seat_seconds - then.seat_seconds
-        seats += now.seats
-        if polls := now.kv_polls - then.kv_polls:
-            kv_used.append((now.kv_used - then.kv_used) / polls)
-            metrics[f"engine/{engine}/kv_usage"] = kv_used[-1]
-    if after:
-        metrics["rollout/utilization"] = used / (seats * seconds)
-        metrics["rollout/engine_busy"] = float(np.mean(busy))
-    return metrics | ({"rollout/kv_usage": float(np.mean(kv_used))} if kv_used else {})
-
-
 def gap_metrics(gaps: Mapping[str, tuple[float, float]]) -> Metrics:
     """Return the mean |trainer's - engine's log-prob|, of each engine and over all engines.
 
@@ -200,16 +162,6 @@ def gap_metrics(gaps: Mapping[str, tuple[float, float]]) -> Metrics:
         if engine and count
     }
     return each | ({"engine/logprob_gap": total / tokens} if tokens else {})
-
-
-def restarted_tokens(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats]) -> float:
-    """Return the tokens that engines threw away between two measurements for new weights."""
-    return float(
-        sum(
-            now.aborted_tokens - (before[engine].aborted_tokens if engine in before else 0)
-            for engine, now in after.items()
-        )
-    )
 
 
 def _spread(name: str, values: ArrayLike) -> Metrics:

@@ -57,6 +57,7 @@ class LoadMeter:
         """As in `EngineStats`."""
         self.kv_polls = 0
         self._running = 0
+        self._held = False
         self._changed = time.perf_counter()
         self._busy_seconds = self._seat_seconds = 0.0
 
@@ -83,6 +84,17 @@ class LoadMeter:
             self._count()
             self._running -= requests
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Count nothing inside the `with` block: the requests wait for new weights."""
+        self._count()
+        self._held = True
+        try:
+            yield
+        finally:
+            self._count()
+            self._held = False
+
     def poll_kv(self, share: float) -> None:
         """Record the share of the KV cache that is in use now."""
         self.kv_used += share
@@ -91,8 +103,9 @@ class LoadMeter:
     def _count(self) -> None:
         """Add the time since the last change."""
         now = time.perf_counter()
-        self._busy_seconds += (now - self._changed) * (self._running > 0)
-        self._seat_seconds += (now - self._changed) * min(self._running, self.seats)
+        if not self._held:
+            self._busy_seconds += (now - self._changed) * (self._running > 0)
+            self._seat_seconds += (now - self._changed) * min(self._running, self.seats)
         self._changed = now
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -159,6 +160,14 @@ class EnvPool:
         """Groups that were given up. A re-roll of one is a suspect from the start."""
         self._watchers: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
+        self._running = 0
+        self._idle_since, self._idle_seconds = time.perf_counter(), 0.0
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time so far without a group to run."""
+        now = time.perf_counter()
+        return self._idle_seconds + (0.0 if self._running else now - self._idle_since)
 
     async def start(self) -> None:
         """Start all workers. Raises what `spawn` raises."""
@@ -175,10 +184,13 @@ class EnvPool:
             asyncio.get_running_loop().create_future(),
             deaths=SUSPECT_AFTER if given_up else 0,
         )
+        self._idle_seconds, self._running = self.idle_seconds, self._running + 1
         self._assign(opened)
         try:
             return await opened.done
         finally:
+            self._running -= 1
+            self._idle_since = time.perf_counter()
             for worker in self._workers:
                 if worker.open.get(_name(task)) is opened:
                     del worker.open[_name(task)]

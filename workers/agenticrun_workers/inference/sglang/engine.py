@@ -222,8 +222,9 @@ class SglangEngine:
                         part.resolve()
                     )
                 check.finish()
-                await self._server.retract()
-                await self._server.load_folder(Path(folder), version)
+                with self._load.held():
+                    await self._server.retract()
+                    await self._server.load_folder(Path(folder), version)
 
     @property
     def broadcast_ranks(self) -> int:
@@ -241,8 +242,9 @@ class SglangEngine:
         async with self._updating(version) as check:
             check.add({name: tuple(shape) for name, shape in zip(names, shapes, strict=True)})
             check.finish()
-            await self._server.retract()
-            await self._server.receive(names, dtypes, shapes, version)
+            with self._load.held():
+                await self._server.retract()
+                await self._server.receive(names, dtypes, shapes, version)
 
     async def sleep(self) -> None:
         """See `InferenceEngine`. On a CPU it frees nothing: SGLang cannot."""

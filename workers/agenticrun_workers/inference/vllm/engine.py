@@ -288,13 +288,14 @@ class VllmEngine:
         async with self._changing:
             self._refusal = None
             try:
-                await self._hold()
-                await self._workers("begin_weights")
-                check = UpdateCheck(self._shapes, tied=self._tied)
-                yield check
-                check.finish()
-                await self._workers("finish_weights")
-                await self._label(version)
+                with self._load.held():
+                    await self._hold()
+                    await self._workers("begin_weights")
+                    check = UpdateCheck(self._shapes, tied=self._tied)
+                    yield check
+                    check.finish()
+                    await self._workers("finish_weights")
+                    await self._label(version)
             except BaseException as error:
                 self._refusal = f"the last weight update failed ({error})"
                 raise
