@@ -230,6 +230,40 @@ async def test_a_frozen_worker_is_killed_and_others_play_its_groups(
     assert [worker.killed for worker in made] == [True, False]
 
 
+async def test_a_replacement_that_dies_before_it_is_ready_is_replaced_too() -> None:
+    made: list[Remote] = []
+
+    async def spawn() -> Remote:
+        made.append(Remote(MortalWorker(lambda task: len(made) == 1)))
+        if len(made) in (2, 3):
+            raise ActorDied("its node was drained")
+        return made[-1]
+
+    pool = EnvPool(spawn, 1)
+    await pool.start()
+    played = await asyncio.wait_for(pool.run(groups(1)[0]), 20)
+    await pool.stop()
+    assert reasons([played]) == [{StopReason.COMPLETED}]
+    assert len(made) == 4
+
+
+async def test_replacements_that_only_die_end_the_run() -> None:
+    made: list[Remote] = []
+
+    async def spawn() -> Remote:
+        made.append(Remote(MortalWorker(lambda task: True)))
+        if len(made) > 1:
+            raise ActorDied("its node was drained")
+        return made[-1]
+
+    pool = EnvPool(spawn, 1)
+    await pool.start()
+    with pytest.raises(RolloutFailed, match=f"{MAX_DEATHS} env workers died in a row"):
+        await asyncio.wait_for(pool.run(groups(1)[0]), 20)
+    await pool.stop()
+    assert len(made) == MAX_DEATHS
+
+
 async def test_a_replaced_worker_that_goes_on_stores_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

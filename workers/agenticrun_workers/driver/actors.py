@@ -334,12 +334,16 @@ class RunActors:
         self._env_workers_made += 1
         options = replace(self._options(Role.ENV), max_concurrency=MANY_CALLS)
         actor = self._start(options, EnvWorker, name, self._pipeline)
-        self._check(await actor.call(lambda worker: worker.placement()))
-        texts = await actor.call(lambda worker: worker.describe())
-        if not self._texts.done():
-            self._texts.set_result(texts)
-        source = await asyncio.shield(self._source)
-        await actor.call(lambda worker: worker.setup(source.tokenizer()))
+        try:
+            self._check(await actor.call(lambda worker: worker.placement()))
+            texts = await actor.call(lambda worker: worker.describe())
+            if not self._texts.done():
+                self._texts.set_result(texts)
+            source = await asyncio.shield(self._source)
+            await actor.call(lambda worker: worker.setup(source.tokenizer()))
+        except BaseException:
+            actor.kill()  # as in `_spawn_engine`
+            raise
         return actor
 
     def _spawn_node_weights(

@@ -280,9 +280,24 @@ class EnvPool:
                 )
             )
             self._reassign(worker, death)
-            self._add(await self._spawn())
+            self._add(await self._replacement())
         except Exception as error:
             self._fail(worker, error)
+
+    async def _replacement(self) -> ActorHandle[EnvWorker]:
+        """Start another worker, also if the first ones die before they are ready.
+
+        Raises:
+            RolloutFailed: too many workers died in a row.
+        """
+        while True:
+            try:
+                return await self._spawn()
+            except OtherActorDied:
+                raise
+            except ActorDied as death:
+                log.warning("a new env worker is gone before it is ready: %s", _first_line(death))
+                self._count_death(death)
 
     async def _collect_until_death(self, worker: _Worker) -> ActorDied:
         """Collect results until the worker dies, and return the error of its death.
@@ -306,13 +321,16 @@ class EnvPool:
         Raises:
             RolloutFailed: too many workers died in a row.
         """
-        self._deaths += 1
         self._workers.remove(worker)
         log.warning(
             "an env worker is gone (%s): its %d groups are played again",
             _first_line(death),
             len(worker.open),
         )
+        self._count_death(death)
+
+    def _count_death(self, death: ActorDied) -> None:
+        self._deaths += 1
         if self._deaths >= MAX_DEATHS:
             raise RolloutFailed(
                 f"{self._deaths} env workers died in a row without finishing an episode: {death}"
