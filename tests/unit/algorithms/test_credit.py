@@ -279,6 +279,20 @@ def test_step_reinforce_normalises_the_discounted_returns_of_turns(
     np.testing.assert_allclose(credit(spec, batch, coef).per_turn_K, expected, atol=1e-7)
 
 
+def test_step_reinforce_without_discount_scores_each_turn_by_its_own_reward() -> None:
+    batch = [Played((Turn(1.0), Turn(2.0))), Played((Turn(6.0),))]
+    spec = CreditSpec(
+        "step_reinforce", norm_grouping="group", norm_mean="group", step_reward_gamma=0.0
+    )
+    assert per_trajectory(credit(spec, batch), batch) == [[-2.0, -1.0], [3.0]]
+
+
+def test_the_score_of_a_step_wise_trajectory_is_that_of_all_its_turns() -> None:
+    batch = [Played((Turn(1.0), Turn(2.0))), Played((Turn(6.0),))]
+    found = credit(CreditSpec("grpo", group_std="none"), batch)
+    assert per_trajectory(found, batch) == [[-1.5, -1.5], [1.5]]
+
+
 def test_gigpo_takes_kl_from_each_turns_reward_and_their_sum_from_the_score() -> None:
     batch = [Played((Turn(1.0, kl=0.5), Turn(0.0, kl=0.5, state="b"))), Played((Turn(2.0),))]
     spec = CreditSpec("gigpo", group_std="none", step_reward_gamma=1.0)

@@ -231,6 +231,12 @@ def test_at_the_old_policy_every_ratio_loss_has_the_policy_gradient(level: Ratio
         assert inputs.logprobs_N.grad.tolist() == pytest.approx([-a for a in mean])
 
 
+def test_a_token_that_a_filter_removed_does_not_cut_its_turn_in_two() -> None:
+    token = Token(-1.0, -1.0, 1.0, sequence=0, turn=0, score=1.0, weight=1.0)
+    kept = packed(Ppo(), [token, token], [-0.8, -1.6])  # the token between them is not in the loss
+    assert importance_ratio(kept, "segment").tolist() == pytest.approx([math.exp(-0.2)] * 2)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_sequences_given_together_or_alone_have_the_same_ratios(level: RatioLevel) -> None:
     tokens, new = draw(5)

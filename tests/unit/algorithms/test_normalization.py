@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import numpy as np
@@ -62,6 +63,18 @@ def test_a_set_without_spread_is_zero_where_another_mean_was_taken() -> None:
     result = normalization(scores, sets, "batch", "group")
     assert result.apply(scores)[:2].tolist() == [0.0, 0.0]
     assert result.degenerate_N.tolist() == [True, True, False, False]
+
+
+def test_a_set_of_one_is_scaled_by_the_batch() -> None:
+    scores, sets = np.array([1.0, 3.0, 8.0]), np.array([0, 0, 1])
+    values = normalization(scores, sets, "batch", "batch").apply(scores)
+    assert values[2] == pytest.approx(4.0 / statistics.stdev(scores))
+
+
+def test_nothing_is_added_to_a_small_deviation() -> None:
+    scores = np.array([0.0, 2e-5])
+    values = normalization(scores, np.zeros(2, np.int64), "group", "group").apply(scores)
+    assert values.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], rel=1e-9)
 
 
 def test_a_large_common_offset_does_not_cost_the_spread_its_digits() -> None:

@@ -130,6 +130,43 @@ def test_roll_s_grpo_is_ours_only_where_the_formulas_agree(
         )
 
 
+@pytest.mark.parametrize(
+    ("estimator", "changes", "name"),
+    [
+        ("reinforce", {}, "step_reinforce"),
+        ("grpo", {}, "step_reinforce"),
+        ("agentic_reinforce", {}, "step_reinforce"),
+        ("grpo", {"whiten_rewards": True}, "reinforce"),
+        ("gae", {}, "gae"),
+        ("step_reinforce", {}, "step_reinforce"),
+    ],
+)
+def test_turns_of_a_step_manager_are_scored_one_by_one_and_that_is_told(
+    estimator: str, changes: dict[str, Any], name: str
+) -> None:
+    manager = "roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager"
+    lake = {**BASE["custom_envs"]["Lake"], "env_manager_cls": manager}
+    normalization = {"grouping": "traj_group_id", "method": "mean_std"}
+    conversion = converted(
+        adv_estimator=estimator,
+        custom_envs={"Lake": lake},
+        reward_normalization=normalization,
+        **changes,
+    )
+    found = conversion.document["spec"]["pipeline"]
+    told = [
+        line.note
+        for line in conversion.lines
+        if line.field == "adv_estimator" and line.fate is Fate.CHANGED and "C24" in line.note
+    ]
+    assert found["algorithm"]["name"] == name
+    assert bool(told) == (estimator != "step_reinforce")
+    if name == "step_reinforce":
+        gamma = 0.95 if estimator == "step_reinforce" else 0.0
+        assert found["algorithm"]["stepRewardGamma"] == gamma
+        assert found["rewardNormalization"]["grouping"] == "group"
+
+
 def test_token_kl_keeps_grpo_a_reinforce() -> None:
     found = pipeline(
         adv_estimator="grpo",

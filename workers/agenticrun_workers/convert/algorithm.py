@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from agenticrun_workers.convert.environments import is_step_wise
 from agenticrun_workers.convert.fields import Notes, View
 from agenticrun_workers.convert.mapping import FILTERS
 from agenticrun_workers.convert.role_fields import has_variants, variant_of
@@ -31,7 +32,8 @@ def algorithm(top: View, notes: Notes) -> Spec:
     elif name == "grpo":
         spec["normStdType"] = normalization["normStdType"]
     if name in ("gigpo", "step_reinforce"):
-        spec["stepRewardGamma"] = top["step_reward_gamma"]
+        by_row = top["adv_estimator"] != name  # see `_rows`
+        spec["stepRewardGamma"] = 0.0 if by_row else top["step_reward_gamma"]
         if top["gamma"] != 1:
             notes.changed(
                 "gamma",
@@ -102,9 +104,33 @@ def _estimator(top: View, notes: Notes) -> tuple[str, Spec]:
         )
     if name == "gigpo":
         return name, _gigpo(grouping, types, size, notes)
+    if is_step_wise(top) and name != "step_reinforce":
+        return _rows(top, name, notes), {"grouping": grouping, **types}
     if name == "grpo":
         name = _grpo(top, grouping, types, notes)
     return name, {"grouping": grouping, **types}
+
+
+def _rows(top: View, name: str, notes: Notes) -> str:
+    """Return our estimator for one that scores each turn of a step manager by itself.
+
+    In ROLL such a turn is a row of the batch with its own reward; the turns after it do not count.
+    """
+    if name == "gae" or top["whiten_rewards"]:
+        notes.changed(
+            "adv_estimator",
+            name,
+            f"algorithm.name: {name if name == 'gae' else 'reinforce'} over whole trajectories; "
+            "ROLL scores each turn by its own reward alone (C24)",
+        )
+        return name if name == "gae" else "reinforce"
+    notes.changed(
+        "adv_estimator",
+        name,
+        "algorithm.name: step_reinforce with stepRewardGamma 0, because ROLL scores each turn of "
+        "a step manager by its own reward alone; better: gigpo, or a stepRewardGamma near 1 (C24)",
+    )
+    return "step_reinforce"
 
 
 def _gigpo(grouping: str, types: Spec, size: int, notes: Notes) -> Spec:
