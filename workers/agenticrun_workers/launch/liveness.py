@@ -13,6 +13,9 @@ slow, not dead. So the rule is:
 - **An engine's server** is polled by its `EngineActor`, with a longer limit (`STEP_SECONDS` of
   `server_process`), because it answers between two steps. What a weight update asks of it has time
   limits of its own. A frozen server is killed, and its actor is replaced.
+- **A process that was given up may go on**, if it was only out of reach. Nobody listens to it: the
+  stores refuse its trajectories (`TrajectoryStore.refuse`), its requests are aborted with its
+  connections, and no client or sync knows a replaced engine.
 - **A lost network** breaks the connections of the generation clients by TCP's own probes
   (`request_port`).
 - **Ranks of trainers are not polled**: a rank runs one call at a time, and a training step may take
