@@ -305,6 +305,22 @@ async def test_an_answer_of_an_old_version_ends_its_episode(tmp_path: Path) -> N
     await pool.stop()
 
 
+async def test_an_episode_that_begins_before_its_worker_hears_of_new_weights_is_not_too_old(
+    tmp_path: Path,
+) -> None:
+    """Ray promises no order: a task may overtake the bounds that were sent before it."""
+    world = World(pipeline(), tmp_path)
+    world.engine.ignores = lambda request: True
+    pool = await world.pool()
+    training = asyncio.create_task(pool.run(task(members=1, engine_version=1)))
+    await until_asked(world.engine, "train-0-0-1")
+    pool.set_bounds(VersionBounds(oldest=1, newest=1))
+    await asyncio.sleep(0.1)
+    assert world.engine.aborted == []
+    training.cancel()
+    await pool.stop()
+
+
 async def test_a_response_that_will_start_again_with_new_weights_is_not_too_old(
     tmp_path: Path,
 ) -> None:

@@ -114,13 +114,16 @@ class GroupRun:
             members = tuple(sorted(self._missing))
             finished.rerolled += len(self._rerolls)
             self._missing, self._rerolls = set(), set()
-            self._started_version = bounds().newest
-            results = await backend.run(self._next_task(members, needed, transcript=transcript))
+            task = self._next_task(members, needed, bounds().newest, transcript=transcript)
+            self._started_version = task.engine_version
+            results = await backend.run(task)
             self._started_version = None
             await self._drop_stale(bounds().oldest, self._take(results, finished), drop)
         return self._finish(finished)
 
-    def _next_task(self, members: tuple[int, ...], needed: int, *, transcript: bool) -> GroupTask:
+    def _next_task(
+        self, members: tuple[int, ...], needed: int, engine_version: int, *, transcript: bool
+    ) -> GroupTask:
         attempt, self.attempts = self.attempts, self.attempts + 1
         told = transcript and attempt == 0
         return GroupTask(
@@ -129,6 +132,7 @@ class GroupRun:
             self.plan.tag(self.number),
             members,
             attempt,
+            engine_version,
             transcript=told,
             frames=told and self.plan.frames,
             stop_after=needed if needed < len(members) else None,

@@ -92,6 +92,7 @@ class EnvWorker:
         """Start a packed `list[GroupTask]`. `collect` returns one result for each member."""
         await self._has_endpoints.wait()
         for task in unpack(tasks):
+            self._runner.learn(VersionBounds(newest=task.engine_version))
             for member in task.members:
                 episode = RunningEpisode(task, task.key(member))
                 episode.coroutine = asyncio.create_task(self._run_episode(episode))
@@ -106,7 +107,7 @@ class EnvWorker:
 
     async def set_bounds(self, bounds: VersionBounds) -> None:
         """Stop training episodes with a token older than `bounds.oldest`; they end as stale."""
-        self._runner.bounds = self._runner.bounds.later(bounds)
+        self._runner.learn(bounds)
         for episode in list(self._running.values()):
             episode.stop_if_older(self._runner.bounds.oldest)
 

@@ -141,6 +141,10 @@ class EpisodeRunner:
         self.bounds = VersionBounds()
         self._report = LogOnce(log.exception)
 
+    def learn(self, bounds: VersionBounds) -> None:
+        """Take note of these policy versions, unless later ones are known."""
+        self.bounds = self.bounds.later(bounds)
+
     async def run(self, running: RunningEpisode) -> None:
         """Run an episode to its end. Its errors become stop reasons."""
         task, key = running.task, running.key
@@ -202,8 +206,7 @@ class EpisodeRunner:
             generation = await generate(replace(request, priority=priority))
             running.answers.append(generation)
             if len(generation.versions_T):
-                seen = VersionBounds(newest=int(generation.versions_T.max()))
-                self.bounds = self.bounds.later(seen)
+                self.learn(VersionBounds(newest=int(generation.versions_T.max())))
             running.stop_if_older(self.bounds.oldest)
             return generation
 

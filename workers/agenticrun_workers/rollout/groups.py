@@ -39,6 +39,8 @@ class GroupTask:
     members: tuple[int, ...]
     attempt: int = 0
     """Number of the try, after re-rolls and members that grew too old; 0 = first."""
+    engine_version: int = 0
+    """Policy version of the engines when the task was made. They may have a later one by now."""
     random_policy: bool = False
     """Sample uniformly random valid actions instead of asking the policy."""
     transcript: bool = False
