@@ -22,6 +22,7 @@ WALL_CLOCK = (
     "engine/",
     "rollout/utilization",
     "rollout/engine_busy",
+    "rollout/idle/",
     "rollout/kv_usage",
     "train/tokens_per_second",
 )

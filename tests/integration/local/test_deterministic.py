@@ -47,6 +47,7 @@ WALL_CLOCK = (
     "engine/engine-",
     "rollout/utilization",
     "rollout/engine_busy",
+    "rollout/idle/",
     "rollout/kv_usage",
 )
 """Metrics that are about the machine and not about the run."""
