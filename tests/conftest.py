@@ -45,7 +45,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 ON_THE_CLUSTER = ("api", "chart", "devcluster", "operator")
-"""Folders of integration tests that follow each other."""
+"""Folders of integration tests that follow each other. They have the marker `cluster`, too."""
 
 
 DURATIONS = Path(__file__).parent / "data" / "durations.json"
@@ -96,6 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tier = item.path.relative_to(root).parts[0]
         item.add_marker(tier)
+        if tier == "integration" and item.path.parent.name in ON_THE_CLUSTER:
+            item.add_marker("cluster")
         if tier == "unit":
             item.add_marker(pytest.mark.filterwarnings("error::ResourceWarning"))
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(root).as_posix(), 0.0))

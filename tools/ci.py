@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,23 +54,46 @@ class Stages:
 
     @contextmanager
     def beside(
-        self, name: str, command: list[str], env: dict[str, str] | None = None
+        self, stages: list[tuple[str, list[str]]], env: dict[str, str] | None = None
     ) -> Iterator[None]:
-        """Run one stage while the body runs others; print its output when both have ended."""
-        with tempfile.TemporaryFile() as output:
-            start = time.monotonic()
-            process = subprocess.Popen(
-                command, **_options(env), stdout=output, stderr=subprocess.STDOUT
-            )
-            try:
-                yield
-            finally:
-                if process.poll() is None:
-                    print(f"\n=== {name} has been running beside it and goes on", flush=True)
-                ok = process.wait() == 0
-                self.took.append((name, time.monotonic() - start, ok))
-                output.seek(0)
-                print(_title(name, command), output.read().decode(errors="replace"), sep="\n")
+        """Run stages, one after the other, while the body runs others.
+
+        Print their output when all have ended. After an error of the body no further one begins.
+        """
+        cancelled = threading.Event()
+        outputs: list[tuple[str, list[str], bytes]] = []
+
+        def run_all() -> None:
+            for name, command in stages:
+                if cancelled.is_set():
+                    return
+                start = time.monotonic()
+                with tempfile.TemporaryFile() as output:
+                    done = subprocess.run(
+                        command,
+                        **_options(env),
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        check=False,
+                    )
+                    output.seek(0)
+                    outputs.append((name, command, output.read()))
+                self.took.append((name, time.monotonic() - start, done.returncode == 0))
+
+        thread = threading.Thread(target=run_all)
+        thread.start()
+        try:
+            yield
+        except BaseException:
+            cancelled.set()
+            raise
+        finally:
+            if thread.is_alive():
+                names = ", ".join(name for name, _ in stages)
+                print(f"\n=== {names}: running beside it, not yet at the end", flush=True)
+            thread.join()
+            for name, command, output in outputs:
+                print(_title(name, command), output.decode(errors="replace"), sep="\n")
 
     def report(self) -> bool:
         """Print the table; return True if every stage succeeded."""
@@ -102,13 +126,13 @@ def check(stages: Stages) -> None:
 def test(stages: Stages) -> None:
     """Run the stages, but none that needs an earlier one which failed.
 
-    The end-to-end tests mostly wait, so they run beside the unit tests.
+    Tests on the cluster mostly wait, so they run beside those that mostly compute.
     """
     if not stages.run("set-up", [sys.executable, str(ROOT / "tools/prepare.py"), "--engines"]):
         return
     stages.run("lint", ["make", "--no-print-directory", "lint"])
     unit = [*PYTEST, *SIDE_BY_SIDE, "tests/unit"]
-    if not stages.run("cluster", [*DEVCLUSTER, "up"]) or not stages.run(
+    if not stages.run("cluster up", [*DEVCLUSTER, "up"]) or not stages.run(
         "images", [*DEVCLUSTER, "images"]
     ):
         stages.run("unit", unit)
@@ -116,11 +140,12 @@ def test(stages: Stages) -> None:
     kubeconfig = subprocess.run(
         [*DEVCLUSTER, "kubeconfig"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
-    with stages.beside("e2e", [*PYTEST, "tests/e2e"], {"KUBECONFIG": kubeconfig}):
+    env = {"KUBECONFIG": kubeconfig}
+    integration = [*PYTEST, "tests/integration", "-m"]
+    on_cluster = [("e2e", [*PYTEST, "tests/e2e"]), ("cluster", [*integration, "cluster"])]
+    with stages.beside(on_cluster, env):
         stages.run("unit", unit)
-    stages.run(
-        "integration", [*PYTEST, *SIDE_BY_SIDE, "tests/integration"], {"KUBECONFIG": kubeconfig}
-    )
+        stages.run("integration", [*integration, "not cluster", *SIDE_BY_SIDE], env)
 
 
 def main() -> int:

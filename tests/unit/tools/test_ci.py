@@ -25,7 +25,7 @@ def test_a_stage_beside_others_shows_its_output_after_theirs(
     stages = ci.Stages()
     done = f"{tmp_path}/done"
     waits = f"echo slow begins; until [ -e {done} ]; do sleep 0.05; done; echo slow ends; exit 3"
-    with stages.beside("slow", shell(waits)):
+    with stages.beside([("slow", shell(waits))]):
         assert stages.run("quick", [sys.executable, "-c", f"open({done!r}, 'w'); print('quick')"])
     assert not stages.report()
     output = capfd.readouterr().out
@@ -35,6 +35,19 @@ def test_a_stage_beside_others_shows_its_output_after_theirs(
 
 def test_a_stage_ends_even_if_what_runs_beside_it_cannot(ci: ModuleType) -> None:
     stages = ci.Stages()
-    with pytest.raises(FileNotFoundError), stages.beside("slow", shell("sleep 0.2")):
+    beside = [("slow", shell("sleep 0.2")), ("never begun", shell("true"))]
+    with pytest.raises(FileNotFoundError), stages.beside(beside):
         stages.run("quick", ["/no/such/program"])
     assert [name for name, _, _ in stages.took] == ["slow"]
+
+
+def test_stages_beside_others_follow_each_other(
+    ci: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stages = ci.Stages()
+    with stages.beside([("first", shell("sleep 0.2; echo one")), ("second", shell("echo two"))]):
+        pass
+    assert stages.report()
+    output = capfd.readouterr().out
+    assert output.index("\none\n") < output.index("\ntwo\n")
+    assert [name for name, _, _ in stages.took] == ["first", "second"]
