@@ -24,6 +24,7 @@ WALL_CLOCK = (
     "rollout/engine_busy",
     "rollout/idle/",
     "rollout/kv_usage",
+    "rollout/idle",
     "train/tokens_per_second",
 )
 """Metrics that are about the machine."""
