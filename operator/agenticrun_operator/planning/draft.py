@@ -39,11 +39,16 @@ _COMES_BY_ITSELF = frozenset(
     {
         Reason.CLUSTER_CREATING,
         Reason.CLUSTER_DELETED,
+        Reason.NODE_LOST,
         Reason.PODS_PENDING,
         Reason.WAITING_FOR_PREVIOUS_RUN,
     }
 )
-"""Reasons of conditions that are not True, and need nobody: the operator or Kubernetes is at it."""
+"""Reasons of conditions that are not True, and need nobody: the operator or Kubernetes is at it.
+
+Not Unschedulable and StartupDeadlineExceeded: the run tries again, but nothing says that the
+cluster will ever have room for it.
+"""
 
 ConditionStatus = Literal["True", "False", "Unknown"]
 

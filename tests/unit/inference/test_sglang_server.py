@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -52,6 +52,18 @@ def test_the_user_replaces_our_defaults_and_adds_options() -> None:
     )
     assert (flags["max_running_requests"], flags["schedule_policy"]) == ("3", "lpm")
     assert "sleep_on_idle" not in flags
+
+
+@pytest.mark.parametrize("name", ["schedule_policy", "schedule-policy"])
+@pytest.mark.parametrize(("policy", "ranked"), [("lpm", False), ("fcfs", True), ("lof", True)])
+def test_policies_that_know_no_priorities_turn_them_off(
+    name: str, policy: str, ranked: bool
+) -> None:
+    """SGLang does not start with `lpm` and priorities."""
+    assert (
+        any("priority" in flag for flag in options(**cast(Any, {name: policy})).flags(port=1))
+        == ranked
+    )
 
 
 @pytest.mark.parametrize("name", sorted(OWNED))

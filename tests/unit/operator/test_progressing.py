@@ -25,6 +25,8 @@ TRAINS = [*READY, (C.TRAINING, "True", "DriverRunning"), (C.STALLED, "False", "P
         (Phase.PENDING, [(C.CLUSTER_PROVISIONED, "False", "WaitingForPreviousRun")], "True"),
         (Phase.STARTING, [READY[0], (C.ROLES_READY, "False", "PodsPending")], "True"),
         (Phase.STARTING, [READY[0], (C.ROLES_READY, "False", "Unschedulable")], "False"),
+        (Phase.RESTARTING, [READY[0], (C.ROLES_READY, "False", "NodeLost")], "True"),
+        (Phase.PENDING, [(C.CLUSTER_PROVISIONED, "False", "StartupDeadlineExceeded")], "False"),
         (Phase.STARTING, [*READY, (C.TRAINING, "False", "Submitting")], "True"),
         (Phase.STARTING, [*READY, (C.TRAINING, "False", "SubmissionRefused")], "False"),
         (Phase.RUNNING, TRAINS, ("True", "DriverRunning")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -20,8 +21,14 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.request_port import Address
 from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
+from agenticrun_workers.rollout import episode_runner
 from agenticrun_workers.rollout.env_pool import EnvPool
-from agenticrun_workers.rollout.env_worker import EnvWorker, agent_limits, describe_envs
+from agenticrun_workers.rollout.env_worker import (
+    GC_THRESHOLDS,
+    EnvWorker,
+    agent_limits,
+    describe_envs,
+)
 from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupTask, VersionBounds
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack, unpack
@@ -55,7 +62,10 @@ async def _process_ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
 
     monkeypatch.setattr(FakeEngine, "requests_address", noted_address)
     monkeypatch.setattr(Isolation, "start", noted_start)
+    thresholds = gc.get_threshold()
     yield
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
     for env in envs:
         env.end()
     for isolation in isolations:
@@ -515,3 +525,33 @@ async def test_engines_are_asked_to_serve_earlier_batches_and_shorter_episodes_f
     assert ranks["train-0-0"] == ranks["train-1-0"] == sorted(set(ranks["train-0-0"]))
     assert max(ranks["train-1-0"]) < min(ranks["train-2-0"])
     assert max(ranks["validation-0-0"]) < min(ranks["train-0-0"])
+
+
+async def test_the_collector_leaves_what_lives_as_long_as_the_worker_alone(tmp_path: Path) -> None:
+    await World(pipeline(), tmp_path).spawn()
+    assert gc.get_freeze_count() > 10_000
+    assert gc.get_threshold() == GC_THRESHOLDS
+
+
+async def test_others_run_between_the_constructors_of_two_environments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Constructors may be slow, and a worker that answers no poll for a minute is killed."""
+    ticks, built_at = 0, []
+
+    def build(*_: Any) -> FrozenLake:
+        built_at.append(ticks)
+        return FrozenLake()
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(episode_runner, "make_env", build)
+    ticking = asyncio.create_task(tick())
+    cache = episode_runner.EnvCache(pipeline())
+    await asyncio.gather(*(cache.take("A") for _ in range(8)))
+    ticking.cancel()
+    assert len(set(built_at)) == 8

@@ -327,6 +327,7 @@ class EnvCache:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._idle: dict[str, list[Env]] = defaultdict(list)
+        self._building = asyncio.Lock()
         timeout = None if pipeline.deterministic else BUILD_TIMEOUT_SECONDS
         self._isolations = {
             spec.tag: Isolation(spec.type, spec.config, timeout)
@@ -345,7 +346,9 @@ class EnvCache:
         if tag in self._isolations:
             return await self._isolations[tag].start()
         spec = self._pipeline.env(tag)
-        return make_env(spec.type, spec.config)
+        async with self._building:
+            await asyncio.sleep(0)  # constructors may be slow: others run between two of them
+            return make_env(spec.type, spec.config)
 
     def release(self, tag: str, env: Env) -> None:
         """Return an environment after an episode without faults."""

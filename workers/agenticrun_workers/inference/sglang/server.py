@@ -60,8 +60,9 @@ PRIORITIES: Mapping[str, Any] = {
 }
 """The smallest `GenerationRequest.priority` first. What runs is never preempted for it, because its
 keys and values would have to be computed again."""
+POLICIES_WITH_PRIORITIES = ("fcfs", "lof")
+"""SGLang does not start with priorities and another `schedule_policy`."""
 CPU_DEFAULTS: Mapping[str, Any] = {
-    **PRIORITIES,
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "disable_overlap_schedule": True,
@@ -75,7 +76,7 @@ CPU_DEFAULTS: Mapping[str, Any] = {
 a fixed size, `max_total_tokens`. A small fraction would only make the start fail for larger models,
 or while other processes allocate memory.
 """
-GPU_DEFAULTS: Mapping[str, Any] = {**PRIORITIES, "enable_memory_saver": True}
+GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
 """`enable_memory_saver`: lets `sleep` free the memory for a trainer."""
 DTYPES = ("float32", "bfloat16", "float16")
 UNLIMITED = 1 << 30
@@ -126,9 +127,13 @@ class SglangOptions:
 
     @property
     def _defaults(self) -> Mapping[str, Any]:
+        policy = self.config.get("schedule_policy", self.config.get("schedule-policy", "fcfs"))
+        common = PRIORITIES if policy in POLICIES_WITH_PRIORITIES else {}
         if self.gpus:
-            return {**GPU_DEFAULTS, "tp_size": self.gpus // int(self.config.get("pp_size", 1))}
-        return {**CPU_DEFAULTS, "max_total_tokens": max(CPU_CACHED_TOKENS, 4 * self.max_length)}
+            size = self.gpus // int(self.config.get("pp_size", 1))
+            return {**common, **GPU_DEFAULTS, "tp_size": size}
+        tokens = max(CPU_CACHED_TOKENS, 4 * self.max_length)
+        return {**common, **CPU_DEFAULTS, "max_total_tokens": tokens}
 
     def flags(self, port: int) -> list[str]:
         ours: dict[str, Any] = {
