@@ -289,6 +289,29 @@ async def test_the_first_members_to_finish_make_a_redundant_group_and_the_others
     assert batch.counts.length_bias == kept - (2 * kept + 2 * stopped) / 4
 
 
+async def test_a_redundant_member_that_grows_too_old_is_not_run_again() -> None:
+    class Scripted(FakeBackend):
+        async def run(self, task: GroupTask) -> list[EpisodeResult]:
+            self.tasks.append(task)
+            return [
+                result(0, 0, version=1),
+                result(0, 1, version=1),
+                result(0, 2, version=0, stop=StopReason.STALE, tokens=80),
+            ]
+
+    async def drop(stale: list[EpisodeResult]) -> None:
+        raise AssertionError("no member runs again")
+
+    backend = Scripted()
+    run = GroupRun(0, GroupPlan(("A",), 2, redundancy=1))
+    finished = await run.play(backend, lambda: VersionBounds(oldest=1, newest=1), drop)
+    assert not run.requeued, "batches have nothing to wait for"
+    assert finished.group is not None
+    kept, stopped = finished.group.results[0].response_tokens, 20
+    assert finished.aborted_tokens == stopped
+    assert finished.group.length_bias == kept - (2 * kept + stopped) / 3
+
+
 async def test_redundant_members_stand_in_for_failed_ones_and_unneeded_ones_are_discarded() -> None:
     class LatePlayers(FakeBackend):
         """All of them finish before the word to stop arrives."""

@@ -139,7 +139,7 @@ class GroupRun:
         )
 
     def _take(self, results: list[EpisodeResult], finished: FinishedGroup) -> list[EpisodeResult]:
-        """Sort finished episodes; return those that were stopped because they grew too old."""
+        """Sort finished episodes; return stopped ones that grew too old and must run again."""
         good = [result for result in results if result.trainable]
         self.kept += good
         finished.untrainable += [r for r in every_trajectory(good) if not r.trainable]
@@ -148,11 +148,11 @@ class GroupRun:
         for result in results:
             if result.trainable:
                 continue
-            if result.stop_reason is StopReason.STALE:
-                stale.append(result)
-            elif result.stop_reason is StopReason.ABORTED and enough:
+            if enough and result.stop_reason in (StopReason.ABORTED, StopReason.STALE):
                 self._unneeded.append(result)
                 finished.aborted_tokens += result.response_tokens
+            elif result.stop_reason is StopReason.STALE:
+                stale.append(result)
             else:
                 self._count_failure(result.key.member)
                 finished.untrainable += result.trajectories
