@@ -65,7 +65,6 @@ async def _process_ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     thresholds = gc.get_threshold()
     yield
     gc.set_threshold(*thresholds)
-    gc.unfreeze()
     for env in envs:
         env.end()
     for isolation in isolations:
@@ -527,9 +526,8 @@ async def test_engines_are_asked_to_serve_earlier_batches_and_shorter_episodes_f
     assert max(ranks["validation-0-0"]) < min(ranks["train-0-0"])
 
 
-async def test_the_collector_leaves_what_lives_as_long_as_the_worker_alone(tmp_path: Path) -> None:
+async def test_a_worker_looks_for_reference_cycles_seldom(tmp_path: Path) -> None:
     await World(pipeline(), tmp_path).spawn()
-    assert gc.get_freeze_count() > 10_000
     assert gc.get_threshold() == GC_THRESHOLDS
 
 

@@ -182,14 +182,12 @@ GC_THRESHOLDS = (50_000, 10, 5)
 
 
 def collect_garbage_rarely() -> None:
-    """Let Python look for reference cycles seldom, and never in what is there now.
+    """Let Python look for reference cycles seldom.
 
     By default it looks at all objects of all running episodes after every few thousand turns. With
     10,000 episodes that takes 0.1 s each time, and nothing else runs meanwhile. Now at most
     2,500,000 objects can pile up in cycles.
     """
-    gc.collect()
-    gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
 
 
