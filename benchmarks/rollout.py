@@ -29,6 +29,7 @@ import argparse
 import asyncio
 import heapq
 import itertools
+import logging
 import multiprocessing
 import random
 import resource
@@ -601,6 +602,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     quick = arguments.quick
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # connections to engines that have ended
     figures = {
         **measure_utilization(4 if quick else 16),
         **measure_hand_offs(1000 if quick else 10_000, 2.0 if quick else 10.0),

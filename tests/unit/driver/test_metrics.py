@@ -67,6 +67,8 @@ def test_a_batch_tells_scores_ages_and_why_episodes_ended() -> None:
         "rollout/score/mean": 0.5,
         "staleness/mean": 0.5,
         "staleness/max": 1.0,
+        "staleness/share/0": 0.5,
+        "staleness/share/1": 0.5,
         "stop/completed": 3 / 7,
         "stop/timeout": 2 / 7,
         "stop/stale": 1 / 7,

@@ -37,7 +37,7 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
         **_success("rollout/success/mean", results),
         "rollout/discarded": float(len(batch.counts.untrainable)),
         "rollout/queue_depth": float(batch.queue_depth),
-        **{f"staleness/{name}": value for name, value in _ages(results, version).items()},
+        **_ages(results, version),
         "rollout/aborted_tokens": float(batch.counts.aborted_tokens),
         "rollout/stale": float(len(batch.counts.stale_episodes)),
         "rollout/stale_tokens": float(sum(result.response_tokens for result in stale)),
@@ -174,9 +174,18 @@ def _spread(name: str, values: ArrayLike) -> Metrics:
     }
 
 
-def _ages(results: Sequence[EpisodeResult], version: int) -> Metrics:
-    ages = _spread("age", [version - result.oldest_version for result in results])
-    return {"mean": ages["age/mean"], "max": ages["age/max"]}
+def _ages(results: list[EpisodeResult], version: int) -> Metrics:
+    """Return how many versions the oldest tokens of the trajectories are behind."""
+    ages_N = np.array([version - result.oldest_version for result in results])
+    ages, counts = np.unique(ages_N, return_counts=True)
+    return {
+        "staleness/mean": float(ages_N.mean()),
+        "staleness/max": float(ages_N.max()),
+        **{
+            f"staleness/share/{age}": float(count / len(ages_N))
+            for age, count in zip(ages, counts, strict=True)
+        },
+    }
 
 
 def _success(name: str, results: Iterable[EpisodeResult]) -> Metrics:
