@@ -18,5 +18,9 @@ class InvalidConfig(Exception):
         return f"{self.path}: {self.message}"
 
 
+class ScheduleEnded(Exception):
+    """The learning rate has fallen to zero, so further steps would learn nothing."""
+
+
 class RolloutFailed(Exception):
     """Rollout cannot continue. Another attempt may succeed."""

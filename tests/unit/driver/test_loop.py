@@ -14,6 +14,7 @@ from agenticrun_api import Activity, Commands, LiveConfig, Pipeline, Progress
 from agenticrun_api.algorithm import Guards
 from agenticrun_api.pipeline import LIVE_FIELDS
 from agenticrun_api.spec import Tracking
+from agenticrun_workers.driver.attempt import summary
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.guards import GuardTripped
@@ -22,7 +23,7 @@ from agenticrun_workers.driver.metrics import Metrics
 from agenticrun_workers.driver.progress import AttemptId, ProgressReporter, Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.trainer_group import Advantages
-from agenticrun_workers.errors import RolloutFailed
+from agenticrun_workers.errors import InvalidConfig, RolloutFailed, ScheduleEnded
 from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.gate import StalenessGate
@@ -70,7 +71,14 @@ class LoggingBackend(FakeBackend):
 class Run:
     """A loop on fakes. `events` is what happened, in order."""
 
-    def __init__(self, folder: Path, *, resume: DriverState | None = None, **changes: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resume: DriverState | None = None,
+        restarted: bool = False,
+        **changes: Any,
+    ) -> None:
         config: dict[str, Any] = {
             "maxSteps": 3,
             "rolloutBatchSize": 4,
@@ -90,6 +98,7 @@ class Run:
         self.requests = Requests()
         self.savers = {"actor_train": self.save}
         self.measured: Metrics = {"actor/pg_loss": 0.0}
+        self.schedule_ended = False
         self.kl: float | None = None
         gate = StalenessGate.resumed(
             2, 2, self.pipeline.staleness.max, resume.step if resume else 0
@@ -116,6 +125,7 @@ class Run:
             ),
             requests=self.requests,
             idle_seconds=lambda: 0.0,
+            restarted=restarted,
             failures=[self.failure],
         )
         self.loop = Loop(parts, resume)
@@ -129,6 +139,8 @@ class Run:
         self.events.append("freeze the reference")
 
     async def stretch_schedules(self, step: int, max_steps: int) -> None:
+        if self.schedule_ended and max_steps > step:
+            raise ScheduleEnded("actor_train: the schedule has brought the learning rate to 0")
         self.events.append(f"stretch the schedules at step {step} to {max_steps}")
 
     async def score(self, groups: tuple[Group, ...], version: int) -> ScoredBatch:
@@ -336,6 +348,76 @@ async def test_steps_that_are_added_during_the_last_validation_are_trained(tmp_p
     run.store.save = extend_then_save  # type: ignore[method-assign,assignment]
     await run.loop.run()
     assert run.sink.snapshots[-1].step == 2
+
+
+@pytest.mark.parametrize("during", ["train_actor", "save"])
+async def test_steps_that_are_added_when_the_schedule_has_ended_are_refused_and_the_run_succeeds(
+    tmp_path: Path, during: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, maxSteps=2, evalSteps=1)
+    place: Any = run if during == "train_actor" else run.store
+    before = getattr(place, during)
+
+    async def extend_then(*arguments: Any, **named: Any) -> Any:
+        if during == "save" or arguments == (2,):
+            run.schedule_ended = True
+            run.requests.apply(changed(run, max_steps=5, save_steps=1))
+        return await before(*arguments, **named)
+
+    setattr(place, during, extend_then)
+    await run.loop.run()
+    assert run.events[-4:] == ["train version 2", "sync 2", "play validation", "save step-2"]
+    last = run.sink.snapshots[-1]
+    assert (last.step, last.max_steps, last.observed_generation) == (2, 5, 2)
+    why = "the run ends at step 2, not at maxSteps 5: actor_train: the schedule has brought"
+    assert why in caplog.text
+    assert any(shown.message.startswith(why) for shown in run.sink.snapshots)
+    assert summary(2, run.loop).startswith("trained 2 steps; validation success ")
+    assert summary(2, run.loop).endswith("with lrSchedulerType: constant")
+
+    saved = run.store.newest()
+    assert saved is not None
+    for _ in range(2):  # however often it is restarted
+        again = Run(tmp_path, resume=saved.driver_state(), restarted=True, maxSteps=5, evalSteps=1)
+        again.schedule_ended = True
+        await again.loop.run()
+        assert again.events == ["sync 2", "play validation", "save step-2"]
+        assert why in summary(2, again.loop)
+        saved = again.store.newest()
+        assert saved is not None
+    first = Run(tmp_path, resume=saved.driver_state(), maxSteps=5, evalSteps=1)
+    first.schedule_ended = True
+    with pytest.raises(InvalidConfig, match="maxSteps: the run ends at step 2"):
+        await first.loop.run()
+    constant = Run(tmp_path, resume=saved.driver_state(), maxSteps=5, evalSteps=1)
+    await constant.loop.run()
+    assert constant.events[0] == "stretch the schedules at step 2 to 5"
+    assert constant.events[-1] == "save step-5"
+    assert constant.loop.early_end is None
+
+
+async def test_steps_that_were_refused_are_forgotten_when_they_are_taken_back(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, maxSteps=2, evalSteps=0)
+    run.schedule_ended = True
+    generation = 1
+    save = run.store.save
+
+    async def extend_then_save(*arguments: Any) -> Any:
+        nonlocal generation
+        generation += 1
+        run.requests.apply(changed(run, generation, max_steps=5))
+        saved = await save(*arguments)
+        assert not await run.loop._has_steps()
+        assert run.loop.early_end is not None
+        run.requests.apply(changed(run, generation + 1, max_steps=2))
+        return saved
+
+    run.store.save = extend_then_save  # type: ignore[method-assign,assignment]
+    await run.loop.run()
+    assert run.loop.early_end is None
+    assert summary(2, run.loop) == "trained 2 steps"
 
 
 async def test_guards_that_change_keep_their_count(tmp_path: Path) -> None:

@@ -110,6 +110,16 @@ async def test_a_driver_that_ends_before_it_sees_more_steps_goes_on_with_the_nex
     await operator.settle()
     assert [job.attempt for job in world.jobs] == [1, 2]
     assert world.configs
+    # The second attempt finds that the learning rate is 0, so that more steps make no sense.
+    world.drive(2, checkpoint=saved)
+    await operator.settle(2)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(2)
+    world.now += timedelta(minutes=1)
+    await operator.settle(2)
+    assert phase(world) is Phase.SUCCEEDED
+    assert (world.status.step, world.status.max_steps, len(world.jobs)) == (2, 9, 2)
+    assert world.status.message == "the driver's words"
 
 
 async def test_without_a_checkpoint_steps_that_come_too_late_do_not_begin_again_at_step_0(

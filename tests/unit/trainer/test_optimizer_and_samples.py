@@ -7,7 +7,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from agenticrun_workers.trainer.optimizer import OptimizerSpec, ScheduleEnded, StepCounts
+from agenticrun_workers.errors import ScheduleEnded
+from agenticrun_workers.trainer.optimizer import OptimizerSpec, StepCounts
 from agenticrun_workers.trainer.samples import policy_samples, supervised_samples
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 
@@ -79,6 +80,15 @@ def test_a_schedule_that_has_ended_cannot_be_stretched() -> None:
     counts.stretch(0)
     with pytest.raises(ScheduleEnded, match="cosine"):
         counts.stretch(1)
+
+
+def test_a_schedule_falls_on_from_its_rate_and_before_the_fall_from_its_peak() -> None:
+    counts = StepCounts(OptimizerSpec(1.0, "linear", warmup_steps=2, total_steps=4))
+    found = [counts.falls_from]
+    for _ in range(4):
+        rates(counts, 1)
+        found.append(counts.falls_from)
+    assert found == [1.0, 1.0, 1.0, 0.5, 0.0]
 
 
 def test_a_constant_rate_is_never_stretched() -> None:

@@ -146,6 +146,7 @@ class AttemptRunner:
                 requests=self.requests,
                 idle_seconds=lambda: actors.envs.idle_seconds,
                 devices=SharedDevices(actors.trainers, actors.engines) if spec.colocated else None,
+                restarted=self.attempt.number > 1,
                 failures=actors.failures,
             )
             loop = Loop(parts, state)
@@ -157,7 +158,7 @@ class AttemptRunner:
                     await asyncio.to_thread(tracker.close)
         finally:
             await actors.stop()
-        return summary(progress.max_steps, loop)
+        return summary(progress.step, loop)
 
 
 async def fail_early(sink: ProgressSink, attempt: AttemptId, error: Exception) -> FinalReport:
@@ -226,13 +227,16 @@ def exit_code(report: FinalReport) -> ExitCode:
 
 def summary(steps: int, loop: Loop) -> str:
     """Return the message of a run that succeeded."""
+    parts = [f"trained {steps} steps"]
     success = success_of(loop.last_validation)
-    if success is None:
-        return f"trained {steps} steps"
-    baselines = ", ".join(f"{name} {value:.2f}" for name, value in sorted(loop.baselines.items()))
-    return f"trained {steps} steps; validation success {success:.2f}" + (
-        f" ({baselines})" if baselines else ""
-    )
+    if success is not None:
+        baselines = ", ".join(
+            f"{name} {value:.2f}" for name, value in sorted(loop.baselines.items())
+        )
+        parts.append(f"validation success {success:.2f}" + (f" ({baselines})" if baselines else ""))
+    if loop.early_end:
+        parts.append(loop.early_end)
+    return "; ".join(parts)
 
 
 def _report(outcome: Outcome, reason: str, message: str, *, retryable: bool) -> FinalReport:

@@ -45,6 +45,7 @@ from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.step import Trainers, TrainingStep, select_groups
 from agenticrun_workers.driver.trainer_group import SharedDevices
 from agenticrun_workers.driver.warmup import Warmup
+from agenticrun_workers.errors import InvalidConfig, ScheduleEnded
 from agenticrun_workers.reporting.trackers import Tracker
 from agenticrun_workers.rollout.controller import Batch, Discard, RolloutPosition
 from agenticrun_workers.trainer.batch import optimizer_steps_per_batch
@@ -116,6 +117,8 @@ class LoopParts:
     """Returns the time so far without an episode in flight."""
     devices: SharedDevices | None = None
     """Set where engines and trainers use the same GPUs in turn."""
+    restarted: bool = False
+    """True for a later attempt of a run."""
     failures: list[asyncio.Future[None]] = field(default_factory=list)
     """Each fails when actors of the run die and cannot be replaced."""
 
@@ -148,6 +151,8 @@ class Loop:
         self._sync: SyncReport | None = None
         """The weight sync of this step, if it had one."""
         self._engine_time = EngineTime(parts.engines.stats, parts.idle_seconds)
+        self.early_end: str | None = None
+        """Why there are fewer steps than `maxSteps`, if there are."""
         self.last_validation: Metrics = {}
         """The val/... metrics of the last validation."""
 
@@ -160,6 +165,7 @@ class Loop:
         """Train to the last step.
 
         Raises:
+            InvalidConfig: the first attempt resumes where more steps would learn nothing.
             StopRequested: a stop was requested; the state has been saved.
             GuardTripped: an alarm is up, and `guards.action` is Fail.
         """
@@ -167,6 +173,8 @@ class Loop:
             if self._fresh:
                 await self._begin()
             await self._plan_schedules()
+            if self.early_end and not self._parts.restarted:
+                raise InvalidConfig("spec.pipeline.maxSteps", self.early_end)
             self._parts.progress.started()
             while True:
                 while await self._has_steps():
@@ -198,9 +206,9 @@ class Loop:
         config = self._parts.requests.config
         if config is not None and config.generation > self._parts.progress.generation:
             self._pipeline = config.applied_to(self._pipeline)
-            self._parts.validator.configure(self._pipeline)
             self._guards = GuardWatch(self._pipeline.guards, self._guards.state)
             await self._plan_schedules()
+            self._parts.validator.configure(self._pipeline)
             self._parts.progress.configured(config)
             log.info(
                 "settings of generation %d: maxSteps %d, evalSteps %d, saveSteps %d, guards %s",
@@ -213,11 +221,27 @@ class Loop:
         return self._step < self._pipeline.max_steps
 
     async def _plan_schedules(self) -> None:
-        """Stretch the schedules of the learning rates if the number of steps has changed."""
-        plan = schedule_plan(self._pipeline)
-        if plan != self._schedule:
-            await self._parts.trainers.stretch_schedules(self._step, self._pipeline.max_steps)
+        """Stretch the schedules of the learning rates if the number of steps has changed.
+
+        If they have ended, the run ends after this step.
+        """
+        self.early_end = None
+        plan, max_steps = schedule_plan(self._pipeline), self._pipeline.max_steps
+        if plan == self._schedule:
+            return
+        try:
+            await self._parts.trainers.stretch_schedules(self._step, max_steps)
             self._schedule = plan
+        except ScheduleEnded as error:
+            self.early_end = (
+                f"the run ends at step {self._step}, not at maxSteps {max_steps}: {error}, so more "
+                "steps would learn nothing. To train on, start a new run from the checkpoint "
+                "(checkpoint.resume: FromPreviousRun, or its folder) with lrSchedulerType: constant"
+            )
+            log.warning("%s", self.early_end)
+            self._parts.progress.activity(Activity.TRAINING, self.early_end)
+            self._pipeline = self._pipeline.model_copy(update={"max_steps": self._step})
+            self._parts.validator.configure(self._pipeline)
 
     async def _begin(self) -> None:
         """Prepare a fresh run: supervised warm-up, frozen reference, success of random play."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.driver.checkpoints import LoadModule, SaveModule
+from agenticrun_workers.errors import ScheduleEnded
 from agenticrun_workers.launch import ActorHandle, Launcher, Result
 from agenticrun_workers.rollout.groups import EpisodeResult, Group
 from agenticrun_workers.seeds import derive
@@ -196,16 +197,25 @@ class TrainerGroup:
 
         Args:
             step: completed training steps.
+
+        Raises:
+            ScheduleEnded: more steps would follow, but a rate is zero already. None has changed.
         """
         per_batch = optimizer_steps_per_batch(self._pipeline)
         starts = {ACTOR: max(step, self._pipeline.critic_warmup), CRITIC: step}
+        steps_left = {
+            module: (max_steps - start) * per_batch
+            for module, start in starts.items()
+            if module in self._modules()
+        }
+        for module in (module for module, left in steps_left.items() if left > 0):
+            first = self._ranks_of(module)[0]
+            if not await first.call(lambda rank: rank.rate_falls_from(module)):
+                raise ScheduleEnded(f"{module}: the schedule has brought the learning rate to 0")
         await asyncio.gather(
             *(
-                actor.call(
-                    lambda rank: rank.stretch_schedule(module, (max_steps - start) * per_batch)
-                )
-                for module, start in starts.items()
-                if module in self._modules()
+                actor.call(lambda rank: rank.stretch_schedule(module, left))
+                for module, left in steps_left.items()
                 for actor in self._ranks_of(module)
             )
         )

@@ -108,6 +108,11 @@ class CriticTrainer:
         self._backward(samples, loss, self._model.batcher.totals(samples))
         return self._optimizer.gradients()
 
+    @property
+    def rate_falls_from(self) -> float:
+        """See `StepCounts.falls_from`."""
+        return self._optimizer.falls_from
+
     def stretch_schedule(self, steps_left: int) -> None:
         """See `StepCounts.stretch`."""
         self._optimizer.stretch(steps_left)

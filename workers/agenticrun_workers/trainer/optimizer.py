@@ -10,15 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from agenticrun_workers.errors import ScheduleEnded
 from agenticrun_workers.trainer.ranks import Ranks, local, whole
 
 
 class NonFiniteGradient(Exception):
     """Too many optimizer steps in a row were skipped; names the first parameter that broke."""
-
-
-class ScheduleEnded(Exception):
-    """The learning rate has fallen to zero, so further steps would learn nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +102,11 @@ class StepCounts:
     def rate(self) -> float:
         """Return the learning rate of the next step."""
         return self.spec.rate(self.steps, self._decay)
+
+    @property
+    def falls_from(self) -> float:
+        """Return the rate from which the schedule falls on: its peak until the fall begins."""
+        return self.spec.rate(max(self.steps, self.spec.warmup_steps), self._decay)
 
     def stretch(self, steps_left: int) -> None:
         """Plan the rest of the schedule anew: the rate goes on from here and reaches zero then.

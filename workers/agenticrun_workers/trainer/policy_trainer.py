@@ -263,6 +263,11 @@ class PolicyTrainer:
         self.strategy.steps.restore(progress)
         self.policy_version = progress["policy_version"]
 
+    @property
+    def rate_falls_from(self) -> float:
+        """See `StepCounts.falls_from`."""
+        return self.strategy.steps.falls_from
+
     def stretch_schedule(self, steps_left: int) -> None:
         """See `StepCounts.stretch`."""
         self.strategy.steps.stretch(steps_left)

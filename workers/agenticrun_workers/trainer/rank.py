@@ -95,22 +95,18 @@ class RankActor:
         except CheckpointMismatch as error:
             raise InvalidConfig("spec.checkpoint.resume", f"{folder}: {error}") from error
 
+    def rate_falls_from(self, part: str) -> float:
+        """Return the learning rate from which the schedule of one model falls on."""
+        rate: float = self._part(part).rate_falls_from
+        return rate
+
     def stretch_schedule(self, part: str, steps_left: int) -> None:
         """Let the learning rate of one model reach zero after so many more optimizer steps.
 
         Raises:
-            InvalidConfig: it is zero already.
+            ScheduleEnded: it is zero already.
         """
-        from agenticrun_workers.trainer.optimizer import ScheduleEnded
-
-        try:
-            self._part(part).stretch_schedule(steps_left)
-        except ScheduleEnded as error:
-            raise InvalidConfig(
-                "spec.pipeline.maxSteps",
-                f"{part}: {error}, so more steps would learn nothing. Raise maxSteps while the run "
-                "trains, or go on from its checkpoint in a run with lrSchedulerType: constant",
-            ) from error
+        self._part(part).stretch_schedule(steps_left)
 
     def _part(self, name: str) -> Any:
         """Return the strategy that holds a model."""
