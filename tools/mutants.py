@@ -129,7 +129,7 @@ MUTANTS = (
     Mutant(
         "rollout/slow-groups-starve",
         f"{WORKERS}/rollout",
-        "return fits or not any(run.requeued for run in unfinished)",
+        "return fits or nothing_to_wait_for or not any(run.requeued for run in unfinished)",
         "return True",
         ("tests/unit/rollout/test_staleness.py",),
     ),

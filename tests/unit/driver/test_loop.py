@@ -18,7 +18,7 @@ from agenticrun_workers.driver.attempt import summary
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.guards import GuardTripped
-from agenticrun_workers.driver.loop import Loop, LoopParts
+from agenticrun_workers.driver.loop import Loop, LoopParts, position_of
 from agenticrun_workers.driver.metrics import Metrics
 from agenticrun_workers.driver.progress import AttemptId, ProgressReporter, Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
@@ -103,9 +103,12 @@ class Run:
         gate = StalenessGate.resumed(
             2, 2, self.pipeline.staleness.max, resume.step if resume else 0
         )
-        position = RolloutPosition(resume.next_group, resume.again) if resume else RolloutPosition()
         self.rollout = RolloutController(
-            self.backend, gate, GroupPlan.of(self.pipeline), discard=self.discard, position=position
+            self.backend,
+            gate,
+            GroupPlan.of(self.pipeline),
+            discard=self.discard,
+            position=position_of(resume),
         )
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.store = CheckpointStore(folder, "uid", keep=5)
@@ -480,7 +483,28 @@ async def test_a_stop_loses_no_group(staleness: int, tmp_path: Path) -> None:
     assert saved is not None
     state = saved.driver_state()
     assert sorted([*trained, *state.again]) == [*range(state.next_group)]
-    assert run.rollout.position == RolloutPosition(state.next_group, state.again)
+    assert run.rollout.position == position_of(state)
+
+
+async def test_a_checkpoint_tells_for_which_groups_batches_wait(tmp_path: Path) -> None:
+    state = DriverState(step=2, next_group=6, again=(4, 5), parts={"requeued": [5]})
+    assert position_of(state) == RolloutPosition(6, pending_groups=(4, 5), requeued_groups=(5,))
+    run = Run(tmp_path, resume=state)
+    run.backend.hold(4, 5)
+    running = asyncio.create_task(run.loop.run())
+    while not any(task.stream is Stream.TRAIN for task in run.backend.tasks):
+        await asyncio.sleep(0.01)
+    run.requests.apply(Commands(stop=True))
+    with pytest.raises(StopRequested):
+        await asyncio.wait_for(running, 60)
+    saved = run.store.newest()
+    assert saved is not None
+    assert position_of(saved.driver_state()) == position_of(state)
+
+
+def test_a_checkpoint_of_an_earlier_version_names_no_groups_for_which_batches_wait() -> None:
+    state = DriverState(step=2, next_group=6, again=(4, 5), parts={"kl_coef": 0.1})
+    assert position_of(state) == RolloutPosition(6, pending_groups=(4, 5))
 
 
 async def test_a_stop_during_the_warm_up_saves_nothing(tmp_path: Path) -> None:

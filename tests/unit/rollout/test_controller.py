@@ -145,6 +145,42 @@ async def test_a_batch_waits_for_a_group_that_would_grow_too_old_again() -> None
     assert await waiting == [0, 5]
 
 
+async def test_batches_wait_for_a_group_that_ran_again_also_after_a_resume() -> None:
+    """Else no slow episode is trained on in a run that restarts often."""
+    backend = FakeBackend()
+    backend.hold(0)
+    run = Run(backend, staleness=1)
+    for version in range(2):
+        run.advance(version)
+        await run.batch()
+    await settled()
+    position = run.controller.position
+    await run.controller.stop()
+    assert position == RolloutPosition(6, pending_groups=(0, 5), requeued_groups=(0,))
+
+    resumed = Run(backend, staleness=1, position=position)
+    assert resumed.controller.position == position
+    resumed.advance(0)
+    assert await resumed.batch() == [5, 6]
+    resumed.advance(1)
+    waiting = asyncio.create_task(resumed.batch())
+    await settled()
+    assert not waiting.done()
+    backend.held[0].set()
+    assert await waiting == [0, 7]
+
+
+async def test_a_batch_does_not_wait_for_a_group_that_cannot_begin_before_it() -> None:
+    """A run may resume with a smaller `staleness.max`, and so with more groups than may begin."""
+    position = RolloutPosition(10, pending_groups=tuple(range(10)), requeued_groups=(9,))
+    run = Run(FakeBackend(), staleness=0, position=position)
+    run.advance(0)
+    waiting = asyncio.create_task(run.batch())
+    await settled()
+    assert waiting.done()
+    assert await waiting == [0, 1]
+
+
 async def test_a_member_that_ends_before_it_hears_that_it_is_too_old_is_discarded() -> None:
     class Deaf(FakeBackend):
         def set_bounds(self, bounds: VersionBounds) -> None: ...

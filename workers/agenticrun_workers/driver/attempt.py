@@ -14,7 +14,7 @@ from agenticrun_workers.driver.actors import RunActors
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.guards import GuardTripped
-from agenticrun_workers.driver.loop import Loop, LoopParts, checkpoint_status
+from agenticrun_workers.driver.loop import Loop, LoopParts, checkpoint_status, position_of
 from agenticrun_workers.driver.metrics import success_of
 from agenticrun_workers.driver.progress import AttemptId, ProgressReporter, Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
@@ -24,7 +24,7 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import ActorDied, Launcher
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 from agenticrun_workers.reporting.trackers import build_trackers
-from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
+from agenticrun_workers.rollout.controller import RolloutController
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import GroupPlan
 from agenticrun_workers.rollout.recording import record_or_replay
@@ -178,8 +178,9 @@ def _controller(
         pipeline.staleness.max,
         state.step if state else 0,
     )
-    position = RolloutPosition(state.next_group, state.again) if state else RolloutPosition()
-    return RolloutController(actors.envs, gate, plan, discard=actors.discard, position=position)
+    return RolloutController(
+        actors.envs, gate, plan, discard=actors.discard, position=position_of(state)
+    )
 
 
 def report_of(error: BaseException, step: int) -> FinalReport:

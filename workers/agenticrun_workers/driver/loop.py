@@ -366,6 +366,7 @@ class Loop:
                 KL_PART: self._training_step.kl_coef,
                 GUARDS_PART: self._guards.state,
                 SCHEDULE_PART: self._schedule,
+                REQUEUED_PART: position.requeued_groups,
             },
         )
         with self._stopwatch.phase("checkpoint"):
@@ -383,8 +384,16 @@ class Loop:
         return await self._parts.requests.unless_stopped(work, self._parts.failures)
 
 
-KL_PART, GUARDS_PART, SCHEDULE_PART = "kl_coef", "guards", "schedule"
+KL_PART, GUARDS_PART, SCHEDULE_PART, REQUEUED_PART = "kl_coef", "guards", "schedule", "requeued"
 """Keys of `DriverState.parts`."""
+
+
+def position_of(state: DriverState | None) -> RolloutPosition:
+    """Return where rollout continues; at its beginning without a checkpoint."""
+    if state is None:
+        return RolloutPosition()
+    requeued = tuple(state.parts.get(REQUEUED_PART, ()))  # absent before 0.2
+    return RolloutPosition(state.next_group, state.again, requeued)
 
 
 def schedule_plan(pipeline: Pipeline) -> list[int]:

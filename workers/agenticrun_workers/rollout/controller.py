@@ -276,6 +276,8 @@ class RolloutPosition:
 
     next_group: int = 0
     pending_groups: tuple[int, ...] = ()
+    requeued_groups: tuple[int, ...] = ()
+    """Those of `pending_groups` that had grown too old: batches wait for them."""
 
 
 Discard = Callable[[list[EpisodeResult]], Awaitable[None]]
@@ -308,7 +310,10 @@ class RolloutController:
         self._max_age = math.ceil(gate.max_staleness)
         self._next_group = position.next_group
         self._bounds = VersionBounds()
-        self._pending = [GroupRun(number, plan) for number in sorted(position.pending_groups)]
+        self._pending = [
+            GroupRun(number, plan, requeued=number in position.requeued_groups)
+            for number in sorted(position.pending_groups)
+        ]
         self._running: dict[int, GroupRun] = {}
         self._ready: list[GroupRun] = []
         self._changed = asyncio.Event()
@@ -319,8 +324,14 @@ class RolloutController:
     @property
     def position(self) -> RolloutPosition:
         """The position to save. Groups that are not yet in a batch run again after a resume."""
-        unfinished = (*self._pending, *self._running.values(), *self._ready)
-        return RolloutPosition(self._next_group, tuple(sorted(run.number for run in unfinished)))
+        unfinished = sorted(
+            (*self._pending, *self._running.values(), *self._ready), key=lambda run: run.number
+        )
+        return RolloutPosition(
+            self._next_group,
+            tuple(run.number for run in unfinished),
+            tuple(run.number for run in unfinished if run.requeued),
+        )
 
     def advance(self, version: int, engine_version: int) -> None:
         """Start the groups that the gate now allows.
@@ -374,7 +385,8 @@ class RolloutController:
             place <= (last_step - self._gate.version) * size
             for place, last_step in enumerate(last_steps, start=1)
         )
-        return fits or not any(run.requeued for run in unfinished)
+        nothing_to_wait_for = not self._running  # pending groups begin as others end
+        return fits or nothing_to_wait_for or not any(run.requeued for run in unfinished)
 
     def _set_bounds(self, next_batch: int) -> None:
         """Tell the backend which tokens the next batch can still have.
