@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from agenticrun_workers.inference import client as client_module
 from agenticrun_workers.inference.client import MAX_LOST_ENGINES, GenerationClient, RequestRefused
 from agenticrun_workers.inference.request_port import Address
+from agenticrun_workers.launch import ActorUnavailable
 from agenticrun_workers.types import GenerationRequest, SamplingParams
 from rollout_fakes import FakeEngine, Remote
 from waiting import eventually_in_loop
@@ -45,6 +47,115 @@ async def test_requests_of_an_engine_that_cannot_be_reached_go_to_another(
     client.set_engines({})
     await near.close()
     await asyncio.sleep(0)  # the loop closes the connections
+
+
+class Cut(FakeEngine):
+    """An engine that samples without an end; `cut` takes the network away.
+
+    Args:
+        fails: a call on the lost network fails, instead of getting no answer.
+    """
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(ANSWER_T, lambda request: True)
+        self._fails = fails
+        self.lost = asyncio.Event()
+
+    async def requests_address(self) -> Address:
+        if self.lost.is_set():
+            if self._fails:
+                raise ActorUnavailable("the connection broke")
+            await asyncio.Event().wait()
+        return await super().requests_address()
+
+    def cut(self) -> None:
+        self.lost.set()
+        for writer in self._port._connections.values():
+            writer.transport.abort()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["no answer", "a failed call"])
+async def test_a_lost_network_moves_requests_to_other_engines_until_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(client_module, "RECONNECT_SECONDS", 0.01)
+    monkeypatch.setattr(client_module, "ADDRESS_SECONDS", 0.2)
+    far, near = Cut(fails), FakeEngine(ANSWER_T)
+    client = GenerationClient("c")
+    client.set_engines({"far": Remote(far)})
+    early = asyncio.create_task(client.generate(request("early")))
+    await eventually_in_loop(lambda: bool(far.requests), 60, "it is asked")
+    client.set_engines({"far": Remote(far), "near": Remote(near)})
+    far.cut()
+    await eventually_in_loop(lambda: client._links["far"].frames is None, 60, "it breaks")
+    late = await asyncio.wait_for(client.generate(request("early")), 20)
+    assert late.engine == "near", "no later turn of the session waits for the lost one"
+    assert (await asyncio.wait_for(early, 20)).engine == "near"
+    far.lost.clear()
+    await eventually_in_loop(lambda: client._links["far"].reachable, 60, "it is used again")
+    client.set_engines({})
+    for engine in (far, near):
+        await engine.close()
+    await asyncio.sleep(0)  # the loop closes the connections
+
+
+async def test_engines_that_die_before_a_request_is_sent_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "RECONNECT_SECONDS", 0.01)
+    client = GenerationClient("c")
+    asking = asyncio.create_task(client.generate(request()))
+    for number in range(MAX_LOST_ENGINES):
+        client.set_engines({str(number): Remote(OutOfReach(ANSWER_T))})
+        link = client._links[str(number)]
+        await eventually_in_loop(partial(getattr, link, "in_flight"), 60, "it is chosen")
+    engine = FakeEngine(ANSWER_T)
+    client.set_engines({"good": Remote(engine)})
+    assert (await asyncio.wait_for(asking, 20)).engine == "good"
+    client.set_engines({})
+    await engine.close()
+    await asyncio.sleep(0)  # the loop closes the connections
+
+
+def asked(client: GenerationClient, engines: dict[str, Cut]) -> str | None:
+    """Return the id of the engine that samples a request."""
+    return next(
+        (
+            name
+            for name, link in client._links.items()
+            if link.in_flight and link.frames and engines[name].requests
+        ),
+        None,
+    )
+
+
+def withdrawn(client: GenerationClient, name: str) -> bool:
+    """True if the engine has no request, or cannot be reached and there is no other."""
+    link = client._links[name]
+    return not link.reachable and (not link.in_flight or len(client._links) == 1)
+
+
+async def test_an_engine_that_is_unavailable_before_its_death_is_known_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request has moved by then."""
+    monkeypatch.setattr(client_module, "RECONNECT_SECONDS", 0.01)
+    client = GenerationClient("c")
+    asking = asyncio.create_task(client.generate(request()))
+    engines = {str(number): Cut(fails=True) for number in range(MAX_LOST_ENGINES)}
+    handles = {name: Remote(engine) for name, engine in engines.items()}
+    client.set_engines(handles)
+    for _ in engines:
+        name = await eventually_in_loop(partial(asked, client, engines), 60, "one samples it")
+        engines[name].cut()
+        await eventually_in_loop(partial(withdrawn, client, name), 60, "it is withdrawn")
+        handles[name].kill()
+        await eventually_in_loop(lambda: len(client._links) < len(handles), 60, "it is dropped")
+        del handles[name]
+    with pytest.raises(RequestRefused, match="3 engines died while they sampled it"):
+        await asyncio.wait_for(asking, 20)
+    for engine in engines.values():
+        await engine.close()
 
 
 async def test_a_request_of_which_engines_die_is_refused_at_last() -> None:

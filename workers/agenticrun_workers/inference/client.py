@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agenticrun_workers.inference.request_port import Abort, Address, Answer, Frames, connect
-from agenticrun_workers.launch import ActorHandle
+from agenticrun_workers.launch import ActorDied, ActorHandle, ActorUnavailable
 from agenticrun_workers.types import Generation, GenerationRequest
 
 log = logging.getLogger(__name__)
 
 RECONNECT_SECONDS = 0.5
+ADDRESS_SECONDS = 5.0
+"""Longest wait for an engine's address. The call gets no answer while the network is lost."""
 MAX_LOST_ENGINES = 3
 """Engines that may die of a request. Otherwise one that crashes them would end all of them."""
 
@@ -41,7 +43,7 @@ class _Waiting:
     request: GenerationRequest
     done: asyncio.Future[Generation]
     lost_engines: int = 0
-    """Number of engines that died while they had the request."""
+    """Number of engines that died after the request was sent to them."""
 
 
 class _EngineLink:
@@ -56,7 +58,9 @@ class _EngineLink:
         self.frames: Frames | None = None
         """The connection, if there is one. Without it requests wait in `in_flight`."""
         self.reachable = True
-        """False from a connection that failed to one that succeeds."""
+        """False from a connection that breaks or fails to one that succeeds."""
+        self.interrupted: list[_Waiting] = []
+        """Requests that were sent on the connection that broke last, until there is another."""
         self.listener: asyncio.Task[None] | None = None
 
     @property
@@ -158,32 +162,26 @@ class GenerationClient:
         """Keep a connection to a living engine and deliver its answers."""
         while True:
             try:
-                address = await link.handle.call(lambda engine: engine.requests_address())
-            except Exception as error:
-                log.warning(
-                    "engine %s died (%s): its %d requests move to other engines",
-                    link.engine_id,
-                    error,
-                    len(link.in_flight),
-                )
-                if self._links.get(link.engine_id) is link:
-                    self._drop(link)
-                return
-            try:
+                async with asyncio.timeout(ADDRESS_SECONDS):
+                    address = await link.handle.call(lambda engine: engine.requests_address())
                 frames = await connect(address, self._name)
-            except OSError as error:
-                log.warning(
-                    "engine %s cannot be reached at %s:%d (%s)",
-                    link.engine_id,
-                    address.host,
-                    address.port,
-                    error,
-                )
+            except (ActorDied, OSError) as error:
+                if isinstance(error, ActorDied) and not isinstance(error, ActorUnavailable):
+                    log.warning(
+                        "engine %s died (%s): its %d requests move to other engines",
+                        link.engine_id,
+                        error,
+                        len(link.in_flight),
+                    )
+                    if self._links.get(link.engine_id) is link:
+                        self._drop(link)
+                    return
+                log.warning("engine %s cannot be reached: %r", link.engine_id, error)
                 link.reachable = False
                 if any(other.reachable for other in self._links.values()):
                     self._withdraw(link)
             else:
-                link.reachable = True
+                link.reachable, link.interrupted = True, []
                 await self._listen_to(link, frames)
             await asyncio.sleep(RECONNECT_SECONDS)
 
@@ -203,26 +201,28 @@ class GenerationClient:
         except (OSError, EOFError):
             pass
         finally:
-            link.frames = None
+            link.frames, link.reachable = None, False
+            link.interrupted = list(link.in_flight.values())
             frames.close()
 
     def _drop(self, link: _EngineLink) -> None:
+        """Forget a dead engine. Fail the requests of which too many engines have died."""
         del self._links[link.engine_id]
         if link.listener is not None and link.listener is not asyncio.current_task():
             link.listener.cancel()
-        for waiting in link.in_flight.values():
-            waiting.lost_engines += 1
+        sent = link.interrupted if link.frames is None else list(link.in_flight.values())
         self._withdraw(link)
-
-    def _withdraw(self, link: _EngineLink) -> None:
-        """Send the requests of an engine to others."""
-        for waiting in link.in_flight.values():
-            if waiting.lost_engines < MAX_LOST_ENGINES:
-                self._unsent.append(waiting)
-            elif not waiting.done.done():
+        for waiting in sent:
+            waiting.lost_engines += 1
+            if waiting.lost_engines >= MAX_LOST_ENGINES and not waiting.done.done():
+                self._abort(waiting)
                 waiting.done.set_exception(
                     RequestRefused(f"{waiting.lost_engines} engines died while they sampled it")
                 )
+
+    def _withdraw(self, link: _EngineLink) -> None:
+        """Send the requests of an engine to others."""
+        self._unsent += link.in_flight.values()
         link.in_flight, link.outgoing = {}, []
         self._plan_flush()
 

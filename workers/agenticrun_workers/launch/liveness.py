@@ -17,7 +17,7 @@ slow, not dead. So the rule is:
   stores refuse its trajectories (`TrajectoryStore.refuse`), its requests are aborted with its
   connections, and no client or sync knows a replaced engine.
 - **A lost network** breaks the connections of the generation clients by TCP's own probes
-  (`request_port`).
+  (`request_port`). To connect again has time limits, and requests go to other engines meanwhile.
 - **Ranks of trainers are not polled**: a rank runs one call at a time, and a training step may take
   any time. The same holds for an actor that is still starting. If one hangs, no step ends, and the
   operator's stall detection (`failurePolicy.stall`) gives the attempt up.
