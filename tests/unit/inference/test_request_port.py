@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -16,6 +17,7 @@ from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.request_port import (
     LENGTH_BYTES,
     Abort,
+    Address,
     Answer,
     Frames,
     RequestPort,
@@ -141,16 +143,40 @@ class Written:
 
     def __init__(self) -> None:
         self.data = b""
+        self.closed = False
 
     def write(self, data: bytes) -> None:
         self.data += data
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
 
     def get_extra_info(self, name: str) -> Written:
         return self
 
     def setsockopt(self, *option: int) -> None: ...
+
+
+class Gone(Written):
+    """A writer to a client that has already gone."""
+
+    def setsockopt(self, *option: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+async def test_a_connection_that_breaks_at_once_is_closed(
+    closing: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, served, connected = port_of(Engine(), closing), Gone(), Gone()
+    await port._serve(asyncio.StreamReader(), served)  # type: ignore[arg-type]
+
+    async def open_connection(*_: object) -> tuple[asyncio.StreamReader, Gone]:
+        return asyncio.StreamReader(), connected
+
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    with pytest.raises(OSError, match="Invalid argument"):
+        await connect(Address("here", 1, b""), "w")
+    assert (served.closed, connected.closed) == (True, True)
 
 
 async def test_a_request_whose_client_leaves_in_the_same_breath_is_stopped(

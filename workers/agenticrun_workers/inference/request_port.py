@@ -90,7 +90,11 @@ async def connect(address: Address, name: str) -> Frames:
     """Connect to an engine as the client `name`. Raises `OSError`."""
     async with asyncio.timeout(HANDSHAKE_SECONDS):
         reader, writer = await asyncio.open_connection(address.host, address.port)
-    _probe(writer)
+    try:
+        _probe(writer)
+    except OSError:
+        writer.close()
+        raise
     encoded = name.encode()
     writer.write(address.secret + len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
     return Frames(reader, writer)
@@ -154,8 +158,8 @@ class RequestPort:
         assert task is not None
         self._connections[task] = writer
         task.add_done_callback(lambda done: self._connections.pop(done, None))
-        _probe(writer)
         try:
+            _probe(writer)
             name = await self._handshake(reader)
         except (OSError, EOFError, TimeoutError, ValueError) as error:
             log.warning(
