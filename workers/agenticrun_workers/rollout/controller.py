@@ -102,7 +102,7 @@ class GroupRun:
             backend: runs the episodes.
             bounds: returns the policy versions of now.
             drop: called with members that have grown too old, before they run again.
-            transcript: return the first try of the first member as text.
+            transcript: return the first member of each try as text until such a member is kept.
         """
         finished = FinishedGroup()
         self.group = None
@@ -125,7 +125,7 @@ class GroupRun:
         self, members: tuple[int, ...], needed: int, engine_version: int, *, transcript: bool
     ) -> GroupTask:
         attempt, self.attempts = self.attempts, self.attempts + 1
-        told = transcript and attempt == 0
+        told = transcript and not any(result.transcript for result in self.kept)
         return GroupTask(
             Stream.TRAIN,
             self.number,
