@@ -185,8 +185,7 @@ def engine_stats(generated: int, busy: float, **fields: Any) -> EngineStats:
 def test_engines_tell_speed_queue_and_how_busy_they_were_also_one_that_is_new() -> None:
     before = {"engine-0": engine_stats(100, 5.0), "engine-1": engine_stats(70, 5.0)}
     after = {"engine-0": engine_stats(300, 9.0, waiting=3), "engine-2": engine_stats(50, 2.0)}
-    found = engine_metrics(before, after, seconds=10.0)
-    assert found.pop("rollout/utilization") == 0.0
+    found = engine_metrics(before, after, dict.fromkeys(after, 10.0))
     assert found == {
         "engine/engine-0/tokens_per_second": 20.0,
         "engine/engine-0/queue": 3.0,
@@ -194,16 +193,29 @@ def test_engines_tell_speed_queue_and_how_busy_they_were_also_one_that_is_new() 
         "engine/engine-2/queue": 0.0,
         "rollout/engine_busy": pytest.approx(0.3),
     }
-    assert engine_metrics(before, {}, seconds=10.0) == {}
+    assert engine_metrics(before, {}, {}) == {}
 
 
-def test_utilization_counts_seats_and_not_engines_with_a_request() -> None:
-    before = {"engine-0": engine_stats(0, 5.0, seats=30, seat_seconds=40.0)}
-    after = {
-        "engine-0": engine_stats(0, 15.0, seats=30, seat_seconds=70.0),
-        "engine-1": engine_stats(0, 10.0, seats=10, seat_seconds=90.0),
+async def test_utilization_counts_seats_and_not_engines_with_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    stats = {
+        "engine-0": engine_stats(0, 5.0, seats=30, seat_seconds=40.0),
+        "engine-1": engine_stats(0, 0.0, seats=10),
     }
-    found = engine_metrics(before, after, seconds=10.0)
+
+    async def read() -> dict[str, EngineStats]:
+        return dict(stats)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    measured = EngineTime(read, lambda: 0.0)
+    now = 5.0
+    await measured.metrics()
+    now = 15.0
+    stats["engine-0"] = engine_stats(0, 15.0, seats=30, seat_seconds=70.0)
+    stats["engine-1"] = engine_stats(0, 10.0, seats=10, seat_seconds=90.0)
+    found = await measured.metrics()
     assert found["rollout/engine_busy"] == 1.0
     assert found["rollout/utilization"] == pytest.approx((30 + 90) / (40 * 10))
 
@@ -215,7 +227,7 @@ def test_the_use_of_the_caches_is_the_mean_of_the_step_s_polls() -> None:
         "engine-1": engine_stats(0, 0.0, kv_used=0.6, kv_polls=2),
         "engine-2": engine_stats(0, 0.0),
     }
-    found = engine_metrics(before, after, seconds=10.0)
+    found = engine_metrics(before, after, dict.fromkeys(after, 10.0))
     assert found["engine/engine-0/kv_usage"] == 0.5
     assert found["engine/engine-1/kv_usage"] == 0.3
     assert "engine/engine-2/kv_usage" not in found
@@ -246,6 +258,7 @@ async def test_the_time_of_idle_engines_is_explained(monkeypatch: pytest.MonkeyP
         "rollout/idle/weights": pytest.approx(0.2),
         "rollout/idle/gate": pytest.approx(0.3),
         "rollout/idle/env": pytest.approx(0.2),
+        "rollout/idle/lost": 0.0,
     }
     assert sum(shares.values()) + found["rollout/utilization"] == pytest.approx(1)
     now = 20.0
@@ -273,6 +286,91 @@ async def test_a_sync_beside_running_episodes_leaves_the_engines_only_for_its_ow
     assert found["rollout/idle/weights"] == pytest.approx(0.1)
     assert found["rollout/idle/env"] == pytest.approx(0.1)
     assert found["rollout/idle/gate"] == 0.0
+
+
+async def test_the_time_of_an_engine_that_dies_and_of_its_replacement_is_lost_and_not_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two busy engines; one dies in a step, and its replacement serves in the next one."""
+    now = 0.0
+    stats: dict[str, EngineStats] = {}
+
+    def computed(engine: str, seconds: float) -> None:
+        busy = stats[engine].busy_seconds + seconds if engine in stats else seconds
+        aborted = stats[engine].aborted_tokens + 5 if engine in stats else 5
+        stats[engine] = engine_stats(
+            round(10 * busy), busy, seat_seconds=busy, aborted_tokens=aborted
+        )
+
+    async def read() -> dict[str, EngineStats]:
+        return dict(stats)
+
+    def shares(found: dict[str, float]) -> list[float]:
+        """Return the shares of work, weights, gate, env, lost engines and few requests."""
+        kinds = ("weights", "gate", "env", "lost", "few_requests")
+        idle = [found[f"rollout/idle/{kind}"] for kind in kinds]
+        assert sum(idle) + found["rollout/utilization"] == pytest.approx(1)
+        return [round(share, 9) for share in (found["rollout/utilization"], *idle)]
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    measured = EngineTime(read, lambda: 0.0)
+    for engine in ("engine-0", "engine-1"):
+        stats[engine] = engine_stats(0, 0.0)
+    now = 4.0
+    for engine in ("engine-0", "engine-1"):
+        computed(engine, 4.0)
+    async with measured.syncing():
+        pass
+    del stats["engine-1"]
+    now = 10.0
+    computed("engine-0", 6.0)
+    found = await measured.metrics()
+    assert shares(found) == [0.7, 0.0, 0.0, 0.0, 0.3, 0.0]
+    assert found["rollout/aborted_tokens"] == 15.0
+    now = 20.0
+    computed("engine-0", 10.0)
+    computed("engine-2", 6.0)
+    found = await measured.metrics()
+    assert shares(found) == [0.8, 0.0, 0.0, 0.0, 0.2, 0.0]
+    now = 30.0
+    computed("engine-0", 5.0)
+    computed("engine-2", 10.0)
+    found = await measured.metrics()
+    assert shares(found) == [0.75, 0.0, 0.0, 0.25, 0.0, 0.0]
+    now = 40.0
+    stats.clear()
+    found = await measured.metrics()
+    assert shares(found) == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+
+
+async def test_an_engine_that_misses_a_reading_counts_each_second_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    stats: dict[str, EngineStats] = {"engine-0": engine_stats(0, 0.0)}
+
+    async def read() -> dict[str, EngineStats]:
+        return dict(stats)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    measured = EngineTime(read, lambda: 0.0)
+    now = 10.0
+    stats["engine-0"] = engine_stats(100, 10.0, seat_seconds=10.0, aborted_tokens=1)
+    found = await measured.metrics()
+    assert found["rollout/utilization"] == 1.0
+    now, answer = 20.0, stats.pop("engine-0")
+    found = await measured.metrics()
+    assert (found["rollout/utilization"], found["rollout/idle/lost"]) == (0.0, 1.0)
+    assert found["rollout/aborted_tokens"] == 0.0
+    now = 30.0
+    busy = answer.busy_seconds + 20
+    stats["engine-0"] = engine_stats(300, busy, seat_seconds=busy, aborted_tokens=3)
+    found = await measured.metrics()
+    assert found["rollout/utilization"] == 1.0
+    assert (found["rollout/idle/lost"], found["rollout/idle/env"]) == (0.0, 0.0)
+    assert found["engine/engine-0/tokens_per_second"] == 10.0
+    assert found["rollout/engine_busy"] == 1.0
+    assert found["rollout/aborted_tokens"] == 2.0
 
 
 def test_a_snapshot_holds_the_most_telling_metrics_and_nothing_that_the_api_refuses() -> None:

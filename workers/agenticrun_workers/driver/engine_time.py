@@ -25,9 +25,13 @@ class EngineTime:
         weights       no request in computation during a weight sync
         gate          no episode in flight: the trainers compute, or the staleness gate is closed
         env           episodes in flight, and no request: environments, agents or judges are at it
+        lost          no engine: it died or did not answer, or its replacement was starting
+
+    The whole is the largest number of seats that were ever there at once. An engine counts between
+    two readings that it answered, and a new one for as long as it computed.
 
     Args:
-        stats: reads the engines' statistics.
+        stats: reads the statistics of the engines that answer.
         idle_seconds: returns the time so far without an episode in flight.
     """
 
@@ -38,96 +42,118 @@ class EngineTime:
     ) -> None:
         self._stats = stats
         self._idle_seconds = idle_seconds
-        self._before: Mapping[str, EngineStats] = {}
-        self._restart()
+        self._seats = 0
+        """The largest number of seats in one reading."""
+        self._newest: dict[str, tuple[float, EngineStats]] = {}
+        """The last answer of each engine, and when it came; engines that are gone included."""
+        self._told: dict[str, tuple[float, EngineStats]] = {}
+        """The same at the last call of `metrics`."""
+        self._restart(time.perf_counter())
 
-    def _restart(self) -> None:
-        self._began, self._idle_then = time.perf_counter(), self._idle_seconds()
+    def _restart(self, now: float) -> None:
+        self._began = self._read_at = now
+        self._idle_then = self._idle_seconds()
+        self._there = self._busy = self._used = 0.0
+        """Seconds times seats: with an engine, with one that computes, with a request."""
         self._sync_idle = self._sync_without_episodes = 0.0
+        self._aborted_tokens = 0
+
+    async def _read(self) -> Mapping[str, EngineStats]:
+        """Count the time since the last reading."""
+        answers, now = await self._stats(), time.perf_counter()
+        for engine, stats in answers.items():
+            if known := self._newest.get(engine):
+                then, before = known
+                there = now - max(then, self._began)
+            else:
+                before = _at_its_start(stats)
+                since = now - self._read_at
+                there = min(stats.busy_seconds, since) if self._newest else since
+            self._there += stats.seats * there
+            self._busy += stats.seats * min(stats.busy_seconds - before.busy_seconds, there)
+            self._used += min(stats.seat_seconds - before.seat_seconds, stats.seats * there)
+            self._aborted_tokens += stats.aborted_tokens - before.aborted_tokens
+        self._newest |= {engine: (now, stats) for engine, stats in answers.items()}
+        self._seats = max(self._seats, sum(stats.seats for stats in answers.values()))
+        self._read_at = now
+        return answers
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
         """Count the time inside the `with` block as a weight sync."""
-        before, idle, began = await self._stats(), self._idle_seconds(), time.perf_counter()
+        await self._read()
+        without, idle = self._idle_seconds(), self._there - self._busy
         yield
-        seconds = time.perf_counter() - began
-        self._sync_idle += seconds - _busy_seconds(before, await self._stats())
-        self._sync_without_episodes += self._idle_seconds() - idle
+        await self._read()
+        self._sync_idle += self._there - self._busy - idle
+        self._sync_without_episodes += self._idle_seconds() - without
 
     async def metrics(self) -> Metrics:
         """Return the metrics of the time since the last call, or since the beginning."""
-        now, before = await self._stats(), self._before
-        seconds = time.perf_counter() - self._began
-        found = engine_metrics(before, now, seconds)
-        if now:
-            busy = _busy_seconds(before, now) / seconds
+        answers = await self._read()
+        now, seconds = self._read_at, self._read_at - self._began
+        before = {engine: stats for engine, (_, stats) in self._told.items()}
+        since = {engine: now - then for engine, (then, _) in self._told.items()}
+        found = engine_metrics(
+            before, answers, {engine: since.get(engine, seconds) for engine in answers}
+        )
+        if whole := self._seats * seconds:
+            there, busy = min(self._there / whole, 1.0), self._busy / whole
+            weights = min(self._sync_idle / whole, there - busy)
             without = self._idle_seconds() - self._idle_then - self._sync_without_episodes
-            weights = min(self._sync_idle / seconds, 1.0 - busy)
-            gate = min(without / seconds, 1.0 - busy - weights)
+            gate = min(without / seconds * there, there - busy - weights)
             found |= {
-                "rollout/idle/few_requests": busy - found["rollout/utilization"],
+                "rollout/utilization": self._used / whole,
+                "rollout/idle/few_requests": busy - self._used / whole,
                 "rollout/idle/weights": weights,
                 "rollout/idle/gate": gate,
-                "rollout/idle/env": 1.0 - busy - weights - gate,
+                "rollout/idle/env": there - busy - weights - gate,
+                "rollout/idle/lost": 1.0 - there,
             }
-        found["rollout/aborted_tokens"] = restarted_tokens(before, now)
-        self._before = now
-        self._restart()
+        found["rollout/aborted_tokens"] = float(self._aborted_tokens)
+        self._told = dict(self._newest)
+        self._restart(now)
         return found
 
 
-def _busy_seconds(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats]) -> float:
-    """Return the time with a request in computation, the mean over the engines' seats."""
-    weights = {engine: now.seats for engine, now in after.items()}
-    spent = (
-        weights[engine]
-        * (now.busy_seconds - (before[engine].busy_seconds if engine in before else 0.0))
-        for engine, now in after.items()
+def _at_its_start(stats: EngineStats) -> EngineStats:
+    """Return the statistics of an engine that had done nothing yet."""
+    return replace(
+        stats,
+        generated_tokens=0,
+        aborted_tokens=0,
+        busy_seconds=0.0,
+        seat_seconds=0.0,
+        kv_used=0.0,
+        kv_polls=0,
     )
-    return sum(spent) / sum(weights.values()) if weights else 0.0
 
 
 def engine_metrics(
-    before: Mapping[str, EngineStats], after: Mapping[str, EngineStats], seconds: float
+    before: Mapping[str, EngineStats],
+    after: Mapping[str, EngineStats],
+    seconds: Mapping[str, float],
 ) -> Metrics:
-    """Return speed, queue and utilization of the engines between two measurements.
-
-    Utilization weighs each engine by its seats.
+    """Return speed, queue and caches of the engines between two measurements.
 
     An engine that started in between counts from its start.
 
     Args:
-        seconds: time between the measurements.
+        seconds: time between the measurements of each engine.
     """
     metrics: Metrics = {}
     busy: list[float] = []
     kv_used: list[float] = []
-    used = seats = 0.0
     for engine, now in after.items():
-        then = before.get(engine) or replace(
-            now, generated_tokens=0, busy_seconds=0.0, seat_seconds=0.0, kv_used=0.0, kv_polls=0
-        )
+        then = before.get(engine) or _at_its_start(now)
         metrics[f"engine/{engine}/tokens_per_second"] = (
             now.generated_tokens - then.generated_tokens
-        ) / seconds
+        ) / seconds[engine]
         metrics[f"engine/{engine}/queue"] = float(now.waiting)
-        busy.append((now.busy_seconds - then.busy_seconds) / seconds)
-        used += now.seat_seconds - then.seat_seconds
-        seats += now.seats
+        busy.append((now.busy_seconds - then.busy_seconds) / seconds[engine])
         if polls := now.kv_polls - then.kv_polls:
             kv_used.append((now.kv_used - then.kv_used) / polls)
             metrics[f"engine/{engine}/kv_usage"] = kv_used[-1]
     if after:
-        metrics["rollout/utilization"] = used / (seats * seconds)
         metrics["rollout/engine_busy"] = float(np.mean(busy))
     return metrics | ({"rollout/kv_usage": float(np.mean(kv_used))} if kv_used else {})
-
-
-def restarted_tokens(before: Mapping[str, EngineStats], after: Mapping[str, EngineStats]) -> float:
-    """Return the tokens that engines threw away between two measurements for new weights."""
-    return float(
-        sum(
-            now.aborted_tokens - (before[engine].aborted_tokens if engine in before else 0)
-            for engine, now in after.items()
-        )
-    )
