@@ -284,6 +284,23 @@ async def test_an_engine_that_is_not_healthy_any_more_makes_its_actor_fail(
         await made.health()
 
 
+async def test_a_health_check_that_fails_itself_is_logged_once_and_goes_on(
+    closing: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(actor_module, "POLL_SECONDS", 0.02)
+    engine = Engine()
+    made = actor(engine, closing)
+    engine.illness = KeyError("loads")
+    watching = asyncio.create_task(made._watch())
+    await asyncio.sleep(0.2)
+    await made.health()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the health of engine-0 cannot be checked"
+    ]
+    engine.illness = EngineError("the server is frozen")
+    await watching
+
+
 async def test_tcp_probes_both_ends_so_that_a_lost_network_breaks_the_connection(
     closing: AsyncExitStack,
 ) -> None:

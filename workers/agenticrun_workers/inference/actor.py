@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,6 +27,8 @@ from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.types import Generation, GenerationRequest
 from agenticrun_workers.weights.buckets import TORCH_NAMES, CorruptBucket, TensorSpec, Verifier
+
+log = logging.getLogger(__name__)
 
 LOG_FOLDER = "AGENTICRUN_LOG_FOLDER"
 """Environment variable: folder for logs of engine servers. Default: Ray's, for its dashboard."""
@@ -215,12 +218,17 @@ class EngineActor:
 
     async def _watch(self) -> None:
         """Poll the engine until it fails, because one that is frozen fails no request."""
+        told = ""
         while not self._broken.done():
             await asyncio.sleep(POLL_SECONDS)
             try:
                 await self._engine.check_health()
-            except Exception as error:
+            except EngineError as error:
                 self._record_failure(error)
+            except Exception as error:
+                if repr(error) != told:
+                    log.exception("the health of %s cannot be checked", self._name)
+                told = repr(error)
 
     def _broadcast_engine(self) -> SupportsBroadcast:
         if not isinstance(self._engine, SupportsBroadcast):

@@ -5,6 +5,7 @@ A new engine is one class with the methods of `InferenceEngine`; `builder` makes
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
+
+log = logging.getLogger(__name__)
 
 ABORTED_UNSAMPLED = Generation(
     np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.ABORT
@@ -58,6 +61,7 @@ class LoadMeter:
         self.kv_polls = 0
         self._running = 0
         self._held = False
+        self._unreadable = False
         self._changed = time.perf_counter()
         self._busy_seconds = self._seat_seconds = 0.0
 
@@ -94,6 +98,16 @@ class LoadMeter:
         finally:
             self._count()
             self._held = False
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Log the first `EngineError` of the `with` block: an engine may serve without its load."""
+        try:
+            yield
+        except EngineError as error:
+            if not self._unreadable:
+                log.warning("no rollout/kv_usage, because the load cannot be read: %s", error)
+            self._unreadable = True
 
     def poll_kv(self, share: float) -> None:
         """Record the share of the KV cache that is in use now."""

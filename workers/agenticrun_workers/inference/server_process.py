@@ -335,7 +335,7 @@ def readable_answer() -> Iterator[None]:
     """Raise `EngineError` if an answer that is read inside the `with` block has another form."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise EngineError(f"the server's answer cannot be read: {error!r}") from error
 
 

@@ -146,12 +146,21 @@ class SglangEngine:
         self._shapes, self._tied = shapes_of_model(options.folder), is_tied(options.folder)
         self._process = ServerProcess(options.spec())
         await self._process.start()
-        self._http = ServerClient(self._process)
+        self._http, log = ServerClient(self._process), self._process.log
         self._server = SglangControl(self._http)
         self._refusal = ""
         try:
-            self._load.seats = read_load(await self._http.check(LOADS)).seats
-            await self._check_plugin(self._process.log)
+            with readable_answer():
+                self._load.seats = read_load(await self._http.check(LOADS)).seats
+            await self._check_plugin(log)
+        except EngineStartError:
+            await self.stop()
+            raise
+        except EngineError as error:
+            await self.stop()
+            raise EngineStartError(
+                f"SGLang started, but cannot serve {options.folder}: see its log {log}. {error}"
+            ) from error
         except BaseException:
             await self.stop()
             raise
@@ -286,9 +295,11 @@ class SglangEngine:
         """See `InferenceEngine`. Its scheduler answers between two steps, also while it sleeps."""
         async with self._changing:
             await self._http.check("/server_info")
-            load = read_load(await self._http.check(LOADS))
-        self._load.seats = load.seats
-        self._load.poll_kv(load.kv_used)
+            answer = await self._http.check(LOADS)
+        with self._load.reading(), readable_answer():
+            load = read_load(answer)
+            self._load.seats = load.seats
+            self._load.poll_kv(load.kv_used)
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""

@@ -251,7 +251,9 @@ class VllmEngine:
         """See `InferenceEngine`. Its core answers between two steps, also while it sleeps."""
         async with self._changing:
             await self._http.check("/is_paused")
-            self._load.poll_kv(read_kv_usage(await self._http.check("/metrics")))
+            metrics = await self._http.check("/metrics")
+        with self._load.reading(), readable_answer():
+            self._load.poll_kv(read_kv_usage(metrics))
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""
@@ -328,13 +330,19 @@ class VllmEngine:
 
 
 def read_kv_usage(metrics: bytes) -> float:
-    """Return the share of the KV cache in use, from Prometheus' text; the mean over its cores."""
+    """Return the share of the KV cache in use, from Prometheus' text; the mean over its cores.
+
+    Raises:
+        ValueError: the text has no such metric.
+    """
     found = [
         float(line.rsplit(None, 1)[1])
         for line in metrics.decode().splitlines()
         if line.startswith(KV_USAGE)
     ]
-    return sum(found) / len(found) if found else 0.0
+    if not found:
+        raise ValueError(f"no metric {KV_USAGE}")
+    return sum(found) / len(found)
 
 
 def to_vllm(request: GenerationRequest, server_id: str) -> dict[str, Any]:
