@@ -59,6 +59,17 @@ async def test_all_ranks_stretch_the_schedule_of_each_model(launcher: InProcessL
     assert await told(ranks) == [{"actor_train": 10, "critic": 12}] * 2
 
 
+@pytest.mark.parametrize(("rate", "warns"), [(2.9e-4, True), (3.1e-4, False)])
+async def test_a_schedule_that_is_stretched_when_it_has_nearly_ended_is_warned_about(
+    launcher: InProcessLauncher, rate: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainers, _ = group(launcher, {"actor_train": rate, "critic": 1.0})  # its peak is 0.003
+    await trainers.stretch_schedules(3, 7)
+    assert ("actor_train: maxSteps has changed to 7" in caplog.text) == warns
+    assert ("fallen to 0.00029, 9.7 % of its peak" in caplog.text) == warns
+    assert "critic" not in caplog.text
+
+
 async def test_no_schedule_is_stretched_where_one_has_ended(launcher: InProcessLauncher) -> None:
     trainers, ranks = group(launcher, {"actor_train": 1e-6, "critic": 0.0})
     with pytest.raises(ScheduleEnded, match="critic: "):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,11 @@ from agenticrun_workers.weights.sync import Receiver, WeightSync
 if TYPE_CHECKING:
     from agenticrun_workers.trainer.policy_rank import TrainerActor
     from agenticrun_workers.trainer.reference_and_critic import CriticActor, ReferenceActor
+
+log = logging.getLogger(__name__)
+
+NEARLY_ENDED = 0.1
+"""Share of the peak below which a learning rate is too low for a run that is made longer."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +201,8 @@ class TrainerGroup:
     async def stretch_schedules(self, step: int, max_steps: int) -> None:
         """Let the learning rates reach zero at another `maxSteps`, without a jump now.
 
+        Warns where one has nearly fallen to zero, because it does not rise again.
+
         Args:
             step: completed training steps.
 
@@ -210,8 +218,20 @@ class TrainerGroup:
         }
         for module in (module for module, left in steps_left.items() if left > 0):
             first = self._ranks_of(module)[0]
-            if not await first.call(lambda rank: rank.rate_falls_from(module)):
+            rate = await first.call(lambda rank: rank.rate_falls_from(module))
+            if not rate:
                 raise ScheduleEnded(f"{module}: the schedule has brought the learning rate to 0")
+            of = self._pipeline.critic if module == CRITIC else self._pipeline.actor_train
+            assert of is not None, "there is a critic"
+            if rate < NEARLY_ENDED * (peak := of.training.learning_rate):
+                log.warning(
+                    "%s: maxSteps has changed to %d when the learning rate had fallen to %.3g, "
+                    "%.1f %% of its peak. The steps that are left get no more than that",
+                    module,
+                    max_steps,
+                    rate,
+                    100 * rate / peak,
+                )
         await asyncio.gather(
             *(
                 actor.call(lambda rank: rank.stretch_schedule(module, left))
