@@ -373,6 +373,31 @@ async def test_an_engine_that_misses_a_reading_counts_each_second_once(
     assert found["rollout/aborted_tokens"] == 2.0
 
 
+async def test_the_wait_for_an_engine_that_does_not_answer_counts_for_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others have answered before it."""
+    now = 0.0
+    stats = {"engine-0": engine_stats(0, 0.0)}
+
+    async def read() -> dict[str, EngineStats]:
+        nonlocal now
+        answers = dict(stats)
+        now += 3.0
+        return answers
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    measured = EngineTime(read, lambda: 0.0)
+    now = 10.0
+    stats["engine-0"] = engine_stats(0, 10.0, seat_seconds=10.0)
+    found = await measured.metrics()
+    assert found["rollout/utilization"] == pytest.approx(1)
+    now = 20.0
+    stats["engine-0"] = engine_stats(0, 20.0, seat_seconds=20.0)
+    found = await measured.metrics()
+    assert found["rollout/utilization"] == pytest.approx(1)
+
+
 def test_a_snapshot_holds_the_most_telling_metrics_and_nothing_that_the_api_refuses() -> None:
     many = {f"time/phase{i}": 1.0 for i in range(100)}
     shown = headline_metrics(

@@ -10,6 +10,7 @@ import pytest
 
 from agenticrun_api import Role
 from agenticrun_workers.errors import RolloutFailed
+from agenticrun_workers.inference import pool as pool_module
 from agenticrun_workers.inference.pool import MAX_DEATHS, EnginePool
 from agenticrun_workers.launch import ActorDied, liveness
 from agenticrun_workers.placement import Placement
@@ -45,6 +46,10 @@ class Engine:
 
     async def wake(self) -> None:
         await self._answer()
+
+    async def stats(self) -> str:
+        await self._answer()
+        return "stats"
 
     async def load(self, version: int) -> None:
         await self._answer()
@@ -129,6 +134,17 @@ async def test_a_frozen_engine_fails_its_part_of_a_weight_sync_only(started: Wor
     assert started.engines[0].version == 4
     await started.until_serving("engine-0", "engine-2")
     assert started.engines[2].version == 4
+
+
+async def test_a_frozen_engine_does_not_hold_up_the_statistics(
+    started: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver reads them around each sync, and hears no stop request meanwhile."""
+    monkeypatch.setattr(liveness, "FROZEN_POLLS", 1000)
+    monkeypatch.setattr(pool_module, "STATS_SECONDS", 0.1)
+    await asyncio.sleep(0.1)  # polls begin that have the longer limit
+    started.engines[0].frozen = True
+    assert list(await asyncio.wait_for(started.pool.stats(), 10)) == ["engine-1"]
 
 
 async def test_a_frozen_engine_does_not_hold_up_a_handover(started: World) -> None:

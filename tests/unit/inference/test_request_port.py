@@ -299,6 +299,8 @@ async def test_a_health_check_that_fails_itself_is_logged_once_and_goes_on(
     ]
     engine.illness = EngineError("the server is frozen")
     await watching
+    with pytest.raises(EngineError, match="the server is frozen"):
+        await made.health()
 
 
 async def test_tcp_probes_both_ends_so_that_a_lost_network_breaks_the_connection(

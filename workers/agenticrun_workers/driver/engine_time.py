@@ -60,7 +60,8 @@ class EngineTime:
 
     async def _read(self) -> Mapping[str, EngineStats]:
         """Count the time since the last reading."""
-        answers, now = await self._stats(), time.perf_counter()
+        now = time.perf_counter()  # one that does not answer is waited for, after the others
+        answers = await self._stats()
         for engine, stats in answers.items():
             if known := self._newest.get(engine):
                 then, before = known

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+STATS_SECONDS = 3.0
 MAX_DEATHS = 5
 """Number of engines that may die without a successful weight update between them."""
 
@@ -136,11 +137,10 @@ class EnginePool:
         return report
 
     async def stats(self) -> dict[str, EngineStats]:
-        """Return the statistics of each living engine, by its id."""
+        """Return the statistics of each engine that answers in `STATS_SECONDS`, by its id."""
         engines = dict(self.engines)
         answers = await asyncio.gather(
-            *(engine.call(lambda actor: actor.stats()) for engine in engines.values()),
-            return_exceptions=True,
+            *(_stats_of(engine) for engine in engines.values()), return_exceptions=True
         )
         return {
             name: answer
@@ -226,6 +226,11 @@ class EnginePool:
                 return await replacing
             except ActorDied as error:
                 log.warning("the replacement of %s died before it served: %s", engine_id, error)
+
+
+async def _stats_of(engine: ActorHandle[EngineActor]) -> EngineStats:
+    async with asyncio.timeout(STATS_SECONDS):
+        return await engine.call(lambda actor: actor.stats())
 
 
 async def _death_of(engine: ActorHandle[EngineActor]) -> Exception:
