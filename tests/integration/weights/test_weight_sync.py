@@ -272,6 +272,35 @@ async def test_an_engine_that_joins_after_all_copies_are_lost_gets_the_trainers_
     await check(engines["far"], folder, 6)
 
 
+async def test_engines_that_join_after_all_copies_are_lost_tell_the_version_that_they_have(
+    drill: Any, engines: dict[str, Any], folder: Path
+) -> None:
+    syncing = drill(transport="ObjectStore")
+    await syncing.update({"near": (engines["near"], "home")}, 6)
+    for node in syncing.nodes:
+        await killed(node)
+    await syncing.trainer.call(lambda actor: actor.become(7))
+    for engine in ("far", "near"):  # the second one gets the export that was made for the first
+        await asyncio.wait_for(syncing.sync.join(Receiver(engines[engine], "home")), 60)
+        await check(engines[engine], folder, 7)
+
+
+async def test_an_engine_tells_the_version_of_its_weights_though_the_trainer_goes_on_meanwhile(
+    drill: Any, engines: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncing = drill(transport="Broadcast")  # it leaves no copy: whoever joins asks the trainer
+    await syncing.update({"near": (engines["near"], "home")}, 1)
+    make = syncing.sync._whole._spawn
+
+    def train_and_make(*arguments: Any) -> Any:
+        syncing.trainer.call(lambda actor: actor.become(2))
+        return make(*arguments)
+
+    monkeypatch.setattr(syncing.sync._whole, "_spawn", train_and_make)
+    await asyncio.wait_for(syncing.sync.join(Receiver(engines["far"], "home")), 60)
+    await check(engines["far"], folder, 2)
+
+
 async def test_a_bucket_damaged_on_the_way_is_found_and_sent_again(
     drill: Any, engines: dict[str, Any], folder: Path
 ) -> None:

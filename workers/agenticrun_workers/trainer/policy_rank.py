@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,10 +199,6 @@ class TrainerActor(ReferenceUpdateMixin):
         self._strategy.policy_version = version
         return metrics
 
-    def policy_version(self) -> int:
-        """Return the number of batches that this policy was trained on."""
-        return self._strategy.policy_version
-
     def merge_plan(self) -> MergePlan | str | None:
         """Describe how nodes merge adapters into whole weights. Collective over all ranks.
 
@@ -247,7 +244,8 @@ class TrainerActor(ReferenceUpdateMixin):
         Yields each bucket once it is written. Collective with `assist_export`.
         """
         writer = self._adapter_writer if adapters else self._writer
-        yield from writer.write(self._exported(adapters))
+        for written in writer.write(self._exported(adapters)):
+            yield replace(written, policy_version=self._strategy.policy_version)
 
     def host_broadcast(self, host: str, port: int, world: int) -> None:
         """Form a process group with the engines, on rank 0, at its last `rendezvous`.

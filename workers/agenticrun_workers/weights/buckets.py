@@ -165,6 +165,8 @@ class WrittenBucket:
     changed: int
     """Elements that differ from the previous version; all of them where deltas are off."""
     elements: int
+    policy_version: int = 0
+    """Number of batches that the exported policy was trained on."""
 
     @property
     def nbytes(self) -> int:

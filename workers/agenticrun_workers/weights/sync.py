@@ -180,7 +180,7 @@ class WeightSync:
         Raises:
             BaseException: the first error of a receiver.
         """
-        report = await self._whole.publish(self._object_store, receivers, 0)
+        report = await self._whole.publish(self._object_store, receivers, None)
         _raise_failure(report, BaseException)
         if await self._files_for_engines() is not self._whole:
             await self._whole.release()
@@ -197,10 +197,9 @@ class WeightSync:
         if self._spec.transport != "Broadcast":
             files = await self._files_for_engines()
             by = self._weight_transport(self._transport({receiver.node_id}))
-            if await files.republish(by, receiver, self.version):
+            if await files.republish(by, receiver):
                 return
-        version = await self._trainers[0].call(lambda trainer: trainer.policy_version())
-        report = await files.publish(by, {"": receiver}, version)
+        report = await files.publish(by, {"": receiver}, None)
         _raise_failure(report, BaseException)
 
     async def stop(self) -> None:
@@ -328,6 +327,8 @@ class FileSync:
         """The folder that the trainer writes into."""
         self._written: list[WrittenBucket] = []
         """The buckets of the last export."""
+        self._version: int | None = None
+        """The policy version of the last export."""
 
     async def tensor_specs(self) -> list[TensorSpec]:
         """Return what the trainers export. They are asked once."""
@@ -345,7 +346,7 @@ class FileSync:
         self,
         transport: WeightTransport,
         receivers: Mapping[str, Receiver[WeightReceiver]],
-        version: int,
+        version: int | None,
         handover: Callable[[], Awaitable[None]] | None = None,
     ) -> PublishReport:
         """Export the current weights and load them into all receivers.
@@ -354,10 +355,12 @@ class FileSync:
         per node that prepares weight files, one per receiver that loads them.
 
         Args:
+            version: policy version of the weights; None takes the one that the trainers export.
             handover: see `WeightSync.update`.
         """
         places = {receiver.node_id for receiver in receivers.values()}
         nodes, unreachable = await self._nodes_of(places | {self._home})
+        self._version = version
         home = nodes[self._home]
         away = [node for node in nodes.values() if node is not home]
         arrivals: dict[str, ReplayStream[WrittenBucket]] = {
@@ -380,7 +383,7 @@ class FileSync:
                     await sending[0]
                     await handover()
                 loading += [
-                    asyncio.create_task(_load(receiver, files[receiver.node_id], version))
+                    asyncio.create_task(self._load(receiver, files[receiver.node_id]))
                     for receiver in receivers.values()
                 ]
                 outcomes = await asyncio.gather(*loading, return_exceptions=True)
@@ -400,7 +403,7 @@ class FileSync:
         return PublishReport(nbytes, changed / elements, failed)
 
     async def republish(
-        self, transport: WeightTransport, receiver: Receiver[WeightReceiver], version: int
+        self, transport: WeightTransport, receiver: Receiver[WeightReceiver]
     ) -> bool:
         """Load the last export into one receiver, from its node's memory or the first trainer's.
 
@@ -422,7 +425,7 @@ class FileSync:
                 self._prepare_files(node, ReplayStream(self._written), files)
             )
             try:
-                await _load(receiver, files, version)
+                await self._load(receiver, files)
                 await preparing
             finally:
                 preparing.cancel()
@@ -454,6 +457,22 @@ class FileSync:
         for node in nodes:
             node.handle.kill()
 
+    async def _load(
+        self, receiver: Receiver[WeightReceiver], files: ReplayStream[WeightFile]
+    ) -> None:
+        """Update one receiver. It goes on with its old weights until the first file is there."""
+        calls: list[Result[Answer]] = []
+        async for file in files:
+            if not calls:
+                version = self._version
+                assert version is not None, "files come after an export"
+                await receiver.handle.call(lambda actor: actor.begin_update(version))
+            calls.append(
+                receiver.handle.call(lambda actor: actor.take_bucket(file.path, file.checksum))
+            )
+        await asyncio.gather(*calls)
+        await receiver.handle.call(lambda actor: actor.finish_update())
+
     async def _export(self, home: NodeHandle, arrivals: ReplayStream[WrittenBucket]) -> int:
         """Have the trainers write into `home`. Returns the bytes of deltas or whole buckets."""
         first, *others = self._trainers
@@ -474,6 +493,8 @@ class FileSync:
                 changed += written.nbytes if written.delta_bytes is None else written.delta_bytes
                 home.checksums[written.bucket.index] = written.checksum
                 self._written.append(written)
+                if self._version is None:
+                    self._version = written.policy_version
                 arrivals.put(written)
             await asyncio.gather(*assisting)
         except BaseException as error:
@@ -569,21 +590,6 @@ async def _watched(nodes: Iterable[NodeHandle]) -> AsyncIterator[None]:
     finally:
         for task in watching:
             task.cancel()
-
-
-async def _load(
-    receiver: Receiver[WeightReceiver], files: ReplayStream[WeightFile], version: int
-) -> None:
-    """Update one receiver. It goes on with its old weights until the first file is there."""
-    calls: list[Result[Answer]] = []
-    async for file in files:
-        if not calls:
-            await receiver.handle.call(lambda actor: actor.begin_update(version))
-        calls.append(
-            receiver.handle.call(lambda actor: actor.take_bucket(file.path, file.checksum))
-        )
-    await asyncio.gather(*calls)
-    await receiver.handle.call(lambda actor: actor.finish_update())
 
 
 def _raise_failure(report: PublishReport, kind: type[BaseException]) -> None:
