@@ -175,7 +175,7 @@ async def test_a_reference_gets_whole_weights_which_leave_no_memory_behind(
     await asyncio.wait_for(
         syncing.sync.copy_to({"reference": Receiver(engines["far"], "home")}), 60
     )
-    await check(engines["far"], trainer, 0)
+    await check(engines["far"], trainer, 3)
     await all_gone(RUN)
     report = await syncing.update({"far": (engines["far"], "home")}, 4)
     assert report.adapters
