@@ -1,4 +1,4 @@
-"""How busy rollout keeps the engines, and what one turn costs the env worker.
+"""Measure how busy rollout keeps the engines, and the cost of a turn in the env worker.
 
     python benchmarks/rollout.py [--quick] [--json FILE]
 
@@ -33,15 +33,13 @@ import logging
 import multiprocessing
 import random
 import resource
-import selectors
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -75,6 +73,7 @@ from agenticrun_workers.types import (
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
 from rollout_fakes import Remote
+from virtual_clock import on_virtual_clock
 
 GROUPS, GROUP_SIZE = 64, 8
 ENGINES, SEATS = 4, 32
@@ -85,39 +84,10 @@ WORKERS = 4
 TRAINING_SHARE = 0.9
 SEED = 7
 
-T = TypeVar("T")
-
-
-class VirtualClock(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer whenever nothing is left to do."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        selector = selectors.DefaultSelector()
-        self._really = selector.select
-        selector.select = self._jump  # type: ignore[method-assign]
-        super().__init__(selector)
-
-    def time(self) -> float:
-        """Return the seconds of the virtual clock."""
-        return self._now
-
-    def _jump(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = self._really(None if timeout is None else 0)
-        if not ready and timeout:
-            self._now += timeout
-        return ready
-
-
-def in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a virtual clock."""
-    with asyncio.Runner(loop_factory=VirtualClock) as runner:
-        return runner.run(work)
-
 
 @dataclass(frozen=True)
 class Script:
-    """What happens in one episode: the tokens of each turn, and the environment's seconds."""
+    """The course of one episode: the tokens of each turn, and the environment's seconds."""
 
     tokens_K: tuple[int, ...]
     waits_K: tuple[float, ...]
@@ -331,7 +301,7 @@ async def env_worker(name: str, asked: Pipeline) -> EnvWorker:
 
 @dataclass(frozen=True)
 class Played:
-    """What a run of some steps took."""
+    """The outcome of a run of some steps."""
 
     seconds: float
     largest_age: int
@@ -404,17 +374,17 @@ def measure_utilization(steps: int) -> dict[str, float]:
     figures: dict[str, float] = {}
     ours: dict[int, Played] = {}
     for staleness in (0, 1, 2):
-        played = ours[staleness] = in_virtual_time(play(staleness, steps))
+        played = ours[staleness] = on_virtual_clock(play(staleness, steps))
         assert played.largest_age <= staleness, played
         oracle = oracle_seconds(steps, staleness)
-        arrival = in_virtual_time(play(staleness, steps, in_order_of_arrival=True))
+        arrival = on_virtual_clock(play(staleness, steps, in_order_of_arrival=True))
         figures |= {
             f"utilization_eta{staleness}": oracle / played.seconds,
             f"utilization_eta{staleness}_in_order_of_arrival": oracle / arrival.seconds,
             f"stale_groups_eta{staleness}": float(played.stale),
             f"seconds_per_step_eta{staleness}": played.seconds / steps,
         }
-    barrier = in_virtual_time(play_with_barrier(steps))
+    barrier = on_virtual_clock(play_with_barrier(steps))
     return figures | {
         "baseline_utilization": oracle_seconds(steps, 1) / barrier,
         "seconds_per_step_baseline": barrier / steps,
@@ -424,14 +394,14 @@ def measure_utilization(steps: int) -> dict[str, float]:
 
 @dataclass
 class Load:
-    """What the endless agents of this process do, and what they have seen."""
+    """Settings and measurements of the endless agents of this process."""
 
     pause: float = 0.0
     """Mean seconds between two turns of an episode."""
     ended: bool = False
     turns: int = 0
     seconds: list[float] = field(default_factory=list)
-    """Of each hand-off."""
+    """Duration of each hand-off."""
 
 
 LOAD = Load()

@@ -1,4 +1,4 @@
-"""What the ranks are told together, on fakes of them."""
+"""Calls to all ranks together, on fakes of them."""
 
 from __future__ import annotations
 

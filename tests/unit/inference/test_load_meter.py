@@ -1,4 +1,4 @@
-"""How much of an engine is used: its time, its seats, its cache."""
+"""Use of an engine: its time, its seats, its cache."""
 
 from __future__ import annotations
 

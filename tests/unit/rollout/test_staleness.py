@@ -9,8 +9,6 @@ import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
 import pytest
 
@@ -19,8 +17,7 @@ from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, GroupTask, VersionBounds
 from agenticrun_workers.types import EpisodeKey, StopReason
 from rollout_fakes import result
-
-T = TypeVar("T")
+from virtual_clock import on_virtual_clock
 
 COMBINATIONS = [
     (staleness, frequency)
@@ -28,26 +25,6 @@ COMBINATIONS = [
     for frequency in (1, 2, 3)
     if frequency - 1 <= staleness  # the API refuses the others
 ]
-
-
-class VirtualClock(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer whenever nothing else is left to do."""
-
-    _now = 0.0
-
-    def time(self) -> float:
-        return self._now
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self._now = max(self._now, self._scheduled[0].when())  # type: ignore[attr-defined]
-        super()._run_once()  # type: ignore[misc]
-
-
-def on_virtual_clock(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run to the end. A coroutine that hangs fails at once, by its time limit."""
-    with asyncio.Runner(loop_factory=VirtualClock) as runner:
-        return runner.run(coroutine)
 
 
 class Seconds:
@@ -78,9 +55,9 @@ class World:
         self.stored: dict[EpisodeKey, int] = {}
         """Attempt of each episode in the store."""
         self.ages: list[int] = []
-        """Of every token that was trained on, from the engines' own records."""
+        """Ages of all tokens that were trained on, from the engines' own records."""
         self.numbers: list[int] = []
-        """Of the groups that were trained on."""
+        """Numbers of the groups that were trained on."""
         self.stale = 0
 
     def train(self, batch: Batch, version: int) -> None:

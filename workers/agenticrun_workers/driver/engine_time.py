@@ -1,4 +1,4 @@
-"""What the engines did between two measurements, and why they were idle."""
+"""Use of the engines between two measurements, and the reasons why they were idle."""
 
 from __future__ import annotations
 

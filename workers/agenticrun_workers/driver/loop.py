@@ -145,7 +145,7 @@ class Loop:
         )
         self._guards = GuardWatch(self._pipeline.guards, kept.get(GUARDS_PART))
         self._schedule: list[int] = kept.get(SCHEDULE_PART, schedule_plan(self._pipeline))
-        """What the schedules of the learning rates were planned for last."""
+        """The plan that the schedules of the learning rates were last made for."""
         self._synced: int | None = None
         """The policy version of the engines; None before the first sync of this attempt."""
         self._sync: SyncReport | None = None
