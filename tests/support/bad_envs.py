@@ -20,12 +20,12 @@ class Bad:
     """One turn per episode.
 
     The first one to make the file `marker` misbehaves. With `seed`, every episode of that level
-    misbehaves.
+    misbehaves; with seed "any", every episode does.
     """
 
     instruction = ""
 
-    def __init__(self, *, does: str = "", marker: str = "", seed: int = -1) -> None:
+    def __init__(self, *, does: str = "", marker: str = "", seed: int | str = -1) -> None:
         self._does = does
         self._marker = marker
         self._bad_seed = seed
@@ -35,7 +35,8 @@ class Bad:
         return "word"
 
     def step(self, action: str) -> Any:
-        return self._misbehave() if self._seed == self._bad_seed or self._is_first() else GOOD
+        bad = self._bad_seed in ("any", self._seed)
+        return self._misbehave() if bad or self._is_first() else GOOD
 
     def valid_actions(self) -> list[str]:
         return ["word"]

@@ -22,9 +22,18 @@ def derive(seed: int, *path: str | int) -> int:
     return int(np.random.SeedSequence([seed, *words]).generate_state(1, np.uint64)[0] >> 1)
 
 
+VALIDATION_SEEDS = 2**30
+"""Seeds of environments are below this number, those of validation levels from it to 2**31."""
+
+
 def env_seed(seed: int, stream: Stream, group: int) -> int:
-    """Return the seed of a group's level. All members of the group play the same level."""
-    return derive(seed, "env", stream.value, group)
+    """Return the seed of a group's level. All members of the group play the same level.
+
+    It is below 2**31, because many generators refuse larger ones, such as numpy's RandomState.
+    Validation never has a seed of another stream.
+    """
+    level = derive(seed, "env", stream.value, group) % VALIDATION_SEEDS
+    return level + (VALIDATION_SEEDS if stream is Stream.VALIDATION else 0)
 
 
 def sampling_seed(seed: int, key: EpisodeKey, attempt: int = 0) -> int:

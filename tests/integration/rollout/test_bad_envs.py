@@ -16,11 +16,12 @@ import ray
 import bad_envs
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat
+from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.launch.ray_launcher import RayHandle
 from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
-from agenticrun_workers.rollout.env_pool import EnvPool
+from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, GroupTask
@@ -205,7 +206,19 @@ async def test_a_level_that_always_ends_its_worker_is_given_up_and_all_others_pl
     for group, results in enumerate([*played, *more]):
         expected = StopReason.ENV_ERROR if group == guilty else StopReason.COMPLETED
         assert {result.stop_reason for result in results} == {expected}
-    assert "3 env workers died while they played it: set isolated: true" in played[guilty][0].error
+    error = played[guilty][0].error
+    assert "3 env workers died while they played it: the environment 'exit' may end" in error
+    assert "set isolated: true in its entry of spec.pipeline.envs" in error
+
+
+async def test_one_that_ends_every_worker_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    async with running(tmp_path, 2, env("exit", does="exit", seed="any"), env("good")) as world:
+        with pytest.raises(RolloutFailed) as failed:
+            await world.play(*tasks(20, "exit"))
+    words = str(failed.value)
+    assert f"{MAX_DEATHS} env workers died in a row" in words
+    assert "while they ran 'exit'. If this environment ends its process (os._exit" in words
+    assert "set isolated: true in its entry of spec.pipeline.envs" in words
 
 
 async def test_a_thousand_failures_are_counted_and_told_in_one_line(

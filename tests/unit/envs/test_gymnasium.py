@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import gymnasium
@@ -12,9 +13,9 @@ from gymnasium.envs.toy_text.taxi import TaxiEnv
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.envs import EnvConfigError, make_env
+from agenticrun_workers.agents import Episode
+from agenticrun_workers.envs import EnvCalls, EnvConfigError, make_env
 from agenticrun_workers.envs.gym import (
-    SEEDS,
     TAXI_STANDS,
     ActionWords,
     GymnasiumEnv,
@@ -22,7 +23,8 @@ from agenticrun_workers.envs.gym import (
     taxi_fields,
     write,
 )
-from agenticrun_workers.types import Stream
+from agenticrun_workers.seeds import VALIDATION_SEEDS
+from agenticrun_workers.types import EpisodeKey, Stream
 
 
 class Room(gymnasium.Env[Any, Any]):
@@ -52,6 +54,51 @@ class Room(gymnasium.Env[Any, Any]):
 gymnasium.register("Room-v0", lambda **kwargs: Room(**kwargs))
 
 
+class Torques(gymnasium.ActionWrapper[Any, Any, Any]):
+    """Three torques for Pendulum, whose own actions have no words: what docs/gymnasium.md tells."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.action_space = spaces.Discrete(3)
+
+    def action(self, action: Any) -> Any:
+        return np.array([(-2.0, 0.0, 2.0)[action]], np.float32)
+
+
+gymnasium.register("TorquePendulum-v0", lambda **_: Torques(gymnasium.make("Pendulum-v1")))
+
+
+class DictRoom(gymnasium.Env[Any, Any]):
+    """Observations as in MiniGrid: a Dict of a small image, a direction and a mission.
+
+    Its generator is numpy's older one, which takes seeds of 32 bits.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
+    observation_space = spaces.Dict(
+        {
+            "image": spaces.Box(0, 255, (3, 3), np.uint8),
+            "direction": spaces.Discrete(4),
+            "mission": spaces.Text(20, charset=frozenset("abcdefghijklmnopqrstuvwxyz ")),
+        }
+    )
+    action_space = spaces.Discrete(7)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.draws = np.random.RandomState(seed)
+        return self._shown(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._shown(), float(self.draws.rand()), bool(self.draws.rand() < 0.1), False, {}
+
+    def _shown(self) -> dict[str, Any]:
+        image = self.draws.randint(0, 11, (3, 3)).astype(np.uint8)
+        return {"image": image, "direction": self.draws.randint(4), "mission": "get to the goal"}
+
+
+gymnasium.register("DictRoom-v0", lambda **_: DictRoom())
+
+
 def room(
     observation_space: spaces.Space[Any],
     shown: Any,
@@ -75,6 +122,11 @@ def room(
         "FrozenLake-v1",
         "FrozenLake8x8-v1",
         "Blackjack-v1",
+        "MountainCar-v0",
+        "CartPole-v1",
+        "Acrobot-v1",
+        "TorquePendulum-v0",
+        "DictRoom-v0",
     ],
 )
 def test_episodes_are_gymnasiums(id: str) -> None:
@@ -93,6 +145,25 @@ def test_episodes_are_gymnasiums(id: str) -> None:
             )
             if terminated or truncated:
                 break
+
+
+def test_a_dict_and_a_box_are_written_in_full() -> None:
+    room, hill = GymnasiumEnv(id="DictRoom-v0"), GymnasiumEnv(id="MountainCar-v0")
+    text = room.reset(3, Stream.TRAIN)
+    assert "mission: get to the goal" in text
+    assert "direction: " in text
+    assert len(re.findall(r"\d+", text.partition("image: ")[2])) >= 9
+    assert re.fullmatch(r"-0\.\d\d, 0\.00", hill.reset(3, Stream.TRAIN))
+
+
+@pytest.mark.parametrize("stream", list(Stream))
+async def test_the_seeds_of_a_run_suit_generators_of_32_bits(stream: Stream) -> None:
+    """NumPy's RandomState refuses seeds from 2**32 on."""
+    env = make_env("gymnasium", {"id": "DictRoom-v0"})
+    for group in range(50):
+        episode = Episode.seeded(42, EpisodeKey(stream, group, 0), "room")
+        start = await EnvCalls().reset(env, episode.env_seed, stream)
+        assert "mission: get to the goal" in start.observation
 
 
 def test_cliff_walking_reads_like_its_drawing_and_reaching_the_goal_is_a_success() -> None:
@@ -196,8 +267,8 @@ def test_seeds_of_training_and_validation_never_meet() -> None:
         for seed in (0, 5, 2**62, 2**64 - 1):
             env.reset(seed, split)
             seen.append(env._env.unwrapped.np_random_seed)
-    assert all(seed < SEEDS for seed in seen[:4])
-    assert all(SEEDS <= seed < 2 * SEEDS for seed in seen[4:])
+    assert all(seed < VALIDATION_SEEDS for seed in seen[:4])
+    assert all(VALIDATION_SEEDS <= seed < 2 * VALIDATION_SEEDS for seed in seen[4:])
 
 
 @pytest.mark.parametrize(

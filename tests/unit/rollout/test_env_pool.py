@@ -112,7 +112,8 @@ def test_guilty_groups_are_given_up_and_all_others_play_to_their_end(
         else:
             assert members[-1].stop_reason is StopReason.ENV_ERROR
             assert (
-                "3 env workers died while they played it: set isolated: true" in members[-1].error
+                "3 env workers died while they played it: the environment 'A' may end its process; "
+                "set isolated: true" in members[-1].error
             )
     assert world.deaths <= 3 * len(guilty)
 
@@ -162,8 +163,25 @@ async def test_a_worker_that_replaces_a_dead_one_hears_which_tokens_are_too_old(
 
 async def test_workers_that_only_die_end_the_run() -> None:
     world = World(lambda task: True, 2)
-    with pytest.raises(RolloutFailed, match=f"{MAX_DEATHS} env workers died in a row"):
+    words = f"{MAX_DEATHS} env workers died in a row.*{MAX_DEATHS} of them while they ran 'A'"
+    with pytest.raises(RolloutFailed, match=f"{words}.*set isolated: true.*: killed"):
         await world.play(*groups(MAX_DEATHS, members=1))
+
+
+async def test_the_environment_in_most_of_the_dead_workers_is_named() -> None:
+    world = World(lambda task: task.tag == "bad", 2)
+    tasks = [
+        GroupTask(Stream.TRAIN, group, "bad" if group else "good", (0,))
+        for group in range(3 * MAX_DEATHS)
+    ]
+    await world.pool.start()
+    playing = [asyncio.create_task(world.pool.run(task)) for task in tasks]
+    async with asyncio.timeout(20):
+        await asyncio.wait(playing, return_when=asyncio.FIRST_EXCEPTION)
+        failures = {str(task.exception()) for task in playing if task.done() and task.exception()}
+    await world.pool.stop()
+    (failure,) = failures
+    assert "while they ran 'bad'." in failure
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from agenticrun_workers.envs.env import StepResult, register_env
+from agenticrun_workers.seeds import VALIDATION_SEEDS
 from agenticrun_workers.types import Stream
 
 Success = Literal["reward", "end"]
@@ -102,10 +103,6 @@ def preset_of(id: str) -> Preset | None:
     return PRESETS.get(id.rpartition("-v")[0] or id)
 
 
-SEEDS = 2**62
-"""Training seeds are below this number, validation seeds are above it."""
-
-
 @register_env("gymnasium")
 class GymnasiumEnv:
     """An environment of gymnasium that plays one episode at a time.
@@ -171,7 +168,8 @@ class GymnasiumEnv:
     def reset(self, seed: int, split: Stream) -> str:
         """Begin with gymnasium's episode of a seed of this split."""
         observation, info = self._env.reset(
-            seed=seed % SEEDS + (SEEDS if split is Stream.VALIDATION else 0)
+            seed=seed % VALIDATION_SEEDS
+            + (VALIDATION_SEEDS if split is Stream.VALIDATION else 0)
         )
         self._mask = info.get("action_mask")
         self._text = self._write(observation)

@@ -13,7 +13,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -105,8 +106,9 @@ class _Open:
     def fail_missing(self, error: BaseException) -> None:
         """End the missing members with env_error."""
         message = (
-            f"{self.deaths + 1} env workers died while they played it: "
-            f"set isolated: true ({_first_line(error)})"
+            f"{self.deaths + 1} env workers died while they played it: the environment "
+            f"{self.task.tag!r} may end its process; set isolated: true in its entry of "
+            f"spec.pipeline.envs ({_first_line(error)})"
         )
         for member in self.missing:
             trajectory = Trajectory(
@@ -156,6 +158,8 @@ class EnvPool:
         self._endpoints = Endpoints()
         self._bounds = VersionBounds()
         self._deaths = 0
+        self._dead_with: Counter[str] = Counter()
+        """Deaths in a row, by the tag of the environments that were running."""
         self._given_up: set[tuple[Stream, int]] = set()
         """Groups that were given up. A re-roll of one is a suspect from the start."""
         self._watchers: set[asyncio.Task[None]] = set()
@@ -322,19 +326,35 @@ class EnvPool:
             RolloutFailed: too many workers died in a row.
         """
         self._workers.remove(worker)
+        tags = {opened.task.tag for opened in worker.open.values()}
         log.warning(
-            "an env worker is gone (%s): its %d groups are played again",
+            "an env worker is gone (%s): its %d groups of %s are played again",
             _first_line(death),
             len(worker.open),
+            _listed(tags) or "no environment",
         )
-        self._count_death(death)
+        self._count_death(death, tags)
 
-    def _count_death(self, death: ActorDied) -> None:
+    def _count_death(self, death: ActorDied, tags: Iterable[str] = ()) -> None:
         self._deaths += 1
+        self._dead_with.update(tags)
         if self._deaths >= MAX_DEATHS:
             raise RolloutFailed(
-                f"{self._deaths} env workers died in a row without finishing an episode: {death}"
+                f"{self._deaths} env workers died in a row without finishing an episode"
+                f"{self._advice()}: {death}"
             )
+
+    def _advice(self) -> str:
+        """Name the environments that were running in most of the dead workers."""
+        most = max(self._dead_with.values(), default=0)
+        tags = {tag for tag, deaths in self._dead_with.items() if deaths == most}
+        if not tags:
+            return ""
+        return (
+            f", {most} of them while they ran {_listed(tags)}. If this environment ends its "
+            "process (os._exit, a crash in C code), set isolated: true in its entry of "
+            "spec.pipeline.envs: then it costs only the episode. The last death"
+        )
 
     def _reassign(self, worker: _Worker, error: BaseException) -> None:
         """Assign the tasks of a dead worker to others. A suspect is given up."""
@@ -352,6 +372,7 @@ class EnvPool:
 
     def _deliver(self, worker: _Worker, result: EpisodeResult) -> None:
         self._deaths = 0
+        self._dead_with.clear()
         worker.episodes -= 1
         opened = worker.open.get((result.key.stream, result.key.group, result.attempt))
         if opened is None or result.key.member not in opened.task.members:
@@ -377,6 +398,10 @@ class EnvPool:
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0][:200]
+
+
+def _listed(tags: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(tags)))
 
 
 def _name(task: GroupTask) -> tuple[str, int, int]:
