@@ -168,8 +168,7 @@ class GymnasiumEnv:
     def reset(self, seed: int, split: Stream) -> str:
         """Begin with gymnasium's episode of a seed of this split."""
         observation, info = self._env.reset(
-            seed=seed % VALIDATION_SEEDS
-            + (VALIDATION_SEEDS if split is Stream.VALIDATION else 0)
+            seed=seed % VALIDATION_SEEDS + (VALIDATION_SEEDS if split is Stream.VALIDATION else 0)
         )
         self._mask = info.get("action_mask")
         self._text = self._write(observation)
