@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.types import StopReason
 from rollout_fakes import result
+from run_folders import gif
 from runs import run_with
 
 
@@ -31,14 +31,6 @@ def shown(group: int, member: int = 0, tag: str = "A", *, frames: bytes = b"") -
         transcript=f"play of {tag} {group}\n",
         frames=frames,
     )
-
-
-def gif() -> bytes:
-    """Two frames of 4 x 4 pixels."""
-    frames = [Image.new("RGB", (4, 4), color) for color in ("white", "black")]
-    data = io.BytesIO()
-    frames[0].save(data, "GIF", save_all=True, append_images=frames[1:])
-    return data.getvalue()
 
 
 def test_an_episode_says_what_it_is_and_is_written_whole(tmp_path: Path) -> None:

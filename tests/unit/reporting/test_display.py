@@ -6,10 +6,17 @@ import io
 import re
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from agenticrun_api import Activity, Progress, parse_run
-from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay, curve
+from agenticrun_workers.reporting.display import (
+    LiveDisplay,
+    PlainDisplay,
+    duration,
+    sparkline,
+    time_shares,
+)
 
 RUN = parse_run(
     {
@@ -60,16 +67,20 @@ def progress(step: int, success: float, activity: Activity = Activity.ROLLOUT) -
 
 def test_without_a_terminal_there_is_one_line_per_step(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
-    with PlainDisplay(console) as display:
+    seconds = [0.0]
+    with PlainDisplay(console, lambda: seconds[0]) as display:
         for step in (0, 1, 1, 2):
+            seconds[0] += 25.0
             if step != 1:
                 display.update(progress(step, 0.5, Activity.VALIDATION))
             display.update(progress(step, 0.5))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().splitlines() == [
         "[validation] step 0: A success 0.500, A random_success 0.020",
-        "step 1/10  reward 0.250  entropy 0.900  kl 0.0125  tok/s 9,100  s/step 1.20",
-        "step 2/10  reward 0.250  entropy 0.900  kl 0.0125  tok/s 9,100  s/step 1.20",
+        "step 1/10  reward 0.250  entropy 0.900  kl 0.0125  tok/s 9,100  s/step 1.20"
+        "  (50 s elapsed, 11 s remaining)",
+        "step 2/10  reward 0.250  entropy 0.900  kl 0.0125  tok/s 9,100  s/step 1.20"
+        "  (1 min 40 s elapsed, 10 s remaining)",
         "[validation] step 2: A success 0.500, A random_success 0.020",
     ]
 
@@ -111,8 +122,29 @@ def test_the_live_picture_shows_steps_success_curve_and_sample() -> None:
         "0.500",
         "entropy 0.900",
         "kl 0.0125",
-        "▁▅ 0.50",
+        "▁█ 0.5 (0 to 0.5)",
         "Down",
+    ):
+        assert piece in shown
+
+
+def test_the_live_picture_shows_time_reward_and_step_time_without_a_success_metric() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    seconds = [0.0]
+    with LiveDisplay(console, RUN, lambda: seconds[0]) as display:
+        for step, reward in ((0, 0.0), (1, 0.5), (2, 0.25)):
+            seconds[0] += 60.0
+            now = progress(step, 0.0)
+            metrics = {"time/step": 2.0, "time/rollout": 1.5, "time/train": 0.4}
+            display.update(now.model_copy(update={"metrics": metrics, "reward": reward}))
+    assert isinstance(console.file, io.StringIO)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
+    for piece in (
+        "3 min 00 s elapsed, 10 s remaining",
+        "rollout 1.50 s 75%",
+        "train 0.40 s 20%",
+        "other 0.10 s 5%",
+        "█▁ 0.25 (0.25 to 0.5)",
     ):
         assert piece in shown
 
@@ -126,5 +158,49 @@ def test_the_live_picture_shows_alarms_while_they_are_up() -> None:
     assert re.search(r"alarms.*logprob_gap", console.file.getvalue())
 
 
-def test_a_curve_is_a_row_of_bars() -> None:
-    assert curve([0.0, 0.5, 1.0]) == "▁▅█ 1.00"
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [
+        ([0.0, 0.5, 1.0], "▁▅█ 1 (0 to 1)"),
+        ([-3.0], "▁ -3 (-3 to -3)"),
+        ([2.0, 2.0], "▁▁ 2 (2 to 2)"),
+        ([float("nan"), 1.0], "▁ 1 (1 to 1)"),
+        ([], "-"),
+    ],
+)
+def test_a_curve_is_a_row_of_bars_between_its_extremes(values: list[float], drawn: str) -> None:
+    assert sparkline(values) == drawn
+
+
+def test_a_long_curve_has_the_means_of_neighbours() -> None:
+    bars = sparkline([float(n // 2) for n in range(96)]).split()[0]
+    assert len(bars) == 48
+    assert (bars[0], bars[-1]) == ("▁", "█")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (59.6, "1 min 00 s"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 05 min"),
+        (3 * 86_400 + 4 * 3600, "3 d 4 h"),
+    ],
+)
+def test_times_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_time_of_steps_adds_up() -> None:
+    shares = time_shares(
+        [
+            {"time/step": 2.0, "time/rollout": 1.0, "time/train": 0.5},
+            {"val/score/mean": 1.0},
+            {"time/step": 4.0, "time/rollout": 3.0},
+        ]
+    )
+    assert list(shares) == ["rollout", "other", "train"]
+    assert [seconds for seconds, _ in shares.values()] == [2.0, 0.75, 0.25]
+    assert [share for _, share in shares.values()] == pytest.approx([4 / 6, 1.5 / 6, 0.5 / 6])
+    assert time_shares([{"time/step": 2.0}]) == {}

@@ -6,15 +6,18 @@ import typer
 
 from agenticrun_api.version import __version__
 from agenticrun_workers.cli.check_env import check_env
+from agenticrun_workers.cli.control import checkpoint, resume, stop, suspend
 from agenticrun_workers.cli.convert import convert
 from agenticrun_workers.cli.debug import debug
 from agenticrun_workers.cli.evaluate import evaluate
 from agenticrun_workers.cli.export import export
+from agenticrun_workers.cli.report import report
 from agenticrun_workers.cli.run import run, validate
+from agenticrun_workers.cli.watch import logs, samples, watch
 
 app = typer.Typer(
-    help="Train LLM agents with reinforcement learning. These commands run on this machine; "
-    "`kubectl apply` trains on Kubernetes.",
+    help="Train LLM agents with reinforcement learning. `agenticrun run` trains on this "
+    "machine, `kubectl apply` on Kubernetes.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -26,6 +29,9 @@ app.command()(debug)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(convert)
+app.command()(report)
+for command in (watch, samples, logs, stop, checkpoint, suspend, resume):
+    app.command()(command)
 
 
 @app.command()

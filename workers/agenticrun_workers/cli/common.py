@@ -15,6 +15,7 @@ import typer
 from agenticrun_api import AgenticRun, InvalidRun
 from agenticrun_api.names import ExitCode
 from agenticrun_api.overrides import load_run_with
+from agenticrun_workers.reporting.run_folder import RunFolder
 
 RunFile = Annotated[
     Path,
@@ -49,9 +50,13 @@ def load(file: Path, changes: Iterable[str] | None, *, local: bool = True) -> Ag
 def look_in(folder: Path) -> None:
     """Add `folder` to the module search path of this process and its child processes.
 
-    Environments and data sets often lie beside the run file.
+    Environments and data sets often lie beside the run file. If it is the run.yaml of an output
+    folder, they lie where the run was started.
     """
-    found = str(folder.resolve())
+    started = [
+        Path(attempt["code"]) for attempt in RunFolder(folder).attempts()[-1:] if "code" in attempt
+    ]
+    found = str(next(iter(started), folder).resolve())
     sys.path.insert(0, found)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [found, os.environ.get("PYTHONPATH")]))
 

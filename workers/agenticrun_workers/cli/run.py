@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
+from agenticrun_api import AgenticRun, FinalReport, Outcome
 from agenticrun_workers.cli.common import (
     Changes,
     RunFile,
@@ -18,6 +19,8 @@ from agenticrun_workers.cli.common import (
     new_folder,
     refuse,
 )
+from agenticrun_workers.reporting.display import duration, sparkline, time_shares
+from agenticrun_workers.reporting.run_folder import FolderInUse, RunFolder
 
 
 def run(
@@ -51,31 +54,70 @@ def run(
     folder = (
         output or new_folder(Path("runs") / loaded.metadata.name, datetime.now(UTC))
     ).resolve()
-    look_in(file.parent)
+    train(loaded, folder, file.parent, in_process=in_process)
+
+
+def train(run: AgenticRun, folder: Path, code: Path, *, in_process: bool = False) -> NoReturn:
+    """Train a run in an output folder, say where everything is, and end the command.
+
+    Args:
+        run: the run.
+        folder: its output folder.
+        code: the folder of its modules.
+        in_process: without Ray.
+    """
+    look_in(code)
     console = Console()
     from agenticrun_workers.driver.attempt import exit_code
     from agenticrun_workers.driver.local import run_locally
     from agenticrun_workers.errors import InvalidConfig
 
     try:
-        report = run_locally(loaded, folder, console, in_process=in_process)
-    except InvalidConfig as error:
+        report = run_locally(run, folder, console, in_process=in_process, code=code.resolve())
+    except (InvalidConfig, FolderInUse) as error:
         give_up(str(error))
-    console.print(
-        f"{report.outcome}: {report.message}", markup=False, highlight=False, soft_wrap=True
-    )
-    console.print(
-        f"metrics      {folder / 'metrics.jsonl'}\ncheckpoints  {folder / 'checkpoints'}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if loaded.spec.tracking.tensorboard:
-        console.print(
-            f"curves       tensorboard --logdir {folder / 'tensorboard'}",
-            highlight=False,
-            soft_wrap=True,
-        )
+    for line in closing_lines(run, RunFolder(folder), report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(exit_code(report))
+
+
+def closing_lines(run: AgenticRun, folder: RunFolder, report: FinalReport) -> list[str]:
+    """Return the outcome of a run, how it went, where everything is, and what to do next."""
+    lines = [f"{report.outcome}: {report.message}"]
+    steps = [line for line in folder.metrics() if "time/step" in line]
+    if steps:
+        spent = sum(step["time/step"] for step in steps)
+        shares = time_shares(steps).items()
+        phases = ", ".join(f"{name} {share:.0%}" for name, (_, share) in shares if share >= 0.005)
+        lines.append(f"steps        {len(steps)} in {duration(spent)}: {phases}")
+        lines.append(f"reward       {sparkline([step['rollout/score/mean'] for step in steps])}")
+    checkpoint = folder.checkpoint()
+    places: list[tuple[str, Path | str | None]] = [
+        ("metrics", folder.path / "metrics.jsonl"),
+        ("samples", folder.path / "samples"),
+        ("log", folder.path / "run.log"),
+        ("checkpoint", checkpoint or "none was saved"),
+    ]
+    if run.spec.tracking.render_dir:
+        places.insert(2, ("pictures", folder.path / run.spec.tracking.render_dir))
+    if run.spec.tracking.tensorboard:
+        places.append(("curves", f"tensorboard --logdir {folder.path / 'tensorboard'}"))
+    lines += [
+        f"{name:<12} {place}"
+        for name, place in places
+        if not isinstance(place, Path) or place.exists()
+    ]
+    steps_next = [f"agenticrun report {folder.path} -o report.html"] if steps else []
+    if report.outcome is Outcome.SUCCEEDED and checkpoint:
+        config = folder.path / "run.yaml"
+        steps_next.append(f"agenticrun eval -f {config} --checkpoint {checkpoint}")
+        steps_next.append(f"agenticrun export -f {config} --checkpoint {checkpoint} -o policy")
+    if report.outcome is not Outcome.SUCCEEDED:
+        steps_next.append(f"agenticrun resume {folder.path}")
+    return [
+        *lines,
+        *(f"{'next' if n == 0 else '':<12} {line}" for n, line in enumerate(steps_next)),
+    ]
 
 
 def validate(file: RunFile, changes: Changes = None) -> None:

@@ -30,10 +30,9 @@ from agenticrun_api.names import (
     REPORTER_PORT,
     REPORTER_TOKEN_FILE,
     RUN_FILE,
-    WORK_DIR,
 )
 from agenticrun_workers.driver.attempt import AttemptRunner, exit_code, fail_early
-from agenticrun_workers.driver.checkpoints import folder_of
+from agenticrun_workers.driver.checkpoints import cluster_folders
 from agenticrun_workers.driver.output import copied_output
 from agenticrun_workers.driver.progress import AttemptId, Requests
 from agenticrun_workers.launch.ray_launcher import RayLauncher
@@ -121,14 +120,12 @@ def _runner(
     run: AgenticRun, attempt: AttemptId, sink: ProgressSink, requests: Requests
 ) -> AttemptRunner:
     checkpoint = run.spec.storage
-    base = folder_of(
-        checkpoint.uri if checkpoint else WORK_DIR, run.metadata.name, run.metadata.uid
-    )
+    output, checkpoints = cluster_folders(run)
     return AttemptRunner(
         run=run,
         attempt=attempt,
-        output=Folder(base).local_path or Path(WORK_DIR) / run.metadata.name,
-        checkpoints=base if checkpoint else None,
+        output=output,
+        checkpoints=checkpoints if checkpoint else None,
         resume=checkpoint.resume if checkpoint else "Never",
         sink=sink,
         requests=requests,

@@ -23,6 +23,7 @@ from agenticrun_workers.driver.warmup import Warmup
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import ActorDied, Launcher
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
+from agenticrun_workers.reporting.run_folder import record_attempt
 from agenticrun_workers.reporting.trackers import build_trackers
 from agenticrun_workers.rollout.controller import RolloutController
 from agenticrun_workers.rollout.gate import StalenessGate
@@ -43,6 +44,7 @@ class AttemptRunner:
         checkpoints: path or URI of the run's checkpoints; None saves nothing.
         resume: the value of `spec.checkpoint.resume`.
         launcher: starts the actors.
+        code: folder of the user's modules, in local mode.
     """
 
     run: AgenticRun
@@ -53,6 +55,7 @@ class AttemptRunner:
     sink: ProgressSink
     requests: Requests
     launcher: Launcher
+    code: Path | None = None
 
     async def execute(self) -> FinalReport:
         """Train to the last step and report the outcome to the sink.
@@ -70,6 +73,9 @@ class AttemptRunner:
         )
         progress.activity(Activity.STARTING, "starting actors")
         try:
+            await asyncio.to_thread(
+                record_attempt, self.output, self.run, self.attempt.number, self.code
+            )
             message = await self._train(progress)
             report = _report(Outcome.SUCCEEDED, Reason.RUN_SUCCEEDED, message, retryable=False)
         except asyncio.CancelledError:

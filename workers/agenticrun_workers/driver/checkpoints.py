@@ -18,8 +18,11 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from agenticrun_api import AgenticRun
+from agenticrun_api.names import WORK_DIR
 from agenticrun_api.version import __version__
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.reporting.client import rfc3339
@@ -341,6 +344,20 @@ def folder_of(uri: str, name: str, uid: str) -> str:
         InvalidConfig: there is no fsspec driver for this URI.
     """
     return str(_folder(uri, "spec.checkpoint.uri") / f"{name}-{uid[:8] or 'local'}")
+
+
+def cluster_folders(run: AgenticRun) -> tuple[Path, str]:
+    """Return the output folder on the head pod, and the folder or URI of the checkpoints.
+
+    The second one is where a run with object storage keeps its output for good. For other runs both
+    are the same folder.
+
+    Raises:
+        InvalidConfig: there is no fsspec driver for the URI.
+    """
+    storage, name = run.spec.storage, run.metadata.name
+    base = folder_of(storage.uri if storage else WORK_DIR, name, run.metadata.uid)
+    return Folder(base).local_path or Path(WORK_DIR) / name, base
 
 
 _RUN_FOLDER = re.compile(r"(?P<run>.+)-[0-9a-f]{8}")

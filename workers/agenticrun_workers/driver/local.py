@@ -30,6 +30,12 @@ from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.processes import children, end_families, families
 from agenticrun_workers.reporting.client import ProgressSink
 from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay
+from agenticrun_workers.reporting.run_folder import (
+    CHECKPOINT,
+    RecordedProgress,
+    announced_process,
+    refuse_if_in_use,
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +56,12 @@ KILL_SECONDS = 10.0
 
 
 def run_locally(
-    run: AgenticRun, output: Path, console: Console, *, in_process: bool = False
+    run: AgenticRun,
+    output: Path,
+    console: Console,
+    *,
+    in_process: bool = False,
+    code: Path | None = None,
 ) -> FinalReport:
     """Train `run` on this machine.
 
@@ -61,9 +72,11 @@ def run_locally(
             `checkpoint.resume` says.
         console: where the display is drawn.
         in_process: run all actors in this process, so that a debugger can stop in them.
+        code: folder of the user's modules, which a later `agenticrun resume` needs, too.
 
     Raises:
         InvalidConfig: the run is suspended, or cannot be run in one process.
+        FolderInUse: another process trains in `output`.
     """
     if run.spec.suspend:
         raise InvalidConfig(
@@ -73,6 +86,7 @@ def run_locally(
     if in_process:
         check_in_process(run)
         run = with_patience(run)
+    refuse_if_in_use(output)
     output.mkdir(parents=True, exist_ok=True)
     owns_terminal = console.is_terminal and not in_process
     display: LiveDisplay | PlainDisplay = (
@@ -81,7 +95,7 @@ def run_locally(
     logs = output / "engines"
     actors = threads_of_this_process(logs) if in_process else embedded_ray(run, logs)
     with _log_file(output / "run.log"), actors as launcher, display:
-        return asyncio.run(_train(run, output, display, launcher))
+        return asyncio.run(_train(run, output, display, launcher, code))
 
 
 def check_in_process(run: AgenticRun) -> None:
@@ -128,7 +142,7 @@ def with_patience(run: AgenticRun) -> AgenticRun:
 
 
 async def _train(
-    run: AgenticRun, output: Path, sink: ProgressSink, launcher: Launcher
+    run: AgenticRun, output: Path, sink: ProgressSink, launcher: Launcher, code: Path | None
 ) -> FinalReport:
     requests = Requests()
     training = asyncio.current_task()
@@ -139,8 +153,11 @@ async def _train(
             training.cancel()
         requests.stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, interrupt)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    # Supervisors and `agenticrun stop` may send it more than once.
+    loop.add_signal_handler(signal.SIGTERM, requests.stop.set)
+    loop.add_signal_handler(CHECKPOINT, requests.ask_checkpoint)
     checkpoint = run.spec.storage
     runner = AttemptRunner(
         run=run,
@@ -151,11 +168,13 @@ async def _train(
         resume=checkpoint.resume
         if checkpoint and checkpoint.resume != "FromPreviousRun"
         else "Auto",
-        sink=sink,
+        sink=RecordedProgress(sink, output),
         requests=requests,
         launcher=launcher,
+        code=code,
     )
-    return await runner.execute()
+    with announced_process(output):
+        return await runner.execute()
 
 
 @contextmanager

@@ -137,7 +137,7 @@ HEADLINES = tuple(
         "actor/total_loss", "actor/entropy", "actor/approxkl", "actor/grad_norm",
         "critic/kl", "critic/loss", "engine/logprob_gap", "group/zero_variance_share",
         "staleness/mean", "system/tps", "time/step", "rollout/utilization", "weight_sync/seconds",
-        "rollout/idle/(env|gate|weights)",
+        "rollout/idle/(env|gate|weights)", "time/(rollout|train|sync)",
         "tokens/response_length/mean", "val/success/best", "val/.+", "guard/.+", "actor/.+",
         "critic/.+", "env/[^/]+/success", "engine/.+", "group/.+", "stop/.+", "time/.+",
         "rollout/.+", "env/.+", "tokens/.+",
@@ -197,9 +197,13 @@ class Requests:
         if commands.stop:
             self.stop.set()
         if self._checkpoints_seen is not None and commands.checkpoint > self._checkpoints_seen:
-            self._checkpoint_wanted = True
+            self.ask_checkpoint()
         self._checkpoints_seen = commands.checkpoint
         self.config = commands.config
+
+    def ask_checkpoint(self) -> None:
+        """Request a checkpoint after the current step."""
+        self._checkpoint_wanted = True
 
     def take_checkpoint(self) -> bool:
         """Return True if a checkpoint was requested since the last call."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
 from types import TracebackType
 from typing import Self
 
@@ -39,6 +42,7 @@ class PlainDisplay:
         self._activity = ""
         self._message = ""
         self._told = -math.inf
+        self._began = clock()
 
     def __enter__(self) -> Self:
         return self
@@ -55,7 +59,10 @@ class PlainDisplay:
         self._activity = progress.activity
         if progress.step != self._step and progress.last_step_time is not None:
             self._step = progress.step
-            self._print(step_line(progress.step, progress.max_steps, progress.metrics))
+            line = step_line(progress.step, progress.max_steps, progress.metrics)
+            remaining = remaining_seconds(progress)
+            left = "" if remaining is None else f", {duration(remaining)} remaining"
+            self._print(f"{line}  ({duration(self._clock() - self._began)} elapsed{left})")
 
     def sample(self, transcript: str) -> None:
         """See `ProgressSink`: samples are not printed."""
@@ -80,10 +87,15 @@ class PlainDisplay:
 class LiveDisplay:
     """A `ProgressSink` that keeps a panel of progress, metrics and the newest sample up to date."""
 
-    def __init__(self, console: Console, run: AgenticRun) -> None:
+    def __init__(
+        self, console: Console, run: AgenticRun, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._name = run.metadata.name
+        self._clock = clock
+        self._began = clock()
         self._progress: Progress | None = None
-        self._curve: list[float] = []
+        self._rewards: list[float] = []
+        self._validations: list[float] = []
         self._sample = ""
         self._live = Live(
             self._render(), console=console, refresh_per_second=4, get_renderable=self._render
@@ -103,13 +115,13 @@ class LiveDisplay:
 
     def update(self, progress: Progress) -> None:
         """See `ProgressSink`."""
-        success = [
-            value
-            for name, value in success_rates(progress.metrics).items()
-            if name.endswith("/success")
-        ]
-        if success and self._progress is not None and validated(self._progress.activity, progress):
-            self._curve.append(sum(success) / len(success))
+        before = self._progress
+        if before is not None:
+            measured = validation_result(progress.metrics)
+            if measured is not None and validated(before.activity, progress):
+                self._validations.append(measured)
+            if progress.step > before.step and progress.reward is not None:
+                self._rewards.append(progress.reward)
         self._progress = progress
 
     def sample(self, transcript: str) -> None:
@@ -123,23 +135,145 @@ class LiveDisplay:
 
     def _render(self) -> RenderableType:
         progress = self._progress
+        elapsed = self._clock() - self._began
         if progress is None:
-            return Panel("starting Ray", title=self._name, title_align="left")
-        numbers = Table.grid(padding=(0, 2))
-        numbers.add_row("phase", f"{progress.activity}  {progress.message}")
-        numbers.add_row("step", _bar(progress))
-        numbers.add_row("newest step", newest_step(progress.metrics))
-        if up := alarms(progress.metrics):
-            numbers.add_row("alarms", Text(", ".join(up), "bold red"))
-        for name, value in success_rates(progress.metrics).items():
-            numbers.add_row(name.removeprefix("val/"), f"{value:.3f}")
-        if self._curve:
-            numbers.add_row("validation", curve(self._curve))
-        parts: list[RenderableType] = [Panel(numbers, title=self._name, title_align="left")]
-        if self._sample:
-            shown = "\n".join(self._sample.splitlines()[-SAMPLE_LINES:])
-            parts.append(Panel(Text(shown), title="newest sample", title_align="left", style="dim"))
-        return Group(*parts)
+            started = f"starting Ray  {duration(elapsed)}"
+            return Panel(started, title=self._name, title_align="left")
+        view = RunView(
+            name=self._name,
+            phase=progress.activity,
+            message=progress.message,
+            step=progress.step,
+            max_steps=progress.max_steps,
+            metrics=progress.metrics,
+            rewards=self._rewards,
+            validations=self._validations,
+            elapsed=elapsed,
+            remaining=remaining_seconds(progress),
+            sample=self._sample,
+        )
+        return draw(view)
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What people see of a run at one moment."""
+
+    name: str
+    phase: str
+    message: str
+    step: int
+    max_steps: int
+    metrics: Mapping[str, float]
+    """Those of the newest step and the newest validation."""
+    rewards: Sequence[float] = ()
+    """Mean score of each step, the oldest first."""
+    validations: Sequence[float] = ()
+    """`validation_result` of each validation, the oldest first."""
+    elapsed: float | None = None
+    remaining: float | None = None
+    """Seconds since the start, and until the last step is done."""
+    facts: Sequence[tuple[str, str]] = ()
+    """More rows: name and text."""
+    sample: str = ""
+    """The text of the newest sample episode."""
+
+
+def draw(view: RunView) -> RenderableType:
+    """Draw a run for a terminal: a table, curves, and the end of the newest sample."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_row("phase", Text(f"{view.phase}  {view.message}".rstrip()))
+    rows.add_row("step", _bar(view.step, view.max_steps))
+    times = {"elapsed": view.elapsed, "remaining": view.remaining}
+    known = [f"{duration(value)} {name}" for name, value in times.items() if value is not None]
+    if known:
+        rows.add_row("time", ", ".join(known))
+    for name, text in view.facts:
+        rows.add_row(Text(name), Text(text))
+    rows.add_row("newest step", newest_step(view.metrics))
+    if shares := time_shares([view.metrics]):
+        rows.add_row("step time", _pieces(_times(shares)))
+    if up := alarms(view.metrics):
+        rows.add_row("alarms", Text(", ".join(up), "bold red"))
+    if view.rewards:
+        rows.add_row("reward", sparkline(view.rewards))
+    for name, value in success_rates(view.metrics).items():
+        rows.add_row(name.removeprefix("val/"), f"{value:.3f}")
+    if view.validations:
+        rows.add_row("validation", sparkline(view.validations))
+    parts: list[RenderableType] = [Panel(rows, title=view.name, title_align="left")]
+    if view.sample:
+        shown = "\n".join(view.sample.splitlines()[-SAMPLE_LINES:])
+        parts.append(Panel(Text(shown), title="newest sample", title_align="left", style="dim"))
+    return Group(*parts)
+
+
+def remaining_seconds(progress: Progress) -> float | None:
+    """Return the estimated time until the last step is done; None before the first step."""
+    if progress.seconds_per_step is None or progress.final is not None:
+        return None
+    return (progress.max_steps - progress.step) * progress.seconds_per_step
+
+
+def validation_result(metrics: Mapping[str, float]) -> float | None:
+    """Return the mean success of a validation; its mean score if success is not measured."""
+    rates = [
+        value
+        for name, value in metrics.items()
+        if name.startswith("val/") and name.endswith("/success")
+    ]
+    return sum(rates) / len(rates) if rates else metrics.get("val/score/mean")
+
+
+def time_shares(steps: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+    """Return seconds per step and share of each phase, the longest phase first.
+
+    Args:
+        steps: metrics of steps; others are ignored. What no phase measures is called `other`.
+    """
+    timed = [step for step in steps if step.get("time/step")]
+    total = sum(step["time/step"] for step in timed)
+    spent: dict[str, float] = {}
+    for step in timed:
+        for name, value in step.items():
+            if name.startswith("time/") and name != "time/step":
+                phase = name.removeprefix("time/")
+                spent[phase] = spent.get(phase, 0.0) + value
+    if not total or not spent:
+        return {}
+    spent["other"] = max(0.0, total - sum(spent.values()))
+    order = sorted(spent.items(), key=lambda item: -item[1])
+    return {name: (value / len(timed), value / total) for name, value in order}
+
+
+def duration(seconds: float) -> str:
+    """Format a time: 8 s, 3 min 20 s, 2 h 05 min, 3 d 4 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draw values as a row of bars between their extremes, and name newest, lowest and highest.
+
+    With more values than bars, each bar is the mean of neighbours.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "-"
+    count = min(CURVE_WIDTH, len(finite))
+    edges = [round(index * len(finite) / count) for index in range(count + 1)]
+    means = [fmean(finite[a:b]) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    top = len(BARS) - 1
+    bars = "".join(BARS[round((value - low) / span * top)] for value in means)
+    return f"{bars} {finite[-1]:.3g} ({min(finite):.3g} to {max(finite):.3g})"
 
 
 def validated(before: str, progress: Progress) -> bool:
@@ -147,28 +281,31 @@ def validated(before: str, progress: Progress) -> bool:
     return before == Activity.VALIDATION and progress.activity != Activity.VALIDATION
 
 
-def curve(values: list[float]) -> str:
-    """Draw values between 0 and 1 as a row of bars, and the last one as a number."""
-    newest = values[-CURVE_WIDTH:]
-    bars = "".join(BARS[min(len(BARS) - 1, int(value * len(BARS)))] for value in newest)
-    return f"{bars} {newest[-1]:.2f}"
-
-
 def newest_step(metrics: Mapping[str, float]) -> RenderableType:
     """Show the metrics of the newest step, wrapped to the width of the terminal."""
-    pieces = [
-        Text.assemble((f"{label} ", "dim"), form.format(metrics[name]))
-        for label, name, form in COLUMNS
-        if name in metrics
-    ]
+    return _pieces(
+        (label, form.format(metrics[name])) for label, name, form in COLUMNS if name in metrics
+    )
+
+
+def _pieces(named: Iterable[tuple[str, str]]) -> RenderableType:
+    pieces = [Text.assemble((f"{name} ", "dim"), text) for name, text in named]
     return Columns(pieces, padding=(0, 3)) if pieces else Text("-")
 
 
-def _bar(progress: Progress) -> RenderableType:
+def _times(shares: Mapping[str, tuple[float, float]]) -> list[tuple[str, str]]:
+    return [
+        (name, f"{seconds:.2f} s {share:.0%}")
+        for name, (seconds, share) in shares.items()
+        if share >= 0.005
+    ]
+
+
+def _bar(step: int, max_steps: int) -> RenderableType:
     row = Table.grid(padding=(0, 1))
     row.add_row(
-        ProgressBar(total=progress.max_steps, completed=progress.step, width=40),
-        f"{progress.step}/{progress.max_steps}",
+        ProgressBar(total=max_steps, completed=step, width=40),
+        f"{step}/{max_steps}",
     )
     return row
 

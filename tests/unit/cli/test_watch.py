@@ -1,0 +1,146 @@
+"""`watch`, `samples`, `logs`, `stop` and their like on an output folder of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agenticrun_api.names import ExitCode
+from agenticrun_workers.cli import app
+from agenticrun_workers.cli.run import closing_lines
+from agenticrun_workers.reporting.run_folder import RunFolder, announced_process
+from run_folders import make_run_folder
+from tiny_runs import tiny_run
+
+
+def cli(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Path:
+    return make_run_folder(tmp_path / "out")
+
+
+def test_watch_shows_an_ended_run_once(ended: Path) -> None:
+    code, shown = cli("watch", ended)
+    assert code == 0
+    for piece in (
+        "lake",
+        "Succeeded  trained 4 steps",
+        "4/10",
+        "40 s elapsed",
+        "rollout 1.20 s 60%",
+        "▁▃▆█ 0.4 (0.1 to 0.4)",
+        "▁█ 0.4 (0 to 0.4)",
+        "action 'Down', valid, reward 1",
+    ):
+        assert piece in shown, piece
+
+
+def test_watch_says_that_a_killed_run_can_go_on(tmp_path: Path) -> None:
+    _, shown = cli("watch", make_run_folder(tmp_path / "out", finished=False))
+    assert "Ended" in shown
+    assert "agenticrun resume" in shown
+    assert "remaining" not in shown
+
+
+def test_watch_shows_what_a_live_run_does(tmp_path: Path) -> None:
+    folder = make_run_folder(tmp_path / "out", finished=False)
+    with announced_process(folder):
+        _, shown = cli("watch", folder, "--once")
+    assert "rollout" in shown
+    assert "12 s remaining" in shown
+
+
+def test_samples_prints_the_newest_episode(ended: Path) -> None:
+    code, shown = cli("samples", ended)
+    assert code == 0
+    assert "step 4, validation: tag Lake, group 3, member 1, score 1" in shown
+    assert "answer 1: action 'Down', valid, reward 1" in shown
+    assert str(ended / "films" / "step-4-val-Lake-3-1.gif") in shown.replace("\n", "")
+
+
+def test_samples_of_a_step_as_a_list(ended: Path) -> None:
+    code, shown = cli("samples", ended, "--step", 4, "--list")
+    assert code == 0
+    assert [line.split(":")[0] for line in shown.splitlines()] == ["step 4", "step 4, validation"]
+
+
+def test_samples_that_are_not_there_name_those_that_are(ended: Path) -> None:
+    code, shown = cli("samples", ended, "--step", 77)
+    assert code == ExitCode.INVALID_CONFIG
+    assert "step-0-val" in shown
+
+
+def test_logs_are_those_of_the_role(ended: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (ended / "run.log").write_text("first\nsecond\nthird\n")
+    (ended / "engines").mkdir()
+    (ended / "engines" / "vllm-0.log").write_text("engine starts\n")
+    assert cli("logs", ended, "--lines", 2) == (0, "second\nthird\n")
+    assert cli("logs", ended, "--role", "inference") == (0, "engine starts\n")
+
+
+def test_a_role_without_logs_of_its_own_says_where_they_are(ended: Path) -> None:
+    code, said = cli("logs", ended, "--role", "trainer")
+    assert code == ExitCode.INVALID_CONFIG
+    assert "run.log" in said
+    code, said = cli("logs", ended, "--role", "inference")
+    assert "transformers computes in the actor" in said
+
+
+def test_an_unknown_role_is_refused(ended: Path) -> None:
+    code, said = cli("logs", ended, "--role", "worker")
+    assert code == 2
+    assert "driver, trainer" in said
+
+
+@pytest.mark.parametrize("command", ["stop", "suspend", "checkpoint"])
+def test_a_run_that_does_not_train_cannot_be_asked(command: str, ended: Path) -> None:
+    code, said = cli(command, ended)
+    assert code == ExitCode.INVALID_CONFIG
+    assert "no process of this machine trains in" in said
+
+
+def test_a_run_that_is_done_is_not_resumed(ended: Path) -> None:
+    code, said = cli("resume", ended)
+    assert code == ExitCode.INVALID_CONFIG
+    assert f"agenticrun run -f {ended / 'run.yaml'} -o {ended} --set pipeline.maxSteps=" in said
+
+
+def test_a_folder_without_the_run_cannot_be_resumed(ended: Path) -> None:
+    (ended / "run.yaml").unlink()
+    code, said = cli("resume", ended)
+    assert code == ExitCode.INVALID_CONFIG
+    assert f"agenticrun run -f FILE -o {ended}" in said
+
+
+def test_a_path_that_is_not_there_is_not_looked_for_on_a_cluster(tmp_path: Path) -> None:
+    code, said = cli("watch", tmp_path / "runs" / "nothing")
+    assert code == ExitCode.INVALID_CONFIG
+    assert "there is no such folder" in said
+
+
+def test_a_run_ends_with_where_everything_is(ended: Path) -> None:
+    checkpoint = ended / "checkpoints" / "step-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    progress = RunFolder(ended).progress()
+    assert progress is not None
+    assert progress.final is not None
+    lines = closing_lines(tiny_run(), RunFolder(ended), progress.final)
+    assert lines == [
+        "Succeeded: trained 4 steps",
+        "steps        4 in 8 s: rollout 60%, train 30%, other 10%",
+        "reward       ▁▃▆█ 0.4 (0.1 to 0.4)",
+        f"metrics      {ended / 'metrics.jsonl'}",
+        f"samples      {ended / 'samples'}",
+        f"checkpoint   {checkpoint}",
+        f"next         agenticrun report {ended} -o report.html",
+        f"             agenticrun eval -f {ended / 'run.yaml'} --checkpoint {checkpoint}",
+        f"             agenticrun export -f {ended / 'run.yaml'} --checkpoint {checkpoint} "
+        "-o policy",
+    ]

@@ -1,0 +1,613 @@
+"""Names the source of a run: its output folder on this machine, or its AgenticRun on a cluster.
+
+Commands that show or steer a run take `RUN`, and work on both through `RunSource`. On a cluster,
+kubectl does the talking: whatever a person's kubectl can reach and sign in to, these commands can.
+The head pod serves the output folder (`kubectl exec`); once it is gone, object storage does.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import typer
+
+from agenticrun_api import AgenticRun, AgenticRunStatus, InvalidRun, Outcome, Role, parse_run
+from agenticrun_api.load import parse_served, repair_status
+from agenticrun_api.names import (
+    GROUP,
+    LABEL_ROLE,
+    LABEL_RUN,
+    PLURAL,
+    RAY_CONTAINER,
+    REPORTER_CONTAINER,
+    REPORTER_PORT,
+    REPORTER_TOKEN_FILE,
+    SINGULAR,
+    TOKEN_HEADER,
+)
+from agenticrun_workers.cli.common import give_up
+from agenticrun_workers.reporting.display import RunView, remaining_seconds
+from agenticrun_workers.reporting.display import validation_result as result_of
+from agenticrun_workers.reporting.run_folder import (
+    CHECKPOINT,
+    STOP,
+    RunFolder,
+    without_secrets,
+)
+
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Output folder of a run on this machine (the newest one below it), "
+        "or name of an AgenticRun on the cluster.",
+    ),
+]
+Namespace = Annotated[
+    str | None,
+    typer.Option("--namespace", "-n", help="Its namespace. Default: that of kubectl's context."),
+]
+Context = Annotated[
+    str | None, typer.Option("--context", help="kubectl's context. Default: the current one.")
+]
+
+ALL = 10**9
+"""Every step, or every sample."""
+
+
+class SourceError(Exception):
+    """A run cannot be found, read or steered. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read of a run at one moment."""
+
+    name: str
+    place: str
+    """Where the run is, for people."""
+    phase: str
+    message: str
+    step: int
+    max_steps: int
+    folder: RunFolder
+    """Its output, or a copy; empty if nobody has it."""
+    config: Mapping[str, Any] | None
+    """The run as it was run, without the values of environment variables."""
+    finished: bool
+    elapsed: float | None = None
+    remaining: float | None = None
+    newest: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the newest step, as far as they are known without the folder."""
+    facts: Sequence[tuple[str, str]] = ()
+    missing: Sequence[str] = ()
+    """What could not be read, and why."""
+
+    def view(self) -> RunView:
+        """Return what a terminal shows."""
+        lines = self.folder.metrics()
+        steps = [line for line in lines if "time/step" in line]
+        validations = [line for line in lines if any(name.startswith("val/") for name in line)]
+        newest = {**self.newest}
+        for line in (*validations[-1:], *steps[-1:]):
+            newest |= {name: value for name, value in line.items() if name not in ("step", "time")}
+        results = (result_of(line) for line in validations)
+        sample = ""
+        if files := self.folder.sample_files():
+            episodes = self.folder.episodes(files[-1])
+            sample = episodes[0].text if episodes else ""
+        return RunView(
+            name=f"{self.name}  ({self.place})",
+            phase=self.phase,
+            message=self.message,
+            step=self.step,
+            max_steps=self.max_steps,
+            metrics=newest,
+            rewards=[line["rollout/score/mean"] for line in steps if "rollout/score/mean" in line],
+            validations=[value for value in results if value is not None],
+            elapsed=self.elapsed,
+            remaining=self.remaining,
+            facts=[*self.facts, *(("missing", text) for text in self.missing)],
+            sample=sample,
+        )
+
+
+class RunSource(Protocol):
+    """One run, wherever it is. Every method raises `SourceError`."""
+
+    def read(self, *, steps: int = ALL, samples: int = ALL) -> Reading:
+        """Read the run: the newest lines of metrics and the newest files of samples."""
+        ...
+
+    def logs(self, role: str, *, lines: int, follow: bool) -> None:
+        """Print the logs of a role, and go on with what comes if `follow`."""
+        ...
+
+    def stop(self) -> str:
+        """Ask the run to save a checkpoint and end. Return what happens now."""
+        ...
+
+    def checkpoint(self) -> str:
+        """Ask for a checkpoint after the current step. Return what happens now."""
+        ...
+
+    def resume(self) -> str:
+        """Go on from the newest checkpoint. Return what happens now."""
+        ...
+
+
+def open_run(run: str, namespace: str | None, context: str | None) -> RunSource:
+    """Return the source of a run; give up with a message if `run` can be neither."""
+    path = Path(run)
+    if namespace is None and context is None and path.is_dir():
+        found = sorted(
+            (folder for folder in (path, *path.glob("*/")) if RunFolder(folder).is_run),
+            key=lambda folder: (folder == path, folder.name),
+        )
+        if found:
+            return FolderSource(RunFolder(found[-1].resolve()))
+        if "/" in run or run in (".", ".."):
+            give_up(f"{run} is not the output folder of a run: it has no metrics.jsonl")
+    elif "/" in run:
+        give_up(f"{run}: there is no such folder; `agenticrun run` writes to runs/<name>/<time>")
+    return ClusterSource(Kubectl(namespace, context), run)
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """A run on this machine."""
+
+    folder: RunFolder
+
+    def read(self, *, steps: int = ALL, samples: int = ALL) -> Reading:
+        """See `RunSource`: all of the folder is here."""
+        del steps, samples
+        folder, progress = self.folder, self.folder.progress()
+        config, attempts = folder.config(), folder.attempts()
+        alive = folder.process() is not None
+        lines = [line for line in folder.metrics() if "time/step" in line]
+        step = progress.step if progress else int(lines[-1]["step"]) if lines else 0
+        spec = (config or {}).get("spec") or {}
+        known = int((spec.get("pipeline") or {}).get("maxSteps") or step)
+        final = progress.final if progress else None
+        if alive and progress:
+            phase, message = progress.activity.value, progress.message
+        elif final:
+            phase, message = final.outcome.value, final.message
+        else:
+            phase = "Ended"
+            message = f"no process trains in {folder.path}: `agenticrun resume` goes on"
+        began = _seconds_of(attempts[-1]["time"]) if attempts else None
+        ended = _seconds_of(progress.time) if progress else None
+        until = time.time() if alive else ended
+        checkpoint = folder.checkpoint()
+        return Reading(
+            name=((config or {}).get("metadata") or {}).get("name") or folder.path.name,
+            place=_from_here(folder.path),
+            phase=phase,
+            message=message,
+            step=step,
+            max_steps=progress.max_steps if progress else known,
+            folder=folder,
+            config=config,
+            finished=not alive,
+            elapsed=until - began if until and began else None,
+            remaining=remaining_seconds(progress) if progress and alive else None,
+            newest=progress.metrics if progress else {},
+            facts=[("checkpoint", _from_here(checkpoint) if checkpoint else "none yet")],
+            missing=[] if config else ["run.yaml: the run was made by an older version"],
+        )
+
+    def logs(self, role: str, *, lines: int, follow: bool) -> None:
+        """See `RunSource`: all actors but the engines' servers log through the driver."""
+        files = [
+            file
+            for file in (self.folder.path / "run.log", self.folder.path / "driver.log")
+            if file.exists()
+        ]
+        if role == Role.INFERENCE:
+            files = sorted(self.folder.path.glob("engines/**/*.log"))
+        elif role != Role.DRIVER:
+            raise SourceError(
+                f"on this machine the {role} logs to run.log: leave out --role; "
+                "only engines' servers (--role inference) have logs of their own"
+            )
+        if not files:
+            raise SourceError(
+                f"{self.folder.path} has no log of the role {role}"
+                + (": transformers computes in the actor" if role == Role.INFERENCE else "")
+            )
+        more = ("-F",) if follow else ()
+        _stream([(None, ["tail", "-q", "-n", str(lines), *more, *map(str, files)])])
+
+    def stop(self) -> str:
+        """See `RunSource`."""
+        self._signal(STOP)
+        return (
+            f"{self.folder.path}: the run saves a checkpoint and ends; "
+            f"`agenticrun resume {self.folder.path}` goes on"
+        )
+
+    def checkpoint(self) -> str:
+        """See `RunSource`."""
+        self._signal(CHECKPOINT)
+        return f"{self.folder.path}: the run saves a checkpoint after its current step"
+
+    def resume(self) -> str:
+        """See `RunSource`: train in this process, which ends with the run."""
+        from agenticrun_workers.cli.run import train
+
+        path, config, attempts = self.folder.path, self.folder.config(), self.folder.attempts()
+        if config is None:
+            raise SourceError(
+                f"{path} has no run.yaml: `agenticrun run -f FILE -o {path}` goes on as well"
+            )
+        progress = self.folder.progress()
+        if progress and progress.final and progress.final.outcome is Outcome.SUCCEEDED:
+            raise SourceError(
+                f"{path}: {progress.final.message}. For more steps: "
+                f"agenticrun run -f {path / 'run.yaml'} -o {path} --set pipeline.maxSteps=..."
+            )
+        try:
+            run = parse_run(config, local=True)
+        except InvalidRun as error:
+            raise SourceError(f"{path / 'run.yaml'}: {error}") from error
+        train(run, path, Path(attempts[-1].get("code", path)) if attempts else path)
+
+    def _signal(self, number: int) -> None:
+        process = self.folder.process()
+        if process is None:
+            raise SourceError(
+                f"no process of this machine trains in {self.folder.path}; "
+                "one that has just started answers in some seconds"
+            )
+        process.send_signal(number)
+
+
+class Kubectl:
+    """Kubectl with a namespace and a context."""
+
+    def __init__(self, namespace: str | None = None, context: str | None = None) -> None:
+        self._options = [
+            *([f"--namespace={namespace}"] if namespace else []),
+            *([f"--context={context}"] if context else []),
+        ]
+
+    def command(self, *words: str) -> list[str]:
+        """Return a command line."""
+        program = shutil.which("kubectl")
+        if program is None:
+            raise SourceError(
+                "kubectl is not on the PATH: install it, or name the output folder of a run "
+                "on this machine (./NAME)"
+            )
+        return [program, *self._options, *words]
+
+    def run(self, *words: str, timeout: float = 60.0) -> bytes:
+        """Run kubectl and return what it prints. Raises `SourceError` with what it says."""
+        try:
+            done = subprocess.run(
+                self.command(*words), capture_output=True, timeout=timeout, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise SourceError(f"kubectl {words[0]} took longer than {timeout:.0f} s") from None
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip()
+            raise SourceError(f"kubectl {' '.join(words[:3])}: {said}")
+        return done.stdout
+
+    def json(self, *words: str) -> dict[str, Any]:
+        """Return an object or a list."""
+        found: dict[str, Any] = json.loads(self.run("get", *words, "-o", "json"))
+        return found
+
+
+class ClusterSource:
+    """A run on a cluster."""
+
+    def __init__(self, kubectl: Kubectl, name: str) -> None:
+        self._kubectl = kubectl
+        self._name = name
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+
+    def read(self, *, steps: int = ALL, samples: int = ALL) -> Reading:
+        """See `RunSource`."""
+        document = self._document()
+        status = repair_status(document.get("status"))
+        run, missing = None, []
+        try:
+            run = parse_served(document)
+        except InvalidRun as error:
+            missing.append(f"the output: this version cannot read the run: {error.errors[0]}")
+        folder = self._folder()
+        if run is not None:
+            try:
+                self._fetch(run, folder, steps, samples)
+            except SourceError as error:
+                missing.append(f"curves, samples and timings: {error}")
+        started = status.start_time or document["metadata"]["creationTimestamp"]
+        ended = _seconds_of(status.completion_time) if status.completion_time else time.time()
+        message = status.message or ""
+        return Reading(
+            name=self._name,
+            place=f"AgenticRun in namespace {document['metadata']['namespace']}",
+            phase=" ".join(filter(None, [status.phase.value, status.activity or ""])),
+            message=message,
+            step=status.step or 0,
+            max_steps=status.max_steps or document["spec"]["pipeline"]["maxSteps"],
+            folder=RunFolder(folder),
+            config=RunFolder(folder).config() or without_secrets(_as_applied(document)),
+            finished=status.phase.finished,
+            elapsed=ended - _seconds_of(started),
+            remaining=_remaining(status),
+            newest={metric.name: float(metric.value) for metric in status.metrics},
+            facts=_facts(status),
+            missing=missing,
+        )
+
+    def logs(self, role: str, *, lines: int, follow: bool) -> None:
+        """See `RunSource`."""
+        document = self._document()
+        status = repair_status(document.get("status"))
+        if role == Role.DRIVER:
+            head = self._head()
+            if head is None:
+                raise SourceError(
+                    "the head pod is gone; the driver's log is driver.log "
+                    f"{self._where_output_is(document)}"
+                    + (f". Its end:\n{status.log_tail}" if status.log_tail else "")
+                )
+            if status.job is None:
+                raise SourceError("the driver has not been submitted yet")
+            file = f"job-driver-{status.job.submission_id}.log"
+            self._follow([head], f"tail -q -n {lines} {{}} {RAY_LOGS}/{file}", follow)
+            return
+        if role == REPORTER_CONTAINER:
+            more = ["-f"] if follow else []
+            head = self._head()
+            if head is None:
+                raise SourceError("the head pod is gone, and the reporter's log with it")
+            words = ("logs", head, "-c", REPORTER_CONTAINER, f"--tail={lines}", *more)
+            _stream([(None, self._kubectl.command(*words))])
+            return
+        pods = self._pods(role)
+        if not pods:
+            raise SourceError(f"{self._name} has no running pod of the role {role}")
+        files = f"$(ls {RAY_LOGS}/worker-*.out {RAY_LOGS}/worker-*.err 2>/dev/null)"
+        self._follow(pods, f"tail -q -n {lines} {{}} {files}", follow)
+
+    def stop(self) -> str:
+        """See `RunSource`: on a cluster, a run that is stopped is suspended."""
+        self._suspend(True)
+        return (
+            f"{self._name}: the driver saves a checkpoint, then the pods go; "
+            f"`agenticrun resume {self._name}` goes on from it, "
+            f"`kubectl delete {SINGULAR} {self._name}` removes the run"
+        )
+
+    def resume(self) -> str:
+        """See `RunSource`."""
+        self._suspend(False)
+        return f"{self._name}: new pods come, and the run goes on from its newest checkpoint"
+
+    def _suspend(self, wanted: bool) -> None:
+        phase = repair_status(self._document().get("status")).phase
+        if phase.finished:
+            raise SourceError(f"{self._name} has ended: its phase is {phase}")
+        patch = json.dumps({"spec": {"suspend": wanted}})
+        self._kubectl.run("patch", RESOURCE, self._name, "--type=merge", "-p", patch)
+
+    def checkpoint(self) -> str:
+        """See `RunSource`: the reporter hands requests to the driver."""
+        document = self._document()
+        head = self._head()
+        if head is None:
+            phase = repair_status(document.get("status")).phase
+            raise SourceError(f"{self._name} is {phase}: only a run that trains saves a checkpoint")
+        self._kubectl.run("exec", head, "-c", RAY_CONTAINER, "--", "python", "-c", ASK_CHECKPOINT)
+        return f"{self._name}: the run saves a checkpoint after its current step"
+
+    def _document(self) -> dict[str, Any]:
+        try:
+            return self._kubectl.json(RESOURCE, self._name)
+        except SourceError as error:
+            if "(NotFound)" in str(error) and f'"{self._name}" not found' in str(error):
+                raise SourceError(
+                    f"there is no AgenticRun {self._name} in this namespace, and no folder of "
+                    "that name here: see `kubectl get agenticruns -A`, and use --namespace"
+                ) from None
+            if "doesn't have a resource type" in str(error):
+                raise SourceError(
+                    "the cluster does not know AgenticRuns: `agenticrun doctor` says what to do"
+                ) from None
+            raise
+
+    def _head(self) -> str | None:
+        pods = self._pods(Role.DRIVER)
+        return pods[0] if pods else None
+
+    def _pods(self, role: str) -> list[str]:
+        selector = f"--selector={LABEL_RUN}={self._name},{LABEL_ROLE}={role}"
+        return [
+            pod["metadata"]["name"]
+            for pod in self._kubectl.json("pods", selector)["items"]
+            if pod["status"].get("phase") == "Running"
+            and not pod["metadata"].get("deletionTimestamp")
+        ]
+
+    def _folder(self) -> Path:
+        if self._copy is None:
+            self._copy = tempfile.TemporaryDirectory(prefix="agenticrun-")
+        return Path(self._copy.name)
+
+    def _fetch(self, run: AgenticRun, folder: Path, steps: int, samples: int) -> None:
+        """Copy the output folder from the head pod, or from object storage."""
+        from agenticrun_workers.driver.checkpoints import cluster_folders
+        from agenticrun_workers.errors import InvalidConfig
+
+        try:
+            output, base = cluster_folders(run)
+        except InvalidConfig as error:
+            raise SourceError(str(error)) from error
+        if head := self._head():
+            pictures = run.spec.tracking.render_dir or "pictures"
+            script = ("sh", "-c", PACK, "sh", str(output), str(steps), str(samples), pictures)
+            packed = self._kubectl.run("exec", head, "-c", RAY_CONTAINER, "--", *script)
+            with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+                archive.extractall(folder, filter="data")
+            return
+        if "://" not in base:
+            raise SourceError(f"no head pod runs; they are {self._where_output_is(run.to_dict())}")
+        _download(base, folder, samples)
+
+    def _where_output_is(self, document: Mapping[str, Any]) -> str:
+        status = repair_status(document.get("status"))
+        if status.volume_claim:
+            return f"on the volume claim {status.volume_claim}: mount it in a pod to read them"
+        storage = document["spec"].get("checkpoint") or {}
+        if storage.get("none"):
+            return "lost with the pods: the run saves no checkpoints (checkpoint.none)"
+        return f"in {storage.get('uri') or 'the storage of the checkpoints'}"
+
+    def _follow(self, pods: Sequence[str], script: str, follow: bool) -> None:
+        text = script.format("-F" if follow else "")
+        _stream(
+            [
+                (
+                    pod if len(pods) > 1 else None,
+                    self._kubectl.command("exec", pod, "-c", RAY_CONTAINER, "--", "sh", "-c", text),
+                )
+                for pod in pods
+            ]
+        )
+
+
+RESOURCE = f"{PLURAL}.{GROUP}"
+RAY_LOGS = "/tmp/ray/session_latest/logs"
+
+PACK = """
+cd "$1" 2>/dev/null || { echo "the head pod has no $1 yet" >&2; exit 3; }
+copy=$(mktemp -d) && trap 'rm -rf "$copy"' EXIT
+cp run.yaml attempts.jsonl "$copy" 2>/dev/null
+tail -n "$2" metrics.jsonl > "$copy/metrics.jsonl" 2>/dev/null
+mkdir "$copy/samples" "$copy/pictures"
+for file in $(ls -t samples 2>/dev/null | head -n "$3"); do
+    cp "samples/$file" "$copy/samples"
+    cp "$4/${file%.txt}"-*.gif "$copy/pictures" 2>/dev/null
+done
+tar -C "$copy" -cz -f - .
+"""
+"""Writes the parts of an output folder that people look at to standard output.
+
+Arguments: the folder, the number of lines of metrics and of files of samples, and the folder of
+pictures.
+"""
+
+ASK_CHECKPOINT = f"""
+from pathlib import Path
+from urllib.request import ProxyHandler, Request, build_opener
+token = Path({REPORTER_TOKEN_FILE!r}).read_text().strip()
+request = Request("http://127.0.0.1:{REPORTER_PORT}/checkpoint", method="POST",
+                  headers={{{TOKEN_HEADER!r}: "Bearer " + token}})
+build_opener(ProxyHandler({{}})).open(request, timeout=10)
+"""
+
+
+def _download(base: str, folder: Path, samples: int) -> None:
+    from agenticrun_workers.storage import Folder
+
+    try:
+        storage = Folder(base)
+        sizes = storage.sizes()
+        for name in ("run.yaml", "attempts.jsonl", "metrics.jsonl"):
+            if name in sizes:
+                storage.download(name, folder / name)
+        texts = [name for name in sizes if name.startswith("samples/")]
+        for name in sorted(texts, key=lambda name: int(name.split("-")[1].split(".")[0]))[
+            -samples:
+        ]:
+            (folder / "samples").mkdir(exist_ok=True)
+            storage.download(name, folder / name)
+    except Exception as error:  # drivers have exceptions of their own
+        raise SourceError(
+            f"no head pod runs, and {base} cannot be read from here: {error}"
+        ) from error
+
+
+def _facts(status: AgenticRunStatus) -> list[tuple[str, str]]:
+    pods = [
+        f"{role.name} {role.ready}/{role.desired}{f' {role.message}' if role.message else ''}"
+        for role in status.roles
+    ]
+    saved = status.checkpoint
+    return [
+        ("pods", ", ".join(pods) or "none"),
+        ("restarts", str(status.restarts)),
+        ("checkpoint", f"step {saved.step}, {saved.uri}" if saved else "none yet"),
+    ]
+
+
+def _remaining(status: AgenticRunStatus) -> float | None:
+    if status.estimated_completion_time is None or status.phase.finished:
+        return None
+    return max(0.0, _seconds_of(status.estimated_completion_time) - time.time())
+
+
+def _from_here(path: Path) -> str:
+    """Return a path as one would type it in the current folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _as_applied(document: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = document["metadata"]
+    kept = {key: metadata[key] for key in ("name", "namespace", "uid") if key in metadata}
+    head = {key: document[key] for key in ("apiVersion", "kind") if key in document}
+    return {**head, "metadata": kept, "spec": document["spec"]}
+
+
+def _seconds_of(moment: str) -> float:
+    return datetime.fromisoformat(moment).timestamp()
+
+
+def _stream(commands: Sequence[tuple[str | None, list[str]]]) -> None:
+    """Run commands side by side and print their lines, each behind a name if it has one."""
+    processes = [
+        (name, subprocess.Popen(words, stdout=subprocess.PIPE, text=True, errors="replace"))
+        for name, words in commands
+    ]
+
+    def pass_on(name: str | None, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            typer.echo(f"[{name}] {line}" if name else line, nl=False)
+
+    threads = [threading.Thread(target=pass_on, args=pair, daemon=True) for pair in processes]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+        failed = [process.wait() for _, process in processes]
+    except KeyboardInterrupt:
+        return
+    finally:
+        for _, process in processes:
+            process.terminate()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+    if any(failed):
+        raise typer.Exit(1)

@@ -1,0 +1,343 @@
+"""The output folder of a run: what an attempt records in it, and how people's commands read it.
+
+    run.yaml        the run as it was run; values of environment variables are hidden
+    attempts.jsonl  one line per attempt: time, versions, machine
+    metrics.jsonl   one line per step and per validation (trackers.py)
+    samples/        episodes as text (driver/samples.py)
+    checkpoints/    in local mode
+    progress.json   in local mode: the newest progress snapshot
+    process.json    in local mode: the process that trains; it takes signals
+    run.log         in local mode; driver.log on a cluster
+
+The folder may be that of a run which still trains, so a line may be half written.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from pydantic import ValidationError
+
+from agenticrun_api import AgenticRun, Progress
+from agenticrun_api.version import __version__
+from agenticrun_workers.reporting.client import ProgressSink, rfc3339
+
+log = logging.getLogger(__name__)
+
+HIDDEN = "(hidden)"
+PACKAGES = (
+    "torch", "ray", "transformers", "tokenizers", "safetensors", "peft", "numpy", "numba",
+    "megatron-core", "deepspeed", "gymnasium",
+)  # fmt: skip
+"""Packages that decide what a run computes."""
+GPU_SECONDS = 10.0
+
+
+class FolderInUse(Exception):
+    """Another process trains in the folder. The message says which one, and what to do."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """A sample episode, as `SampleWriter` wrote it."""
+
+    step: int
+    validation: bool
+    facts: Mapping[str, str]
+    """tag, group, member, score, stop, turns, tokens; branch and error if there are any."""
+    parts: tuple[tuple[str, str], ...]
+    """Headline and text of each prompt, each answer, and the end."""
+    picture: Path | None
+
+    @property
+    def text(self) -> str:
+        """The episode as it is in the file, without its first line."""
+        return "".join(f"--- {title} ---\n{text}\n" for title, text in self.parts)
+
+
+class RunFolder:
+    """Reads an output folder. What is missing in it is empty or None."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def is_run(self) -> bool:
+        """True if a run has written to the folder."""
+        names = ("metrics.jsonl", "attempts.jsonl", "progress.json")
+        return any((self.path / name).is_file() for name in names)
+
+    def config(self) -> dict[str, Any] | None:
+        """Return the run as it was run."""
+        with suppress(OSError, yaml.YAMLError):
+            document = yaml.safe_load((self.path / "run.yaml").read_text())
+            return document if isinstance(document, dict) else None
+        return None
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """Return the record of each attempt, see `record_attempt`."""
+        return _json_lines(self.path / "attempts.jsonl")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return all lines of metrics.jsonl; those of steps have `time/step`."""
+        return _json_lines(self.path / "metrics.jsonl")
+
+    def progress(self) -> Progress | None:
+        """Return the newest progress snapshot."""
+        with suppress(OSError, ValidationError):
+            return Progress.model_validate_json((self.path / "progress.json").read_bytes())
+        return None
+
+    def sample_files(self) -> list[Path]:
+        """Return the files of sample episodes, the oldest step first."""
+        named = ((SAMPLES.fullmatch(file.name), file) for file in self.path.glob("samples/*.txt"))
+        found = [(int(name["step"]), bool(name["val"]), file) for name, file in named if name]
+        return [file for _, _, file in sorted(found)]
+
+    def episodes(self, file: Path) -> list[Episode]:
+        """Return the episodes of one of the `sample_files`."""
+        name = SAMPLES.fullmatch(file.name)
+        assert name is not None
+        pieces = HEADER.split(file.read_text(encoding="utf-8", errors="replace"))
+        found = []
+        for line, text in zip(pieces[1::2], pieces[2::2], strict=True):
+            facts = _facts(line)
+            picture = f"{file.stem}-{facts['tag']}-{facts.get('group')}-{facts.get('member')}.gif"
+            parts = PART.split(text)
+            found.append(
+                Episode(
+                    step=int(name["step"]),
+                    validation=bool(name["val"]),
+                    facts=facts,
+                    parts=tuple(
+                        (title, body.strip("\n"))
+                        for title, body in zip(parts[1::2], parts[2::2], strict=True)
+                    ),
+                    picture=self._picture(picture),
+                )
+            )
+        return found
+
+    def checkpoint(self) -> Path | None:
+        """Return the newest checkpoint of a run that was trained on this machine."""
+        found = [
+            (int(folder.name.removeprefix("step-")), folder)
+            for folder in self.path.glob("checkpoints/step-*")
+            if folder.name.removeprefix("step-").isdigit() and (folder / "manifest.json").exists()
+        ]
+        return max(found)[1] if found else None
+
+    def process(self) -> psutil.Process | None:
+        """Return the process of this machine that trains in the folder."""
+        try:
+            kept = json.loads((self.path / "process.json").read_text())
+            if kept["host"] != socket.gethostname():
+                return None
+            process = psutil.Process(kept["pid"])
+            # The number of a process is used again; its time of creation tells them apart.
+            if abs(process.create_time() - kept["created"]) > 1:
+                return None
+            return None if process.status() == psutil.STATUS_ZOMBIE else process
+        except (OSError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
+            return None
+
+    def _picture(self, name: str) -> Path | None:
+        tracking = ((self.config() or {}).get("spec") or {}).get("tracking") or {}
+        for folder in (str(tracking.get("renderDir") or ""), "pictures"):  # a copy has the latter
+            file = self.path / folder / name
+            if file.is_file():
+                return file
+        return None
+
+
+SAMPLES = re.compile(r"step-(?P<step>\d+)(?P<val>-val)?\.txt")
+HEADER = re.compile(r"^=== (tag .*) ===$\n?", re.MULTILINE)
+PART = re.compile(r"^--- ((?:turn|answer|end|\d+ turns).*) ---$\n?", re.MULTILINE)
+"""Headlines as `episode_text` and `transcript` write them."""
+
+
+def _facts(line: str) -> dict[str, str]:
+    """Parse `tag A, group 3, error KeyError: 'a, b'`."""
+    line, _, error = line.partition(", error ")
+    facts = dict(fact.split(" ", 1) for fact in line.split(", ") if " " in fact)
+    return {**facts, "error": error} if error else facts
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def record_attempt(folder: Path, run: AgenticRun, attempt: int, code: Path | None = None) -> None:
+    """Write run.yaml, and add a line to attempts.jsonl.
+
+    Args:
+        folder: the output folder.
+        run: the run.
+        attempt: its number.
+        code: the folder of modules beside the run file, in local mode.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(without_secrets(run.document()), sort_keys=False, allow_unicode=True)
+        (folder / "run.yaml").write_text(text)
+        record = {
+            "attempt": attempt,
+            "time": rfc3339(time.time()),
+            **({"code": str(code)} if code else {}),
+            "versions": versions(),
+            "machine": machine(),
+        }
+        with (folder / "attempts.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:  # who saves a checkpoint there says what to do
+        log.warning("the attempt is not recorded: %s", error)
+
+
+def without_secrets(document: Any) -> Any:
+    """Return a copy of a run in which no environment variable has its value.
+
+    Values may be keys. Their names stay, and so do references to Secrets, which hold no value.
+    """
+    if isinstance(document, list):
+        return [without_secrets(item) for item in document]
+    if not isinstance(document, dict):
+        return document
+    return {
+        key: [{**item, "value": HIDDEN} if "value" in item else item for item in value]
+        if key == "env" and isinstance(value, list) and all(isinstance(v, dict) for v in value)
+        else without_secrets(value)
+        for key, value in document.items()
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of AgenticRun, Python and the packages that are installed."""
+    found = {"agenticrun": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Return the machine of this process: host, system, CPUs, memory, GPUs."""
+    return {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": gpus(),
+    }
+
+
+def gpus() -> list[str]:
+    """Return name, memory and driver of each NVIDIA GPU, without a CUDA context."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,driver_version",
+        "--format=csv,noheader",
+    ]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=GPU_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+class RecordedProgress:
+    """A `ProgressSink` that also keeps the newest snapshot in progress.json, for other processes.
+
+    Args:
+        sink: gets everything first.
+        folder: the output folder.
+    """
+
+    def __init__(self, sink: ProgressSink, folder: Path) -> None:
+        self._sink = sink
+        self._file = folder / "progress.json"
+        self._works = True
+
+    def update(self, progress: Progress) -> None:
+        """See `ProgressSink`."""
+        self._sink.update(progress)
+        self._write(progress)
+
+    def sample(self, transcript: str) -> None:
+        """See `ProgressSink`: samples have files of their own."""
+        self._sink.sample(transcript)
+
+    async def finish(self, progress: Progress) -> None:
+        """See `ProgressSink`."""
+        self._write(progress)
+        await self._sink.finish(progress)
+
+    def _write(self, progress: Progress) -> None:
+        aside = self._file.with_suffix(".tmp")
+        try:
+            aside.write_text(progress.model_dump_json(by_alias=True, exclude_none=True))
+            aside.replace(self._file)
+            self._works = True
+        except OSError as error:  # a full disk does not stop training
+            if self._works:
+                log.warning("cannot write %s: %s", self._file, error)
+            self._works = False
+
+
+def refuse_if_in_use(folder: Path) -> None:
+    """Raise `FolderInUse` if another process trains in the folder."""
+    other = RunFolder(folder).process()
+    if other is not None and other.pid != os.getpid():
+        raise FolderInUse(
+            f"process {other.pid} trains in {folder}: choose another folder with --output, or end "
+            f"it first with `agenticrun stop {folder}`"
+        )
+
+
+@contextmanager
+def announced_process(folder: Path) -> Iterator[None]:
+    """Say in the folder that this process trains there and takes `STOP` and `CHECKPOINT`."""
+    file = folder / "process.json"
+    process = psutil.Process()
+    record = {
+        "pid": process.pid,
+        "created": process.create_time(),
+        "host": socket.gethostname(),
+        "command": Path(sys.argv[0]).name,
+    }
+    file.write_text(json.dumps(record))
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+STOP = signal.SIGTERM
+CHECKPOINT = signal.SIGUSR1
+"""Signals to a process with a process.json. A second `STOP` changes nothing."""
