@@ -197,15 +197,13 @@ class OutsideAgent:
             )
         if self._reward_function is not None:
             function = self._reward_function
-            return [
-                _number(
-                    await self._in_time(
-                        called(function, [m.body for m in branch[-1].conversation], task)
-                    ),
-                    "the reward function",
-                )
-                for branch in branches
-            ]
+            scores: dict[Answer, float] = {}
+            for answer in map(_ending, branches):
+                if answer not in scores:
+                    conversation = [message.body for message in answer.conversation]
+                    score = await self._in_time(called(function, conversation, task))
+                    scores[answer] = _number(score, "the reward function")
+            return [scores[_ending(branch)] for branch in branches]
         reward = session.reward if returned is None else _number(returned, "the agent")
         if self._reward == ENVIRONMENT:
             result = await self._envs.step(
@@ -215,7 +213,7 @@ class OutsideAgent:
             metrics.add_step(result)
         if reward is None and session.ended:
             reward = 0.0
-        return [_posted(session.rewards.get(branch[-1], reward)) for branch in branches]
+        return [_posted(session.rewards.get(_ending(branch), reward)) for branch in branches]
 
     async def _in_time(self, call: Any) -> Any:
         try:
@@ -249,6 +247,11 @@ def _returned(program: asyncio.Future[Any], session: Session) -> Any:
         if session.ended is None:
             raise
         return None
+
+
+def _ending(branch: Sequence[Answer]) -> Answer:
+    """Return the answer whose reward the branch gets: a draft has that of its answer."""
+    return branch[-1].draft_of or branch[-1]
 
 
 def _number(value: Any, who: str) -> float:

@@ -5,12 +5,13 @@ Every parameter of a request is either supported or refused by name; none is ign
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from agenticrun_workers.agents.agent import AgentLimits
+from agenticrun_workers.agents.outside.formats import AnswerFormat, check_schema
 from agenticrun_workers.agents.outside.messages import ApiError, ChatMessage, chat_messages, refused
 from agenticrun_workers.agents.queued_types import MAX_SAMPLES, OWNED
 from agenticrun_workers.types import FinishReason, Generation
@@ -24,16 +25,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
 }
 """Parameters that the engines do not support, with the values that have no effect."""
 
-CHAT_ONLY = ("store", "response_format", "modalities", "parallel_tool_calls", "top_logprobs")
+CHAT_ONLY = ("store", "modalities", "top_logprobs")
 COMPLETION_ONLY = ("echo", "suffix")
 MAX_STOPS = 16
 
@@ -60,6 +59,10 @@ class ChatRequest:
     tools: tuple[Mapping[str, Any], ...]
     calls: bool
     """True if the answer is searched for tool calls."""
+    one_call: bool = False
+    """True if the answer ends after its first tool call."""
+    form: AnswerFormat | None = None
+    """Format that the answer must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,10 @@ def chat_request(body: Any, limits: AgentLimits, model: str) -> ChatRequest:
     ):
         raise refused("tools", "a list of {type: function, function: {...}} is expected")
     choice = fields.take("tool_choice") or "auto"
-    if choice not in ("auto", "none"):
-        raise refused(
-            "tool_choice", "must be auto or none: the policy cannot be made to call a tool"
-        )
+    wanted = answer_format(tools, choice, fields.take("response_format"))
+    parallel = fields.take("parallel_tool_calls")
+    if parallel not in (None, True, False):
+        raise refused("parallel_tool_calls", f"must be true or false, not {parallel!r}")
     logprobs = fields.flag("logprobs")
     max_tokens, older = fields.number("max_completion_tokens", 1), fields.number("max_tokens", 1)
     if None not in (max_tokens, older) and max_tokens != older:
@@ -96,7 +99,87 @@ def chat_request(body: Any, limits: AgentLimits, model: str) -> ChatRequest:
         )
     options = fields.request_options(limits, max_tokens or older, logprobs)
     fields.end((*NEUTRAL.keys() - set(COMPLETION_ONLY),))
-    return ChatRequest(options, messages, tuple(tools), bool(tools) and choice == "auto")
+    if wanted is not None and options.stop:
+        raise refused(
+            "stop", "cannot end an answer whose format response_format or tool_choice set"
+        )
+    calls = bool(tools) and choice != "none"
+    return ChatRequest(options, messages, tuple(tools), calls, calls and parallel is False, wanted)
+
+
+def answer_format(
+    tools: Sequence[Mapping[str, Any]], choice: Any, response_format: Any
+) -> AnswerFormat | None:
+    """Return the format that an answer must have, or None if it may be any text.
+
+    Args:
+        tools: tools of the request.
+        choice: its `tool_choice`.
+        response_format: its `response_format`.
+
+    Raises:
+        ApiError: names the invalid parameter.
+    """
+    schema = _schema_of(response_format)
+    calls = {
+        tool["function"]["name"]: _arguments(tool["function"], f"tools[{place}]")
+        for place, tool in enumerate(tools)
+        if _is_named(tool, place)
+    }
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        name = str(function.get("name")) if isinstance(function, Mapping) else ""
+        if name not in calls:
+            raise refused(
+                "tool_choice",
+                f"{dict(choice)!r} names no tool of this request: "
+                "{type: function, function: {name: ...}} is expected",
+            )
+        return AnswerFormat({name: calls[name]})
+    if choice not in ("auto", "none", "required"):
+        raise refused("tool_choice", f"must be auto, none, required or a function, not {choice!r}")
+    if choice == "required":
+        if not calls:
+            raise refused("tool_choice", "is required, and the request has no tools")
+        return AnswerFormat(calls)
+    if schema is None:
+        return None
+    return AnswerFormat(calls if calls and choice == "auto" else None, schema)
+
+
+def _is_named(tool: Mapping[str, Any], place: int) -> bool:
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise refused(f"tools[{place}].function.name", "is missing")
+    return True
+
+
+def _arguments(function: Mapping[str, Any], path: str) -> Any:
+    """Return the schema that the arguments of a call must have: the function's, if it is strict."""
+    if not function.get("strict"):
+        return {"type": "object"}
+    return check_schema(function.get("parameters"), f"{path}.function.parameters")
+
+
+def _schema_of(response_format: Any) -> Any:
+    """Return the schema of `response_format`, or None for text. Raises `ApiError`."""
+    param = "response_format"
+    kind = (
+        (response_format or {"type": "text"}).get("type")
+        if isinstance(response_format, Mapping | None)
+        else None
+    )
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return {"type": "object"}
+        case "json_schema":
+            described = response_format.get("json_schema")
+            if not isinstance(described, Mapping):
+                raise refused(f"{param}.json_schema", "{name: ..., schema: ...} is expected")
+            return check_schema(described.get("schema"), f"{param}.json_schema.schema")
+    raise refused(param, "the type must be text, json_object or json_schema")
 
 
 def completion_request(body: Any, limits: AgentLimits, model: str) -> CompletionRequest:

@@ -14,8 +14,9 @@ import math
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -29,7 +30,9 @@ from agenticrun_workers.agents.outside.api import (
     chat_request,
     completion_request,
 )
+from agenticrun_workers.agents.outside.formats import AnswerFormat
 from agenticrun_workers.agents.outside.messages import (
+    HERMES,
     ApiError,
     ChatMessage,
     answer_message,
@@ -61,7 +64,14 @@ class Answer:
     conversation: tuple[ChatMessage, ...]
     """All messages; this answer is the last one."""
     valid: bool
-    """True if its tool calls could be parsed."""
+    """True if its tool calls could be parsed, and it is no draft."""
+    draft_of: Answer | None = None
+    """The answer that the client got instead, because this one left the request's format."""
+
+    @property
+    def sampled_any(self) -> bool:
+        """False if the endpoint wrote all that came after the last draft."""
+        return len(self.sampled.generation.tokens_T) > 0
 
 
 class RecordedAnswers:
@@ -93,7 +103,7 @@ class RecordedAnswers:
             )
             if before is not None:
                 tokens_T = before.sampled.generation.tokens_T
-                ended = int(tokens_T[-1]) == self._chat.end_of_turn
+                ended = before.sampled_any and int(tokens_T[-1]) == self._chat.end_of_turn
                 added_T = self._chat.going_on(
                     templates[: size - 1], templates[size:], ended=ended, tools=tools
                 )
@@ -138,14 +148,25 @@ class RecordedAnswers:
 
         Of equally long ones it is `matched`, else the latest. None if there is no such answer.
         """
-        fitting = [answer for answer in reversed(self.answers) if answer.sampled.begins(prompt_T)]
+        fitting = [
+            answer
+            for answer in reversed(self.answers)
+            if answer.draft_of is None and answer.sampled_any and answer.sampled.begins(prompt_T)
+        ]
         return max(
             fitting, key=lambda answer: (answer.sampled.length, answer is matched), default=None
         )
 
-    def add(self, answer: Answer, tools: Tools = (), text: str | None = None) -> None:
+    def add(
+        self,
+        answer: Answer,
+        drafts: Sequence[Answer] = (),
+        *,
+        tools: Tools = (),
+        text: str | None = None,
+    ) -> None:
         """Add an answer to a conversation with these tools, or to the prompt `text`."""
-        self.answers.append(answer)
+        self.answers += [*drafts, answer]
         if text is None:
             self._of_chats[_key(answer.conversation, tools)] = answer
         else:
@@ -157,7 +178,7 @@ class RecordedAnswers:
             (
                 answer
                 for answer in self.answers
-                if (answer.completion, answer.choice) == (completion, choice)
+                if (answer.completion, answer.choice, answer.draft_of) == (completion, choice, None)
             ),
             None,
         )
@@ -165,12 +186,14 @@ class RecordedAnswers:
     def branches(self) -> list[list[Answer]]:
         """Return one branch of answers per trajectory, for each answer without a continuation.
 
-        An answer with several continuations is trained once, in the latest of its branches.
+        An answer with several continuations is trained once, in the latest of its branches. A draft
+        has no continuation.
         """
-        went_on = {id(answer.parent) for answer in self.answers}
+        answers = [answer for answer in self.answers if answer.sampled_any]
+        went_on = {id(answer.parent) for answer in answers}
         trained: set[int] = set()
         branches: list[list[Answer]] = []
-        for leaf in reversed([answer for answer in self.answers if id(answer) not in went_on]):
+        for leaf in reversed([answer for answer in answers if id(answer) not in went_on]):
             branch: list[Answer] = []
             answer: Answer | None = leaf
             while answer is not None and id(answer) not in trained:
@@ -187,6 +210,27 @@ def _key(messages: Sequence[ChatMessage], tools: Tools) -> tuple[Any, ...]:
 
 
 T = TypeVar("T")
+
+REDRAWS = 3
+"""Draws for one place of an answer that leave its format before the endpoint writes there."""
+MAX_DRAFTS = 16
+"""Draws of one answer that leave its format before the endpoint writes the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One answer, as it came about."""
+
+    prompt_T: IntArray
+    """The request's prompt, and what precedes the last draw in the answer."""
+    generation: Generation
+    """The last draw; empty if the endpoint wrote the end of the answer."""
+    whole: Generation
+    """The whole answer. Tokens that the endpoint wrote have log-prob 0 and version -1."""
+    text: str
+    drafts: tuple[tuple[IntArray, Generation], ...] = ()
+    """Prompt and generation of each draw that left the request's format, up to the token with which
+    it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +270,12 @@ class Session:
         """Answer a request to `/v1/chat/completions`. Raises `ApiError`."""
         policy = self.policy
         request = chat_request(body, policy.limits, policy.model)
+        if request.form and request.form.calls is not None and policy.calls.pattern != HERMES:
+            raise refused(
+                "tool_choice",
+                "must be none, or auto without response_format: the format of calls that "
+                "toolCallPattern finds is not known",
+            )
         if request.tools and not policy.chat.shows_tools(request.tools):
             raise refused(
                 "tools", "the chat template of the policy's tokenizer does not show tools"
@@ -241,11 +291,27 @@ class Session:
                 else (ChatMessage("assistant", text), True)
             )
 
-        def record(answer: Answer) -> None:
-            self.recorded.add(answer, request.tools)
+        def record(answer: Answer, drafts: Sequence[Answer]) -> None:
+            self.recorded.add(answer, drafts, tools=request.tools)
+
+        async def draw(number: int, choice: int) -> Drawn:
+            if request.form is None:
+                return await self._draw(
+                    prompt_T, request.options, [number, choice], one_call=request.one_call
+                )
+            return await self._draw_in_format(
+                prompt_T, request.options, [number, choice], request.form
+            )
 
         return await self._respond(
-            request.options, prompt_T, matched, request.messages, "messages", message_of, record
+            request.options,
+            prompt_T,
+            matched,
+            request.messages,
+            "messages",
+            draw,
+            message_of,
+            record,
         )
 
     async def complete(self, body: Any) -> Response:
@@ -266,11 +332,14 @@ class Session:
         def message_of(text: str) -> tuple[ChatMessage, bool]:
             return ChatMessage("assistant", text), True
 
-        def record(answer: Answer) -> None:
-            self.recorded.add(answer, text=text or shown[0].content)
+        def record(answer: Answer, drafts: Sequence[Answer]) -> None:
+            self.recorded.add(answer, drafts, text=text or shown[0].content)
+
+        async def draw(number: int, choice: int) -> Drawn:
+            return await self._draw(prompt_T, request.options, [number, choice])
 
         return await self._respond(
-            request.options, prompt_T, None, shown, "prompt", message_of, record
+            request.options, prompt_T, None, shown, "prompt", draw, message_of, record
         )
 
     def post_reward(self, body: Any) -> None:
@@ -310,15 +379,16 @@ class Session:
         matched: Answer | None,
         messages: tuple[ChatMessage, ...],
         param: str,
+        draw: Callable[[int, int], Awaitable[Drawn]],
         message_of: Callable[[str], tuple[ChatMessage, bool]],
-        record: Callable[[Answer], None],
+        record: Callable[[Answer, Sequence[Answer]], None],
     ) -> Response:
         """Sample the answers, record them and build the response. Raises `ApiError`."""
         self._check_room(prompt_T, param)
         parent = self.recorded.parent_of(prompt_T, matched)
         self._numbers += 1
         number = self._numbers
-        generations = await self._sample(prompt_T, options, number)
+        answers = await self._sample(options.n, partial(draw, number))
         response = Response(
             f"{self._episode.key}-{number}",
             int(time.time()),
@@ -326,19 +396,18 @@ class Session:
             options,
             len(prompt_T),
         )
-        for place, whole in enumerate(generations):
-            generation, text = self._stopped(whole, options.stop)
-            message, valid = message_of(text)
-            sampled = Sampled(prompt_T, generation, parent.sampled if parent else None)
-            record(Answer(response.id, place, sampled, parent, (*messages, message), valid))
-            response.choices.append(
-                Choice(
-                    place,
-                    message,
-                    generation,
-                    [self._token(token) for token in generation.tokens_T],
-                )
-            )
+        for place, drawn in enumerate(answers):
+            message, valid = message_of(drawn.text)
+            before = parent.sampled if parent else None
+            sampled = Sampled(drawn.prompt_T, drawn.generation, before)
+            answer = Answer(response.id, place, sampled, parent, (*messages, message), valid)
+            drafts = [
+                replace(answer, sampled=Sampled(*draft, before), valid=False, draft_of=answer)
+                for draft in drawn.drafts
+            ]
+            record(answer, drafts)
+            tokens = [self._token(token) for token in drawn.whole.tokens_T]
+            response.choices.append(Choice(place, message, drawn.whole, tokens))
         return response
 
     def _check_room(self, prompt_T: IntArray, param: str) -> None:
@@ -358,22 +427,19 @@ class Session:
                 code="max_turns",
             )
 
-    async def _sample(
-        self, prompt_T: IntArray, options: RequestOptions, number: int
-    ) -> list[Generation]:
-        """Return n generations. A request that fails or is cancelled does not count as a turn."""
+    async def _sample(self, n: int, draw: Callable[[int], Awaitable[Drawn]]) -> list[Drawn]:
+        """Return n answers. A request that fails or is cancelled does not count as a turn."""
         self._turns += 1
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._sample_one(prompt_T, options, number, choice))
-                    for choice in range(options.n)
-                ]
+                tasks = [group.create_task(_awaited(draw(choice))) for choice in range(n)]
         except BaseException as failed:
             self._turns -= 1
             error = failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed
             if isinstance(error, asyncio.CancelledError):
                 raise
+            if isinstance(error, ApiError):
+                raise error from None
             if not self.failed.done():
                 self.failed.set_exception(error)
             raise ApiError(
@@ -381,54 +447,244 @@ class Session:
             ) from error
         return [task.result() for task in tasks]
 
-    async def _sample_one(
-        self, prompt_T: IntArray, options: RequestOptions, number: int, choice: int
+    async def _generation(
+        self,
+        prompt_T: IntArray,
+        longest: int,
+        seed: int | None,
+        place: Sequence[int],
     ) -> Generation:
+        """Sample once. `place` is unique: number of the request, choice, draw after the first."""
+        sampling = self.policy.limits.sampling(longest, self.policy.chat.stop_tokens)
+        # The client's seed is combined with the episode's. So the episodes of a group differ even
+        # if their agent always sends the same seed.
+        number, *rest = place
+        path = [0, number] if seed is None else [1, seed]
+        name = "-".join(map(str, place))
+        return answered(
+            await self._generate(self._episode.request(name, prompt_T, sampling, [*path, *rest]))
+        )
+
+    def _longest(self, prompt_T: IntArray, options: RequestOptions) -> int:
+        """Return the largest number of tokens of an answer."""
         limits = self.policy.limits
-        longest = min(
+        return min(
             options.max_tokens or limits.max_tokens_per_step,
             limits.max_tokens_per_step,
             limits.sequence_length - len(prompt_T),
         )
-        sampling = limits.sampling(longest, self.policy.chat.stop_tokens)
-        # The client's seed is combined with the episode's. So the episodes of a group differ even
-        # if their agent always sends the same seed.
-        path = [0, number] if options.seed is None else [1, options.seed]
-        return answered(
-            await self._generate(
-                self._episode.request(f"{number}-{choice}", prompt_T, sampling, [*path, choice])
+
+    async def _draw(
+        self,
+        prompt_T: IntArray,
+        options: RequestOptions,
+        place: Sequence[int],
+        *,
+        one_call: bool = False,
+    ) -> Drawn:
+        """Sample an answer of any text."""
+        longest = self._longest(prompt_T, options)
+        whole = await self._generation(prompt_T, longest, options.seed, place)
+        cut, text = self._stopped(whole, options.stop, one_call=one_call)
+        return Drawn(prompt_T, cut, cut, text)
+
+    async def _draw_in_format(
+        self, prompt_T: IntArray, options: RequestOptions, place: Sequence[int], form: AnswerFormat
+    ) -> Drawn:
+        """Sample an answer that has a format.
+
+        The policy samples freely. A draw that leaves the format ends there, as a draft, and is
+        trained. The endpoint then draws again, or writes what must follow. So every sampled token
+        has the log-prob of the policy's own distribution, and none is dropped because of what was
+        sampled. With tokens masked in the engine both would fail.
+        """
+        longest = self._longest(prompt_T, options)
+        answer = _Parts(self.policy.chat, prompt_T)
+        answer.write(self._encoded(form.opening))
+        if answer.size >= longest:
+            raise refused("max_tokens", f"{longest} leave no room for the format of the answer")
+        drafts: list[tuple[IntArray, Generation]] = []
+        misses = 0
+        while True:
+            before_T = answer.tokens_T
+            drawn = await self._generation(
+                before_T,
+                longest - answer.size,
+                options.seed,
+                [*place, *([len(drafts)] if drafts else ())],
             )
+            start = answer.size
+            answer.add(drawn)
+            reading = form.read(answer.text)
+            if reading.complete:
+                answer.cut(answer.first(reading.fits))
+                return answer.drawn(before_T, start, drafts, reading.fits, FinishReason.STOP)
+            if reading.fits == len(answer.text) and drawn.finish is FinishReason.LENGTH:
+                return answer.drawn(before_T, start, drafts, None, FinishReason.LENGTH)
+            kept = max(start, min(answer.first(reading.fits + 1), answer.size) - 1)
+            drafts.append((before_T, cut(drawn, kept + 1 - start)))
+            misses = misses + 1 if kept == start else 1
+            answer.cut(kept)
+            reading = form.read(answer.text)
+            while not reading.complete and (
+                reading.fixed or misses >= REDRAWS or len(drafts) >= MAX_DRAFTS
+            ):
+                written_T = self._encoded(reading.next)
+                if answer.size + len(written_T) >= longest:
+                    return answer.drawn(
+                        answer.tokens_T, answer.size, drafts, None, FinishReason.LENGTH
+                    )
+                answer.write(written_T)
+                reading = form.read(answer.text)
+                misses = 0
+                if len(drafts) < MAX_DRAFTS:
+                    break
+            if reading.complete:
+                return answer.drawn(
+                    answer.tokens_T, answer.size, drafts, reading.fits, FinishReason.STOP
+                )
+
+    def _encoded(self, text: str) -> IntArray:
+        """Return the tokens of a part of an answer. Raises `ApiError` if it has none."""
+        return _tokenised(
+            "response_format",
+            lambda: np.asarray(
+                self.policy.tokenizer.encode(text, add_special_tokens=False), np.int32
+            ),
         )
 
-    def _stopped(self, whole: Generation, stops: tuple[str, ...]) -> tuple[Generation, str]:
-        """Cut a generation after the token that completes a stop text.
+    def _stopped(
+        self, whole: Generation, stops: tuple[str, ...], *, one_call: bool = False
+    ) -> tuple[Generation, str]:
+        """Cut a generation after the token that completes a stop text, or the first tool call.
 
         The cut depends only on earlier tokens, so the log-probs of the remaining tokens stay valid.
 
         Returns:
             The generation, and its text before the stop text.
         """
-        chat = self.policy.chat
+        chat, calls = self.policy.chat, self.policy.calls
+
+        def end_of(text: str) -> int | None:
+            ends = [text.index(stop) for stop in stops if stop in text]
+            if one_call and (call := calls.search(text)):
+                ends.append(call.end())
+            return min(ends, default=None)
 
         def stopped(size: int) -> bool:
-            text = chat.text(whole.tokens_T[:size])
-            return any(stop in text for stop in stops)
+            return end_of(chat.text(whole.tokens_T[:size])) is not None
 
         size = bisect_left(range(len(whole.tokens_T) + 1), True, key=stopped)
         text = chat.text(whole.tokens_T[:size])
         if size > len(whole.tokens_T):
             return whole, text
-        cut = replace(
-            whole,
-            tokens_T=whole.tokens_T[:size],
-            logprobs_T=whole.logprobs_T[:size],
-            versions_T=whole.versions_T[:size],
-            finish=FinishReason.STOP,
-        )
-        return cut, text[: min(text.index(stop) for stop in stops if stop in text)]
+        return replace(cut(whole, size), finish=FinishReason.STOP), text[: end_of(text)]
 
     def _token(self, token: np.int32) -> str:
         return self.policy.chat.shown(np.array([token], np.int32))
+
+
+class _Parts:
+    """An answer that is put together from what was sampled and what was written."""
+
+    def __init__(self, chat: ChatFormat, prompt_T: IntArray) -> None:
+        self._chat = chat
+        self._prompt_T = prompt_T
+        none_T = np.zeros(0, np.int32)
+        self._said = Generation(none_T, np.zeros(0, np.float32), none_T, FinishReason.STOP)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of the answer so far."""
+        return len(self._said.tokens_T)
+
+    @property
+    def tokens_T(self) -> IntArray:
+        """The request's prompt and the answer so far, int32 [T]."""
+        return np.concatenate([self._prompt_T, self._said.tokens_T])
+
+    @property
+    def text(self) -> str:
+        """Text of the answer so far, without the first bytes of a character."""
+        return self._text(self.size)
+
+    def _text(self, size: int) -> str:
+        return self._chat.text(self._said.tokens_T[:size]).rstrip(UNFINISHED)
+
+    def first(self, characters: int) -> int:
+        """Return the smallest number of tokens with so much text; all and one if there is none."""
+        return bisect_left(
+            range(self.size + 1), True, key=lambda size: len(self._text(size)) >= characters
+        )
+
+    def add(self, drawn: Generation) -> None:
+        """Add what was sampled."""
+        said = self._said
+        self._said = replace(
+            drawn,
+            tokens_T=np.concatenate([said.tokens_T, drawn.tokens_T]),
+            logprobs_T=np.concatenate([said.logprobs_T, drawn.logprobs_T]),
+            versions_T=np.concatenate([said.versions_T, drawn.versions_T]),
+        )
+
+    def write(self, tokens_T: IntArray) -> None:
+        """Add what the endpoint writes."""
+        count = len(tokens_T)
+        self.add(
+            replace(
+                self._said,
+                tokens_T=tokens_T,
+                logprobs_T=np.zeros(count, np.float32),
+                versions_T=np.full(count, -1, np.int32),
+            )
+        )
+
+    def cut(self, size: int) -> None:
+        """Keep the first tokens."""
+        self._said = cut(self._said, size)
+
+    def drawn(
+        self,
+        before_T: IntArray,
+        start: int,
+        drafts: Sequence[tuple[IntArray, Generation]],
+        characters: int | None,
+        finish: FinishReason,
+    ) -> Drawn:
+        """Return the answer.
+
+        Args:
+            before_T: prompt of the last draw.
+            start: place of the last draw in the answer.
+            drafts: as in `Drawn`.
+            characters: length of the text; None = all of it.
+            finish: reason for the end.
+        """
+        said = self._said
+        last = replace(
+            said,
+            tokens_T=said.tokens_T[start:],
+            logprobs_T=said.logprobs_T[start:],
+            versions_T=said.versions_T[start:],
+            finish=finish,
+        )
+        return Drawn(
+            before_T, last, replace(said, finish=finish), self.text[:characters], tuple(drafts)
+        )
+
+
+def cut(generation: Generation, size: int) -> Generation:
+    """Return the first tokens of a generation."""
+    return replace(
+        generation,
+        tokens_T=generation.tokens_T[:size],
+        logprobs_T=generation.logprobs_T[:size],
+        versions_T=generation.versions_T[:size],
+    )
+
+
+async def _awaited(awaitable: Awaitable[T]) -> T:
+    return await awaitable
 
 
 def _tokenised(param: str, make: Callable[[], T]) -> T:

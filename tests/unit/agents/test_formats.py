@@ -1,0 +1,235 @@
+"""Formats: how much of a text fits a schema, and which text goes on from there."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agenticrun_workers.agents.outside.formats import AnswerFormat, check_schema
+from agenticrun_workers.agents.outside.messages import ApiError
+
+STRICT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", 3, None]}, "maxItems": 3},
+        "next": {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]},
+        "ratio": {"type": ["number", "boolean"]},
+    },
+    "required": ["name", "age", "tags", "next", "ratio"],
+    "additionalProperties": False,
+    "$defs": {
+        "Point": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}, "on": {"$ref": "#/$defs/Point"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+LOOSE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "string"}, "minItems": 1}},
+    "required": ["a"],
+}
+ANYTHING: dict[str, Any] = {"type": "object"}
+SCHEMAS = [STRICT, LOOSE, ANYTHING]
+
+ONE = '{"name": "x", "age": 3, "tags": ["red"], "next": {"x": 1.5}, "ratio": true}'
+
+
+def fits(text: str, schema: Any) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+points: st.SearchStrategy[Any] = st.recursive(
+    st.fixed_dictionaries({"x": st.integers() | st.floats(allow_nan=False, allow_infinity=False)}),
+    lambda inner: st.fixed_dictionaries({"x": st.just(0), "on": inner}),
+    max_leaves=3,
+)
+strict = st.fixed_dictionaries(
+    {
+        "name": st.text(),
+        "age": st.integers(),
+        "tags": st.lists(st.sampled_from(["red", "green", 3, None]), max_size=3),
+        "next": points | st.none(),
+        "ratio": st.floats(allow_nan=False, allow_infinity=False) | st.booleans(),
+    }
+)
+values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)
+loose = st.dictionaries(st.text(max_size=3), values).flatmap(
+    lambda more: st.lists(st.text(), min_size=1, max_size=3).map(lambda a: more | {"a": a})
+)
+examples = (
+    st.tuples(strict, st.just(STRICT))
+    | st.tuples(loose, st.sampled_from([LOOSE, ANYTHING]))
+    | st.tuples(st.dictionaries(st.text(max_size=3), values), st.just(ANYTHING))
+)
+
+
+@settings(max_examples=200)
+@given(examples, st.sampled_from([None, 1]), st.booleans(), st.data())
+def test_valid_answers_fit_at_every_length(
+    example: tuple[Any, Any], indent: int | None, ascii: bool, data: st.DataObject
+) -> None:
+    value, schema = example
+    enums = ascii or schema is not STRICT
+    text = json.dumps(value, indent=indent, ensure_ascii=enums)
+    form = AnswerFormat(schema=schema)
+    whole = form.read(text + "junk")
+    assert (whole.complete, whole.fits) == (True, len(text))
+    part = form.read(text[: data.draw(st.integers(0, len(text) - 1))])
+    assert not part.complete
+    assert text.startswith(text[: part.fits])
+    assert part.fits <= len(text)
+
+
+@settings(max_examples=200)
+@given(examples, st.text('{}[]",: \\ntrue019.-e\x00x', max_size=4), st.data())
+def test_whatever_is_said_the_rest_that_is_written_makes_it_a_valid_answer(
+    example: tuple[Any, Any], noise: str, data: st.DataObject
+) -> None:
+    """A prefix of a valid answer, some noise, and then only what the format writes."""
+    value, schema = example
+    text = json.dumps(value)
+    text = text[: data.draw(st.integers(0, len(text)))] + noise
+    form = AnswerFormat(schema=schema)
+    for _ in range(200):
+        reading = form.read(text)
+        text = text[: reading.fits]
+        if reading.complete:
+            break
+        assert reading.next
+        before, text = text, text + reading.next
+        assert form.read(text).fits > len(before)
+    assert reading.complete
+    assert fits(text, schema)
+
+
+@settings(max_examples=100)
+@given(st.text('{}[]",: \\ntrue019.-exagnm', max_size=30))
+def test_no_text_is_complete_that_the_schema_rejects(text: str) -> None:
+    for schema in SCHEMAS:
+        for start in ("", '{"name": "x", "age": ', ONE[:-5]):
+            reading = AnswerFormat(schema=schema).read(start + text)
+            if reading.complete:
+                assert fits((start + text)[: reading.fits], schema)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "next", "fixed"),
+    [
+        ("", "", "{", True),
+        ("Sure!", "", "{", True),
+        ("{", "{", '"name": ', False),
+        ('{"na', '{"na', 'me": ', True),
+        ('{"name": "x"', '{"name": "x"', ",", True),
+        ('{"name": "x", "age": x', '{"name": "x", "age": ', "0", False),
+        ('{"name": "x", "age": 1.', '{"name": "x", "age": 1', ",", True),
+        ('{"name": "x", "tags": ["r', '{"name": "x", "tags": ["r', 'ed"', True),
+        (
+            '{"name": "x", "tags": [3, 3, 3, 3',
+            '{"name": "x", "tags": [3, 3, 3',
+            "]",
+            True,
+        ),
+        ('{"name": "a\nb', '{"name": "a', '"', False),
+        ('{"name": "\\u1', '{"name": "\\u1', "020", False),
+        ('{"colour', '{"', 'name": ', False),
+        (ONE[:-1] + ", ", ONE[:-1], "}", True),
+    ],
+)
+def test_where_a_text_leaves_the_schema(text: str, kept: str, next: str, fixed: bool) -> None:
+    reading = AnswerFormat(schema=STRICT).read(text)
+    assert (text[: reading.fits], reading.complete) == (kept, False)
+    assert (reading.next, reading.fixed) == (next, fixed)
+
+
+def test_a_call_has_the_name_of_a_tool_and_its_arguments() -> None:
+    tools = {"add": {"type": "object"}, "name it": STRICT}
+    form = AnswerFormat(tools)
+    assert form.opening == '<tool_call>\n{"name": "'
+    named = AnswerFormat({"add": {"type": "object"}})
+    assert named.opening == '<tool_call>\n{"name": "add", "arguments": '
+    call = named.opening + '{"a": [1]}}\n</tool_call>'
+    for each in (form, named):
+        reading = each.read(call + "more")
+        assert (reading.complete, reading.fits) == (True, len(call))
+    assert form.read(form.opening + "sub").next == 'add", "arguments": '
+    strict_call = '<tool_call>{"name": "name it", "arguments": {"x"'
+    assert form.read(strict_call).fits == len(strict_call) - 2
+    assert form.read(call[: -len("</tool_call>")]).next == "\n</tool_call>"
+
+
+def test_with_a_schema_and_tools_the_first_character_decides() -> None:
+    form = AnswerFormat({"add": {"type": "object"}}, STRICT)
+    assert form.opening == ""
+    assert form.read(ONE).complete
+    assert form.read('<tool_call>{"name": "add", "arguments": {}}</tool_call>').complete
+    assert form.read("Well").next == "{"
+
+
+def test_values_that_are_nested_without_end_are_ended() -> None:
+    text = '{"a": ' + "[" * 500
+    reading = AnswerFormat(schema=ANYTHING).read(text)
+    assert not reading.complete
+    assert reading.fits < 100
+
+
+@pytest.mark.parametrize(
+    ("schema", "param"),
+    [
+        ([], "s"),
+        ({"type": "string"}, "s"),
+        ({"anyOf": [{"type": "object"}]}, "s"),
+        ({"type": "object", "minProperties": 1}, "s.minProperties"),
+        (
+            {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}},
+            "s.properties.a.pattern",
+        ),
+        ({"type": "object", "properties": {"a": {"type": "text"}}}, "s.properties.a.type"),
+        ({"type": "object", "properties": {"a": {"items": {}}}}, "s.properties.a.type"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/B"}}}, "s.properties.a.$ref"),
+        (
+            {"type": "object", "properties": {"a": {"enum": []}}},
+            "s.properties.a.enum",
+        ),
+        (
+            {"type": "object", "properties": {"a": {"anyOf": [{}], "type": "string"}}},
+            "s.properties.a",
+        ),
+        ({"type": "object", "required": ["a"], "additionalProperties": False}, "s.required"),
+        ({"type": "object", "properties": {"a": False}}, "s.properties.a"),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"type": "array", "minItems": 2, "maxItems": 1}},
+            },
+            "s.properties.a.maxItems",
+        ),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_its_place(schema: Any, param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        check_schema(schema, "s")
+    assert refused.value.param == param
+
+
+def test_schemas_that_frameworks_send_are_taken() -> None:
+    assert check_schema(STRICT, "s") is STRICT
+    assert check_schema({"$ref": "#/$defs/A", "$defs": {"A": {"type": "object"}}}, "s")
+    assert check_schema({"title": "A", "description": "B", **LOOSE}, "s")
