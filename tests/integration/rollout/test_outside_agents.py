@@ -50,9 +50,10 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Known:
     return known
 
 
+@pytest.mark.parametrize("api", [agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_openai_agents_calls_a_tool_and_becomes_one_trajectory(
-    known: Known, streamed: bool
+    known: Known, streamed: bool, api: Any
 ) -> None:
     called: list[tuple[int, int]] = []
 
@@ -65,7 +66,7 @@ def test_openai_agents_calls_a_tool_and_becomes_one_trajectory(
     async def run(base_url: str, task: Any) -> float:
         agents.set_tracing_disabled(True)
         async with AsyncOpenAI(base_url=base_url, api_key="any") as client:
-            model = agents.OpenAIChatCompletionsModel(task.model, client)
+            model = api(task.model, client)
             agent = agents.Agent("adder", instructions="Use the tool.", model=model, tools=[add])
             if streamed:
                 result: Any = agents.Runner.run_streamed(agent, "19+23?")

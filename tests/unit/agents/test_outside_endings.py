@@ -140,7 +140,7 @@ def test_only_the_episodes_own_url_works_and_only_while_it_is_played(agent_of: A
             with pytest.raises(openai.NotFoundError, match="no-such"):
                 await http.chat.completions.create(model="no-such", messages=[user("?")])
             with pytest.raises(openai.NotFoundError, match="responses"):
-                await http.responses.create(model="policy", input="?")
+                await http.responses.retrieve("x")
             assert [model.id async for model in http.models.list()] == ["policy"]
         await say(base_url, [user("?")])
         return 1.0

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 64 * 1024 * 1024
 SECRET_BYTES = 24
-PATHS = "chat/completions, completions and models"
+PATHS = "chat/completions, responses, completions and models"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -77,6 +77,7 @@ class Endpoint:
             [
                 web.post("/s/{secret}/v1/chat/completions", self._chat),
                 web.post("/s/{secret}/v1/completions", self._completions),
+                web.post("/s/{secret}/v1/responses", self._responses),
                 web.get("/s/{secret}/v1/models", self._models),
                 web.get("/s/{secret}/v1/models/{model:.+}", self._model),
                 web.post("/s/{secret}/reward", self._reward),
@@ -135,6 +136,12 @@ class Endpoint:
             return await _stream(request, response.text_chunks())
         return web.json_response(response.text_body())
 
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        responded = await self._session(request).respond(await _json(request))
+        if responded.streams:
+            return await _stream(request, responded.events())
+        return web.json_response(responded.body())
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [_model_body(self._session(request))]})
 
@@ -172,13 +179,17 @@ async def _json(request: web.Request) -> Any:
 
 
 async def _stream(request: web.Request, chunks: Iterable[dict[str, Any]]) -> web.StreamResponse:
-    """Send chunks as server-sent events."""
+    """Send chunks as server-sent events. Those of `/v1/responses` have names, and no `[DONE]`."""
     stream = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
     await stream.prepare(request)
+    named = False
     for chunk in chunks:
-        await stream.write(f"data: {json.dumps(chunk)}\n\n".encode())
-    await stream.write(b"data: [DONE]\n\n")
+        named = "type" in chunk
+        name = f"event: {chunk['type']}\n" if named else ""
+        await stream.write(f"{name}data: {json.dumps(chunk)}\n\n".encode())
+    if not named:
+        await stream.write(b"data: [DONE]\n\n")
     await stream.write_eof()
     return stream

@@ -38,6 +38,7 @@ from agenticrun_workers.agents.outside.messages import (
     answer_message,
     refused,
 )
+from agenticrun_workers.agents.outside.responses import Responded, chat_body, renamed
 from agenticrun_workers.agents.sampled_tree import Sampled
 from agenticrun_workers.envs.calls import one_line
 from agenticrun_workers.types import FinishReason, Generation, IntArray, StopReason
@@ -313,6 +314,14 @@ class Session:
             message_of,
             record,
         )
+
+    async def respond(self, body: Any) -> Responded:
+        """Answer a request to `/v1/responses`. Raises `ApiError`."""
+        chat = chat_body(body)
+        try:
+            return Responded(body, await self.chat(chat))
+        except ApiError as error:
+            raise renamed(error) from error
 
     async def complete(self, body: Any) -> Response:
         """Answer a request to `/v1/completions`. Raises `ApiError`."""
