@@ -81,7 +81,7 @@ def test_a_stream_says_the_same(agent_of: Any) -> None:
     async def run(base_url: str, task: Any) -> float:
         async with (
             client(base_url) as http,
-            http.responses.stream(model="policy", input="?", tools=[TOOL]) as stream,
+            http.responses.stream(model="policy", input="?", tools=cast(Any, [TOOL])) as stream,
         ):
             events = [event async for event in stream]
             final = await stream.get_final_response()
